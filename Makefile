@@ -1,0 +1,52 @@
+# Two commands, each of which does its own set-up in .venv:
+#   make test   lint, strict types and every test
+#   make demo   fine-tunes a real model on this machine and checks what it learned
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   := .venv
+BIN    := $(VENV)/bin
+# torch comes first and alone: a build that is already there (CPU or CUDA) is then kept by everything after it.
+TORCH  := torch==2.13.0
+
+.PHONY: help install test lint types unit demo demo-fast mutants clean
+
+help:
+	@grep -E '^#  ' Makefile | cut -c3-
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@started=$$(date +%s); \
+	echo "install   $(VENV) with $$($(PYTHON) --version)" >&2; \
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -c constraints.txt; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,demo]" -c constraints.txt; \
+	seconds=$$(( $$(date +%s) - started )); \
+	echo "$$seconds" > $@; \
+	echo "install   done in $$seconds s" >&2
+
+test: $(VENV)/.installed
+	@started=$$(date +%s); \
+	$(MAKE) --no-print-directory lint types unit; \
+	echo "test      $$(( $$(date +%s) - started )) s, after an install of $$(cat $(VENV)/.installed) s" >&2
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+
+types: $(VENV)/.installed
+	$(BIN)/mypy --strict
+
+unit: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+demo: $(VENV)/.installed
+	@$(BIN)/python -m tools.demo
+
+mutants: $(VENV)/.installed
+	@$(BIN)/python tools/mutants.py
+
+clean:
+	rm -rf .venv .venv-plain .demo build dist
