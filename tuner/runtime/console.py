@@ -1,0 +1,115 @@
+"""What people see: aligned lines and a live bar on stderr, from the main process only."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Literal
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+LABEL_WIDTH = 10
+Level = Literal["debug", "info", "warning", "error"]
+_ORDER: dict[str, int] = {"debug": 0, "info": 1, "warning": 2, "error": 3}
+_DIRECTION = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def escape(text: str) -> str:
+    """`text` with control, line-separating, direction-changing and surrogate characters as `\\x..` or `\\u....`."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_escaped(char) for char in text)
+
+
+def _escaped(char: str) -> str:
+    if unicodedata.category(char) not in ("Cc", "Cs", "Zl", "Zp") and char not in _DIRECTION:
+        return char
+    return f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}"
+
+
+class Progress:
+    """One live bar; without a terminal every call does nothing."""
+
+    def __init__(self, bar: RichProgress | None, label: str, total: int) -> None:
+        self._bar = bar
+        self._task = None if bar is None else bar.add_task(escape(label), total=total, note="")
+
+    def update(self, completed: int, note: str = "") -> None:
+        """Show `completed` of the total and a short note."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=completed, note=escape(note))
+
+
+class Console:
+    """Writes `label     text` lines to stderr (or `stream`); silent unless `main`, and below `level`.
+
+    Colour and bars need a terminal and the absence of NO_COLOR. A closed stderr is no error.
+    """
+
+    def __init__(self, main: bool = True, level: Level = "info", stream: IO[str] | None = None) -> None:
+        self._level = _ORDER[level]
+        self._main = main
+        self._rich = RichConsole(
+            file=stream, stderr=stream is None, highlight=False, markup=False, emoji=False, soft_wrap=True
+        )
+
+    @property
+    def is_live(self) -> bool:
+        """Whether bars are drawn."""
+        return self._main and self._rich.is_terminal and self._level <= _ORDER["info"]
+
+    def say(self, label: str, text: str, level: Level = "info") -> None:
+        """One aligned line; a newline in `text` continues below the text, other control characters are escaped."""
+        style = {"warning": "yellow", "error": "bold red"}.get(level, "bold")
+        first, *rest = text.split("\n")
+        line = Text(f"{escape(label):<{LABEL_WIDTH}}", style=style)
+        line.append(escape(first), style="")
+        for part in rest:
+            line.append("\n" + " " * LABEL_WIDTH + escape(part), style="")
+        self._print(line, level)
+
+    def line(self, text: str) -> None:
+        """One line without a label, such as a row of the step table."""
+        self._print(Text(escape(text)), "info")
+
+    def debug(self, text: str) -> None:
+        """A detail, shown at level `debug`."""
+        self.say("debug", text, "debug")
+
+    def warn(self, text: str) -> None:
+        """A warning, shown at level `warning` and below."""
+        self.say("warning", text, "warning")
+
+    def error(self, message: str, hint: str | None = None) -> None:
+        """`error: message` with the hint below it; shown at every level, by any rank."""
+        line = Text("error: ", style="bold red")
+        line.append("\n  ".join(escape(part) for part in message.split("\n")), style="")
+        if hint is not None:
+            line.append("\n  " + "\n  ".join(escape(part) for part in hint.split("\n")), style="")
+        self._write(line)
+
+    @contextmanager
+    def progress(self, label: str, total: int) -> Iterator[Progress]:
+        """A bar for the length of the block; lines said meanwhile appear above it."""
+        if not self.is_live:
+            yield Progress(None, label, total)
+            return
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+        tail = (TextColumn("{task.fields[note]}", markup=False), TimeRemainingColumn())
+        with RichProgress(*columns, *tail, console=self._rich, transient=True, redirect_stdout=False) as bar:
+            yield Progress(bar, label, total)
+
+    def _print(self, line: Text, level: Level) -> None:
+        if self._main and _ORDER[level] >= self._level:
+            self._write(line)
+
+    def _write(self, line: Text) -> None:
+        # A closed pipe or descriptor: the work goes on, there is nobody left to tell.
+        try:
+            self._rich.print(line, soft_wrap=True)
+        except (OSError, ValueError):
+            return

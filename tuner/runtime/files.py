@@ -1,0 +1,273 @@
+"""Files and directories that are either durably whole or absent.
+
+Nothing here trusts a name it reads: entries that leave their directory, symbolic links and special files are refused.
+Unfinished work is named `.tmp-*`, unwanted work `.trash-*`, always beside its target; `sweep` removes both.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Collection, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from tuner.errors import DataError, MachineError, TunerError
+
+TMP_PREFIX = ".tmp-"
+TRASH_PREFIX = ".trash-"
+MANIFEST_NAME = "manifest.json"
+HASH_BLOCK_BYTES = 1 << 20
+
+
+def gib(count: int) -> str:
+    """`count` bytes for people: `1.50 GiB`, `12.0 MiB` or `340 bytes`."""
+    if count >= 1 << 29:
+        return f"{count / (1 << 30):.2f} GiB"
+    if count >= 1 << 20:
+        return f"{count / (1 << 20):.1f} MiB"
+    return f"{count:,} bytes"
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that this process may still write to the file system of `path`. Raises MachineError."""
+    try:
+        facts = os.statvfs(path)
+    except OSError as error:
+        raise machine_error(path, error) from error
+    return facts.f_bavail * facts.f_frsize
+
+
+def machine_error(path: Path, error: OSError, needed: int | None = None) -> TunerError:
+    """The MachineError for an I/O failure at `path`: names the path, the reason and, when full, the space."""
+    message = f"{path}: {error.strerror or error}"
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return MachineError(message)
+    if needed is not None:
+        message += f" (needed {needed:,} bytes"
+        try:
+            facts = os.statvfs(path if path.is_dir() else path.parent)
+            message += f", free {facts.f_bavail * facts.f_frsize:,} bytes)"
+        except OSError:
+            message += ")"
+    return MachineError(message, hint="free disk space or choose another output directory, then run the same command")
+
+
+def fsync_path(path: Path) -> None:
+    """Flush one file or directory to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_dir(path: Path) -> None:
+    """Flush a directory's own entries (creations, renames) to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write every byte of `data`, however often the system writes short. Raises OSError."""
+    view = memoryview(data).cast("B")
+    while len(view):
+        written = os.write(descriptor, view)
+        if written == 0:
+            raise OSError(errno.EIO, "the system wrote nothing")
+        view = view[written:]
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Create `path`, which must not exist, with `data`, flushed to the disk. Raises MachineError."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+        try:
+            write_all(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise machine_error(path, error, len(data)) from error
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` with `data`: a reader, or a restart after power loss, sees the old or the new bytes.
+
+    Raises MachineError; the old file is then untouched.
+    """
+    tmp = path.parent / f"{TMP_PREFIX}{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        write_new(tmp, data)
+        os.rename(tmp, path)
+        fsync_dir(path.parent)
+    except OSError as error:
+        raise machine_error(path, error, len(data)) from error
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+def json_bytes(value: Any) -> bytes:
+    """Canonical readable JSON: sorted keys, indent 2, final newline. Raises ValueError on NaN, else TypeError."""
+    return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=True, allow_nan=False) + "\n").encode()
+
+
+def write_json(path: Path, obj: Any) -> None:
+    """`write_atomic` of `json_bytes(obj)`. Raises MachineError, TypeError, ValueError."""
+    write_atomic(path, json_bytes(obj))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises DataError naming the file when it is missing, unreadable or no object."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise DataError(f"{path}: not valid JSON: {reason}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal, in bounded memory. Raises DataError naming the file."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb", buffering=0) as file:
+            buffer = memoryview(bytearray(HASH_BLOCK_BYTES))
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    return digest.hexdigest()
+
+
+def publish_dir(tmp: Path, final: Path) -> None:
+    """Commit directory `tmp` under the name `final`: flush every file and directory in it, rename, flush the parent.
+
+    `final` must not exist. Raises MachineError; before the rename nothing named `final` is there.
+    """
+    if os.path.lexists(final):
+        raise MachineError(f"{final}: exists already")
+    try:
+        for directory, _, names in os.walk(tmp, topdown=False):
+            for name in names:
+                fsync_path(Path(directory) / name)
+            fsync_dir(Path(directory))
+        os.rename(tmp, final)
+        fsync_dir(final.parent)
+    except OSError as error:
+        raise machine_error(final, error) from error
+
+
+def discard_dir(path: Path) -> None:
+    """Remove a directory so that, killed at any moment, nothing under the old name is half there.
+
+    It is renamed to `.trash-*` first. A symbolic link is removed, never followed. Missing is fine. Raises MachineError.
+    """
+    try:
+        if path.is_symlink():
+            path.unlink()
+            return
+        trash = path.parent / f"{TRASH_PREFIX}{path.name.lstrip('.')}-{secrets.token_hex(4)}"
+        os.rename(path, trash)
+        fsync_dir(path.parent)
+        shutil.rmtree(trash)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise machine_error(path, error) from error
+
+
+def sweep(parent: Path) -> list[str]:
+    """Remove the `.tmp-*` and `.trash-*` leftovers directly in `parent`; returns their names, sorted.
+
+    Call it only while holding the lock under which they are made. Raises MachineError.
+    """
+    removed: list[str] = []
+    try:
+        entries = sorted(os.scandir(parent), key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return removed
+    except OSError as error:
+        raise machine_error(parent, error) from error
+    for entry in entries:
+        if not entry.name.startswith((TMP_PREFIX, TRASH_PREFIX)):
+            continue
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise machine_error(Path(entry.path), error) from error
+        removed.append(entry.name)
+    return removed
+
+
+def file_entries(directory: Path, exclude: Collection[str] = (MANIFEST_NAME,)) -> dict[str, dict[str, Any]]:
+    """Name (relative, with `/`) -> `{"size": bytes, "sha256": hex}` of every file below `directory` but `exclude`.
+
+    Raises DataError on a file that is not a regular one or cannot be read.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    for parent, directories, names in os.walk(directory):
+        directories.sort()
+        for name in sorted(names):
+            path = Path(parent) / name
+            relative = path.relative_to(directory).as_posix()
+            if relative not in exclude:
+                entries[relative] = {"size": regular_size(path), "sha256": sha256_file(path)}
+    return entries
+
+
+def verify_entries(directory: Path, entries: Mapping[str, Any], hash: bool) -> None:  # noqa: A002 - the contract's name
+    """Check that each named file is there, regular and of the noted size; with `hash` also of the noted SHA-256.
+
+    Raises DataError naming the first file that differs.
+    """
+    for name, entry in sorted(entries.items()):
+        path = inside(directory, name)
+        size, digest = (entry.get("size"), entry.get("sha256")) if isinstance(entry, Mapping) else (None, None)
+        if not isinstance(size, int) or not isinstance(digest, str):
+            raise DataError(f"{path}: its manifest entry has no size or no SHA-256")
+        actual = regular_size(path)
+        if actual != size:
+            raise DataError(f"{path}: {actual:,} bytes, the manifest says {size:,}")
+        if hash and sha256_file(path) != digest:
+            raise DataError(f"{path}: its SHA-256 differs from the manifest's")
+
+
+def inside(directory: Path, name: str) -> Path:
+    """`directory / name` for a name read from a file. Raises DataError when it would lead anywhere else."""
+    pure = PurePosixPath(name)
+    if not name or "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts or str(pure) != name:
+        raise DataError(f"{directory}: unsafe file name {name!r}")
+    return directory / pure
+
+
+def regular_size(path: Path) -> int:
+    """Size in bytes of a regular file. Raises DataError when it is missing, a link or something else."""
+    try:
+        facts = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        raise DataError(f"{path}: missing") from None
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    if not stat.S_ISREG(facts.st_mode):
+        raise DataError(f"{path}: not a regular file")
+    return facts.st_size

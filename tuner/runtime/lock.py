@@ -1,0 +1,99 @@
+"""A lock on a path that dies with its holder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from tuner.errors import MachineError
+from tuner.runtime.files import machine_error, write_all
+
+
+class FileLock:
+    """An exclusive `flock` on a file, which is created, filled with the holder's name and never removed.
+
+    As a context manager it waits for the lock unless built with `wait=False`. Raises MachineError.
+    """
+
+    def __init__(self, path: Path, wait: bool = True, on_wait: Callable[[str], None] | None = None) -> None:
+        self.path = path
+        self._wait = wait
+        self._on_wait = on_wait
+        self._descriptor: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._descriptor is not None
+
+    def acquire(self, wait: bool) -> None:
+        """Take the lock; without `wait`, a lock held elsewhere raises MachineError naming the holder.
+
+        When it has to wait, `on_wait` is called once, with the holder's name.
+        """
+        if self._descriptor is not None:
+            raise RuntimeError(f"{self.path}: locked twice by one holder")
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            raise machine_error(self.path, error) from error
+        try:
+            self._lock(descriptor, wait)
+            os.ftruncate(descriptor, 0)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": " ".join(sys.argv)}
+            write_all(descriptor, (json.dumps(holder) + "\n").encode())
+        except BaseException as error:
+            os.close(descriptor)
+            if isinstance(error, OSError):
+                raise machine_error(self.path, error) from error
+            raise
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Give the lock back; without holding it, nothing happens."""
+        if self._descriptor is None:
+            return
+        # Unlock before closing: a forked child may still share the open file, and with it the lock.
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+        self._descriptor = None
+
+    def holder(self) -> str:
+        """The holder as `process 123 on host (command)`, as far as the file tells."""
+        try:
+            facts = json.loads(self.path.read_text(encoding="utf-8"))
+            return f"process {int(facts['pid'])} on {facts['host']!s} ({facts['command']!s})"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "another process"
+
+    def __enter__(self) -> FileLock:
+        self.acquire(self._wait)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _lock(self, descriptor: int, wait: bool) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+        if not wait:
+            raise MachineError(
+                f"{self.path.parent} is in use by {self.holder()}", hint="wait for it, or stop it with Ctrl-C"
+            )
+        if self._on_wait is not None:
+            self._on_wait(self.holder())
+        fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,0 +1,138 @@
+"""The process group of a run and the agreement of its ranks; a single process has neither and pays for neither."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, cast
+
+from tuner.errors import MachineError
+from tuner.runtime.launch import Launch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_gloo: tuple[object, ProcessGroup] | None = None
+"""The default group and the gloo group made for it, so that a second default group gets one of its own."""
+
+
+@contextmanager
+def process_group(launch: Launch, device: str, timeout_s: float) -> Iterator[None]:
+    """Join the run's processes for the length of the block: gloo on `cpu`, gloo and NCCL on `cuda`.
+
+    World size 1 starts nothing. Without OMP_NUM_THREADS, each local rank gets its share of the cores.
+    `timeout_s` bounds every collective, in seconds. Raises MachineError when the processes cannot meet.
+    """
+    if launch.world_size == 1:
+        yield
+        return
+    import torch
+    import torch.distributed as dist
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads_per_rank(launch))
+    if device == "cuda":
+        torch.cuda.set_device(launch.local_rank)
+    try:
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+            init_method=rendezvous(os.environ),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        gloo_group(timeout_s)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise MachineError(
+            f"rank {launch.rank} of {launch.world_size} could not join the others: {error}",
+            hint="check MASTER_ADDR and MASTER_PORT, and that every process was started",
+        ) from error
+    try:
+        yield
+    except BaseException:
+        # With NCCL, an orderly end would wait for collectives that the failed rank never joins.
+        if device != "cuda":
+            _leave()
+        raise
+    _leave()
+
+
+def gloo_group(timeout_s: float | None = None) -> ProcessGroup | None:
+    """The CPU group over all ranks for agreement and checkpoints; None in a single process.
+
+    The first call in a process group makes it and is collective: every rank must make it together.
+    """
+    global _gloo  # noqa: PLW0603 - mirrors torch's own process-wide default group
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    world = dist.group.WORLD
+    if _gloo is None or _gloo[0] is not world:
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        _gloo = (world, cast("ProcessGroup", dist.new_group(backend="gloo", timeout=timeout)))
+    return _gloo[1]
+
+
+def any_rank(flag: bool, group: ProcessGroup | None) -> bool:
+    """Whether `flag` is true on any rank of `group`: collective; without a group, `flag` itself."""
+    if group is None:
+        return flag
+    import torch
+    import torch.distributed as dist
+
+    vote = torch.tensor(int(flag), dtype=torch.int32)
+    dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=group)
+    return bool(vote.item())
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_per_rank(launch: Launch) -> int:
+    """Each local rank's share of the cores, at least one."""
+    return max(1, cores() // launch.local_world_size)
+
+
+def rendezvous(env: Mapping[str, str]) -> str:
+    """Where the ranks meet: `env://` under torchrun, else `tcp://host:port` derived from the SLURM step.
+
+    Raises MachineError when neither says where.
+    """
+    if "MASTER_ADDR" in env and "MASTER_PORT" in env:
+        return "env://"
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    job = env.get("SLURM_JOB_ID", "")
+    if not nodes or not job.isdigit():
+        raise MachineError(
+            "several processes were asked for but MASTER_ADDR and MASTER_PORT are not set",
+            hint="start them with torchrun or srun",
+        )
+    one_node = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES")) == "1"
+    host = env.get("MASTER_ADDR") or ("127.0.0.1" if one_node else first_host(nodes))
+    step = env.get("SLURM_STEP_ID", "0")
+    port = env.get("MASTER_PORT") or str(20_000 + (int(job) * 7 + int(step if step.isdigit() else 0)) % 10_000)
+    return f"tcp://{host}:{port}"
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a SLURM host list: `gpu[03-07,9],login` -> `gpu03`. Raises MachineError."""
+    match = re.match(r"([\w.-]+)(?:\[([\w-]+)[^\]]*\]([\w.-]*))?", nodes, flags=re.ASCII)
+    if match is None:
+        raise MachineError(f"cannot read the SLURM host list {nodes!r}", hint="set MASTER_ADDR and MASTER_PORT")
+    number = (match[2] or "").partition("-")[0]
+    return match[1] + number + (match[3] or "")
+
+
+def _leave() -> None:
+    global _gloo  # noqa: PLW0603
+    import torch.distributed as dist
+
+    _gloo = None
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,72 @@
+"""Stop signals: the first one asks, the second one ends the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+from tuner.errors import ExitCode
+
+LAUNCHER_REPEAT_S = 2.0
+
+
+class StopSignals:
+    """While entered, SIGTERM, SIGINT and SIGUSR1 set `requested`; one more ends the process at once with code 130.
+
+    torchrun passes a Ctrl-C on although the terminal has sent it already: signals that come within `repeat_s`
+    seconds of the first count as the first. The default is 2 s below torchrun and 0 s elsewhere.
+    Outside the main thread, where Python allows no handlers, entering changes nothing.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self, on_request: Callable[[str], None] | None = None, repeat_s: float | None = None) -> None:
+        below_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        self._repeat_s = repeat_s if repeat_s is not None else LAUNCHER_REPEAT_S if below_torchrun else 0.0
+        self._on_request = on_request
+        self._signal: signal.Signals | None = None
+        self._first_s = 0.0
+        self._old: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether a stop was asked for."""
+        return self._signal is not None
+
+    @property
+    def signal_name(self) -> str | None:
+        """The first signal's name, such as `SIGTERM`; None before one came."""
+        return None if self._signal is None else self._signal.name
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in self.SIGNALS:
+                self._old[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._old:
+            number, handler = self._old.popitem()
+            # None stands for a handler that was not installed from Python and cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._signal is None:
+            self._signal = signal.Signals(number)
+            self._first_s = now
+            if self._on_request is not None:
+                self._on_request(self._signal.name)
+        elif now - self._first_s >= self._repeat_s:
+            # No clean-up: every file operation is safe to cut anywhere, and clean-up is what might hang.
+            try:
+                os.write(2, b"\nstopped at once; what was not saved is lost\n")
+            finally:
+                os._exit(ExitCode.INTERRUPTED)
