@@ -1,0 +1,117 @@
+"""Packed rows give the logits and gradients of each document alone, on every attention flavour."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tests.model.tiny import TINY, tiny_config
+from transformers import AutoModelForCausalLM
+
+from tuner.model import attention
+from tuner.model.build import ModelSpec, build_model
+from tuner.model.probe import require_isolation
+from tuner.model.root import CausalLM
+
+LENGTHS = (5, 40, 1, 23)  # longer than the sliding windows of the tiny models
+
+
+def packed_inputs(vocab_size: int, lengths: tuple[int, ...] = LENGTHS) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, vocab_size, (sum(lengths),), generator=generator)
+    position_ids = torch.cat([torch.arange(n) for n in lengths])
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    positions = torch.tensor([i for i in range(sum(lengths)) if i not in set(ends.tolist())])
+    return {"input_ids": ids, "position_ids": position_ids, "positions": positions, "targets": ids[positions + 1]}
+
+
+def alone(root: CausalLM, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    """Logits of every document run by itself through the model's own forward with eager attention."""
+    root.model.set_attn_implementation("eager")
+    logits = [root.model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(list(lengths))]
+    root.model.set_attn_implementation(attention.PACKED)
+    return torch.cat(logits)
+
+
+def gradient(root: CausalLM) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in root.parameters() if p.grad is not None])
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.detach() - b.detach()).norm() / b.detach().norm())
+
+
+def check_packed(root: CausalLM, tolerance: float, lengths: tuple[int, ...] = LENGTHS) -> None:
+    inputs = packed_inputs(root.model.config.get_text_config().vocab_size, lengths)
+    everywhere = torch.arange(sum(lengths))
+    logits = root.logits(inputs["input_ids"], inputs["position_ids"], lengths, everywhere)
+    reference = alone(root, inputs["input_ids"], lengths)
+    assert relative(logits, reference) <= tolerance
+    mixed = root.logits(inputs["input_ids"], everywhere, (sum(lengths),), everywhere)
+    assert relative(mixed, reference) > 1e-2, "the control without isolation must differ"
+
+    loss = root(document_lengths=lengths, **inputs)
+    loss.backward()
+    packed_gradient = gradient(root)
+    root.zero_grad()
+    expected = torch.nn.functional.cross_entropy(
+        alone(root, inputs["input_ids"], lengths)[inputs["positions"]].float(), inputs["targets"], reduction="sum"
+    )
+    expected.backward()
+    assert abs(loss.item() - expected.item()) <= 1e-6 * abs(expected.item())
+    assert relative(packed_gradient, gradient(root)) <= tolerance
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_packed_equals_alone(kind: str, tmp_path: Path) -> None:
+    tiny_config(kind).save_pretrained(tmp_path)
+    root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
+    with torch.no_grad():  # the default initialisation is too small for attention to matter
+        for parameter in root.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(6.0)
+    check_packed(root, 1e-6)
+    require_isolation(root, 97)
+
+
+def test_packed_equals_alone_on_smollm2() -> None:
+    directory = os.environ.get("TUNER_TEST_SMOLLM2")
+    if not directory:
+        pytest.skip("TUNER_TEST_SMOLLM2 names no directory")
+    root = CausalLM(build_model(ModelSpec(directory), torch.float32, seed=1))
+    check_packed(root, 1e-6)
+
+
+def test_recurrent_model_is_refused(tmp_path: Path) -> None:
+    from transformers import MambaConfig
+
+    from tuner.errors import RecipeError
+
+    MambaConfig(vocab_size=97, hidden_size=16, state_size=4, num_hidden_layers=2).save_pretrained(tmp_path)
+    root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
+    with pytest.raises(RecipeError, match="packed rows"):
+        require_isolation(root, 97)
+
+
+def test_capped_attention_is_refused(tmp_path: Path) -> None:
+    from transformers import Gemma2Config
+
+    from tuner.errors import RecipeError
+
+    config = Gemma2Config(
+        vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
+    with pytest.raises(RecipeError, match="softcap"):
+        require_isolation(root, 97)
+
+
+def test_stock_path_is_unchanged_by_registration(tmp_path: Path) -> None:
+    tiny_config("llama").save_pretrained(tmp_path)
+    model = build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1)
+    model.save_pretrained(tmp_path / "saved")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    ids = torch.arange(12)[None]
+    assert relative(model(input_ids=ids).logits, stock(input_ids=ids).logits) < 1e-6

@@ -1,0 +1,1 @@
+"""A transformers causal language model: built, patched with packed attention and wrapped with adapters."""

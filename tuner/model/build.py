@@ -1,0 +1,175 @@
+"""Build a transformers causal language model: its config, its weights from files or from a seed, its blocks."""
+
+import contextlib
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from tuner.errors import DataError, MachineError, RecipeError
+from tuner.model import attention
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model to build: a hub name or local directory, and what to change in its config."""
+
+    name_or_path: str
+    revision: str | None = None
+    random_init: bool = False
+    config_overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+def model_config(spec: ModelSpec) -> PretrainedConfig:
+    """Read the config of the model. Raises RecipeError for an unknown model, type or overridden key."""
+    with _clear_errors(spec):
+        config: PretrainedConfig = AutoConfig.from_pretrained(spec.name_or_path, revision=spec.revision)
+    for key, value in spec.config_overrides.items():
+        if not hasattr(config, key):
+            near = difflib.get_close_matches(key, list(config.to_dict()), n=1)
+            raise RecipeError(
+                f"model.config.{key}: the config of {spec.name_or_path} ({config.model_type}) has no such key",
+                hint=f"did you mean {near[0]}?" if near else None,
+            )
+    if spec.config_overrides:
+        changed = {**config.to_dict(), **spec.config_overrides}
+        if "num_hidden_layers" in spec.config_overrides:
+            changed.pop("layer_types", None)
+        config = type(config).from_dict(changed)
+    config.use_cache = False
+    return config
+
+
+def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """Build the model on the CPU with packed attention, in evaluation mode.
+
+    Weights are read by transformers straight into the tensors of a model built on the meta device, with its conversion
+    of file names to module names; with ``random_init`` they are drawn from ``seed``. Raises DataError where a weight
+    is missing, left over or of another shape: nothing is ever re-initialised silently.
+    """
+    attention.register()
+    config = model_config(spec)
+    if spec.random_init:
+        with torch.random.fork_rng(devices=[]), _clear_errors(spec):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.PACKED)
+        return _finished(model)
+    with _clear_errors(spec), _without_progress():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            spec.name_or_path,
+            revision=spec.revision,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention.PACKED,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    _require_complete(spec, report)
+    return _finished(model)
+
+
+def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The same model on the meta device: every parameter has its shape and type and no storage."""
+    attention.register()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.PACKED)
+    return _finished(model)
+
+
+def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated decoder layers in order, as transformers names them for sharding (``_no_split_modules``)."""
+    names = set(model._no_split_modules or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise RecipeError(f"{type(model).__name__} names no decoder layers, so it cannot be sharded over processes")
+    return blocks
+
+
+def generation_config(spec: ModelSpec, config: PretrainedConfig) -> GenerationConfig:
+    """The model's generation config, or one derived from its config where it ships none."""
+    with contextlib.suppress(OSError):
+        return GenerationConfig.from_pretrained(spec.name_or_path, revision=spec.revision)
+    return GenerationConfig.from_model_config(config)
+
+
+def apply_liger(model: PreTrainedModel) -> None:
+    """Swap norms, rotary embedding and MLP of this instance for liger's kernels (CUDA only; the loss is our own).
+
+    Raises RecipeError when liger has no kernels for the architecture.
+    """
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise RecipeError(
+            f"model.kernels: liger has no kernels for {model.config.model_type}", hint="write kernels: torch"
+        )
+    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def has_liger(model_type: str) -> bool:
+    """Whether liger-kernel is installed and has kernels for this architecture."""
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError:
+        return False
+    return model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
+def _finished(model: PreTrainedModel) -> PreTrainedModel:
+    model.config.use_cache = False
+    return model.eval()
+
+
+def _require_complete(spec: ModelSpec, report: Mapping[str, Any]) -> None:
+    problems = []
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        found = sorted(map(str, report.get(kind) or ()))
+        if found:
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            problems.append(f"{kind.replace('_keys', ' weights').replace('_msgs', 's')}: {', '.join(found[:3])}{more}")
+    if problems:
+        raise DataError(
+            f"the weights of {spec.name_or_path} do not fit its config: {'; '.join(problems)}",
+            hint="use the directory's own config, or model.init: random to train from nothing",
+        )
+
+
+@contextlib.contextmanager
+def _clear_errors(spec: ModelSpec) -> Iterator[None]:
+    where = f"model.name_or_path: {spec.name_or_path}"
+    path = Path(spec.name_or_path)
+    if path.is_absolute() and not path.is_dir():
+        raise RecipeError(f"{where}: no such directory", hint="give a hub name or a directory with config.json")
+    try:
+        yield
+    except (RecipeError, DataError):
+        raise
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise RecipeError(f"{where}: the directory has no config.json") from error
+        if path.is_dir() or os.path.isabs(spec.name_or_path):
+            raise DataError(f"{where}: cannot be loaded: {reason}") from error
+        raise MachineError(
+            f"{where}: cannot be fetched or loaded: {reason}", hint="check the name and the network, or give a directory"
+        ) from error
+
+
+@contextlib.contextmanager
+def _without_progress() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

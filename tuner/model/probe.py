@@ -1,0 +1,69 @@
+"""Probes at start: does this model keep packed documents apart, and is our output path the model's own?"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tuner.errors import RecipeError
+from tuner.model.attention import PACKED
+from tuner.model.root import CausalLM
+
+_FIRST, _SECOND = 7, 9  # document lengths: different, so that a swapped bound shows
+
+
+@dataclass(frozen=True)
+class IsolationReport:
+    """Largest differences relative to the spread of the logits: of a leak, and against the model run alone."""
+
+    leak: float
+    against_alone: float
+
+
+@torch.no_grad()
+def require_isolation(root: CausalLM, vocab_size: int) -> IsolationReport:
+    """Run two documents packed, change the first, and require the second unchanged and equal to itself run alone.
+
+    The reference is the model's own forward with its stock attention, so a logit transform or an attention option that
+    the packed path does not know shows as well. Raises RecipeError when the packed path is not the model.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, min(vocab_size, 32000), (_FIRST + _SECOND,), generator=generator)
+    other = ids.clone()
+    other[:_FIRST] = (ids[:_FIRST] + 1) % min(vocab_size, 32000)
+    try:
+        second = _second_logits(root, ids)
+        leak = _relative(second, _second_logits(root, other))
+        alone = _relative(second, _stock_logits(root, ids[_FIRST:]))
+    except (TypeError, ValueError) as error:
+        raise RecipeError(
+            f"{type(root.model).__name__} cannot be trained on packed rows: {error}",
+            hint="set data.packing: false and train.micro_batch_size: 1, or choose another model",
+        ) from error
+    tolerance = 1e-4 if next(root.parameters()).dtype == torch.float32 else 5e-2
+    if leak > tolerance or alone > tolerance:
+        what = "its documents see each other" if leak > tolerance else "its logits differ from the model's own"
+        raise RecipeError(
+            f"{type(root.model).__name__} cannot be trained on packed rows: {what} "
+            f"(leak {leak:.1e}, against the document alone {alone:.1e}, allowed {tolerance:.0e})",
+            hint="choose another model",
+        )
+    return IsolationReport(leak, alone)
+
+
+def _second_logits(root: CausalLM, ids: torch.Tensor) -> torch.Tensor:
+    position_ids = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])
+    positions = torch.arange(_FIRST, _FIRST + _SECOND)
+    return root.logits(ids, position_ids, (_FIRST, _SECOND), positions).float()
+
+
+def _stock_logits(root: CausalLM, ids: torch.Tensor) -> torch.Tensor:
+    root.model.set_attn_implementation("eager")
+    try:
+        logits: torch.Tensor = root.model(input_ids=ids[None], use_cache=False).logits[0].float()
+    finally:
+        root.model.set_attn_implementation(PACKED)
+    return logits
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / (b - b.mean(-1, keepdim=True)).norm().clamp_min(1e-12))

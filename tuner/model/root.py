@@ -1,0 +1,79 @@
+"""The module that training calls: decoder, output layer and loss inside one forward.
+
+Under FSDP2 the root's forward is where the root's own parameters (embedding, final norm, output layer) are whole, so
+the loss must be computed inside it; outside, the output weight is still a shard.
+"""
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedModel
+
+from tuner.model.linear_cross_entropy import linear_cross_entropy
+
+
+class CausalLM(nn.Module):
+    """A transformers causal language model whose forward gives the summed loss of one packed microbatch."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        document_lengths: tuple[int, ...],
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> torch.Tensor:
+        """Sum of the cross-entropies, in nats, at the trained ``positions``: a float32 scalar.
+
+        Shapes: input_ids and position_ids int64 ``[T]``, positions and their targets int64 ``[N]``. Other positions
+        never reach the output layer.
+        """
+        hidden = self._hidden(input_ids, position_ids, document_lengths)
+        head = self.model.get_output_embeddings()
+        return linear_cross_entropy(hidden[positions], head.weight, getattr(head, "bias", None), targets)
+
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        document_lengths: tuple[int, ...],
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits ``[N, V]`` at the given positions of a packed microbatch."""
+        hidden = self._hidden(input_ids, position_ids, document_lengths)
+        logits: torch.Tensor = self.model.get_output_embeddings()(hidden[positions])
+        return logits
+
+    def next_logits(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """Logits ``[V]`` after the last of ``input_ids`` ``[T]``, which continue the document in ``cache``."""
+        seen = cache.get_seq_length()
+        position_ids = torch.arange(seen, seen + input_ids.shape[0], device=input_ids.device)
+        output = self.model.get_decoder()(
+            input_ids=input_ids[None], position_ids=position_ids[None], past_key_values=cache, use_cache=True
+        )
+        logits: torch.Tensor = self.model.get_output_embeddings()(output.last_hidden_state[0, -1])
+        return logits
+
+    def _hidden(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, document_lengths: tuple[int, ...]
+    ) -> torch.Tensor:
+        output = self.model.get_decoder()(
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            use_cache=False,
+            document_lengths=document_lengths,
+        )
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+
+# Methods beside forward that gather the root's parameters under FSDP2.
+FORWARD_METHODS = ("logits", "next_logits")
+
+
+def trained_parameters(root: CausalLM) -> dict[str, nn.Parameter]:
+    """Parameters that are trained, tied ones once, by transformers' name."""
+    return {name: p for name, p in root.model.named_parameters() if p.requires_grad}
