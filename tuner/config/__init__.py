@@ -1,0 +1,1 @@
+"""What the user wants: the typed recipe, loaded without side effects."""

@@ -1,0 +1,85 @@
+"""Durations: a count and its unit, such as `3 epochs`, `500steps`, `2B tokens`, `10%`, `15 min`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, cast
+
+from tuner.config.numbers import parse_number, write_number
+
+Unit = Literal["epochs", "steps", "tokens", "%", "documents", "s", "min", "h"]
+
+WORDS: dict[str, Unit] = {
+    "epoch": "epochs", "epochs": "epochs", "step": "steps", "steps": "steps", "token": "tokens", "tokens": "tokens",
+    "%": "%", "document": "documents", "documents": "documents", "s": "s", "sec": "s", "second": "s", "seconds": "s",
+    "min": "min", "minute": "min", "minutes": "min", "h": "h", "hour": "h", "hours": "h",
+}  # fmt: skip
+SECONDS: dict[str, int] = {"s": 1, "min": 60, "h": 3600}
+WHOLE: frozenset[str] = frozenset({"steps", "tokens", "documents"})
+
+_SPLIT = re.compile(r"(.*?)\s*(%|(?<![A-Za-z])[a-z]+|(?<=[KMBGTi])[a-z]+)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Duration:
+    """How long: `count` of `unit`; a percentage keeps its count (`10%` is 10 of `%`)."""
+
+    count: Fraction
+    unit: Unit
+
+    @classmethod
+    def parse(cls, text: str | int | float, units: Sequence[str] | None = None) -> Duration:
+        """Read `500 steps`; ValueError, with what may be written, for a bare number, an unknown unit or a count <= 0."""
+        allowed = tuple(units or sorted(set(WORDS.values())))
+        written = str(text).strip()
+        try:
+            parse_number(text)
+        except ValueError:
+            pass
+        else:
+            if isinstance(text, bool) or not written.endswith("%"):
+                raise ValueError(f"{written} what? write {_alternatives(written, allowed)}")
+        match = _SPLIT.fullmatch(written)
+        unit = WORDS.get(match[2]) if match else None
+        if match is None or unit is None or unit not in allowed:
+            raise ValueError(f"got {written!r}; allowed: a count with a unit, such as {_alternatives('10', allowed)}")
+        try:
+            count = parse_number(match[1])
+        except ValueError:
+            raise ValueError(f"got {written!r}: {match[1]!r} is not a number; allowed: such as "
+                             f"{_alternatives('10', allowed)}") from None  # fmt: skip
+        if count <= 0:
+            raise ValueError(f"got {written!r}; allowed: a count above 0")
+        if unit in WHOLE and count.denominator != 1:
+            raise ValueError(f"got {written!r}; allowed: a whole number of {unit}")
+        if unit == "%" and count > 100:
+            raise ValueError(f"got {written!r}; allowed: at most 100%")
+        return cls(count, cast(Unit, unit))
+
+    @property
+    def seconds(self) -> float:
+        """The length in seconds; ValueError for a unit that is not a time."""
+        if self.unit not in SECONDS:
+            raise ValueError(f"{self} is not a time")
+        return float(self.count * SECONDS[self.unit])
+
+    @property
+    def share(self) -> Fraction:
+        """The fraction (0 to 1) that a percentage stands for; ValueError for another unit."""
+        if self.unit != "%":
+            raise ValueError(f"{self} is not a percentage")
+        return self.count / 100
+
+    def __str__(self) -> str:
+        if self.unit == "%":
+            return f"{write_number(self.count)}%"
+        word = self.unit[:-1] if self.count == 1 and self.unit.endswith("s") and len(self.unit) > 1 else self.unit
+        return f"{write_number(self.count)} {word}"
+
+
+def _alternatives(count: str, units: Sequence[str]) -> str:
+    written = [f"{count}%" if unit == "%" else f"{count} {unit}" for unit in units]
+    return written[0] if len(written) == 1 else f"{', '.join(written[:-1])} or {written[-1]}"

@@ -1,0 +1,365 @@
+"""The leaf types of a recipe: each reads one value, says what it allows, and writes its own JSON schema."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fractions import Fraction
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import PydanticCustomError, core_schema
+
+from tuner.config.duration import Duration
+from tuner.config.numbers import parse_number
+
+
+def refuse(message: str) -> PydanticCustomError:
+    """Return the error of one field; its message becomes the problem's line as it stands."""
+    return PydanticCustomError("recipe", "{message}", {"message": message})
+
+
+def shown(value: object) -> str:
+    """Return a value as people wrote it, short enough for one line, control characters escaped."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    if isinstance(value, str):
+        text = value if len(value) <= 60 else value[:57] + "..."
+        return repr(text)
+    return str(value)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A value that is read and checked in one place; `null` and `words` are allowed beside the rest."""
+
+    null: bool = False
+    words: tuple[str, ...] = ()
+    aliases: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def allowed(self) -> str:
+        """What may be written, in words."""
+        extra = [*self.words, *(word for word, _ in self.aliases), *(["null"] if self.null else [])]
+        return " or ".join([*([self.what] if self.what else []), *extra])
+
+    @property
+    def what(self) -> str:
+        """The description of the ordinary values."""
+        raise NotImplementedError
+
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of the ordinary values."""
+        raise NotImplementedError
+
+    def read(self, value: Any) -> Any:
+        """Return the typed value; ValueError (its text is shown) or TypeError (the allowed values are shown)."""
+        raise NotImplementedError
+
+    def check(self, value: Any) -> Any:
+        """Return the typed value or raise the field's error."""
+        if value is None and self.null:
+            return None
+        if isinstance(value, str):
+            if value in self.words:
+                return value
+            for word, meaning in self.aliases:
+                if value == word:
+                    return meaning
+        elif value is None and any(meaning is None for _, meaning in self.aliases):
+            raise refuse(f"got null; allowed: {self.allowed}")
+        try:
+            return self.read(value)
+        except TypeError:
+            near = get_close_matches(str(value), [*self.words, *(word for word, _ in self.aliases)], 1, 0.6)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise refuse(f"got {shown(value)}; allowed: {self.allowed}{hint}") from None
+        except ValueError as error:
+            raise refuse(str(error)) from None
+
+    def write(self, value: Any) -> Any:
+        """Return the plain value that reads back as this one."""
+        for word, meaning in self.aliases:
+            if value is meaning:
+                return word
+        return self.plain(value)
+
+    def plain(self, value: Any) -> Any:
+        """Return an ordinary value as YAML or JSON takes it."""
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            self.check, serialization=core_schema.plain_serializer_function_ser_schema(self.write)
+        )
+
+    def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        own = self.schema()
+        constants: list[Any] = [*self.words, *(word for word, _ in self.aliases), *([None] if self.null else [])]
+        if not constants:
+            return own
+        return {"anyOf": [own, {"enum": constants}]}
+
+
+@dataclass(frozen=True)
+class Whole(Leaf):
+    """A whole number; `4K`, `2^20` and `16Ki` are understood."""
+
+    ge: int = 0
+    le: int | None = None
+
+    @property
+    def what(self) -> str:
+        """The description of the ordinary values."""
+        bound = f"from {self.ge} to {self.le}" if self.le is not None else f"at least {self.ge}"
+        return f"a whole number, {bound}"
+
+    def read(self, value: Any) -> int:
+        """Return the exact integer."""
+        number = _number(value)
+        if number.denominator != 1 or number < self.ge or (self.le is not None and number > self.le):
+            raise TypeError
+        return int(number)
+
+    def schema(self) -> dict[str, Any]:
+        """An integer, or a human number as text."""
+        bounds = {"minimum": self.ge} | ({"maximum": self.le} if self.le is not None else {})
+        return {"anyOf": [{"type": "integer"} | bounds, {"type": "string", "pattern": r"^\d.*$"}]}
+
+
+@dataclass(frozen=True)
+class Real(Leaf):
+    """A finite number between bounds."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    @property
+    def what(self) -> str:
+        """The description of the ordinary values."""
+        names = (("at least", self.ge), ("above", self.gt), ("at most", self.le), ("below", self.lt))
+        return ", ".join(["a number", *(f"{name} {bound:g}" for name, bound in names if bound is not None)])
+
+    def read(self, value: Any) -> float:
+        """Return the nearest float to the exact number."""
+        try:
+            number = float(_number(value))
+        except OverflowError:
+            raise TypeError from None
+        inside = (
+            (self.ge is None or number >= self.ge)
+            and (self.gt is None or number > self.gt)
+            and (self.le is None or number <= self.le)
+            and (self.lt is None or number < self.lt)
+        )
+        if not inside:
+            raise TypeError
+        return number
+
+    def schema(self) -> dict[str, Any]:
+        """A number, or a human number as text."""
+        names = {"minimum": self.ge, "exclusiveMinimum": self.gt, "maximum": self.le, "exclusiveMaximum": self.lt}
+        bounds = {name: bound for name, bound in names.items() if bound is not None}
+        return {"anyOf": [{"type": "number"} | bounds, {"type": "string", "pattern": r"^[+-]?[\d.].*$"}]}
+
+
+@dataclass(frozen=True)
+class Switch(Leaf):
+    """`true` or `false`, nothing else."""
+
+    @property
+    def what(self) -> str:
+        """The description of the ordinary values."""
+        return "true or false"
+
+    def read(self, value: Any) -> bool:
+        """Return the truth value."""
+        if isinstance(value, bool):
+            return value
+        raise TypeError
+
+    def schema(self) -> dict[str, Any]:
+        """A boolean."""
+        return {"type": "boolean"}
+
+
+@dataclass(frozen=True)
+class Choice(Leaf):
+    """One of a few words."""
+
+    values: tuple[Any, ...] = ()
+
+    @property
+    def what(self) -> str:
+        """The description of the ordinary values."""
+        return " or ".join(str(value) for value in self.values)
+
+    def read(self, value: Any) -> Any:
+        """Return the word."""
+        if not isinstance(value, bool) and type(value) in {type(item) for item in self.values} and value in self.values:
+            return value
+        near = get_close_matches(str(value).lower(), [str(item) for item in self.values], 1, 0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"got {shown(value)}; allowed: {self.allowed}{hint}")
+
+    def schema(self) -> dict[str, Any]:
+        """An enumeration."""
+        return {"enum": list(self.values)}
+
+
+@dataclass(frozen=True)
+class Text(Leaf):
+    """A string; `kind` says which, `pattern` which characters."""
+
+    kind: str = "text"
+    pattern: str | None = None
+
+    @property
+    def what(self) -> str:
+        """The description of the ordinary values."""
+        return self.kind
+
+    def read(self, value: Any) -> str:
+        """Return the string."""
+        if not isinstance(value, str):
+            raise ValueError(f"got {shown(value)}; allowed: {self.allowed}{' in quotes' if _plain(value) else ''}")
+        if not value.strip() or not value.isprintable():
+            raise TypeError
+        if self.pattern is not None and re.fullmatch(self.pattern, value) is None:
+            raise TypeError
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        """A string."""
+        return {"type": "string", "minLength": 1} | ({"pattern": f"^{self.pattern}$"} if self.pattern else {})
+
+
+@dataclass(frozen=True)
+class Span(Leaf):
+    """One duration in one of `units`."""
+
+    units: tuple[str, ...] = ()
+
+    @property
+    def what(self) -> str:
+        """The description of the ordinary values."""
+        return f"a duration ({' | '.join(self.units)})"
+
+    def read(self, value: Any) -> Duration:
+        """Return the duration."""
+        if isinstance(value, Duration):
+            value = str(value)
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise ValueError(f"got {shown(value)}; allowed: {self.allowed}, such as 10 {self.units[0]}")
+        return Duration.parse(value, self.units)
+
+    def plain(self, value: Any) -> Any:
+        """Return the duration's text."""
+        return None if value is None else str(value)
+
+    def schema(self) -> dict[str, Any]:
+        """A count and a unit."""
+        return {"type": "string", "description": self.what, "pattern": r"^\S.*$"}
+
+
+@dataclass(frozen=True)
+class Cadence(Span):
+    """One duration or a list of them, whichever comes first; `never` turns it off."""
+
+    aliases: tuple[tuple[str, Any], ...] = (("never", None),)
+
+    @property
+    def what(self) -> str:
+        """The description of the ordinary values."""
+        return f"a duration or a list of durations ({' | '.join(self.units)})"
+
+    def read(self, value: Any) -> tuple[Duration, ...]:  # type: ignore[override]
+        """Return the durations."""
+        items = list(value) if isinstance(value, (list, tuple)) else [value]
+        if not items:
+            raise ValueError("got an empty list; to turn it off write never")
+        return tuple(Span(units=self.units).read(item) for item in items)
+
+    def plain(self, value: Any) -> Any:
+        """Return one text, or a list of them."""
+        return str(value[0]) if len(value) == 1 else [str(item) for item in value]
+
+    def schema(self) -> dict[str, Any]:
+        """A duration or a list of durations."""
+        one = {"type": "string", "pattern": r"^\S.*$"}
+        return {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}], "description": self.what}
+
+
+@dataclass(frozen=True)
+class Several(Leaf):
+    """A list whose items are one leaf each, with exactly `length` items where it is given."""
+
+    item: Leaf | None = None
+    length: int | None = None
+
+    @property
+    def what(self) -> str:
+        """The description of the ordinary values."""
+        assert self.item is not None
+        return f"a list of {self.length or 'at least 1'}: {self.item.allowed}"
+
+    def read(self, value: Any) -> tuple[Any, ...]:
+        """Return the items."""
+        if self.item is None or not isinstance(value, Sequence) or isinstance(value, str) or not value:
+            raise TypeError
+        if self.length is not None and len(value) != self.length:
+            raise TypeError
+        return tuple(self.item.read(item) for item in value)
+
+    def plain(self, value: Any) -> Any:
+        """Return a list."""
+        return value if isinstance(value, str) else list(value)
+
+    def schema(self) -> dict[str, Any]:
+        """An array."""
+        assert self.item is not None
+        count = {"minItems": self.length, "maxItems": self.length} if self.length else {"minItems": 1}
+        return {"type": "array", "items": self.item.schema()} | count
+
+
+@dataclass(frozen=True)
+class Table(Leaf):
+    """A free mapping of names to plain values."""
+
+    @property
+    def what(self) -> str:
+        """The description of the ordinary values."""
+        return "a mapping of names to values, such as {num_hidden_layers: 6}"
+
+    def read(self, value: Any) -> dict[str, Any]:
+        """Return the mapping."""
+        if not isinstance(value, Mapping):
+            raise TypeError
+        return dict(value)
+
+    def schema(self) -> dict[str, Any]:
+        """An object."""
+        return {"type": "object"}
+
+
+def _plain(value: Any) -> bool:
+    return value is not None and not isinstance(value, (Mapping, list, tuple))
+
+
+def _number(value: Any) -> Fraction:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise TypeError
+    try:
+        return parse_number(value)
+    except ValueError:
+        raise TypeError from None

@@ -1,0 +1,79 @@
+"""Exact human numbers: `4K`, `1.25M`, `3e-5`, `10%`, `2^20`, `16Ki`, `5GB`, `64GiB`."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+DECIMAL_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+BINARY_SUFFIXES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+BYTE_SUFFIXES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    f"{suffix}B": factor for suffix, factor in BINARY_SUFFIXES.items()
+}
+MAX_CHARACTERS = 64
+MAX_EXPONENT = 400
+
+_POWER = re.compile(r"(\d{1,4})\^(\d{1,4})")
+_NUMBER = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,4})?)\s*([A-Za-z]{1,3}|%)?")
+
+
+def parse_number(value: str | int | float | Fraction) -> Fraction:
+    """Return the exact value that was written; ValueError for booleans, inf, nan and anything else."""
+    return _parse(value, DECIMAL_SUFFIXES | BINARY_SUFFIXES)
+
+
+def parse_bytes(text: str | int) -> int:
+    """Return a size in bytes (`5GB`, `64GiB`, `16Ki`, `4096`); ValueError unless it is a whole, positive number."""
+    count = _parse(text, DECIMAL_SUFFIXES | BINARY_SUFFIXES | BYTE_SUFFIXES)
+    if count.denominator != 1 or count <= 0:
+        raise ValueError(f"{text} is not a whole number of bytes")
+    return int(count)
+
+
+def _parse(value: str | int | float | Fraction, suffixes: dict[str, int]) -> Fraction:
+    if isinstance(value, bool):
+        raise ValueError("a truth value is not a number")
+    if isinstance(value, (int, Fraction)):
+        return Fraction(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{value} is not a finite number")
+        return Fraction(repr(value))
+    text = value.strip()
+    if len(text) > MAX_CHARACTERS or not text.isascii():
+        raise ValueError("not a number")
+    if power := _POWER.fullmatch(text):
+        return Fraction(int(power[1]) ** min(int(power[2]), MAX_EXPONENT + 1))
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        raise ValueError("not a number")
+    digits, suffix = match[1], match[2]
+    exponent = re.search(r"[eE]([+-]?\d+)", digits)
+    if exponent and abs(int(exponent[1])) > MAX_EXPONENT:
+        raise ValueError("too large or too small a number")
+    number = Fraction(digits)
+    if suffix is None:
+        return number
+    if suffix == "%":
+        return number / 100
+    if suffix not in suffixes:
+        raise ValueError(f"unknown suffix {suffix}")
+    return number * suffixes[suffix]
+
+
+def write_number(value: Fraction) -> str:
+    """Write an exact number without loss: whole, decimal where one exists, else the shortest float."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    denominator = value.denominator
+    twos = fives = 0
+    while denominator % 2 == 0:
+        denominator, twos = denominator // 2, twos + 1
+    while denominator % 5 == 0:
+        denominator, fives = denominator // 5, fives + 1
+    if denominator != 1:
+        return repr(float(value))
+    places = max(twos, fives)
+    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
+    return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}"

@@ -1,0 +1,348 @@
+"""The recipe: every section, key, default and the sentence that help, schema and reference print."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Tag
+
+from tuner.config.duration import Duration
+from tuner.config.leaves import Cadence, Choice, Leaf, Real, Several, Span, Switch, Table, Text, Whole, refuse, shown
+
+Auto = Literal["auto"]
+Durations = tuple[Duration, ...]
+Bool = Annotated[bool, Switch()]
+TIMES = ("s", "min", "h")
+
+
+class Section(BaseModel):
+    """A frozen part of the recipe that knows its keys and refuses others."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """The base model."""
+
+    name_or_path: Annotated[str, Text(kind="a hub name (owner/name) or a local directory")]
+    """Hub name or local directory of the base model (required)."""
+    revision: Annotated[str | None, Text(null=True, kind="a commit or tag")] = None
+    """Hub commit or tag; the commit used is recorded."""
+    init: Annotated[Literal["pretrained", "random"], Choice(values=("pretrained", "random"))] = "pretrained"
+    """Where the weights come from: pretrained files, or random from the config alone (pre-training)."""
+    config: Annotated[dict[str, Any], Table()] = {}
+    """Overrides of the model's config.json, e.g. {num_hidden_layers: 6}."""
+    dtype: Annotated[Literal["auto", "fp32", "bf16"], Choice(values=("auto", "fp32", "bf16"))] = "auto"
+    """Type of the weights: auto keeps trained ones in fp32 and frozen ones in bf16."""
+    kernels: Annotated[Literal["auto", "liger", "torch"], Choice(values=("auto", "liger", "torch"))] = "auto"
+    """Fused kernels: auto takes liger on CUDA."""
+
+
+class TokenizerSection(Section):
+    """The tokenizer and its chat template."""
+
+    name_or_path: Annotated[str | None, Text(null=True, kind="byte, a hub name or a local directory")] = None
+    """Tokenizer to use; null takes the model's own, byte the built-in UTF-8 bytes."""
+    chat_template: Annotated[str | None, Text(null=True, kind="the path of a jinja file")] = None
+    """Path of a jinja file; null takes the tokenizer's own template."""
+
+
+class NoAdapter(Section):
+    """Full fine-tuning."""
+
+    kind: Annotated[Literal["none"], Choice(values=("none",))] = "none"
+    """none trains the model in full; lora trains a low-rank adapter on a frozen model."""
+
+
+class LoraAdapter(Section):
+    """A low-rank adapter on a frozen model."""
+
+    kind: Annotated[Literal["lora"], Choice(values=("lora",))] = "lora"
+    """none trains the model in full; lora trains a low-rank adapter on a frozen model."""
+    r: Annotated[int, Whole(ge=1, le=2**16)] = 16
+    """Rank of the adapter."""
+    alpha: Annotated[float, Real(gt=0)] = 32.0
+    """Scale of the adapter: it is multiplied by alpha / r."""
+    dropout: Annotated[float, Real(ge=0, lt=1)] = 0.0
+    """Dropout probability at the adapter's input."""
+    target_modules: Annotated[
+        Literal["all-linear"] | tuple[str, ...], Several(words=("all-linear",), item=Text(kind="module names"))
+    ] = "all-linear"
+    """Modules that get an adapter: all-linear, or a list of module names."""
+
+
+class SftMethod(Section):
+    """Supervised fine-tuning on conversations or prompt and completion."""
+
+    kind: Annotated[Literal["sft"], Choice(values=("sft",))] = "sft"
+    """sft learns answers to prompts; pretrain learns every token of plain text."""
+    train_on: Annotated[
+        Literal["assistant", "last_assistant", "all"], Choice(values=("assistant", "last_assistant", "all"))
+    ] = "assistant"
+    """Which tokens are learned: those of every assistant turn, of the last one, or all."""
+
+
+class PretrainMethod(Section):
+    """Next-token prediction on plain text."""
+
+    kind: Annotated[Literal["pretrain"], Choice(values=("pretrain",))] = "pretrain"
+    """sft learns answers to prompts; pretrain learns every token of plain text."""
+
+
+class DataSource(Section):
+    """One file of rows."""
+
+    path: Annotated[str, Text(kind="the path of a file")]
+    """File of rows: JSON lines, or plain text."""
+    format: Annotated[
+        Literal["auto", "messages", "prompt_completion", "text"],
+        Choice(values=("auto", "messages", "prompt_completion", "text")),
+    ] = "auto"
+    """Form of the rows; auto looks at the first ones."""
+
+
+SPLIT = Span(units=("%", "documents"))
+
+
+def is_split(text: object) -> bool:
+    """Whether a value of data.eval means a share of the training documents (`2%`, `200 documents`), not a path."""
+    try:
+        SPLIT.read(text)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def read_sources(value: Any) -> Any:
+    """Turn a path, or a list of paths and mappings, into a list of mappings."""
+    if isinstance(value, (str, dict)):
+        value = [value]
+    if not isinstance(value, (list, tuple)):
+        raise refuse(f"got {shown(value)}; allowed: a path or a list of paths or {{path, format}}")
+    if not value:
+        raise refuse("got an empty list; allowed: at least one path")
+    return [{"path": item} if not isinstance(item, (dict, DataSource)) else item for item in value]
+
+
+def read_eval(value: Any) -> Any:
+    """Turn data.eval into null, a split, or a list of mappings."""
+    if value is None or isinstance(value, Duration):
+        return value
+    if is_split(value):
+        return SPLIT.read(value)
+    if isinstance(value, (int, float)):
+        raise refuse(f"got {shown(value)}; allowed: a path, a list of paths, 2%, 200 documents or null")
+    return read_sources(value)
+
+
+def _eval_tag(value: Any) -> str:
+    return "none" if value is None else "split" if isinstance(value, Duration) else "sources"
+
+
+Sources = Annotated[tuple[DataSource, ...], BeforeValidator(read_sources, json_schema_input_type=Any)]
+EvalSources = Annotated[
+    Annotated[None, Tag("none")] | Annotated[Duration, SPLIT, Tag("split")] | Annotated[tuple[DataSource, ...], Tag("sources")],
+    Discriminator(_eval_tag),
+    BeforeValidator(read_eval, json_schema_input_type=Any),
+]
+
+
+class DataSection(Section):
+    """Training and held-out rows, and how they become batches."""
+
+    train: Sources
+    """Training rows: a path, or a list of paths and {path, format} (required)."""
+    eval: EvalSources = None
+    """Held-out rows: the same forms, or `2%` or `200 documents` split off the training documents."""
+    max_length: Annotated[int | Auto, Whole(ge=2, le=2**24, words=("auto",))] = "auto"
+    """Tokens of a packed row; auto is the smaller of the model's longest position and 2048."""
+    too_long: Annotated[
+        Literal["auto", "truncate", "split", "drop"], Choice(values=("auto", "truncate", "split", "drop"))
+    ] = "auto"
+    """What happens to longer documents, each counted; auto drops for sft and splits for pretrain."""
+    packing: Bool = True
+    """Put several documents into one row, isolated from each other."""
+    shuffle: Bool = True
+    """Visit the rows in a new order each epoch, given by the seed."""
+    on_bad_row: Annotated[Literal["error", "skip"], Choice(values=("error", "skip"))] = "error"
+    """Stop at a row that cannot be used, or skip and count it."""
+
+
+class TrainSection(Section):
+    """Length, batch and numerics of training."""
+
+    duration: Annotated[Duration, Span(units=("epochs", "steps", "tokens"))] = Duration.parse("1 epoch")
+    """How long the whole run is."""
+    stop_after: Annotated[Duration | None, Span(units=("steps", *TIMES), aliases=(("never", None),))] = None
+    """Save and stop this launch after so long (exit code 75); the run can be resumed."""
+    global_batch_size: Annotated[int, Whole(ge=1, le=2**20)] = 16
+    """Rows per optimizer step, on any number of processes."""
+    micro_batch_size: Annotated[int, Whole(ge=1, le=2**20)] = 1
+    """Rows per forward and process: the memory knob; it never changes the result."""
+    precision: Annotated[Literal["auto", "fp32", "bf16"], Choice(values=("auto", "fp32", "bf16"))] = "auto"
+    """Type of the computation; auto is bf16 where the device is fast at it, else fp32."""
+    device: Annotated[Literal["auto", "cuda", "cpu"], Choice(values=("auto", "cuda", "cpu"))] = "auto"
+    """Where to train; auto takes CUDA when there is one."""
+    max_grad_norm: Annotated[float | None, Real(gt=0, aliases=(("never", None),))] = 1.0
+    """Gradient norm above which gradients are scaled down; never clips nothing and still logs it."""
+
+
+class OptimizerSection(Section):
+    """The optimizer."""
+
+    kind: Annotated[Literal["adamw"], Choice(values=("adamw",))] = "adamw"
+    """AdamW with decoupled weight decay."""
+    lr: Annotated[float | Auto, Real(gt=0, words=("auto",))] = "auto"
+    """Peak learning rate; auto is 2e-4 for an adapter, 3e-4 from random weights, else 1e-4 below 500M parameters and 2e-5."""
+    betas: Annotated[tuple[float, float], Several(item=Real(ge=0, lt=1), length=2)] = (0.9, 0.95)
+    """Decay rates of the two running averages."""
+    eps: Annotated[float, Real(gt=0)] = 1e-8
+    """Added to the denominator for stability."""
+    weight_decay: Annotated[float, Real(ge=0)] = 0.0
+    """Decoupled weight decay; never on norms, biases and other one-dimensional parameters."""
+
+
+Warmup = Annotated[Duration, Span(units=("steps", "%"))]
+Floor = Annotated[float, Real(ge=0, le=1)]
+
+
+class ConstantSchedule(Section):
+    """A constant learning rate after the warm-up."""
+
+    kind: Annotated[Literal["constant"], Choice(values=("constant",))] = "constant"
+    """Shape of the learning rate after the warm-up."""
+    warmup: Warmup = Duration.parse("3%")
+    """Linear rise from 0, in steps or percent of the run."""
+
+
+class LinearSchedule(Section):
+    """A learning rate that falls in a straight line."""
+
+    kind: Annotated[Literal["linear"], Choice(values=("linear",))] = "linear"
+    """Shape of the learning rate after the warm-up."""
+    warmup: Warmup = Duration.parse("3%")
+    """Linear rise from 0, in steps or percent of the run."""
+    min_lr_ratio: Floor = 0.0
+    """Learning rate at the end, as a share of the peak."""
+
+
+class CosineSchedule(Section):
+    """A learning rate that falls along half a cosine."""
+
+    kind: Annotated[Literal["cosine"], Choice(values=("cosine",))] = "cosine"
+    """Shape of the learning rate after the warm-up."""
+    warmup: Warmup = Duration.parse("3%")
+    """Linear rise from 0, in steps or percent of the run."""
+    min_lr_ratio: Floor = 0.0
+    """Learning rate at the end, as a share of the peak."""
+
+
+class EvalSection(Section):
+    """Evaluation on held-out rows."""
+
+    every: Annotated[Durations | None, Cadence(units=("steps", "epochs", "%"))] = (Duration.parse("10%"),)
+    """How often to evaluate; only where data.eval is set."""
+    at_start: Bool = True
+    """Evaluate before the first step."""
+    at_end: Bool = True
+    """Evaluate after the last step."""
+    max_rows: Annotated[int | None, Whole(null=True, ge=1)] = None
+    """Rows evaluated at most; null evaluates all."""
+    samples: Annotated[int, Whole(ge=0, le=1000)] = 3
+    """Held-out prompts answered at each evaluation, written to samples.jsonl."""
+
+
+class CheckpointSection(Section):
+    """Saving, so that a run can go on."""
+
+    every: Annotated[Durations | None, Cadence(units=("steps", *TIMES))] = (
+        Duration.parse("500 steps"),
+        Duration.parse("15 min"),
+    )
+    """How often to save; the first duration that has passed counts."""
+    at_end: Bool = True
+    """Save after the last step."""
+    keep: Annotated[int, Whole(ge=1)] = 2
+    """Newest checkpoints kept."""
+
+
+class ParallelSection(Section):
+    """Several processes."""
+
+    reshard_after_forward: Bool = True
+    """Free gathered weights after each forward: less memory, more communication."""
+    timeout: Annotated[Duration, Span(units=TIMES)] = Duration.parse("30 min")
+    """Longest wait for another process."""
+
+
+class LoggingSection(Section):
+    """What is printed."""
+
+    level: Annotated[Literal["debug", "info", "warning", "error"], Choice(values=("debug", "info", "warning", "error"))] = "info"
+    """Least severe messages shown."""
+    console_every: Annotated[Duration, Span(units=TIMES)] = Duration.parse("2 s")
+    """Time between two refreshes of the console and of metrics.jsonl."""
+
+
+UNIONS: dict[str, dict[str, type[Section]]] = {
+    "adapter": {"none": NoAdapter, "lora": LoraAdapter},
+    "method": {"sft": SftMethod, "pretrain": PretrainMethod},
+    "schedule": {"cosine": CosineSchedule, "linear": LinearSchedule, "constant": ConstantSchedule},
+}
+"""Sections with a choice: the first kind is the default."""
+
+
+def kind_of(section: str, value: Any) -> str:
+    """Return the kind that a section's raw value has, the default one when it names none."""
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return next(iter(UNIONS[section])) if kind is None else str(kind)
+
+
+Adapter = Annotated[
+    Annotated[NoAdapter, Tag("none")] | Annotated[LoraAdapter, Tag("lora")],
+    Discriminator(lambda value: kind_of("adapter", value)),
+]
+Method = Annotated[
+    Annotated[SftMethod, Tag("sft")] | Annotated[PretrainMethod, Tag("pretrain")],
+    Discriminator(lambda value: kind_of("method", value)),
+]
+Schedule = Annotated[
+    Annotated[CosineSchedule, Tag("cosine")]
+    | Annotated[LinearSchedule, Tag("linear")]
+    | Annotated[ConstantSchedule, Tag("constant")],
+    Discriminator(lambda value: kind_of("schedule", value)),
+]
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+
+
+class Recipe(Section):
+    """One typed recipe drives every command."""
+
+    version: Annotated[Literal[1], Choice(values=(1,))] = 1
+    """Version of the recipe's format."""
+    name: Annotated[
+        str | None, Text(null=True, kind="letters, digits, '.', '_' and '-', starting with a letter or digit", pattern=NAME)
+    ] = None
+    """Name of the run; null takes the recipe's file stem."""
+    output_dir: Annotated[str, Text(kind="the path of a directory")] = "runs/{name}"
+    """The run directory, stable so that a requeued job finds itself; the default is relative to the working directory."""
+    seed: Annotated[int, Whole(ge=0, le=2**63 - 1)] = 42
+    """Seed of weights, order and dropout."""
+    model: ModelSection
+    tokenizer: TokenizerSection = TokenizerSection()
+    adapter: Adapter = NoAdapter()
+    method: Method = SftMethod()
+    data: DataSection
+    train: TrainSection = TrainSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: Schedule = CosineSchedule()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    parallel: ParallelSection = ParallelSection()
+    logging: LoggingSection = LoggingSection()
+
+
+def leaf_of(metadata: list[Any]) -> Leaf | None:
+    """Return the leaf type among a field's metadata, if its value is one leaf."""
+    return next((item for item in metadata if isinstance(item, Leaf)), None)
