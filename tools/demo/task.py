@@ -18,28 +18,30 @@ FIELDS = ("name", "city", "item", "quantity", "total_usd")
 INSTRUCTION = f"Answer with one JSON object with the keys {', '.join(FIELDS)}."
 
 FIRST_NAMES = (
-    "Ana Bruno Carla Dmitri Elena Farid Greta Hugo Ingrid Jonas Keiko Luca Maria Nadia Omar Paula Quentin Rosa Stefan "
-    "Tara Ulrich Vera Walter Ximena Yusuf Zoe Amir Bella Cedric Dora Emil Freya Goran Hana Igor Julia Karim Leila Marco "
-    "Nina Oscar Petra Rafael Sofia Tomas Ursula Viktor Wendy Yara Zack Alice Boris Celine Daniel Edith Felix Gloria "
-    "Henry Irene Jack Karen Liam Mona Noah Olga Peter Ruth Simon Tina Uma Victor Willa"
+    "Ana Bruno Carla Dmitri Elena Farid Greta Hugo Ingrid Jonas Keiko Luca Maria Nadia Omar Paula Quentin Rosa "
+    "Stefan Tara Ulrich Vera Walter Ximena Yusuf Zoe Amir Bella Cedric Dora Emil Freya Goran Hana Igor Julia Karim "
+    "Leila Marco Nina Oscar Petra Rafael Sofia Tomas Ursula Viktor Wendy Yara Zack Alice Boris Celine Daniel Edith "
+    "Felix Gloria Henry Irene Jack Karen Liam Mona Noah Olga Peter Ruth Simon Tina Uma Victor Willa"
 ).split()
 LAST_NAMES = (
-    "Berg Costa Dubois Eriksen Fischer Garcia Hansen Ivanov Jensen Kowalski Lopez Moreau Novak Olsen Petrov Quinn Rossi "
-    "Silva Tanaka Ueda Vargas Weber Xavier Yilmaz Zimmer Adler Becker Cruz Diaz Engel Ferrari Gruber Haas Ibsen Jung "
-    "Klein Lang Meyer Nagy Ortiz Peters Reyes Sato Torres Urban Vidal Wagner Young Zeman Arnold Bauer Conti Dahl Evans "
-    "Franco Gomez Holm Iqbal James Keller Lund Marin Nolan Owen Price Russo Stein Turner Unger Vance Walsh"
+    "Berg Costa Dubois Eriksen Fischer Garcia Hansen Ivanov Jensen Kowalski Lopez Moreau Novak Olsen Petrov Quinn "
+    "Rossi Silva Tanaka Ueda Vargas Weber Xavier Yilmaz Zimmer Adler Becker Cruz Diaz Engel Ferrari Gruber Haas "
+    "Ibsen Jung Klein Lang Meyer Nagy Ortiz Peters Reyes Sato Torres Urban Vidal Wagner Young Zeman Arnold Bauer "
+    "Conti Dahl Evans Franco Gomez Holm Iqbal James Keller Lund Marin Nolan Owen Price Russo Stein Turner Unger "
+    "Vance Walsh"
 ).split()
 UNSEEN_FIRST_NAMES = (
     "Wanda Priya Mateo Astrid Kenji Fatima Oliver Chiara Nikolai Beatriz Lars Amara Pascal Mei Gideon Lucia Rashid "
     "Helga Tobias Noor Esther Diego Marta Callum Aisha"
 ).split()
 UNSEEN_LAST_NAMES = (
-    "Zhou Okafor Lindgren Marchetti Nakamura Haddad Fernandez Schulz Popov Almeida Brandt Kaplan Sorensen Gallo Mbeki "
-    "Rivera Hoffman Castillo Dvorak Ahmed Larsen Bianchi Murphy Santos Chandra"
+    "Zhou Okafor Lindgren Marchetti Nakamura Haddad Fernandez Schulz Popov Almeida Brandt Kaplan Sorensen Gallo "
+    "Mbeki Rivera Hoffman Castillo Dvorak Ahmed Larsen Bianchi Murphy Santos Chandra"
 ).split()
 CITIES = (
-    "Oslo Lisbon Vienna Prague Dublin Madrid Athens Warsaw Helsinki Zurich Geneva Milan Porto Lyon Hamburg Bergen Krakow "
-    "Seville Turin Ghent Boston Denver Seattle Toronto Chicago Austin Lima Quito Cairo Nairobi Osaka Seoul Delhi Sydney"
+    "Oslo Lisbon Vienna Prague Dublin Madrid Athens Warsaw Helsinki Zurich Geneva Milan Porto Lyon Hamburg Bergen "
+    "Krakow Seville Turin Ghent Boston Denver Seattle Toronto Chicago Austin Lima Quito Cairo Nairobi Osaka Seoul "
+    "Delhi Sydney"
 ).split()
 ITEMS = {
     "garden hose": "garden hoses",
@@ -88,7 +90,7 @@ WORDINGS = (
 UNSEEN_WORDINGS = (
     "Yesterday {name} phoned us: {quantity} {items} should go to {city}, and ${total} is what they cost together.",
     "{items} wanted! {quantity} of them, {total} dollars, for {name} of {city}.",
-    "Dear team, kindly pack {quantity} {items} for our client {name}. She is based in {city} and has transferred {total} USD.",
+    "Dear team, kindly pack {quantity} {items} for our client {name}. She is in {city} and has sent {total} USD.",
     "Receipt: ${total}. Paid by: {name}. Purchased: {quantity} {items}. Place: {city}.",
     "Our driver leaves for {city} with {quantity} {items}; {name} hands over {total} dollars on arrival.",
     "Can {name} in {city} still have {quantity} {items}? The offer was {total} dollars.",

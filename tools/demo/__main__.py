@@ -1,0 +1,187 @@
+"""The whole pipeline on a real model, live: what `make demo` runs. Exits with 1 when a goal is missed."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tools.demo import task, training
+from tools.demo.shell import PLAIN_PYTHON, ROOT, Missed, Stage, bold, say, table
+
+STEPS = 40
+CHECKPOINT_EVERY = 15
+BASE_ROWS = 100
+GOALS = {
+    ("unseen names", "valid"): 0.98,
+    ("unseen names", "exact"): 0.70,
+    ("unseen names and wordings", "fields"): 0.60,
+}
+SAME_LOGITS, OTHER_LOGITS = 1e-5, 1e-2
+PROMPT = "To Oslo, please: 5 garden hoses. Invoice of 98 dollars goes to Wanda Zhou."
+
+RECIPE = f"""\
+version: 1
+model:
+  name_or_path: {{model}}
+data:
+  train: train.jsonl
+  eval: eval.jsonl
+  max_length: 448
+train:
+  duration: {STEPS} steps
+  global_batch_size: 2
+  micro_batch_size: 2
+optimizer:
+  lr: 2e-4
+schedule:
+  warmup: 2 steps
+eval:
+  every: 10 steps
+checkpoint:
+  every: {CHECKPOINT_EVERY} steps
+"""
+
+TRUTHS = """
+import sys, pathlib
+from tuner.checkpoint.load import content_sha256, newest
+for run in sys.argv[1:]:
+    info = newest(pathlib.Path(run) / "checkpoints")
+    print(info.step, content_sha256(info))
+"""
+
+
+def main() -> int:
+    """Play every part in order; return the exit code."""
+    stage = Stage(work=ROOT / ".demo" / "work", model=ROOT / ".demo" / "smollm2")
+    started = time.monotonic()
+    try:
+        play(stage)
+    except Missed as missed:
+        say(f"\n{bold('MISSED')}  {missed}")
+        return 1
+    install = installed_seconds()
+    say(f"\n    install {install:.0f} s (once) · demo {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def play(stage: Stage) -> None:
+    """The demo from the first row to the last table."""
+    write_inputs(stage)
+    with stage.part("What is trained: the masks, on the rows of this task"):
+        stage.tuner("prepare-data", "extract.yaml", "--explain", "1")
+    with stage.part("What it will need: peak memory and time, measured over a few steps"):
+        stage.tuner("profile", "extract.yaml")
+    run, twin = stage.work / "runs" / "extract", stage.work / "runs" / "broken"
+    with stage.part("Training, with three held-out answers as they change"):
+        training.run(stage, ["train", "extract.yaml"], training.Watch(run), samples=True)
+    with stage.part("The same training, killed with -9 at a random step, resumed, and compared"):
+        break_and_resume(stage, run, twin)
+    exported = stage.work / "exported"
+    with stage.part("Export to a Hugging Face directory, verified"):
+        stage.tuner("export-hf", "runs/extract", "--dtype", "fp32", "--output", "exported")
+    with stage.part("The exported directory in plain transformers, where tuner is not installed"):
+        plain_logits(stage, run, exported)
+    with stage.part("Base and trained model, side by side"):
+        stage.tuner("generate", "exported", "--compare", "base", "--prompt", PROMPT)
+    with stage.part(f"Scores on {2 * task.HELD_OUT_ROWS} held-out messages"):
+        before, after = scored(stage, "base", stage.model, BASE_ROWS), scored(stage, "trained", exported, None)
+        results(run, before, after)
+    say(f"\n{bold('The same with your own rows')}")
+    say("    .venv/bin/tuner init -m .demo/smollm2 -d YOUR.jsonl > mine.yaml")
+    say("    .venv/bin/tuner train mine.yaml | .venv/bin/tuner export-hf -")
+    missed = [
+        f"{part}: {figure} {after[part][figure]:.1%} < {goal:.0%}"
+        for (part, figure), goal in GOALS.items()
+        if after[part][figure] < goal
+    ]
+    if missed:
+        raise Missed("; ".join(missed))
+
+
+def write_inputs(stage: Stage) -> None:
+    """Start from an empty work directory holding the rows and the recipe."""
+    shutil.rmtree(stage.work, ignore_errors=True)
+    stage.work.mkdir(parents=True)
+    task.write_jsonl(stage.work / "train.jsonl", task.train_rows())
+    task.write_jsonl(stage.work / "eval.jsonl", task.eval_rows())
+    recipe = RECIPE.format(model=stage.model)
+    (stage.work / "extract.yaml").write_text(recipe, encoding="utf-8")
+    say(f"{bold('extract.yaml')}\n" + "".join(f"    {line}\n" for line in recipe.splitlines()))
+
+
+def break_and_resume(stage: Stage, run: Path, twin: Path) -> None:
+    """Train again into `twin`, kill that, resume it, and require the weights of the unbroken run."""
+    kill_at = random.SystemRandom().randint(CHECKPOINT_EVERY + 1, STEPS - 3)
+    say(f"    kill -9 is due after step {kill_at}")
+    watch = training.Watch(twin)
+    words = ["train", "extract.yaml", "--output_dir", f"runs/{twin.name}"]
+    training.run(stage, words, watch, samples=False, kill_at=kill_at)
+    say(f"    {bold('killed')} after step {watch.step}")
+    training.run(stage, ["resume", f"runs/{twin.name}"], training.Watch(twin), samples=False)
+    lines = stage.command([sys.executable, "-c", TRUTHS, str(run), str(twin)]).splitlines()
+    unbroken, broken = (line.split() for line in lines)
+    say(f"    unbroken  step {unbroken[0]}  SHA-256 {unbroken[1]}")
+    say(f"    resumed   step {broken[0]}  SHA-256 {broken[1]}")
+    if unbroken != broken:
+        raise Missed("the resumed run ended with other weights than its unbroken twin")
+    say(f"    {bold('identical')}")
+
+
+def plain_logits(stage: Stage, run: Path, exported: Path) -> None:
+    """Require the recorded logits from the exported directory, and others from the base."""
+    (checkpoint,) = [path.parent for path in run.glob(f"checkpoints/step-{STEPS}/manifest.json")]
+    script = ROOT / "tools" / "demo" / "plain.py"
+    probe = checkpoint / "probe.safetensors"
+    words = [str(PLAIN_PYTHON), "-I", str(script), str(exported), str(stage.model), str(probe)]
+    report = json.loads(stage.command(words))
+    say(f"    {report['prompts']} prompts, largest difference from the trained model's logits, relative")
+    say(f"    exported {report['exported']:.1e} · base {report['base']:.1e}")
+    if report["prompts"] != 20 or report["exported"] > SAME_LOGITS or report["base"] < OTHER_LOGITS:
+        raise Missed("the exported directory is not the trained model")
+
+
+def scored(stage: Stage, name: str, model: Path, limit: int | None) -> dict[str, dict[str, float]]:
+    """The scores of one model on both held-out sets, on the first `limit` messages of each."""
+    rows = {part: items[:limit] for part, items in task.held_out().items()}
+    source, out = stage.work / f"{name}-rows.json", stage.work / f"{name}-scores.json"
+    source.write_text(json.dumps(rows), encoding="utf-8")
+    lenient = ["--lenient"] if name == "base" else []
+    stage.module("score", str(model), str(source), str(out), *lenient)
+    scores: dict[str, dict[str, float]] = json.loads(out.read_text(encoding="utf-8"))["scores"]
+    return scores
+
+
+def results(run: Path, before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> None:
+    """Print the table before and after."""
+    losses = eval_losses(run)
+    rows: list[list[str]] = [["held-out loss", f"{losses[0]:.4f}", f"{losses[-1]:.4f}", ""]]
+    for part in after:
+        for figure, label in (("valid", "valid JSON"), ("fields", "fields right"), ("exact", "exact")):
+            goal = GOALS.get((part, figure))
+            wanted = f"{goal:.0%}" if goal else ""
+            values = [f"{scores[part][figure]:.1%}" for scores in (before, after)]
+            rows.append([f"{label}, {part}", *values, wanted])
+    table(["", "base", "trained", "goal"], rows)
+    say(f"    base: {BASE_ROWS} messages of each set, the first JSON object anywhere in the answer counts")
+    say(f"    trained: {task.HELD_OUT_ROWS} messages of each set, the whole answer must be the object")
+
+
+def eval_losses(run: Path) -> list[float]:
+    """The losses of every evaluation of a run, in order."""
+    lines: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "eval"]
+
+
+def installed_seconds() -> float:
+    """How long the set-up took when it was made: both environments and the model."""
+    stamps = (ROOT / ".venv" / ".installed", ROOT / ".venv-plain" / ".installed", ROOT / ".demo" / ".model")
+    return sum(float(stamp.read_text()) for stamp in stamps if stamp.is_file())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
