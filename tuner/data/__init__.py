@@ -1,0 +1,1 @@
+"""Rows to encoded documents to packed rows to batches."""
