@@ -1,0 +1,152 @@
+"""The index of a checkpoint: for each tensor its dtype, global shape, and where each of its chunks lies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tuner.errors import DataError
+from tuner.runtime.files import inside, json_bytes, read_json
+
+INDEX_NAME = "index.json"
+SCHEMA = 1
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The safetensors name of every dtype that can be saved."""
+
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor: `sizes` elements at `offsets`, row-major, in bytes `start` to `start + length` of `file`."""
+
+    file: str
+    start: int
+    length: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor: dtype, global shape, and the chunks that fill it without overlap."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Index = dict[str, TensorEntry]
+
+
+def index_bytes(index: Mapping[str, TensorEntry]) -> bytes:
+    """The index as JSON."""
+    tensors = {
+        name: {
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "chunks": [
+                {
+                    "file": chunk.file,
+                    "start": chunk.start,
+                    "length": chunk.length,
+                    "offsets": list(chunk.offsets),
+                    "sizes": list(chunk.sizes),
+                }
+                for chunk in entry.chunks
+            ],
+        }
+        for name, entry in index.items()
+    }
+    return json_bytes({"schema": SCHEMA, "tensors": tensors})
+
+
+def read_index(directory: Path, files: Mapping[str, int]) -> Index:
+    """Read and check `index.json` against `files`, name -> bytes.
+
+    Raises DataError naming the index and the tensor when a chunk lies outside its tensor, outside its file or in a
+    file that is not listed, or when the chunks do not fill the tensor.
+    """
+    path = directory / INDEX_NAME
+    document = read_json(path)
+    if document.get("schema") != SCHEMA or not isinstance(document.get("tensors"), dict):
+        raise DataError(f"{path}: not an index of schema {SCHEMA}")
+    index: Index = {}
+    for name, fields in document["tensors"].items():
+        try:
+            index[name] = _entry(fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{path}: tensor {name!r}: malformed entry ({error})") from error
+        problem = _problem(index[name], directory, files)
+        if problem is not None:
+            raise DataError(f"{path}: tensor {name!r}: {problem}")
+    return index
+
+
+def _entry(fields: Any) -> TensorEntry:
+    chunks = tuple(
+        Chunk(
+            file=str(chunk["file"]),
+            start=_count(chunk["start"]),
+            length=_count(chunk["length"]),
+            offsets=_counts(chunk["offsets"]),
+            sizes=_counts(chunk["sizes"]),
+        )
+        for chunk in fields["chunks"]
+    )
+    return TensorEntry(DTYPES[fields["dtype"]], _counts(fields["shape"]), chunks)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise TypeError(f"{values!r} is not a list of counts")
+    return tuple(_count(value) for value in values)
+
+
+def _problem(entry: TensorEntry, directory: Path, files: Mapping[str, int]) -> str | None:
+    dims = len(entry.shape)
+    for chunk in entry.chunks:
+        if len(chunk.offsets) != dims or len(chunk.sizes) != dims:
+            return "a chunk has another number of dimensions"
+        ends = zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)
+        if any(offset + size > whole for offset, size, whole in ends):
+            return "a chunk lies outside the tensor"
+        if chunk.length != math.prod(chunk.sizes) * entry.dtype.itemsize:
+            return "a chunk's byte length differs from its sizes"
+        if chunk.file not in files:
+            return f"{inside(directory, chunk.file)} is not a file of this checkpoint"
+        if chunk.start + chunk.length > files[chunk.file]:
+            return f"a chunk lies beyond the end of {chunk.file}"
+    if sum(chunk.length for chunk in entry.chunks) != entry.nbytes:
+        return "its chunks do not fill it"
+    if len({chunk.offsets for chunk in entry.chunks}) != len(entry.chunks):
+        return "two of its chunks overlap"
+    return None

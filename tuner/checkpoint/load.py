@@ -1,0 +1,198 @@
+"""Finding, checking and reading checkpoints. What is newest is derived from what is valid, never stored."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+
+from tuner.checkpoint.agree import Ranks, first_failure
+from tuner.checkpoint.index import DTYPE_NAMES, INDEX_NAME, Index, TensorEntry, read_index
+from tuner.checkpoint.storage import SafetensorsReader, read_box, shard_name, tensor_bytes
+from tuner.errors import DataError
+from tuner.runtime.files import MANIFEST_NAME, read_json, verify_entries
+from tuner.runtime.process import gloo_group
+
+MANIFEST_SCHEMA = 1
+STATE_NAME = "state.json"
+PROBE_NAME = "probe.safetensors"
+SHOWN_KEYS = 3
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})", flags=re.ASCII)
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint whose manifest and sizes were checked: its directory, step, manifest and `state.json`."""
+
+    path: Path
+    step: int
+    manifest: dict[str, Any]
+    state: dict[str, Any]
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What the run noted about itself: recipe, model, tokenizer and data."""
+        meta: dict[str, Any] = self.manifest["meta"]
+        return meta
+
+    def index(self) -> Index:
+        """Where each tensor lies. Raises DataError."""
+        return read_index(self.path, {name: entry["size"] for name, entry in self.manifest["files"].items()})
+
+
+def step_name(step: int) -> str:
+    """The directory of a step: `step-120`."""
+    if step < 0:
+        raise ValueError(f"step {step} is negative")
+    return f"step-{step}"
+
+
+def step_dirs(checkpoints_dir: Path) -> list[tuple[int, Path]]:
+    """All `step-N` directories, valid or not, newest first; links and other names are passed over."""
+    if not checkpoints_dir.is_dir():
+        return []
+    found = [
+        (int(match[1]), path)
+        for path in checkpoints_dir.iterdir()
+        if (match := _STEP.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
+    ]
+    return sorted(found, reverse=True)
+
+
+def newest(
+    checkpoints_dir: Path, warn: Callable[[str], None] | None = None, verify: bool = True
+) -> CheckpointInfo | None:
+    """The valid checkpoint with the highest step; None when there is none.
+
+    Each invalid one that is passed over is told to `warn` in one line. Only those tried are hashed, and none without
+    `verify`.
+    """
+    for _, path in step_dirs(checkpoints_dir):
+        try:
+            return open_checkpoint(path, verify)
+        except DataError as error:
+            if warn is not None:
+                warn(f"{path} is not used: {error.message}")
+    return None
+
+
+def open_checkpoint(path: Path, verify: bool = True) -> CheckpointInfo:
+    """Check manifest, file set and sizes, and with `verify` every SHA-256. Raises DataError naming the bad file."""
+    manifest_path = path / MANIFEST_NAME
+    manifest = read_json(manifest_path)
+    if manifest.get("schema") != MANIFEST_SCHEMA:
+        raise DataError(f"{manifest_path}: schema {manifest.get('schema')!r}, this version reads {MANIFEST_SCHEMA}")
+    step, world_size, files = manifest.get("step"), manifest.get("world_size"), manifest.get("files")
+    if type(step) is not int or type(world_size) is not int or not isinstance(files, dict):
+        raise DataError(f"{manifest_path}: step, world_size or files is missing or of the wrong type")
+    if not isinstance(manifest.get("meta"), dict):
+        raise DataError(f"{manifest_path}: meta is missing")
+    if (match := _STEP.fullmatch(path.name)) and int(match[1]) != step:
+        raise DataError(f"{manifest_path}: belongs to step {step}, not to {path.name}")
+    shards = {name for name in files if name.startswith("rank-")}
+    if not 0 < world_size <= len(shards) + 1 or shards != {shard_name(rank, world_size) for rank in range(world_size)}:
+        raise DataError(f"{manifest_path}: its files are not those of {world_size} ranks")
+    for name in (INDEX_NAME, STATE_NAME):
+        if name not in files:
+            raise DataError(f"{manifest_path}: {name} is not listed")
+    verify_entries(path, files, hash=verify)
+    return CheckpointInfo(path, step, manifest, read_json(path / STATE_NAME))
+
+
+def load_into(info: CheckpointInfo, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill `tensors` (plain or DTensors) in place with the checkpoint's, saved at any world size; collective.
+
+    Names, shapes and dtypes must be the checkpoint's. Raises DataError with the first that differ.
+    """
+    index = info.index()
+    require_same(info.path, index, tensors)
+    ranks = Ranks(gloo_group())
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            load_state(
+                dict(tensors),
+                storage_reader=SafetensorsReader(info.path, index),
+                planner=planner,
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
+    except CheckpointException as error:
+        raise first_failure(error, ranks) from error
+
+
+def require_same(path: Path, index: Index, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Compare names, shapes and dtypes with an index. Raises DataError with the first differing keys."""
+    problems = [f"{name} is missing from it" for name in sorted(tensors.keys() - index.keys())]
+    problems += [f"{name} is not expected" for name in sorted(index.keys() - tensors.keys())]
+    for name in sorted(tensors.keys() & index.keys()):
+        tensor, entry = tensors[name], index[name]
+        if tensor.is_meta:
+            raise ValueError(f"{name}: a meta tensor cannot be filled in place")
+        if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
+            saved = f"{DTYPE_NAMES[entry.dtype]} {list(entry.shape)}"
+            wanted = f"{DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))} {list(tensor.shape)}"
+            problems.append(f"{name} is {saved} in it, {wanted} is wanted")
+    if problems:
+        more = f"; and {len(problems) - SHOWN_KEYS} more" if len(problems) > SHOWN_KEYS else ""
+        raise DataError(
+            f"{path} does not hold this model's state: {'; '.join(problems[:SHOWN_KEYS])}{more}",
+            hint="it was saved by another model, adapter or optimizer",
+        )
+
+
+def read_tensors(info: CheckpointInfo, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield `(name, full CPU tensor)`, one at a time, in the order of `names` (sorted by default).
+
+    Needs no process group. Raises DataError on a name that is not there, and naming a file that cannot be read.
+    """
+    index = info.index()
+    for name in sorted(index) if names is None else names:
+        if name not in index:
+            raise DataError(f"{info.path}: holds no tensor {name!r}")
+        yield name, _assemble(info.path, index[name])
+
+
+def read_probe(info: CheckpointInfo) -> dict[str, torch.Tensor]:
+    """The tensors of `probe.safetensors`. Raises DataError when the checkpoint was saved without it."""
+    path = info.path / PROBE_NAME
+    if PROBE_NAME not in info.manifest["files"]:
+        raise DataError(f"{info.path}: saved without a probe")
+    try:
+        return safetensors.torch.load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def content_sha256(info: CheckpointInfo) -> str:
+    """SHA-256 over name, dtype, shape and bytes of every tensor, sorted by name: the same at every world size."""
+    digest = hashlib.sha256()
+    for name, tensor in read_tensors(info):
+        digest.update(json.dumps([name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)]).encode() + b"\n")
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _assemble(directory: Path, entry: TensorEntry) -> torch.Tensor:
+    if len(entry.chunks) == 1 and entry.chunks[0].sizes == entry.shape:
+        return read_box(directory, entry.dtype, entry.chunks[0], (0,) * len(entry.shape), entry.shape)
+    full = torch.empty(entry.shape, dtype=entry.dtype)
+    for chunk in entry.chunks:
+        part = full
+        for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            part = part.narrow(dim, offset, size)
+        part.copy_(read_box(directory, entry.dtype, chunk, (0,) * len(chunk.sizes), chunk.sizes))
+    return full

@@ -1,0 +1,160 @@
+"""Saving: write aside, agree, describe, rename. The rename is the commit; before it nothing looks saved."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+from tuner.checkpoint.agree import Ranks, first_failure
+from tuner.checkpoint.index import INDEX_NAME
+from tuner.checkpoint.load import MANIFEST_SCHEMA, PROBE_NAME, STATE_NAME, open_checkpoint, step_name
+from tuner.checkpoint.storage import SafetensorsWriter, WrittenFile, total_bytes
+from tuner.errors import DataError, MachineError, TunerError
+from tuner.runtime.files import (
+    MANIFEST_NAME,
+    TMP_PREFIX,
+    discard_dir,
+    free_bytes,
+    fsync_dir,
+    json_bytes,
+    machine_error,
+    publish_dir,
+    regular_size,
+    sha256_file,
+    write_new,
+)
+from tuner.runtime.process import gloo_group
+
+SLACK_BYTES = 1 << 20
+"""Room for headers, index and manifest beside the tensors."""
+
+
+@dataclass(frozen=True)
+class CheckpointDir:
+    """Where a run's checkpoints go: the `checkpoints` directory, and the id that marks its unfinished ones."""
+
+    path: Path
+    run_id: str
+
+
+def save(  # noqa: PLR0913 - the parts of a checkpoint
+    run: CheckpointDir,
+    step: int,
+    tensors: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    probe: Mapping[str, torch.Tensor] | None = None,
+) -> Path:
+    """Commit `tensors` (plain or DTensors, the same names on every rank) as `step-N`; returns its path.
+
+    Collective over all ranks of the process group; without one, the only process saves. A valid `step-N` that is there
+    already is kept and nothing is written. `state`, `meta` and `probe` are rank 0's. When any rank fails, every rank
+    raises: MachineError for the disk, with the path and the bytes needed; earlier checkpoints are untouched.
+    """
+    _refuse_others(tensors)
+    ranks = Ranks(gloo_group())
+    final = run.path / step_name(step)
+    tmp = run.path / f"{TMP_PREFIX}{final.name}-{run.run_id}"
+    if ranks.on_main(lambda: _begin(final, tmp, run.run_id, total_bytes(tensors))):
+        return final
+    try:
+        shards = _write_shards(tmp, tensors, ranks)
+        manifest = {"schema": MANIFEST_SCHEMA, "step": step, "world_size": ranks.size, "meta": dict(meta)}
+        ranks.on_main(lambda: _commit(tmp, final, shards, manifest, (state, probe)))
+    except BaseException:
+        if ranks.rank == 0:
+            with contextlib.suppress(TunerError):
+                discard_dir(tmp)
+        raise
+    return final
+
+
+def _refuse_others(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: only tensors can be saved, got {type(tensor).__name__}")
+
+
+def _begin(final: Path, tmp: Path, run_id: str, needed: int) -> bool:
+    """Make the fresh directory; true when a valid checkpoint is there already. Invalid ones are set aside."""
+    if os.path.lexists(final):
+        try:
+            open_checkpoint(final)
+            return True
+        except DataError:
+            aside = final.parent / f"invalid-{final.name}-{run_id}"
+            discard_dir(aside)
+            os.rename(final, aside)
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        fsync_dir(final.parent.parent)
+    except OSError as error:
+        raise machine_error(final.parent, error, needed) from error
+    discard_dir(tmp)
+    free = free_bytes(final.parent)
+    if free < needed + SLACK_BYTES:
+        raise MachineError(
+            f"{final.parent}: no room for a checkpoint (needed {needed + SLACK_BYTES:,} bytes, free {free:,} bytes)",
+            hint="free disk space, lower checkpoint.keep, or choose another output directory",
+        )
+    try:
+        tmp.mkdir()
+    except OSError as error:
+        raise machine_error(tmp, error, needed) from error
+    return False
+
+
+def _write_shards(tmp: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[WrittenFile]:
+    """Write every rank's file and the index; returns the files in rank order."""
+    writer = SafetensorsWriter(tmp, ranks.rank, ranks.size)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            save_state(
+                dict(tensors),
+                storage_writer=writer,
+                planner=planner,
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
+    except CheckpointException as error:
+        raise first_failure(error, ranks) from error
+    return ranks.everywhere(writer.result)
+
+
+def _commit(
+    tmp: Path,
+    final: Path,
+    shards: list[WrittenFile],
+    manifest: dict[str, Any],
+    parts: tuple[Mapping[str, Any], Mapping[str, torch.Tensor] | None],
+) -> None:
+    files: dict[str, dict[str, Any]] = {}
+    for shard in shards:
+        size = regular_size(tmp / shard.name)
+        if size != shard.size:
+            raise MachineError(f"{tmp / shard.name}: {size:,} bytes on disk, {shard.size:,} were written")
+        files[shard.name] = {"size": shard.size, "sha256": shard.sha256}
+    files[INDEX_NAME] = {"size": regular_size(tmp / INDEX_NAME), "sha256": sha256_file(tmp / INDEX_NAME)}
+    state, probe = parts
+    small = {STATE_NAME: json_bytes(dict(state))}
+    if probe is not None:
+        small[PROBE_NAME] = safetensors.torch.save({name: value.cpu().contiguous() for name, value in probe.items()})
+    for name, data in small.items():
+        write_new(tmp / name, data)
+        files[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    write_new(tmp / MANIFEST_NAME, json_bytes({**manifest, "files": files}))
+    publish_dir(tmp, final)
