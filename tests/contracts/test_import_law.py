@@ -1,0 +1,190 @@
+"""The import law of the design, read from every import statement: lazy ones and those for type checking included."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "tuner"
+BASE = {"errors", "config", "runtime"}
+BELOW_TRAIN = BASE | {"data", "model", "parallel", "checkpoint"}
+# What each part of the package may import, besides itself.
+LAW: dict[str, set[str]] = {
+    "errors": set(),
+    "config": {"errors"},
+    "runtime": {"errors"},
+    "data": BASE,
+    "model": BASE,
+    "checkpoint": BASE,
+    "parallel": BASE | {"model"},
+    "export": BASE | {"model", "checkpoint"},
+    "train": BELOW_TRAIN,
+    "profile": BELOW_TRAIN | {"train"},
+    "generate": BASE | {"data", "model", "checkpoint", "export"},
+    "api": BELOW_TRAIN | {"train", "profile", "export", "generate"},
+    "cli": BELOW_TRAIN | {"train", "profile", "export", "generate", "api"},
+    "": {"api"} | BASE,
+}
+HEAVY = {"torch", "transformers", "peft", "datasets", "liger_kernel", "accelerate"}
+# These never import torch or transformers, not even inside a function.
+NEVER_HEAVY = {"errors", "config", "data"}
+# These may, but only inside a function.
+LAZILY_HEAVY = {"runtime", "cli", "api", ""}
+# Who may see the whole recipe; everything else gets its own section or plain values.
+SEES_RECIPE = {"config", "profile", "cli", "api"}
+SEES_RECIPE_FILES = {"tuner.train.setup", "tuner.train.run"}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def part(module: str) -> str:
+    """The part of the package that a module belongs to: `tuner.data.order` -> `data`."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every absolute dotted name imported anywhere, with its line; a name imported from a module counts too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports are banned"
+            yield node.module or "", node.lineno
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", node.lineno
+
+
+def imported_modules(tree: ast.AST, known: Iterable[str]) -> set[str]:
+    """The package's modules that a tree imports; the most precise name wins, so packages do not hide submodules."""
+    names = {name for name, _ in imports(tree)}
+    return names & set(known)
+
+
+def unlawful(module: str, tree: ast.AST) -> list[str]:
+    """What in this module breaks the law, one line each."""
+    own = part(module)
+    problems = []
+    for name, line in imports(tree):
+        if not name.startswith("tuner."):
+            continue
+        target = part(name)
+        if target not in LAW:
+            continue  # a name of the root package, such as its version
+        if target not in LAW[own] | {own}:
+            problems.append(f"{module}:{line} imports {name}: {own or 'tuner'} may not know {target}")
+        if name == "tuner.config.recipe.Recipe" and own not in SEES_RECIPE and module not in SEES_RECIPE_FILES:
+            problems.append(f"{module}:{line} sees the whole recipe")
+    return problems
+
+
+def heavy(tree: ast.AST, top_level_only: bool) -> list[str]:
+    """Imports of heavy libraries: anywhere, or only where importing the module would run them."""
+    nodes = at_import(tree) if top_level_only else ast.walk(tree)
+    found = []
+    for node in nodes:
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+        found += [f"line {node.lineno}: {name}" for name in names if name.split(".")[0] in HEAVY]
+    return found
+
+
+def at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when the module is imported: outside functions and outside `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            continue
+        yield child
+        yield from at_import(child)
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Some cycle of the graph, or nothing."""
+    done: set[str] = set()
+    trail: list[str] = []
+
+    def visit(node: str) -> list[str]:
+        if node in trail:
+            return [*trail[trail.index(node) :], node]
+        if node in done:
+            return []
+        trail.append(node)
+        for target in sorted(graph[node]):
+            found = visit(target)
+            if found:
+                return found
+        trail.pop()
+        done.add(node)
+        return []
+
+    for start in sorted(graph):
+        found = visit(start)
+        if found:
+            return found
+    return []
+
+
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules().items()}
+
+
+def test_every_part_is_in_the_law() -> None:
+    assert {part(name) for name in TREES} <= set(LAW)
+
+
+@pytest.mark.parametrize("module", sorted(TREES))
+def test_module_imports_only_what_it_may(module: str) -> None:
+    assert unlawful(module, TREES[module]) == []
+
+
+def test_there_is_no_cycle_of_modules() -> None:
+    graph = {name: imported_modules(tree, TREES) - {name} for name, tree in TREES.items()}
+    assert cycle(graph) == []
+
+
+@pytest.mark.parametrize("module", sorted(name for name in TREES if part(name) in NEVER_HEAVY))
+def test_module_never_imports_torch(module: str) -> None:
+    assert heavy(TREES[module], top_level_only=False) == []
+
+
+@pytest.mark.parametrize("module", sorted(name for name in TREES if part(name) in LAZILY_HEAVY))
+def test_module_imports_torch_only_inside_functions(module: str) -> None:
+    assert heavy(TREES[module], top_level_only=True) == []
+
+
+def test_light_modules_leave_torch_unloaded() -> None:
+    light = sorted(name for name in TREES if part(name) in NEVER_HEAVY | LAZILY_HEAVY and not name.endswith("__main__"))
+    code = f"import sys, importlib\nfor name in {light!r}: importlib.import_module(name)\n"
+    code += f"print(sorted(set(sys.modules) & {HEAVY!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_the_law_catches_what_it_forbids() -> None:
+    lazy = ast.parse("def f() -> None:\n    from tuner.train.loop import loop\n")
+    typed = ast.parse("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tuner.data.order\n")
+    assert unlawful("tuner.export.hf", lazy)
+    assert unlawful("tuner.model.build", typed)
+    assert unlawful("tuner.model.build", ast.parse("from tuner.config.recipe import Recipe"))
+    assert not unlawful("tuner.parallel.fsdp", ast.parse("from tuner.model.build import build_model"))
+    assert heavy(ast.parse("def f() -> None:\n    import torch.nn"), top_level_only=False)
+    assert not heavy(ast.parse("def f() -> None:\n    import torch.nn"), top_level_only=True)
+    assert heavy(ast.parse("class A:\n    import torch"), top_level_only=True)
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]

@@ -1,0 +1,108 @@
+"""No line of the tree may run what came from a file, ask a shell, or trust remote code; the allow-list is empty."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+CALLS = {
+    "eval": "eval",
+    "exec": "exec",
+    "__import__": "__import__",
+    "os.system": "a shell",
+    "os.popen": "a shell",
+    "subprocess.getoutput": "a shell",
+    "subprocess.getstatusoutput": "a shell",
+    "torch.load": "torch.load",
+    "yaml.load": "yaml.load",
+    "yaml.unsafe_load": "yaml.unsafe_load",
+    "yaml.full_load": "yaml.full_load",
+    "numpy.load": "numpy.load",
+    "np.load": "numpy.load",
+    "tempfile.mktemp": "a guessable temporary name",
+    "torch.hub.load": "torch.hub",
+}
+KEYWORDS = {
+    "shell": True,
+    "trust_remote_code": True,
+    "allow_pickle": True,
+    "weights_only": False,
+}
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` of a name or attribute, else nothing."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        inner = dotted(node.value)
+        return f"{inner}.{node.attr}" if inner else ""
+    return ""
+
+
+def dangers(tree: ast.AST) -> Iterator[str]:
+    """Everything in a tree that the security floor forbids."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            names = [module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            for name in names:
+                if name.split(".")[0] in UNPICKLERS:
+                    yield f"line {node.lineno}: imports {name}"
+            imported = {f"{module}.{alias.name}" for alias in node.names} if module else set()
+            yield from (f"line {node.lineno}: imports {name}" for name in sorted(imported & set(CALLS)))
+        elif isinstance(node, ast.Call):
+            name = dotted(node.func)
+            if name in CALLS:
+                yield f"line {node.lineno}: {CALLS[name]}"
+            for keyword in node.keywords:
+                value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+                if keyword.arg in KEYWORDS and value is KEYWORDS[keyword.arg]:
+                    yield f"line {node.lineno}: {keyword.arg}={value}"
+        elif isinstance(node, ast.Constant) and str(node.value).startswith(("/tmp/", "/dev/shm/")):
+            yield f"line {node.lineno}: a fixed name in a shared directory"
+
+
+def sources() -> list[Path]:
+    """Every Python file that this project wrote, except this one, whose controls name what it forbids."""
+    files = [path for folder in ("tuner", "tools", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in files if path != Path(__file__).resolve()]
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_source_stays_above_the_floor(path: Path) -> None:
+    assert list(dangers(ast.parse(path.read_text(encoding="utf-8")))) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load('x')",
+        "from torch import load",
+        "torch.load('x', weights_only=False)",
+        "yaml.load(text)",
+        "eval('1')",
+        "exec('1')",
+        "os.system('ls')",
+        "subprocess.run('ls', shell=True)",
+        "AutoModel.from_pretrained('x', trust_remote_code=True)",
+        "np.load('x', allow_pickle=True)",
+        "open('/tmp/' 'fixed')",
+    ],
+)
+def test_the_floor_catches(line: str) -> None:
+    assert list(dangers(ast.parse(line)))
+
+
+@pytest.mark.parametrize(
+    "line", ["model.eval()", "subprocess.run(['ls'])", "json.loads(text)", "load_file(path)", "yaml.load_all"]
+)
+def test_the_floor_lets_pass(line: str) -> None:
+    assert not list(dangers(ast.parse(line)))

@@ -1,0 +1,97 @@
+"""The demo's task and scorer: what is promised about held-out rows, and what counts as a right answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.demo import __main__ as demo
+from tools.demo import score, task, training
+
+
+def texts(rows: list[task.Row]) -> list[str]:
+    return [row["messages"][1]["content"] for row in rows]
+
+
+def wanted(rows: list[task.Row]) -> list[dict[str, object]]:
+    return [json.loads(row["messages"][-1]["content"]) for row in rows]
+
+
+def test_rows_follow_from_the_seed() -> None:
+    assert task.train_rows() == task.train_rows()
+    assert len(set(texts(task.train_rows()))) == task.TRAIN_ROWS
+
+
+def test_held_out_names_and_wordings_never_occur_in_training() -> None:
+    train = " ".join(texts(task.train_rows()))
+    words = set(train.replace(",", " ").replace(".", " ").replace(":", " ").split())
+    for rows in (*task.held_out().values(), task.eval_rows()):
+        for values in wanted(rows):
+            assert not set(str(values["name"]).split()) & words
+    assert not set(task.WORDINGS) & set(task.UNSEEN_WORDINGS)
+
+
+def test_held_out_sets_have_their_sizes_and_share_no_message() -> None:
+    sets = [*map(texts, task.held_out().values()), texts(task.eval_rows())]
+    assert [len(part) for part in sets] == [200, 200, 30]
+    assert len({text for part in sets for text in part}) == 430
+
+
+def test_every_value_is_in_its_message() -> None:
+    for row in [*task.train_rows(), *task.held_out()["unseen names and wordings"]]:
+        values = json.loads(row["messages"][-1]["content"])
+        assert tuple(values) == task.FIELDS
+        plural = task.ITEMS[values["item"]]
+        shown = [values["name"], values["city"], plural, str(values["quantity"]), str(values["total_usd"])]
+        assert all(value in row["messages"][1]["content"] for value in shown)
+
+
+REFERENCE = {"name": "Ana Berg", "quantity": 5}
+
+
+@pytest.mark.parametrize(
+    ("answer", "lenient", "figures"),
+    [
+        ('{"name": "Ana Berg", "quantity": 5}', False, (1.0, 1.0, 1.0)),
+        ('{"name": "Ana Berg", "quantity": "5"}', False, (1.0, 0.5, 0.0)),
+        ('{"name": "Ana Berg", "quantity": 5, "more": 1}', False, (1.0, 1.0, 0.0)),
+        ('Sure: {"name": "Ana Berg", "quantity": 5}', False, (0.0, 0.0, 0.0)),
+        ('Sure: {"name": "Ana Berg", "quantity": 5} {}', True, (1.0, 1.0, 1.0)),
+        ('{broken {"quantity": 5}', True, (1.0, 0.5, 0.0)),
+        ("[1]", False, (0.0, 0.0, 0.0)),
+        ("[1]", True, (0.0, 0.0, 0.0)),
+        ("", True, (0.0, 0.0, 0.0)),
+    ],
+)
+def test_scores(answer: str, lenient: bool, figures: tuple[float, float, float]) -> None:
+    scores = score.score([answer], [REFERENCE], lenient)
+    assert (scores["valid"], scores["fields"], scores["exact"]) == figures
+
+
+def test_true_is_not_one() -> None:
+    assert not score.same(True, 1)
+    assert not score.same(1.0, 1)
+
+
+def test_lines_are_read_once_and_only_when_complete(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = training.Lines(path)
+    assert list(lines.new()) == []
+    path.write_text('{"step": 1}\n{"st')
+    assert list(lines.new()) == [{"step": 1}]
+    with path.open("a") as stream:
+        stream.write('ep": 2}\n')
+    assert list(lines.new()) == [{"step": 2}]
+    assert list(lines.new()) == []
+
+
+def test_the_recipe_of_the_demo_loads(tmp_path: Path) -> None:
+    from tuner.config.load import load_recipe
+
+    for name in ("train.jsonl", "eval.jsonl"):
+        (tmp_path / name).touch()
+    path = tmp_path / "extract.yaml"
+    path.write_text(demo.RECIPE.format(model=tmp_path), encoding="utf-8")
+    assert load_recipe(path).recipe.train.global_batch_size == 2
