@@ -1,0 +1,150 @@
+"""Checks a recipe's tree once and says everything that is wrong with it, each with its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from tuner.config.fields import fields, find, source_fields, suggestion
+from tuner.config.leaves import Choice, shown
+from tuner.config.recipe import UNIONS, Recipe
+from tuner.config.rules import RULES
+from tuner.config.tree import KeyPath, Node, Problems, dotted
+
+PLACEHOLDERS: dict[str, dict[str, Any]] = {"model": {"name_or_path": "x"}, "data": {"train": "x"}}
+
+
+def check(tree: Node, problems: Problems) -> Recipe | None:
+    """Return the typed recipe, or None when `problems` has got something; every rule that can be checked is."""
+    for name in ("model", "data", *Recipe.model_fields):
+        child = tree.value.get(name)
+        if _is_section(name) and (child is None or child.value is None):
+            tree.value.pop(name, None)
+            if name in PLACEHOLDERS:
+                place = child.key_where if child is not None else tree.where
+                tree.value[name] = Node({}, place, tree.base, place)
+    guessed = {section for section in UNIONS if _bad_kind(tree, section, problems)}
+    plain = tree.plain()
+    try:
+        recipe = Recipe.model_validate(plain)
+    except ValidationError as error:
+        bad = [_report(tree, item, guessed, problems) for item in error.errors(include_url=False)]
+        repaired = _repair(plain, bad)
+        blamed = {dotted(path) for path in bad}
+    else:
+        repaired, blamed = recipe, set()
+        if not problems.found:
+            _rules(tree, recipe, blamed, problems)
+            return None if problems.found else recipe
+    if repaired is not None:
+        _rules(tree, repaired, blamed | {f"{section}.kind" for section in guessed}, problems)
+    return None
+
+
+def _is_section(name: str) -> bool:
+    return name not in {"version", "name", "output_dir", "seed"}
+
+
+def _bad_kind(tree: Node, section: str, problems: Problems) -> bool:
+    """Note a kind that does not exist, and put the likeliest one in its place so that the rest can be checked."""
+    node = tree.child(section)
+    kind = node.child("kind") if node is not None else None
+    kinds = UNIONS[section]
+    if kind is None or (isinstance(kind.value, str) and kind.value in kinds):
+        return False
+    try:
+        Choice(values=tuple(kinds)).read(kind.value)
+    except ValueError as error:
+        problems.add(kind.where, f"{section}.kind", str(error))
+    assert node is not None
+    given = set(node.value)
+    kind.value = max(kinds, key=lambda name: (len(given & set(kinds[name].model_fields)), -list(kinds).index(name)))
+    return True
+
+
+def _path_of(loc: tuple[str | int, ...]) -> KeyPath:
+    """Drop the names of union members, which pydantic puts between a section and its keys."""
+    if len(loc) > 1 and loc[0] in UNIONS and loc[1] in UNIONS[str(loc[0])]:
+        return (loc[0], *loc[2:])
+    if loc[:2] == ("data", "eval") and len(loc) > 2 and loc[2] in {"none", "split", "sources"}:
+        return ("data", "eval", *loc[3:])
+    return loc
+
+
+def _report(tree: Node, error: Any, guessed: set[str], problems: Problems) -> KeyPath:
+    path = _path_of(error["loc"])
+    node = tree.at(path)
+    exact = tree.has(path)
+    where = (node.key_where or node.where) if exact and error["type"] == "extra_forbidden" else node.where
+    key = dotted(path)
+    if not exact and error["type"] == "missing":
+        where = node.key_where or node.where
+    if node.flag:
+        key = ""
+    if error["type"] == "extra_forbidden":
+        if not (path[0] in guessed and find(dotted(path)) is not None):
+            problems.add(where, key, _unknown(tree, path, node.flag))
+    elif error["type"] == "missing":
+        field = find(dotted(path))
+        problems.add(where, dotted(path), f"missing; {field.sentence if field else 'required'}")
+    elif error["type"] == "recipe":
+        problems.add(where, key, str(error["msg"]))
+    else:
+        problems.add(where, key, _not_a_mapping(path, error.get("input")))
+    return path
+
+
+def _unknown(tree: Node, path: KeyPath, flag: bool) -> str:
+    key = dotted(path)
+    field = find(key)
+    if field is not None and field.kinds:
+        section = str(path[0])
+        kind = tree.at((section, "kind"))
+        now = kind.value if tree.has((section, "kind")) else next(iter(UNIONS[section]))
+        return f"not with kind {now}; write {section}.kind: {' or '.join(field.kinds)}"
+    siblings = tuple(source_fields()) if len(path) > 2 and path[0] == "data" else ()
+    meant = suggestion(key, siblings)
+    if meant is None:
+        return "unknown"
+    return f"unknown; did you mean {'--' if flag and ':' not in meant else ''}{meant}?"
+
+
+def _not_a_mapping(path: KeyPath, value: Any) -> str:
+    keys = [name.rpartition(".")[2] for name in fields() if name.startswith(f"{dotted(path)}.")]
+    allowed = f"a mapping with keys {', '.join(keys)}" if keys else "a mapping"
+    kinds = UNIONS.get(str(path[0]), {})
+    hint = f"; write kind: {value} under it" if isinstance(value, str) and value in kinds else ""
+    return f"got {shown(value)}; allowed: {allowed}{hint}"
+
+
+def _repair(plain: Any, bad: list[KeyPath]) -> Recipe | None:
+    """Build a recipe without the wrong keys, for the rules between the others; None when that is not possible."""
+    from tuner.config.tree import tree_of
+
+    tree = tree_of(plain, "", Path())
+    for path in sorted(bad, key=lambda item: [str(part).zfill(6) for part in item], reverse=True):
+        tree.remove(path)
+    repaired = tree.plain()
+    for section, values in PLACEHOLDERS.items():
+        repaired[section] = values | (repaired.get(section) or {})
+        if not repaired[section].get("train", True):
+            repaired[section]["train"] = "x"
+    try:
+        return Recipe.model_validate(repaired)
+    except ValidationError:
+        return None
+
+
+def _rules(tree: Node, recipe: Recipe, blamed: set[str], problems: Problems) -> None:
+    given = {dotted(path[:depth]) for path, _ in tree.leaves() for depth in range(1, len(path) + 1)}
+    for rule in RULES:
+        if any(key == bad or key.startswith(f"{bad}.") or bad.startswith(f"{key}.") for key in rule.keys for bad in blamed):
+            continue
+        text = rule.check(recipe, given)
+        if text is None:
+            continue
+        key = next((name for name in rule.keys if name in given), rule.keys[0])
+        node = tree.at(tuple(key.split(".")))
+        problems.add(node.where, key, text)

@@ -1,0 +1,47 @@
+"""Writing a recipe back, so that loading it again gives the same recipe."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tuner.config.leaves import shown
+from tuner.config.recipe import Recipe
+from tuner.config.yaml import resolve
+
+
+def recipe_dict(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe as plain JSON values that load to the same recipe."""
+    dumped: dict[str, Any] = recipe.model_dump(mode="json")
+    return dumped
+
+
+def recipe_yaml(recipe: Recipe) -> str:
+    """Return the whole recipe, defaults included, as YAML that loads to the same recipe."""
+    lines: list[str] = []
+    for key, value in recipe_dict(recipe).items():
+        if isinstance(value, dict):
+            lines.append(f"{key}:")
+            lines += [f"  {name}: {flow(item)}" for name, item in value.items()]
+        else:
+            lines.append(f"{key}: {flow(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def flow(value: Any) -> str:
+    """Write one value on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_text(str(key))}: {flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(flow(item) for item in value) + "]"
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, float):
+        return repr(value)
+    return shown(value)
+
+
+def _text(text: str) -> str:
+    simple = text.isascii() and text.replace("-", "").replace("_", "").replace("/", "").replace(".", "").replace(" ", "").replace("%", "").isalnum()
+    plain = simple and resolve(text) == text and text[0] not in "-.%" and text == text.strip()
+    return text if plain else json.dumps(text, ensure_ascii=True)

@@ -1,0 +1,147 @@
+"""Every key of the recipe as one flat table: what it allows, its sentence, its default, and where it applies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
+from functools import cache
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from tuner.config.foreign import ours
+from tuner.config.leaves import Leaf, Text
+from tuner.config.recipe import UNIONS, DataSource, Recipe, Section, leaf_of
+
+SOURCES = "a path, a list of paths or of {path, format}"
+
+
+@dataclass(frozen=True)
+class Field:
+    """One key: `kinds` are the kinds of its section that have it (empty when all do), `leaf` is None for sources."""
+
+    key: str
+    sentence: str
+    default: Any
+    leaf: Leaf | None
+    required: bool = False
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def section(self) -> str:
+        """The section's name; empty for a key at the top."""
+        return self.key.rpartition(".")[0]
+
+    @property
+    def allowed(self) -> str:
+        """What may be written, in words."""
+        if self.leaf is not None:
+            return self.leaf.allowed
+        return SOURCES if self.key == "data.train" else f"{SOURCES}, 2%, 200 documents or null"
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether a value on the command line is taken as it stands, not read as YAML."""
+        return isinstance(self.leaf, Text) or self.leaf is None
+
+    @property
+    def default_text(self) -> str:
+        """The default as people write it."""
+        if self.required:
+            return "required"
+        value = self.leaf.write(self.default) if self.leaf is not None else self.default
+        if isinstance(value, bool):
+            return str(value).lower()
+        if isinstance(value, list):
+            return f"[{', '.join(str(item) for item in value)}]"
+        if isinstance(value, float):
+            return f"{value:g}"
+        return "null" if value is None else str(value)
+
+
+@cache
+def fields() -> dict[str, Field]:
+    """Return every key of the recipe in its order, those of list items excepted."""
+    table: dict[str, Field] = {}
+    for name, info in Recipe.model_fields.items():
+        if name in UNIONS:
+            for kind, member in UNIONS[name].items():
+                _add_member(table, name, kind, member)
+        elif isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            for key, inner in info.annotation.model_fields.items():
+                table[f"{name}.{key}"] = _field(f"{name}.{key}", inner)
+        else:
+            table[name] = _field(name, info)
+    return table
+
+
+@cache
+def source_fields() -> dict[str, Field]:
+    """Return the keys of one item of data.train or data.eval."""
+    return {name: _field(name, info) for name, info in DataSource.model_fields.items()}
+
+
+def _field(key: str, info: FieldInfo, kinds: tuple[str, ...] = ()) -> Field:
+    default = None if info.is_required() else info.default
+    return Field(key, info.description or "", default, leaf_of(info.metadata), info.is_required(), kinds)
+
+
+def _add_member(table: dict[str, Field], section: str, kind: str, member: type[Section]) -> None:
+    from tuner.config.leaves import Choice
+
+    for key, info in member.model_fields.items():
+        name = f"{section}.{key}"
+        if key == "kind":
+            kinds = tuple(UNIONS[section])
+            table[name] = Field(name, info.description or "", kinds[0], Choice(values=kinds))
+        else:
+            before = table[name].kinds if name in table else ()
+            table[name] = _field(name, info, (*before, kind))
+
+
+def find(key: str) -> Field | None:
+    """Return the field of a dotted key; items of sources and free mappings (`model.config.x`) are found too."""
+    parts = key.split(".")
+    if parts[:1] == ["data"] and len(parts) in {3, 4} and parts[1] in {"train", "eval"} and parts[2].isdecimal():
+        return source_fields()["path"] if len(parts) == 3 else source_fields().get(parts[3])
+    if parts[:2] == ["model", "config"] and len(parts) > 2:
+        return Field(key, "An override of the model's config.json.", None, None)
+    return fields().get(key)
+
+
+def suggestion(key: str, siblings: tuple[str, ...] = ()) -> str | None:
+    """Return what the writer of an unknown dotted key meant: another tool's name for ours, or the nearest name."""
+    section, _, name = key.rpartition(".")
+    name = name.lower().replace("-", "_")
+    table = fields()
+    near = _nearest(name, [item.rpartition(".")[2] for item in table if item.rpartition(".")[0] == section], 0.75)
+    if near is not None:
+        return f"{section}.{near}" if section else near
+    if (foreign := ours(name)) is not None:
+        return foreign
+    if siblings and (near := _nearest(name, list(siblings), 0.4)) is not None:
+        return near
+    if section:
+        mates = [item.rpartition(".")[2] for item in table if item.rpartition(".")[0] == section]
+        if (near := _nearest(name, mates, 0.5)) is not None:
+            return f"{section}.{near}"
+        sections = list(dict.fromkeys(item.split(".")[0] for item in table if "." in item))
+        if section not in sections and (near := _nearest(section, sections, 0.5)) and f"{near}.{name}" in table:
+            return f"{near}.{name}"
+    elsewhere = [item for item in table if item.rpartition(".")[2] == name]
+    if elsewhere:
+        return elsewhere[0]
+    tops = list(dict.fromkeys(item.split(".")[0] for item in table))
+    if not section and (near := _nearest(name, tops, 0.5)) is not None:
+        return near
+    close = get_close_matches(key, list(table), 1, 0.5)
+    if close:
+        return close[0]
+    return max(table, key=lambda item: SequenceMatcher(None, item, key).ratio())
+
+
+def _nearest(name: str, names: list[str], cutoff: float) -> str | None:
+    close = get_close_matches(name, names, 1, cutoff)
+    if close:
+        return close[0]
+    return next((item for item in names if len(item) <= 2 and len(name) <= 4 and set(item) <= set(name)), None)

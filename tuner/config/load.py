@@ -1,0 +1,155 @@
+"""Loading a recipe: read, merge the flags, resolve paths, check; nothing is created, opened or initialised."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner.config.check import check
+from tuner.config.overrides import Override, merge
+from tuner.config.paths import resolve_paths
+from tuner.config.recipe import NAME, Recipe
+from tuner.config.shipped import recipes_dir, shipped_recipes
+from tuner.config.tree import Node, Problems, dotted, tree_of
+from tuner.config.yaml import MAX_BYTES, read_yaml
+from tuner.errors import RecipeError
+
+__all__ = ["LoadedRecipe", "Override", "load_recipe"]
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe with absolute paths, and where it came from.
+
+    `path` is None when it was given as a mapping; `text` is the file as it stands; `origins` maps each written key
+    (`optimizer.lr`) to its place (`recipe.yaml:7:7`, `flag --optimizer.lr 3e-4`); every other key has its default.
+    """
+
+    recipe: Recipe
+    path: Path | None
+    directory: Path
+    text: str
+    origins: dict[str, str]
+
+
+def load_recipe(
+    source: Path | str | Mapping[str, Any] | None = None,
+    overrides: Sequence[Override] = (),
+    cwd: Path | None = None,
+) -> LoadedRecipe:
+    """Load a recipe from a file, a shipped recipe's name, a mapping, or (None) from overrides alone.
+
+    Relative paths start from the file's directory, those of overrides and mappings from `cwd`.
+    Raises RecipeError with all problems, one line each, in `.problems`.
+    """
+    cwd = Path(os.path.abspath(cwd or Path.cwd()))
+    problems = Problems()
+    path: Path | None = None
+    if source is None or isinstance(source, Mapping):
+        tree, text, stem = _from_mapping(source or {}, cwd, problems), "", "run"
+    else:
+        path = _locate(source, cwd)
+        text = _read_text(path, _display(path, cwd), problems)
+        tree, stem = read_yaml(text, _display(path, cwd), path.parent, problems), path.stem
+        if path.parent == recipes_dir():
+            _start_from(tree, path.parent, cwd)
+    unreadable = bool(problems.found) and not tree.value
+    if not unreadable:
+        merge(tree, overrides, cwd, problems)
+        _name(tree, stem, cwd)
+        _output_dir(tree, cwd)
+        resolve_paths(tree, problems)
+    recipe = None if unreadable else check(tree, problems)
+    if recipe is None or problems.found:
+        raise _error(problems)
+    origins = {dotted(key): node.where for key, node in tree.leaves() if node.where != "default"}
+    if not text:
+        from tuner.config.dump import recipe_yaml
+
+        text = recipe_yaml(recipe)
+    return LoadedRecipe(recipe, path, path.parent if path else cwd, text, origins)
+
+
+def _error(problems: Problems) -> RecipeError:
+    lines = tuple(problem.line for problem in problems.found)
+    count = f"{len(lines)} problems" if len(lines) > 1 else "1 problem"
+    return RecipeError(f"{count} in the recipe\n" + "\n".join(f"  {line}" for line in lines), problems=lines)
+
+
+def _from_mapping(source: Mapping[str, Any], cwd: Path, problems: Problems) -> Node:
+    try:
+        return tree_of(source, "recipe", cwd)
+    except ValueError as error:
+        problems.add("recipe", "", str(error))
+        return Node({}, "recipe", cwd)
+
+
+def _locate(source: Path | str, cwd: Path) -> Path:
+    path = cwd / Path(source).expanduser()
+    if path.is_file():
+        return Path(os.path.normpath(path))
+    shipped = shipped_recipes()
+    name = str(source)
+    if name in shipped:
+        return shipped[name]
+    if path.is_dir():
+        raise RecipeError(f"{source} is a directory, not a recipe", hint="name the recipe's YAML file")
+    from difflib import get_close_matches
+
+    near = get_close_matches(Path(name).stem, shipped, 1, 0.6)
+    hint = f"did you mean the shipped recipe {near[0]}?" if near else "see: tuner recipes list, tuner init --help"
+    raise RecipeError(f"no recipe {source}", hint=hint)
+
+
+def _display(path: Path, cwd: Path) -> str:
+    return str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
+
+
+def _read_text(path: Path, name: str, problems: Problems) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise RecipeError(f"cannot read {name}: {error.strerror}") from None
+    if len(data) > MAX_BYTES:
+        problems.add(f"{name}:1:1", "", f"larger than {MAX_BYTES:,} bytes: not a recipe")
+        return ""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        column = error.start - (data.rfind(b"\n", 0, error.start) + 1) + 1
+        problems.add(f"{name}:{line}:{column}", "", "not UTF-8 text")
+        return ""
+
+
+def _start_from(node: Node, recipes: Path, cwd: Path) -> None:
+    """Let a shipped recipe's paths start from the working directory, unless the file ships with it."""
+    if isinstance(node.value, dict):
+        for child in node.value.values():
+            _start_from(child, recipes, cwd)
+    elif isinstance(node.value, list):
+        for child in node.value:
+            _start_from(child, recipes, cwd)
+    elif isinstance(node.value, str) and not (recipes / node.value).exists():
+        node.base = cwd
+
+
+def _name(tree: Node, stem: str, cwd: Path) -> None:
+    given = tree.child("name")
+    if given is None or given.value is None:
+        clean = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-") or "run"
+        tree.value["name"] = Node(clean, "default", cwd, "default")
+
+
+def _output_dir(tree: Node, cwd: Path) -> None:
+    node = tree.child("output_dir")
+    if node is None:
+        node = tree.value["output_dir"] = Node(Recipe.model_fields["output_dir"].default, "default", cwd, "default")
+    name = tree.child("name")
+    if isinstance(node.value, str) and name is not None and isinstance(name.value, str) and re.fullmatch(NAME, name.value):
+        node.value = node.value.replace("{name}", name.value)

@@ -1,0 +1,116 @@
+"""Values from the command line, merged into the recipe's tree before anything is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner.config.fields import find, suggestion
+from tuner.config.tree import KeyPath, Node, Problems
+from tuner.config.yaml import read_yaml, resolve
+
+
+@dataclass(frozen=True)
+class Override:
+    """One `--section.key value`: `text` is the value as typed, None when the flag came without one."""
+
+    key: str
+    text: str | None
+
+    @property
+    def flag(self) -> str:
+        """The flag as typed, without its value."""
+        return f"--{self.key}"
+
+    @property
+    def where(self) -> str:
+        """The flag as messages show it."""
+        text = self.text if self.text is None or len(self.text) <= 60 else self.text[:57] + "..."
+        return f"flag {self.flag}" if text is None else f"flag {self.flag} {text!s}".replace("\n", "\\n")
+
+
+def merge(tree: Node, overrides: Sequence[Override], cwd: Path, problems: Problems) -> None:
+    """Write every override into the tree, in place; `null` removes what the recipe says."""
+    seen: set[str] = set()
+    for override in overrides:
+        key = override.key.replace("-", "_")
+        if key in seen:
+            problems.add(override.where, "", "duplicate flag; write it once")
+            continue
+        seen.add(key)
+        if find(key) is None:
+            problems.add(f"flag {override.flag}", "", unknown(key))
+        elif override.text is None:
+            problems.add(override.where, "", f"needs a value; write {override.flag} VALUE")
+        else:
+            _merge_one(tree, key, override, cwd, problems)
+
+
+def unknown(key: str) -> str:
+    """Return what to say about a flag that is no key of the recipe."""
+    meant = suggestion(key)
+    return f"unknown; did you mean {'' if meant and ':' in meant else '--'}{meant}?" if meant else "unknown"
+
+
+def _merge_one(tree: Node, key: str, override: Override, cwd: Path, problems: Problems) -> None:
+    path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+    if override.text == "null":
+        if path[-1] != "kind" or tree.has(path):
+            tree.remove(path)
+        return
+    node = tree
+    for depth, part in enumerate(path[:-1]):
+        following = path[depth + 1]
+        child = node.child(part)
+        if child is None:
+            child = Node([] if isinstance(following, int) else {}, override.where, cwd, override.where, flag=True)
+            if not _attach(node, part, child, override, problems):
+                return
+        elif isinstance(following, int) and not isinstance(child.value, list):
+            child.value = [Node(child.value, child.where, child.base, child.key_where)]
+        elif not isinstance(following, int) and not isinstance(child.value, dict):
+            as_path = isinstance(part, int) and isinstance(child.value, str)
+            child.value = {"path": Node(child.value, child.where, child.base, child.key_where)} if as_path else {}
+        node = child
+    value = _read(key, override, cwd, problems)
+    if value is not None:
+        _attach(node, path[-1], value, override, problems)
+
+
+def _attach(parent: Node, key: Any, child: Node, override: Override, problems: Problems) -> bool:
+    if isinstance(parent.value, dict):
+        parent.value[str(key)] = child
+        return True
+    if key > len(parent.value):
+        problems.add(override.where, "", f"item {key} of {len(parent.value)}; the next one is {len(parent.value)}")
+        return False
+    parent.value[key : key + 1] = [child]
+    return True
+
+
+def _read(key: str, override: Override, cwd: Path, problems: Problems) -> Node | None:
+    text = override.text or ""
+    field = find(key)
+    flow = text.lstrip().startswith(("[", "{"))
+    takes_text = field is not None and field.takes_text and not key.startswith("model.config")
+    if not flow or (takes_text and field is not None and field.leaf is not None):
+        return Node(text if takes_text else resolve(text), override.where, cwd, override.where, flag=True)
+    inner = Problems()
+    tree = read_yaml(f"value: {text}", "value", cwd, inner)
+    value = tree.child("value")
+    for problem in inner.found:
+        problems.add(override.where, "", problem.text)
+    if inner.found or value is None:
+        return None
+    _mark(value, override.where)
+    return value
+
+
+def _mark(node: Node, where: str) -> None:
+    node.where = node.key_where = where
+    node.flag = True
+    children = node.value.values() if isinstance(node.value, dict) else node.value if isinstance(node.value, list) else ()
+    for child in children:
+        _mark(child, where)

@@ -1,0 +1,67 @@
+"""Paths in a recipe: `~` and `${VAR}` expand, and relative ones start from where they were written."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from tuner.config.recipe import is_split
+from tuner.config.tree import KeyPath, Node, Problems, dotted
+
+_VARIABLE = re.compile(r"\$\{([^}]*)\}")
+_LOCAL = ("./", "../", "/")
+_LOCAL_WORDS = {".", ".."}
+
+
+def resolve_paths(tree: Node, problems: Problems, environ: Mapping[str, str] | None = None) -> None:
+    """Make every path in the tree absolute, in place; hub names and keywords stay as they are."""
+    environ = os.environ if environ is None else environ
+    for path, node, resolve in _path_nodes(tree):
+        if not isinstance(node.value, str) or not node.value:
+            continue
+        unset = [name for name in _VARIABLE.findall(node.value) if name not in environ]
+        if unset:
+            problems.add(node.where, dotted(path), f"got {node.value!r}; the environment has no {unset[0]}")
+            continue
+        text = _VARIABLE.sub(lambda match: environ[match[1]], node.value)
+        if text.startswith("~") and (text == "~" or text[1] == "/"):
+            text = environ.get("HOME", "~") + text[1:]
+        node.value = resolve(text, node.base)
+
+
+def _path_nodes(tree: Node) -> Iterator[tuple[KeyPath, Node, Callable[[str, Path], str]]]:
+    for path, resolve in (
+        (("output_dir",), _always),
+        (("model", "name_or_path"), _hub_or_path),
+        (("tokenizer", "name_or_path"), _tokenizer),
+        (("tokenizer", "chat_template"), _always),
+    ):
+        if tree.has(path):
+            yield path, tree.at(path), resolve
+    for name in ("train", "eval"):
+        key: KeyPath = ("data", name)
+        if not tree.has(key):
+            continue
+        node = tree.at(key)
+        if name == "eval" and isinstance(node.value, str) and is_split(node.value):
+            continue
+        items = list(enumerate(node.value)) if isinstance(node.value, list) else []
+        entries = [(key, node), *(((*key, index), item) for index, item in items)]
+        for place, entry in entries:
+            source = entry.child("path") if isinstance(entry.value, dict) else None
+            yield ((*place, "path"), source, _always) if source is not None else (place, entry, _always)
+
+
+def _always(text: str, base: Path) -> str:
+    return str(Path(os.path.normpath(base / text)))
+
+
+def _tokenizer(text: str, base: Path) -> str:
+    return text if text == "byte" else _hub_or_path(text, base)
+
+
+def _hub_or_path(text: str, base: Path) -> str:
+    looks_local = text.startswith(_LOCAL) or text in _LOCAL_WORDS
+    return _always(text, base) if looks_local or (base / text).exists() else text

@@ -1,0 +1,73 @@
+"""Rules between fields: each names the keys it looks at and returns what is wrong, if anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+
+from tuner.config.recipe import PretrainMethod, Recipe
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check of several keys; it is skipped when one of `keys` is itself wrong. `keys[0]` is blamed."""
+
+    keys: tuple[str, ...]
+    check: Callable[[Recipe, Set[str]], str | None]
+
+
+def _cadence_needs_rows(recipe: Recipe, given: Set[str]) -> str | None:
+    if "eval.every" not in given or recipe.eval.every is None or recipe.data.eval is not None:
+        return None
+    return "an evaluation cadence needs held-out rows; set data.eval, such as 2%, or eval.every: never"
+
+
+def _micro_divides_global(recipe: Recipe, given: Set[str]) -> str | None:
+    train = recipe.train
+    if train.global_batch_size % train.micro_batch_size == 0:
+        return None
+    return (
+        f"got {train.micro_batch_size}; allowed: a divisor of train.global_batch_size, which is {train.global_batch_size}"
+    )
+
+
+def _config_needs_random(recipe: Recipe, given: Set[str]) -> str | None:
+    shape = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"}
+    changed = sorted(shape & set(recipe.model.config))
+    if recipe.model.init == "random" or not changed:
+        return None
+    return f"{changed[0]} changes the shape of pretrained weights; set model.init: random"
+
+
+def _pretrain_takes_text(recipe: Recipe, given: Set[str]) -> str | None:
+    if not isinstance(recipe.method, PretrainMethod):
+        return None
+    for source in recipe.data.train:
+        if source.format in {"messages", "prompt_completion"}:
+            return f"got format {source.format}; method.kind pretrain reads text; set format: text or method.kind: sft"
+    return None
+
+
+def _pretrain_has_no_turns(recipe: Recipe, given: Set[str]) -> str | None:
+    if isinstance(recipe.method, PretrainMethod) and recipe.tokenizer.chat_template is not None:
+        return "method.kind pretrain renders no conversations; remove the template or set method.kind: sft"
+    return None
+
+
+def _split_fits_cap(recipe: Recipe, given: Set[str]) -> str | None:
+    from tuner.config.duration import Duration
+
+    split = recipe.data.eval
+    if isinstance(split, Duration) and split.unit == "%" and split.count >= 100:
+        return "got 100%; allowed: a share that leaves documents to train on"
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(("eval.every", "data.eval"), _cadence_needs_rows),
+    Rule(("train.micro_batch_size", "train.global_batch_size"), _micro_divides_global),
+    Rule(("model.config", "model.init"), _config_needs_random),
+    Rule(("data.train", "method.kind"), _pretrain_takes_text),
+    Rule(("tokenizer.chat_template", "method.kind"), _pretrain_has_no_turns),
+    Rule(("data.eval",), _split_fits_cap),
+)

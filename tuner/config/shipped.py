@@ -1,0 +1,25 @@
+"""The recipes that ship with the program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SUFFIX = ".yaml"
+
+
+def recipes_dir() -> Path:
+    """Return the directory of the shipped recipes: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return the shipped recipes by name."""
+    return {path.stem: path for path in sorted(recipes_dir().glob(f"*{SUFFIX}"))}
+
+
+def summary(path: Path) -> str:
+    """Return a recipe's first comment line: what it is for."""
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    return first.lstrip("# ").strip() if first.startswith("#") else ""
