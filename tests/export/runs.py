@@ -1,0 +1,118 @@
+"""Run directories as training leaves them, made in a moment from tiny random models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from tests.model.tiny import VOCAB, tiny_config
+from tuner.checkpoint.save import CheckpointDir, save
+from tuner.export.verify import last_logits
+from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.build import ModelSpec, build_model
+from tuner.model.root import CausalLM, trained_parameters
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+PROMPTS = [[5, 6, 7, 8], [9, 10], list(range(20, 45))]
+
+
+def write_base(directory: Path, kind: str, dtype: torch.dtype = torch.float32) -> Path:
+    """A base model directory with a word tokenizer and a chat template."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.float32)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.to(dtype).save_pretrained(directory)
+    write_tokenizer(directory)
+    return directory
+
+
+def write_tokenizer(directory: Path) -> None:
+    names = ["<pad>", "<s>", "</s>", "<|end|>", "assistant", "user"]
+    words = names + [f"w{i}" for i in range(len(names), VOCAB)]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", bos_token="<s>", pad_token="<pad>", unk_token="<pad>"
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(directory)
+
+
+def train_a_little(model: PreTrainedModel) -> None:
+    """Move every trained parameter as training would, by a seeded amount."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for _, parameter in sorted(trained_parameters(CausalLM(model)).items()):
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def write_run(run: Path, base: Path, lora: LoraSpec | None = None, probes: bool = True, frozen: str = "fp32") -> Path:
+    """A run directory with one checkpoint at step 7, saved by the product's own writer."""
+    dtype = torch.bfloat16 if frozen == "bf16" else torch.float32
+    model = build_model(ModelSpec(str(base)), dtype, seed=0)
+    model.config.save_pretrained(run / "model_config")
+    model.generation_config.save_pretrained(run / "model_config")
+    write_tokenizer(run / "tokenizer")
+    if lora is not None:
+        add_lora(model, lora, seed=0)
+    train_a_little(model)
+    tensors = {f"model/{name}": p.detach() for name, p in trained_parameters(CausalLM(model)).items()}
+    first = next(iter(tensors))
+    tensors["optimizer/exp_avg/" + first.removeprefix("model/")] = torch.zeros_like(tensors[first])
+    save(
+        CheckpointDir(run / "checkpoints", "test"),
+        7,
+        tensors,
+        {"step": 7, "tokens": 700, "trained_tokens": 300, "epoch": 1.0, "finished": True, "rows_seen": 14},
+        _meta(base, model, lora, frozen),
+        _probe(model) if probes else None,
+    )
+    return run
+
+
+def _meta(base: Path, model: PreTrainedModel, lora: LoraSpec | None, frozen: str) -> dict[str, Any]:
+    adapter = None
+    if lora is not None:
+        targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+        adapter = {"kind": "lora", "r": lora.r, "alpha": lora.alpha, "dropout": lora.dropout, "target_modules": targets}
+    return {
+        "recipe": {
+            "name": "tiny",
+            "seed": 0,
+            "model": {"name_or_path": str(base), "config": {}},
+            "method": {"kind": "sft"},
+        },
+        "model": {
+            "name_or_path": str(base),
+            "revision": None,
+            "init": "pretrained",
+            "dtype": frozen,
+            "config": model.config.to_dict(),
+            "n_parameters": sum(p.numel() for p in model.parameters()),
+        },
+        "adapter": adapter,
+        "tokenizer_hash": "0" * 64,
+        "data_key": "1" * 16,
+        "world_size": 1,
+        "precision": "fp32",
+    }
+
+
+def _probe(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    lengths = [len(prompt) for prompt in PROMPTS]
+    ids = torch.zeros(len(PROMPTS), max(lengths), dtype=torch.int64)
+    for row, prompt in zip(ids, PROMPTS, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    frozen = {p: p.dtype for p in model.parameters()}
+    for parameter in frozen:
+        parameter.data = parameter.data.float()
+    logits = last_logits(model, PROMPTS)
+    return {"input_ids": ids, "lengths": torch.tensor(lengths), "logits": logits}

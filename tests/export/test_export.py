@@ -1,0 +1,250 @@
+"""Exports load in plain transformers and peft and answer as the trained model; anything else publishes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.export import runs
+from tests.export.runs import PROMPTS, write_base, write_run
+from tuner.checkpoint.load import open_checkpoint, read_probe, read_tensors
+from tuner.errors import DataError, RecipeError, VerificationError
+from tuner.export import hf, verify
+from tuner.export.hf import export_hf, plan_export
+from tuner.model.adapter import LoraSpec
+
+LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
+KINDS = ("llama", "llama-tied", "qwen3", "gpt2", "gemma3")
+pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_checkpointing`")
+MakeRun = Callable[..., Path]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    def make(kind: str = "llama-tied", lora: LoraSpec | None = None, frozen: str = "fp32", probes: bool = True) -> Path:
+        base = write_base(tmp_path / "base", kind)
+        return write_run(tmp_path / "run", base, lora, probes, frozen)
+
+    return make
+
+
+def recorded(run: Path) -> torch.Tensor:
+    return read_probe(open_checkpoint(run / "checkpoints" / "step-7"))["logits"]
+
+
+def logits(directory: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return verify.last_logits(model.eval(), PROMPTS)
+
+
+def snapshot(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_fp32(make_run: MakeRun, kind: str) -> None:
+    run = make_run(kind)
+    report = export_hf(run, dtype="fp32")
+    assert report.path == run / "exports" / "step-7"
+    assert (report.probes, report.probes_recorded, report.step) == (3, True, 7)
+    assert verify.compare(recorded(run), logits(report.path)).relative <= 1e-6
+    with safe_open(report.path / "model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+    assert ("lm_head.weight" in names) == (kind == "llama")
+    trained = dict(read_tensors(open_checkpoint(run / "checkpoints" / "step-7")))
+    written = load_file(report.path / "model.safetensors")
+    names = {name.removeprefix("model/") for name in trained if name.startswith("model/")}
+    assert sum(t.numel() for t in written.values()) == sum(trained[f"model/{n}"].numel() for n in names)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("frozen", ["fp32", "bf16"])
+def test_lora_merged_fp32(make_run: MakeRun, kind: str, frozen: str) -> None:
+    run = make_run(kind, LORA, frozen)
+    report = export_hf(run, dtype="fp32")
+    assert verify.compare(recorded(run), logits(report.path)).relative <= 1e-4
+    assert not any("lora" in name for name in load_file(report.path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lora_kept(make_run: MakeRun, kind: str) -> None:
+    from peft import PeftModel
+
+    run = make_run(kind, LORA)
+    report = export_hf(run, adapter="keep", dtype="fp32")
+    base = AutoModelForCausalLM.from_pretrained(run.parent / "base", dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(report.path)).eval()
+    assert verify.compare(recorded(run), verify.last_logits(model, PROMPTS)).relative <= 1e-5
+    names = list(load_file(report.path / "adapter_model.safetensors"))
+    assert names and all(
+        n.startswith("base_model.model.") and n.endswith((".lora_A.weight", ".lora_B.weight")) for n in names
+    )
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_merged_tensors_are_exactly_rounded(make_run: MakeRun, lora: LoraSpec | None) -> None:
+    run = make_run("llama", lora)
+    report = export_hf(run)
+    written = load_file(report.path / "model.safetensors")
+    assert {t.dtype for t in written.values()} == {torch.bfloat16}
+    trained = dict(read_tensors(open_checkpoint(run / "checkpoints" / "step-7")))
+    name = "model.layers.0.mlp.up_proj"
+    if lora is None:
+        expected = trained[f"model/{name}.weight"]
+    else:
+        base = load_file(run.parent / "base" / "model.safetensors")[f"{name}.weight"]
+        a, b = trained[f"model/{name}.lora_A.default.weight"], trained[f"model/{name}.lora_B.default.weight"]
+        expected = base + (b @ a) * (lora.alpha / lora.r)
+    assert torch.equal(written[f"{name}.weight"], expected.to(torch.bfloat16))
+    assert json.loads((report.path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert report.kl is not None and report.kl < 0.02
+
+
+def test_shards_tokenizer_and_generation_config(make_run: MakeRun) -> None:
+    run = make_run("qwen3")
+    report = export_hf(run, shard_size=20_000)
+    assert report.weight_files > 1 and (report.path / "model.safetensors.index.json").is_file()
+    tokenizer = AutoTokenizer.from_pretrained(report.path)
+    assert tokenizer.chat_template == runs.TEMPLATE
+    facts = json.loads((report.path / "generation_config.json").read_text())
+    assert facts["eos_token_id"] == [2, 3]
+    config = json.loads((report.path / "config.json").read_text())
+    assert config["use_cache"] is True and config["architectures"] == ["Qwen3ForCausalLM"]
+    assert "tuner_packed" not in (report.path / "config.json").read_text()
+
+
+@pytest.mark.parametrize("adapter", ["merge", "keep"])
+def test_no_local_path_in_any_file(make_run: MakeRun, adapter: str, tmp_path: Path) -> None:
+    report = export_hf(make_run("llama", LORA), adapter=adapter)  # type: ignore[arg-type]
+    for name, data in snapshot(report.path).items():
+        assert str(tmp_path).encode() not in data, name
+
+
+@pytest.mark.parametrize("adapter", ["merge", "keep"])
+def test_same_bytes_and_no_op(make_run: MakeRun, adapter: str, tmp_path: Path) -> None:
+    run = make_run("llama-tied", LORA)
+    first = export_hf(run, tmp_path / "a", adapter=adapter)  # type: ignore[arg-type]
+    second = export_hf(run / "checkpoints" / "step-7", tmp_path / "b", adapter=adapter)  # type: ignore[arg-type]
+    assert snapshot(first.path) == snapshot(second.path)
+    before = {p: p.stat().st_mtime_ns for p in first.path.rglob("*")}
+    again = export_hf(run, tmp_path / "a", adapter=adapter)  # type: ignore[arg-type]
+    assert again.already_exported and again.max_difference is None
+    assert before == {p: p.stat().st_mtime_ns for p in first.path.rglob("*")}
+
+
+def test_another_directory_is_refused(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run()
+    target = tmp_path / "mine"
+    target.mkdir()
+    (target / "notes.txt").write_text("keep me")
+    with pytest.raises(RecipeError, match="not this export"):
+        export_hf(run, target)
+    assert (target / "notes.txt").read_text() == "keep me"
+    export_hf(run, tmp_path / "a")
+    with pytest.raises(RecipeError, match="another export"):
+        export_hf(run, tmp_path / "a", dtype="fp32")
+    (tmp_path / "a" / "config.json").write_text("{}")
+    with pytest.raises(RecipeError, match="config.json"):
+        export_hf(run, tmp_path / "a")
+
+
+def test_a_damaged_checkpoint_is_a_data_error(make_run: MakeRun) -> None:
+    run = make_run()
+    shard = run / "checkpoints" / "step-7" / "rank-0000-of-0001.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DataError, match="no valid checkpoint"):
+        export_hf(run)
+    with pytest.raises(DataError, match=shard.name):
+        export_hf(run / "checkpoints" / "step-7")
+    assert not (run / "exports").exists()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_base_weights_fail(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    run = make_run("llama")
+    base = AutoModelForCausalLM.from_pretrained(run.parent / "base", dtype=torch.float32)
+    load = hf.load_trained
+
+    def untrained(source: object) -> object:
+        trained = load(source)  # type: ignore[arg-type]
+        trained.model.load_state_dict(base.state_dict())
+        return trained
+
+    monkeypatch.setattr(hf, "load_trained", untrained)
+    with pytest.raises(VerificationError, match="recorded"):
+        export_hf(run, dtype=dtype)  # type: ignore[arg-type]
+    assert not (run / "exports").exists()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_tampered_files_are_not_published(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, dtype: str, kind: str
+) -> None:
+    run = make_run(kind)
+    write = hf.write_model
+
+    def tampered(directory: Path, *args: object) -> dict[str, torch.Tensor]:
+        expected = write(directory, *args)  # type: ignore[arg-type]
+        path = directory / "model.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        return expected
+
+    monkeypatch.setattr(hf, "write_model", tampered)
+    with pytest.raises(VerificationError, match="differs"):
+        export_hf(run, dtype=dtype)  # type: ignore[arg-type]
+    assert list((run / "exports").iterdir()) == []
+
+
+def test_probes_of_another_model_fail(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run("qwen3")
+    read = hf.read_probe
+    monkeypatch.setattr(
+        hf, "read_probe", lambda info: {k: v + 1e-3 if k == "logits" else v for k, v in read(info).items()}
+    )
+    with pytest.raises(VerificationError, match="recorded"):
+        export_hf(run)
+
+
+def test_without_recorded_probes_the_checkpoint_itself_answers(make_run: MakeRun) -> None:
+    report = export_hf(make_run("llama", LORA, probes=False))
+    assert report.probes == 8 and not report.probes_recorded
+
+
+def test_leftovers_of_a_killed_export_go(make_run: MakeRun) -> None:
+    run = make_run()
+    leftover = run / "exports" / ".tmp-step-7-123-abcd"
+    leftover.mkdir(parents=True)
+    (leftover / "model.safetensors").write_bytes(b"half")
+    export_hf(run)
+    assert [p.name for p in (run / "exports").iterdir()] == ["step-7"]
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_adapter_on_a_tied_output_is_not_merged(make_run: MakeRun) -> None:
+    run = make_run("llama-tied", LoraSpec(4, 8.0, 0.0, ("q_proj", "lm_head")))
+    with pytest.raises(RecipeError, match="tied"):
+        export_hf(run)
+
+
+def test_wrong_arguments(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run()
+    with pytest.raises(RecipeError, match="no such directory"):
+        plan_export(tmp_path / "nothing")
+    with pytest.raises(RecipeError, match="neither a run"):
+        plan_export(tmp_path / "base")
+    with pytest.raises(RecipeError, match="no adapter"):
+        plan_export(run, adapter="keep")
+    plan = plan_export(run)
+    assert not plan.done and not (run / "exports").exists()

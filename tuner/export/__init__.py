@@ -1,0 +1,1 @@
+"""From a checkpoint to a Hugging Face directory, published only after it equals the trained model."""

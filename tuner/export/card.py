@@ -1,0 +1,104 @@
+"""What an export says about itself: a model card for people and `tuner.json` for programs, both without local paths."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+
+import tuner
+from tuner.export.source import Source, hub_name
+
+LINEAGE = "tuner.json"
+CARD = "README.md"
+SCHEMA_VERSION = 1
+_SHOWN = ("method", "train", "optimizer", "schedule", "adapter", "parallel", "seed")
+
+
+def lineage(source: Source, manifest_sha256: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the weights come from: checkpoint, base model, data key, recipe and versions. No clock, no paths."""
+    state, meta = source.checkpoint.state, source.meta
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "export": dict(options),
+        "source": {
+            "run": str(source.recipe.get("name") or source.run_dir.name),
+            "step": source.step,
+            "tokens": state.get("tokens"),
+            "trained_tokens": state.get("trained_tokens"),
+            "manifest_sha256": manifest_sha256,
+            "data_key": meta.get("data_key"),
+            "tokenizer_hash": meta.get("tokenizer_hash"),
+        },
+        "base_model": {
+            "name": source.hub_name,
+            "revision": source.model.get("revision"),
+            "init": source.model.get("init"),
+        },
+        "recipe": without_paths({key: source.recipe[key] for key in _SHOWN if key in source.recipe}),
+        "versions": {"tuner": tuner.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+def without_paths(value: Any) -> Any:
+    """The value with every local path in it cut to its last component."""
+    if isinstance(value, Mapping):
+        return {str(key): without_paths(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_paths(item) for item in value]
+    if isinstance(value, str) and value.startswith(("/", "~", "./", "../")):
+        return os.path.basename(value.rstrip("/"))
+    return value
+
+
+def card(source: Source, facts: Mapping[str, Any], is_adapter: bool) -> str:
+    """The README.md of the export: front matter that hubs read, how it was trained, how to load it."""
+    base = hub_name(str(source.model.get("name_or_path", ""))) if source.hub_name else None
+    title = _one_line(str(facts["source"]["run"]))
+    front = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}", "pipeline_tag: text-generation"]
+    if base:
+        front += [f"base_model: {base}", f"base_model_relation: {'adapter' if is_adapter else 'finetune'}"]
+    front += ["tags:", "- tuner", "---", ""]
+    rows = [(key, value) for key, value in _facts(source, facts, base) if value is not None]
+    table = ["| | |", "|---|---|", *(f"| {key} | {_one_line(str(value))} |" for key, value in rows)]
+    return "\n".join([*front, f"# {title}", "", *table, "", *_usage(is_adapter), ""])
+
+
+def _facts(source: Source, facts: Mapping[str, Any], base: str | None) -> list[tuple[str, Any]]:
+    recipe, from_source, export = facts["recipe"], facts["source"], facts["export"]
+    random_init = source.model.get("init") == "random"
+    tokens = from_source["tokens"]
+    return [
+        ("base model", base or ("none: trained from random weights" if random_init else "a local directory")),
+        ("method", recipe.get("method", {}).get("kind")),
+        ("adapter", _adapter_text(source, str(export["adapter"]))),
+        ("optimizer steps", f"{source.step:,}"),
+        ("tokens seen", f"{tokens:,}" if isinstance(tokens, int) else None),
+        ("weights", export["dtype"]),
+        ("trained with", f"tuner {facts['versions']['tuner']}"),
+    ]
+
+
+def _adapter_text(source: Source, mode: str) -> str | None:
+    adapter = source.adapter
+    if adapter is None:
+        return None
+    how = "merged into the weights" if mode == "merge" else "kept apart"
+    return f"LoRA, r {adapter.get('r')}, alpha {adapter.get('alpha'):g}, {how}"
+
+
+def _usage(is_adapter: bool) -> list[str]:
+    lines = ["```python", "from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    if is_adapter:
+        lines += ["from peft import PeftModel", "", "base = AutoModelForCausalLM.from_pretrained(BASE_MODEL)"]
+        lines += ["model = PeftModel.from_pretrained(base, DIRECTORY)"]
+    else:
+        lines += ["", "model = AutoModelForCausalLM.from_pretrained(DIRECTORY)"]
+    return [*lines, "tokenizer = AutoTokenizer.from_pretrained(DIRECTORY)", "```"]
+
+
+def _one_line(text: str) -> str:
+    return " ".join("".join(char if char.isprintable() else " " for char in text).replace("|", "\\|").split())

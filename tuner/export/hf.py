@@ -1,0 +1,279 @@
+"""Export a checkpoint to a Hugging Face directory: build beside the target, prove it, publish it with one rename."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedModel
+
+from tuner.checkpoint.load import PROBE_NAME, read_probe
+from tuner.errors import DataError, MachineError, RecipeError
+from tuner.export import verify
+from tuner.export.card import CARD, LINEAGE, card, lineage
+from tuner.export.source import Source, resolve
+from tuner.export.weights import DTYPES, TrainedModel, load_trained, merge, plain_base, read_config, round_to
+from tuner.export.write import quiet, write_adapter, write_generation_config, write_model, write_tokenizer
+from tuner.runtime.files import (
+    MANIFEST_NAME,
+    TMP_PREFIX,
+    discard_dir,
+    file_entries,
+    free_bytes,
+    json_bytes,
+    machine_error,
+    publish_dir,
+    read_json,
+    sha256_file,
+    verify_entries,
+    write_new,
+)
+
+DEFAULT_SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export will do: its checkpoint, target, options, and whether the target already holds exactly this."""
+
+    source: Source
+    output: Path
+    dtype: Literal["bf16", "fp32"]
+    adapter: Literal["merge", "keep", "none"]
+    shard_size: int
+    manifest_sha256: str
+    done: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The choices that change the exported bytes."""
+        return {"dtype": self.dtype, "adapter": self.adapter, "shard_size": self.shard_size}
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """A published export. Differences are None where the same export was there already; bytes count all files.
+
+    `max_difference` is the largest absolute difference of the logits, `kl` the mean over the probes in nats.
+    """
+
+    path: Path
+    step: int
+    dtype: str
+    adapter: str
+    files: int
+    weight_files: int
+    bytes: int
+    probes: int
+    probes_recorded: bool
+    max_difference: float | None
+    kl: float | None
+    seconds: float
+    already_exported: bool
+
+
+def plan_export(
+    path: Path,
+    output: Path | None = None,
+    dtype: Literal["bf16", "fp32"] = "bf16",
+    adapter: Literal["merge", "keep"] = "merge",
+    shard_size: int = DEFAULT_SHARD_BYTES,
+) -> ExportPlan:
+    """Find the checkpoint and the target without writing anything.
+
+    Raises RecipeError where the target holds something else, DataError where there is no valid checkpoint.
+    """
+    if dtype not in DTYPES or adapter not in ("merge", "keep") or shard_size <= 0:
+        raise RecipeError("export takes dtype bf16 or fp32, adapter merge or keep, and a positive shard size")
+    source = resolve(path)
+    if adapter == "keep" and source.adapter is None:
+        raise RecipeError("--adapter keep: the run trained all parameters, it has no adapter to keep")
+    final = (output or source.run_dir / "exports" / f"step-{source.step}").absolute()
+    plan = ExportPlan(
+        source=source,
+        output=final,
+        dtype=dtype,
+        adapter="none" if source.adapter is None else adapter,
+        shard_size=shard_size,
+        manifest_sha256=sha256_file(source.checkpoint.path / MANIFEST_NAME),
+        done=False,
+    )
+    return replace(plan, done=_is_done(plan))
+
+
+def export_hf(
+    path: Path,
+    output: Path | None = None,
+    dtype: Literal["bf16", "fp32"] = "bf16",
+    adapter: Literal["merge", "keep"] = "merge",
+    shard_size: int = DEFAULT_SHARD_BYTES,
+) -> ExportReport:
+    """Export a run's newest checkpoint, or the checkpoint given, to `output` (default `<run>/exports/step-N`).
+
+    The same checkpoint and options give the same bytes; a target that holds them already is left alone. Raises
+    RecipeError for a target that holds something else, DataError for a corrupt checkpoint, MachineError for a full
+    disk and VerificationError, with nothing published, where the export is not the trained model.
+    """
+    return run_export(plan_export(path, output, dtype, adapter, shard_size))
+
+
+def run_export(plan: ExportPlan) -> ExportReport:
+    """Carry out a plan; see `export_hf`."""
+    started = time.perf_counter()
+    if plan.done:
+        return _report(plan, None, None, started)
+    with quiet():
+        trained = load_trained(plan.source)
+        probes = _probes(plan.source, trained)
+    with _temporary(plan.output) as directory:
+        with quiet():
+            difference = _write_and_verify(plan, directory, trained, probes)
+        _write_identity(plan, directory)
+        publish_dir(directory, plan.output)
+    return _report(plan, difference, probes, started)
+
+
+def _probes(source: Source, trained: TrainedModel) -> verify.Probes:
+    """The run's probes, after the rebuilt model has proven that it answers them as the trained one did."""
+    has_probes = PROBE_NAME in source.checkpoint.manifest["files"]
+    recorded = verify.read_probes(read_probe(source.checkpoint)) if has_probes else None
+    if recorded is None:
+        return verify.fallback_probes(trained.model)
+    answers = verify.last_logits(trained.model, recorded.prompts)
+    verify.require_close(
+        verify.compare(recorded.logits, answers),
+        "the checkpoint's weights do not give the logits that the run recorded",
+        relative=verify.SAME_MODEL,
+    )
+    return recorded
+
+
+def _write_and_verify(
+    plan: ExportPlan, directory: Path, trained: TrainedModel, probes: verify.Probes
+) -> verify.Difference:
+    source, dtype = plan.source, DTYPES[plan.dtype]
+    config = read_config(source)
+    _require_space(plan, trained.model)
+    write_tokenizer(directory, source)
+    if plan.adapter == "keep":
+        expected = write_adapter(directory, trained, (source.hub_name, source.model.get("revision")), dtype)
+        verify.require_written(directory, expected)
+        loaded = verify.load_adapter(directory, plain_base(source, trained))
+    else:
+        model = merge(trained, config) if plan.adapter == "merge" else trained.model
+        round_to(model, dtype)
+        expected = write_model(directory, model, plan.shard_size)
+        verify.require_written(directory, expected)
+        loaded = verify.load_plain(directory)
+        verify.require_same_state(model, loaded)
+    write_generation_config(directory, source, config)
+    difference = verify.compare(probes.logits, verify.last_logits(loaded, probes.prompts))
+    if plan.dtype == "fp32":
+        bound = verify.MERGED if plan.adapter == "merge" else verify.SAME_MODEL
+        verify.require_close(difference, "the loaded export is not the trained model", relative=bound)
+    else:
+        verify.require_close(difference, "the loaded export is not the trained model", kl=verify.ROUNDED_KL)
+    return difference
+
+
+def _write_identity(plan: ExportPlan, directory: Path) -> None:
+    facts = lineage(plan.source, plan.manifest_sha256, plan.options)
+    write_new(directory / CARD, card(plan.source, facts, plan.adapter == "keep").encode())
+    write_new(directory / LINEAGE, json_bytes({**facts, "files": file_entries(directory, exclude=(LINEAGE,))}))
+
+
+def _is_done(plan: ExportPlan) -> bool:
+    """Whether the target holds this very export. Raises RecipeError where it holds anything else."""
+    if not os.path.lexists(plan.output):
+        return False
+    hint = "give another --output, or remove it"
+    try:
+        there = read_json(plan.output / LINEAGE)
+        source = there.get("source")
+        same = isinstance(source, Mapping) and source.get("manifest_sha256") == plan.manifest_sha256
+        if not same or there.get("export") != plan.options:
+            raise RecipeError(f"{plan.output}: holds another export", hint=hint)
+        verify_entries(plan.output, there.get("files") or {}, hash=True)
+        if not there.get("files"):
+            raise RecipeError(f"{plan.output}: holds something else", hint=hint)
+    except DataError as error:
+        raise RecipeError(f"{plan.output}: exists and is not this export ({error.message})", hint=hint) from error
+    return True
+
+
+def _require_space(plan: ExportPlan, model: PreTrainedModel) -> None:
+    kept = [p for p in model.parameters() if plan.adapter != "keep" or p.requires_grad]
+    needed = sum(parameter.numel() for parameter in kept) * (2 if plan.dtype == "bf16" else 4)
+    free = free_bytes(plan.output.parent)
+    if free < needed:
+        raise MachineError(
+            f"{plan.output.parent}: the export needs {needed:,} bytes, {free:,} are free",
+            hint="free disk space or give another --output",
+        )
+
+
+@contextmanager
+def _temporary(final: Path) -> Iterator[Path]:
+    """A fresh locked directory beside `final`, removed unless it was published; a killed export's leftovers go too."""
+    prefix = f"{TMP_PREFIX}{final.name}-"
+    directory = final.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(final.parent, prefix)
+        directory.mkdir()
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise machine_error(directory, error) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield directory
+    except OSError as error:
+        raise machine_error(directory, error) from error
+    finally:
+        if directory.is_dir():
+            discard_dir(directory)
+        os.close(descriptor)
+
+
+def _sweep(parent: Path, prefix: str) -> None:
+    """Remove unfinished exports of this target whose process is gone: nobody holds their lock."""
+    for path in sorted(parent.glob(f"{prefix}*")):
+        if path.is_symlink() or not path.is_dir():
+            continue
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            discard_dir(path)
+        finally:
+            os.close(descriptor)
+
+
+def _report(
+    plan: ExportPlan, difference: verify.Difference | None, probes: verify.Probes | None, started: float
+) -> ExportReport:
+    files = [path for path in plan.output.rglob("*") if path.is_file()]
+    return ExportReport(
+        path=plan.output,
+        step=plan.source.step,
+        dtype=plan.dtype,
+        adapter=plan.adapter,
+        files=len(files),
+        weight_files=sum(path.suffix == ".safetensors" for path in files),
+        bytes=sum(path.stat().st_size for path in files),
+        probes=len(probes.prompts) if probes else 0,
+        probes_recorded=bool(probes and probes.recorded),
+        max_difference=difference.absolute if difference else None,
+        kl=difference.kl if difference else None,
+        seconds=time.perf_counter() - started,
+        already_exported=plan.done,
+    )

@@ -1,0 +1,99 @@
+"""What is exported: a run directory and one of its checkpoints, with the facts recorded there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner.checkpoint.load import CheckpointInfo, newest, open_checkpoint
+from tuner.errors import DataError, RecipeError
+
+CHECKPOINTS = "checkpoints"
+MODEL_CONFIG = "model_config"
+TOKENIZER = "tokenizer"
+MODEL_PREFIX = "model/"
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One checkpoint inside one run directory."""
+
+    run_dir: Path
+    checkpoint: CheckpointInfo
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that the checkpoint has seen."""
+        return self.checkpoint.step
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """The run's facts in the checkpoint's manifest: recipe, model, adapter, tokenizer hash."""
+        facts = self.checkpoint.meta
+        if not isinstance(facts.get("model"), Mapping):
+            raise DataError(f"{self.checkpoint.path}: its manifest does not say which model was trained")
+        return facts
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """Name, revision, initialisation and config of the model that was trained."""
+        facts: Mapping[str, Any] = self.meta["model"]
+        return facts
+
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """The recipe of the run as its checkpoint recorded it."""
+        recipe = self.meta.get("recipe")
+        return recipe if isinstance(recipe, Mapping) else {}
+
+    @property
+    def adapter(self) -> Mapping[str, Any] | None:
+        """The adapter's facts, or None where all parameters were trained."""
+        adapter = self.meta.get("adapter")
+        if not isinstance(adapter, Mapping) or adapter.get("kind", "lora") == "none":
+            return None
+        return adapter
+
+    @property
+    def hub_name(self) -> str | None:
+        """The base model's hub name, or None where it was a local directory or nothing."""
+        if self.model.get("init") == "random":
+            return None
+        return hub_name(str(self.model.get("name_or_path", "")))
+
+
+def resolve(path: Path, warn: Callable[[str], None] | None = None) -> Source:
+    """The newest valid checkpoint of a run directory, or the checkpoint directory given.
+
+    A newer checkpoint that is damaged is passed over and told to `warn`. Raises RecipeError for a path that is
+    neither and DataError for a run without a valid checkpoint.
+    """
+    path = path.absolute()
+    if not path.is_dir():
+        raise RecipeError(f"{path}: no such directory", hint="give a run directory, or one of its checkpoints")
+    if (path / CHECKPOINTS).is_dir():
+        found = newest(path / CHECKPOINTS, warn)
+        if found is None:
+            raise DataError(f"{path}: the run has no valid checkpoint", hint=f"train it first: tuner resume {path}")
+        return Source(path, found)
+    if path.parent.name == CHECKPOINTS:
+        return Source(path.parent.parent, open_checkpoint(path))
+    raise RecipeError(
+        f"{path}: neither a run directory nor a checkpoint inside one",
+        hint="a run directory holds checkpoints/; a checkpoint is <run>/checkpoints/step-N",
+    )
+
+
+def is_source(path: Path) -> bool:
+    """Whether the path looks like a run directory or a checkpoint inside one."""
+    return (path / CHECKPOINTS).is_dir() or (path.is_dir() and path.absolute().parent.name == CHECKPOINTS)
+
+
+def hub_name(name: str) -> str | None:
+    """The name if it can be a hub name (`model` or `owner/model`), None for a local path."""
+    local = not _HUB_NAME.fullmatch(name) or name.startswith(".") or Path(name).exists()
+    return None if local else name

@@ -1,0 +1,155 @@
+"""Proof that an exported directory is the trained model: equal bits on disk, equal answers when loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.nn.functional import kl_div, log_softmax
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tuner.errors import DataError, VerificationError
+
+SAME_MODEL = 1e-5  # float32, the same operations: only the order of sums differs
+MERGED = 1e-4  # float32, W + s·B·A rounded once against W x + s·B·(A x)
+ROUNDED_KL = 0.02  # nats, weights rounded to bf16
+_N_FALLBACK_PROBES, _FALLBACK_LENGTH = 8, 32
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Prompts and the trained model's logits ``[P, V]`` at the last position of each; `recorded` by the run itself."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    logits: torch.Tensor
+    recorded: bool
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two sets of logits: largest absolute difference, the same relative to the largest logit, mean KL in nats."""
+
+    absolute: float
+    relative: float
+    kl: float
+
+
+def read_probes(tensors: Mapping[str, torch.Tensor]) -> Probes | None:
+    """The probes that a checkpoint recorded, None for an empty set. Raises DataError where they are malformed."""
+    if not tensors:
+        return None
+    try:
+        input_ids, lengths, logits = tensors["input_ids"], tensors["lengths"], tensors["logits"]
+    except KeyError as error:
+        raise DataError(f"the checkpoint's probes lack {error}") from error
+    sizes = [int(length) for length in lengths]
+    if not (len(sizes) == len(input_ids) == len(logits)) or any(not 0 < n <= input_ids.shape[1] for n in sizes):
+        raise DataError("the checkpoint's probes have inconsistent shapes")
+    prompts = tuple(tuple(map(int, row[:size])) for row, size in zip(input_ids, sizes, strict=True))
+    return Probes(prompts, logits.float(), recorded=True) if prompts else None
+
+
+def fallback_probes(model: PreTrainedModel) -> Probes:
+    """Fixed random prompts answered by the model rebuilt from the checkpoint, where the run recorded none."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (_N_FALLBACK_PROBES, _FALLBACK_LENGTH)
+    rows = torch.randint(0, min(model.config.vocab_size, 32000), shape, generator=generator)
+    prompts = tuple(tuple(map(int, row)) for row in rows)
+    return Probes(prompts, last_logits(model, prompts), recorded=False)
+
+
+@torch.no_grad()
+def last_logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Logits ``[P, V]`` in float32 at the last position of each prompt, each run alone and unpacked."""
+    rows = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)], dtype=torch.int64)
+        rows.append(model(input_ids=ids, use_cache=False).logits[0, -1].float())
+    return torch.stack(rows)
+
+
+def compare(expected: torch.Tensor, actual: torch.Tensor) -> Difference:
+    """How far `actual` is from `expected`; infinite where one of them is not finite or the shapes differ."""
+    if expected.shape != actual.shape or not (bool(expected.isfinite().all()) and bool(actual.isfinite().all())):
+        return Difference(float("inf"), float("inf"), float("inf"))
+    expected, actual = expected.double(), actual.double()
+    absolute = float((expected - actual).abs().max())
+    scale = max(float(expected.abs().max()), 1e-12)
+    kl = kl_div(log_softmax(actual, -1), log_softmax(expected, -1), reduction="batchmean", log_target=True)
+    return Difference(absolute, absolute / scale, max(float(kl), 0.0))
+
+
+def require_close(difference: Difference, what: str, relative: float | None = None, kl: float | None = None) -> None:
+    """Raise VerificationError where the relative difference or the KL is above its bound."""
+    if relative is not None and not difference.relative <= relative:
+        raise VerificationError(
+            f"{what}: the logits differ by {difference.absolute:.3g} ({difference.relative:.1e} of the largest, "
+            f"allowed {relative:.0e}); nothing was published"
+        )
+    if kl is not None and not difference.kl <= kl:
+        raise VerificationError(f"{what}: the KL is {difference.kl:.3g} nats, allowed {kl:g}; nothing was published")
+
+
+def require_written(directory: Path, expected: Mapping[str, torch.Tensor]) -> None:
+    """Read every safetensors file back: the names are the expected ones and every tensor is equal bit for bit."""
+    left = set(expected)
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - the file object is no mapping
+                if name not in left:
+                    raise VerificationError(f"{path.name}: unexpected tensor {name}; nothing was published")
+                left.discard(name)
+                _require_bits(name, expected[name], file.get_tensor(name))
+    if left:
+        raise VerificationError(f"tensors were not written: {', '.join(sorted(left)[:3])}; nothing was published")
+
+
+def load_plain(directory: Path) -> PreTrainedModel:
+    """The export loaded by transformers alone, in float32. Raises VerificationError unless it is complete."""
+    auto: Any = AutoModelForCausalLM
+    try:
+        model, report = auto.from_pretrained(
+            directory, dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise VerificationError(f"transformers cannot load the export: {error}; nothing was published") from error
+    problems = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    if problems:
+        raise VerificationError(f"transformers loads the export with {problems}; nothing was published")
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def load_adapter(directory: Path, base: PreTrainedModel) -> torch.nn.Module:
+    """The exported adapter directory loaded by peft onto the plain base model; both in float32."""
+    from peft import PeftModel
+
+    try:
+        model: Any = PeftModel.from_pretrained(base, str(directory))
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise VerificationError(f"peft cannot load the export: {error}; nothing was published") from error
+    loaded: torch.nn.Module = model.eval()
+    return loaded
+
+
+def require_same_state(expected: torch.nn.Module, loaded: torch.nn.Module) -> None:
+    """Every tensor of the loaded model equals the expected one, widened to its type, bit for bit."""
+    actual = loaded.state_dict()
+    for name, tensor in expected.state_dict().items():
+        if name not in actual:
+            raise VerificationError(f"{name} is not in the loaded export; nothing was published")
+        _require_bits(name, tensor.to(actual[name].dtype), actual[name])
+
+
+def _require_bits(name: str, expected: torch.Tensor, actual: torch.Tensor) -> None:
+    same = expected.dtype == actual.dtype and expected.shape == actual.shape
+    if not same or not torch.equal(_bytes(expected), _bytes(actual)):
+        raise VerificationError(f"{name}: what was written differs from the trained tensor; nothing was published")
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,230 @@
+"""The trained model in memory: the checkpoint's tensors in a transformers model on the CPU, without a process group."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from tuner.checkpoint.load import read_tensors
+from tuner.errors import DataError, RecipeError
+from tuner.export.source import MODEL_CONFIG, MODEL_PREFIX, Source
+from tuner.model.adapter import ADAPTER, LoraSpec, add_lora, without_adapter
+from tuner.model.build import ModelSpec, build_model
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model in float32 that computes what the trained one computes; `lora` when an adapter is inside it."""
+
+    model: PreTrainedModel
+    lora: LoraSpec | None
+
+
+def load_trained(source: Source) -> TrainedModel:
+    """Build the trained model: every trained parameter from the checkpoint, frozen ones from the base model.
+
+    Raises DataError where a trained parameter is missing, unexpected or of another shape.
+    """
+    config = read_config(source)
+    if source.adapter is None:
+        model = plain_model(config)
+        trained = dict(model.named_parameters())
+        if any(True for _ in _persistent_buffers(model)):
+            _copy_buffers(model, _base_model(source))
+        _fill(source, trained)
+        return TrainedModel(model, None)
+    lora = lora_spec(source.adapter)
+    model = _base_model(source)
+    add_lora(model, lora, seed=0)
+    _fill(source, {name: p for name, p in model.named_parameters() if p.requires_grad})
+    return TrainedModel(_widened(model), lora)
+
+
+def read_config(source: Source) -> PretrainedConfig:
+    """The model's config as the run saved it, with the key-value cache on again. Raises DataError."""
+    directory = source.run_dir / MODEL_CONFIG
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{directory}: no readable model config: {_first_line(error)}") from error
+    config.use_cache = True
+    return config
+
+
+def plain_model(config: PretrainedConfig) -> PreTrainedModel:
+    """A float32 model of this config with stock attention, whose parameters are allocated and hold nothing yet."""
+    auto: Any = AutoModelForCausalLM
+    with no_init_weights():
+        model: PreTrainedModel = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
+    model.tie_weights()
+    model.train(False)
+    return model
+
+
+def frozen_dtype(source: Source) -> torch.dtype:
+    """Type in which frozen base weights were held in training, as the checkpoint recorded it."""
+    recorded = source.model.get("dtype")
+    return torch.bfloat16 if recorded in ("bf16", "bfloat16") else torch.float32
+
+
+def lora_spec(adapter: Mapping[str, Any]) -> LoraSpec:
+    """The adapter's shape from the checkpoint's facts. Raises DataError where one is missing."""
+    try:
+        targets = adapter["target_modules"]
+        return LoraSpec(
+            r=int(adapter["r"]),
+            alpha=float(adapter["alpha"]),
+            dropout=float(adapter.get("dropout", 0.0)),
+            target_modules=targets if isinstance(targets, str) else tuple(map(str, targets)),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"the checkpoint's adapter facts are incomplete: {error}") from error
+
+
+@torch.no_grad()
+def merge(trained: TrainedModel, config: PretrainedConfig) -> PreTrainedModel:
+    """A plain float32 model with W + s·B·A in place of every adapted W.
+
+    Raises RecipeError where an adapted weight is tied to one that is not adapted: one tensor cannot be both.
+    """
+    merged = plain_model(config)
+    layers = {f"{name}.weight": layer for name, layer in lora_layers(trained.model)}
+    _require_untied(merged, set(layers))
+    weights = _base_weights(trained.model)
+    own = dict(merged.named_parameters()) | dict(_persistent_buffers(merged))
+    _require_names(own, weights, "the base model")
+    for name, tensor in own.items():
+        tensor.data.copy_(weights[name])
+        if name in layers:
+            tensor.data.add_(layers[name].get_delta_weight(ADAPTER).float())
+    return merged
+
+
+@torch.no_grad()
+def plain_base(source: Source, trained: TrainedModel) -> PreTrainedModel:
+    """The base model as transformers loads it, rounded to the type in which training held it, then widened to float32.
+
+    Where no directory holds the base as it was trained (random weights, changed config) it comes from the run.
+    """
+    facts = source.model
+    if facts.get("init") != "random" and not source.recipe.get("model", {}).get("config"):
+        base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            facts["name_or_path"], revision=facts.get("revision"), dtype=frozen_dtype(source), use_safetensors=True
+        )
+        return _widened(base)
+    plain = plain_model(read_config(source))
+    weights = _base_weights(trained.model)
+    for name, tensor in (dict(plain.named_parameters()) | dict(_persistent_buffers(plain))).items():
+        tensor.data.copy_(weights[name])
+    return plain
+
+
+def lora_layers(model: nn.Module) -> Iterable[tuple[str, Any]]:
+    """Name and module of every layer that holds the adapter."""
+    from peft.tuners.lora import LoraLayer
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+
+
+@torch.no_grad()
+def round_to(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Round every floating parameter and persistent buffer once, in place; tied ones stay tied."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    for _, buffer in _persistent_buffers(model):
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+
+
+def _base_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers outside the adapter, by the names of the model without one; tied ones twice."""
+    named = [*model.named_parameters(remove_duplicate=False), *_persistent_buffers(model)]
+    return {without_adapter(name): tensor for name, tensor in named if ".lora_" not in name}
+
+
+def _base_model(source: Source) -> PreTrainedModel:
+    facts = source.model
+    spec = ModelSpec(
+        name_or_path=str(facts["name_or_path"]),
+        revision=facts.get("revision"),
+        random_init=facts.get("init") == "random",
+        config_overrides=source.recipe.get("model", {}).get("config", {}),
+    )
+    return build_model(spec, frozen_dtype(source), int(source.recipe.get("seed", 42)))
+
+
+def _fill(source: Source, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Copy the checkpoint's model tensors into the parameters of the same names; the two sets must be equal."""
+    index = source.checkpoint.index()
+    names = {name.removeprefix(MODEL_PREFIX) for name in index if name.startswith(MODEL_PREFIX)}
+    _require_names(parameters, names, str(source.checkpoint.path))
+    unexpected = sorted(names - parameters.keys())
+    if unexpected:
+        raise DataError(f"{source.checkpoint.path}: unexpected model tensors: {_some(unexpected)}")
+    wanted = [MODEL_PREFIX + name for name in sorted(names)]
+    with torch.no_grad():
+        for name, tensor in read_tensors(source.checkpoint, wanted):
+            parameter = parameters[name.removeprefix(MODEL_PREFIX)]
+            if parameter.shape != tensor.shape:
+                shapes = f"{list(tensor.shape)}, the model has {list(parameter.shape)}"
+                raise DataError(f"{source.checkpoint.path}: {name} has shape {shapes}")
+            parameter.data.copy_(tensor)
+
+
+def _require_names(wanted: Iterable[str], given: Iterable[str], where: str) -> None:
+    missing = sorted(set(wanted) - set(given))
+    if missing:
+        raise DataError(f"{where}: model tensors are missing: {_some(missing)}")
+
+
+def _require_untied(model: PreTrainedModel, adapted: set[str]) -> None:
+    by_storage: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_storage.setdefault(id(parameter), set()).add(name)
+    for names in by_storage.values():
+        if len(names) > 1 and names & adapted:
+            raise RecipeError(
+                f"{sorted(names & adapted)[0]} is adapted and tied to {sorted(names - adapted or names)[0]}: "
+                "merging would change both",
+                hint="export with --adapter keep",
+            )
+
+
+def _persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    kept = model.state_dict().keys()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+
+
+def _copy_buffers(model: nn.Module, base: nn.Module) -> None:
+    own = dict(model.named_buffers())
+    for name, buffer in _persistent_buffers(base):
+        own[name].data.copy_(buffer)
+
+
+@torch.no_grad()
+def _widened(model: PreTrainedModel) -> PreTrainedModel:
+    for tensor in (*model.parameters(), *(buffer for _, buffer in _persistent_buffers(model))):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+    model.train(False)
+    return model
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

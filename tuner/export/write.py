@@ -1,0 +1,155 @@
+"""The files of an export: weights in shards, config, generation config, tokenizer, adapter."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from tuner.errors import DataError
+from tuner.export.source import MODEL_CONFIG, TOKENIZER, Source
+from tuner.export.weights import TrainedModel
+from tuner.model.adapter import ADAPTER
+from tuner.runtime.files import inside, json_bytes, read_json, regular_size, write_new
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+GENERATION_CONFIG = "generation_config.json"
+_PEFT_PREFIX = "base_model.model."
+
+
+def write_model(directory: Path, model: PreTrainedModel, shard_size: int) -> dict[str, torch.Tensor]:
+    """Write sharded safetensors and config.json under the names of the architecture's published files.
+
+    Returns what must now be on disk: file tensor name -> tensor, tied ones once.
+    """
+    with quiet():
+        model.save_pretrained(directory, max_shard_size=shard_size)
+        config = directory / "config.json"
+        facts = {key: value for key, value in read_json(config).items() if key != "_name_or_path"}
+        config.unlink()
+        write_new(config, json_bytes(facts))
+        state = model.state_dict()
+        once = {name: state[name] for name, _ in model.named_parameters()}
+        once |= {name: state[name] for name, _ in model.named_buffers() if name in state}
+        written: dict[str, torch.Tensor] = revert_weight_conversion(model, once)
+    return written
+
+
+def write_adapter(
+    directory: Path, trained: TrainedModel, base: tuple[str | None, str | None], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Write peft's two files; `base` is the base model's hub name and revision, each None where there is none.
+
+    Returns what must now be on disk, by peft's names.
+    """
+    if trained.lora is None:
+        raise DataError("the run trained no adapter")
+    tensors = {
+        _PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."): parameter.detach().to(dtype).contiguous()
+        for name, parameter in sorted(trained.model.named_parameters())
+        if parameter.requires_grad
+    }
+    save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    config: Any = trained.lora.peft_config(base[0])
+    resolved: dict[str, Any] = config.to_dict()
+    injected: dict[str, Any] = getattr(trained.model, "peft_config", {})
+    facts = {key: _plain(value) for key, value in resolved.items()}
+    if ADAPTER in injected:
+        # peft resolved these against the model: the layers behind `all-linear`, and GPT-2's transposed weights.
+        facts["target_modules"] = _plain(injected[ADAPTER].target_modules)
+        facts["fan_in_fan_out"] = bool(injected[ADAPTER].fan_in_fan_out)
+    facts |= {"inference_mode": True, "revision": base[1]}
+    write_new(directory / ADAPTER_CONFIG, json_bytes(facts))
+    return tensors
+
+
+def write_tokenizer(directory: Path, source: Source) -> None:
+    """Copy the run's tokenizer files and chat template; links and local paths stay behind. Raises DataError."""
+    tokenizer = source.run_dir / TOKENIZER
+    if not tokenizer.is_dir():
+        raise DataError(f"{tokenizer}: no such directory: the run's tokenizer is missing")
+    for path in sorted(tokenizer.rglob("*")):
+        if path.is_dir() and not path.is_symlink():
+            continue
+        regular_size(path)
+        target = inside(directory, path.relative_to(tokenizer).as_posix())
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target, follow_symlinks=False)
+    config = directory / "tokenizer_config.json"
+    if config.is_file():
+        facts = read_json(config)
+        if facts.pop("name_or_path", None) is not None:
+            config.unlink()
+            write_new(config, json.dumps(facts, indent=2, ensure_ascii=False).encode())
+
+
+def write_generation_config(directory: Path, source: Source, config: PretrainedConfig) -> None:
+    """Write generation_config.json: the base model's, with every token that ends a turn as `eos_token_id`."""
+    recorded = source.run_dir / MODEL_CONFIG / GENERATION_CONFIG
+    auto: Any = GenerationConfig
+    facts = read_json(recorded) if recorded.is_file() else auto.from_model_config(config).to_dict()
+    ends = _ids(facts.get("eos_token_id")) + _ids(getattr(config, "eos_token_id", None)) + _tokenizer_ends(source)
+    unique = list(dict.fromkeys(ends))
+    if unique:
+        facts["eos_token_id"] = unique[0] if len(unique) == 1 else unique
+    kept = {key: value for key, value in facts.items() if not key.startswith("_") and value is not None}
+    path = directory / GENERATION_CONFIG
+    path.unlink(missing_ok=True)
+    write_new(path, json_bytes(kept | {"use_cache": True}))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and no remarks of transformers and peft inside the block."""
+    from transformers.utils import logging as transformers_logging
+
+    logging: Any = transformers_logging
+
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _tokenizer_ends(source: Source) -> list[int]:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.run_dir / TOKENIZER, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{source.run_dir / TOKENIZER}: transformers cannot load the tokenizer: {error}") from error
+    return _ids(tokenizer.eos_token_id)
+
+
+def _ids(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return [int(item) for item in value] if isinstance(value, (list, tuple)) else [int(value)]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return getattr(value, "value", str(value))

@@ -1,0 +1,191 @@
+"""Text from a model, for people to look at: prompts through the tokenizer's chat template, answers token by token."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from tuner.errors import DataError, MachineError, RecipeError, TunerError
+from tuner.runtime.files import read_json
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen: the most likely at temperature 0, else drawn with the seed; at most `max_new_tokens`."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    seed: int = 42
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Messages for a chat template, or plain text to go on from; `shown` is what people see of it."""
+
+    shown: str
+    messages: tuple[Message, ...] = ()
+    text: str | None = None
+
+
+@dataclass
+class Generator:
+    """A loaded model with its tokenizer and every token id that ends a turn."""
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: tuple[int, ...]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer renders messages."""
+        return self.tokenizer.chat_template is not None
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of the prompt, opened for the model's answer. Raises RecipeError for an empty prompt."""
+        if prompt.text is not None or not self.has_template:
+            text = prompt.text if prompt.text is not None else "\n".join(m["content"] for m in prompt.messages)
+            ids = self.tokenizer(text)["input_ids"]
+        else:
+            try:
+                text = str(
+                    self.tokenizer.apply_chat_template(
+                        list(prompt.messages), tokenize=False, add_generation_prompt=True
+                    )
+                )
+            except Exception as error:  # jinja raises whatever the template raises
+                raise RecipeError(f"the chat template refuses this prompt: {error}") from error
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise RecipeError("the prompt is empty")
+        return list(ids)
+
+    @torch.no_grad()
+    def answer(self, prompt: Prompt, sampling: Sampling) -> str:
+        """The model's answer as text, without end tokens. The same prompt, sampling and device give the same answer."""
+        ids = self.encode(prompt)
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        room = sampling.max_new_tokens if limit is None else min(sampling.max_new_tokens, limit - len(ids))
+        if room <= 0:
+            raise RecipeError(f"the prompt has {len(ids):,} tokens, the model takes {limit:,}")
+        given = torch.tensor([ids], dtype=torch.int64, device=self.device)
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(sampling.seed)
+            output = self.model.generate(
+                input_ids=given,
+                attention_mask=torch.ones_like(given),
+                generation_config=self._config(sampling, room),
+                use_model_defaults=False,
+            )
+        text = self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+        return text if isinstance(text, str) else "".join(text)
+
+    def _config(self, sampling: Sampling, room: int) -> GenerationConfig:
+        ends = list(self.eos_ids) or None
+        pad = self.tokenizer.pad_token_id
+        choice: dict[str, Any] = {"do_sample": False}
+        if sampling.temperature > 0:
+            choice = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+        return GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=room,
+            eos_token_id=ends,
+            pad_token_id=pad if pad is not None else (ends[0] if ends else 0),
+            use_cache=True,
+            **choice,
+        )
+
+
+def load_generator(name_or_path: str, revision: str | None = None, base: str | None = None) -> Generator:
+    """Load a Hugging Face directory or hub name; an adapter directory goes onto `base` or the model that it names.
+
+    The device is CUDA where there is one (bf16), else the CPU (float32). Raises RecipeError for a directory that
+    holds no model, DataError for one that does not load, MachineError for a name that cannot be fetched.
+    """
+    path = Path(name_or_path)
+    if path.is_dir() and not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise RecipeError(f"{path}: neither a run, a checkpoint nor a Hugging Face directory")
+    if not path.is_dir() and (path.is_absolute() or name_or_path.startswith(("./", "../", "~"))):
+        raise RecipeError(f"{name_or_path}: no such directory")
+    device, dtype = _device()
+    with _readable_errors(name_or_path):
+        if (path / "adapter_config.json").is_file():
+            model = _with_adapter(path, base, dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                name_or_path, revision=revision, dtype=dtype, use_safetensors=True
+            )
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision)
+        defaults = _generation_defaults(name_or_path, revision)
+    return make_generator(model, tokenizer, defaults, device)
+
+
+def make_generator(
+    model: Any, tokenizer: PreTrainedTokenizerBase, defaults: GenerationConfig | None, device: torch.device
+) -> Generator:
+    """A generator from loaded parts; the ends of a turn are those of the defaults, the config and the tokenizer."""
+    ends: list[int] = []
+    for value in (getattr(defaults, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id):
+        ends += [value] if isinstance(value, int) else list(value or ())
+    return Generator(model.to(device).eval(), tokenizer, tuple(dict.fromkeys(ends)), device)
+
+
+def answer_all(generator: Generator, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[str]:
+    """The answers in order, each as soon as it is there."""
+    for prompt in prompts:
+        yield generator.answer(prompt, sampling)
+
+
+def _with_adapter(path: Path, base: str | None, dtype: torch.dtype) -> Any:
+    from peft import PeftModel
+
+    facts = read_json(path / "adapter_config.json")
+    name = base or facts.get("base_model_name_or_path")
+    if not name:
+        raise RecipeError(f"{path}: the adapter does not name its base model", hint="give it with --base")
+    revision = None if base else facts.get("revision")
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        name, revision=revision, dtype=dtype, use_safetensors=True
+    )
+    return PeftModel.from_pretrained(model, str(path))
+
+
+def _generation_defaults(name_or_path: str, revision: str | None) -> GenerationConfig | None:
+    with contextlib.suppress(OSError):
+        return GenerationConfig.from_pretrained(name_or_path, revision=revision or "main")
+    return None
+
+
+def _device() -> tuple[torch.device, torch.dtype]:
+    if torch.cuda.is_available():
+        return torch.device("cuda"), torch.bfloat16
+    return torch.device("cpu"), torch.float32
+
+
+@contextlib.contextmanager
+def _readable_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except TunerError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        text = str(error).strip()
+        reason = text.splitlines()[0] if text else type(error).__name__
+        if Path(name).is_dir():
+            raise DataError(f"{name}: cannot be loaded: {reason}") from error
+        raise MachineError(
+            f"{name}: cannot be fetched or loaded: {reason}", hint="check the name and the network"
+        ) from error
