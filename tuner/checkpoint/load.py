@@ -22,13 +22,14 @@ from tuner.checkpoint.agree import Ranks, first_failure
 from tuner.checkpoint.index import DTYPE_NAMES, INDEX_NAME, Index, TensorEntry, read_index
 from tuner.checkpoint.storage import SafetensorsReader, read_box, shard_name, tensor_bytes
 from tuner.errors import DataError
-from tuner.runtime.files import MANIFEST_NAME, read_json, verify_entries
+from tuner.runtime.files import MANIFEST_NAME, json_bytes, read_json, verify_entries
 from tuner.runtime.process import gloo_group
 
 MANIFEST_SCHEMA = 1
 STATE_NAME = "state.json"
 PROBE_NAME = "probe.safetensors"
 SHOWN_KEYS = 3
+SEAL = "manifest_sha256"
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})", flags=re.ASCII)
 
 
@@ -50,6 +51,12 @@ class CheckpointInfo:
     def index(self) -> Index:
         """Where each tensor lies. Raises DataError."""
         return read_index(self.path, {name: entry["size"] for name, entry in self.manifest["files"].items()})
+
+
+def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest as it reads back from JSON, with the SHA-256 of all its other fields in `manifest_sha256`."""
+    body: dict[str, Any] = json.loads(json_bytes({key: value for key, value in manifest.items() if key != SEAL}))
+    return {**body, SEAL: hashlib.sha256(json_bytes(body)).hexdigest()}
 
 
 def step_name(step: int) -> str:
@@ -94,6 +101,8 @@ def open_checkpoint(path: Path, verify: bool = True) -> CheckpointInfo:
     manifest = read_json(manifest_path)
     if manifest.get("schema") != MANIFEST_SCHEMA:
         raise DataError(f"{manifest_path}: schema {manifest.get('schema')!r}, this version reads {MANIFEST_SCHEMA}")
+    if sealed(manifest) != manifest:
+        raise DataError(f"{manifest_path}: its SHA-256 of itself differs")
     step, world_size, files = manifest.get("step"), manifest.get("world_size"), manifest.get("files")
     if type(step) is not int or type(world_size) is not int or not isinstance(files, dict):
         raise DataError(f"{manifest_path}: step, world_size or files is missing or of the wrong type")

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from tuner.checkpoint.agree import Ranks, first_failure
 from tuner.checkpoint.index import INDEX_NAME
-from tuner.checkpoint.load import MANIFEST_SCHEMA, PROBE_NAME, STATE_NAME, open_checkpoint, step_name
+from tuner.checkpoint.load import MANIFEST_SCHEMA, PROBE_NAME, STATE_NAME, open_checkpoint, sealed, step_name
 from tuner.checkpoint.storage import SafetensorsWriter, WrittenFile, total_bytes
 from tuner.errors import DataError, MachineError, TunerError
 from tuner.runtime.files import (
@@ -156,5 +156,5 @@ def _commit(
     for name, data in small.items():
         write_new(tmp / name, data)
         files[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    write_new(tmp / MANIFEST_NAME, json_bytes({**manifest, "files": files}))
+    write_new(tmp / MANIFEST_NAME, json_bytes(sealed({**manifest, "files": files})))
     publish_dir(tmp, final)
