@@ -1,0 +1,333 @@
+"""The faults that `tools/mutants.py` plants: file, exact old text, new text, and the tests that should see the change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: `old`, which occurs once in `file`, becomes `new`; `tests` are what should then fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def problem(self, root: Path) -> str:
+        """Why the fault does not apply to the tree at `root`; empty when it does."""
+        path = root / self.file
+        if not path.is_file():
+            return "no file of this name"
+        count = path.read_text(encoding="utf-8").count(self.old)
+        if count != 1:
+            return f"its text occurs {count} times"
+        missing = [test for test in self.tests if not (root / test).exists()]
+        return f"no tests at {missing[0]}" if missing else ""
+
+    def apply(self, root: Path) -> None:
+        """Plant the fault in the tree at `root`."""
+        path = root / self.file
+        path.write_text(path.read_text(encoding="utf-8").replace(self.old, self.new, 1), encoding="utf-8")
+
+
+CONFIG = ("tests/config",)
+RUNTIME = ("tests/runtime",)
+CHECKPOINT = ("tests/checkpoint",)
+DATA = ("tests/data",)
+MODEL = ("tests/model",)
+TRAIN = ("tests/train", "tests/parallel")
+EXPORT = ("tests/export",)
+
+MUTANTS: tuple[Mutant, ...] = (
+    # What the user wants.
+    Mutant(
+        "config-percent",
+        "tuner/config/numbers.py",
+        "return number / 100",
+        "return number / 10",
+        CONFIG,
+    ),
+    Mutant(
+        "config-minutes",
+        "tuner/config/duration.py",
+        '"min": 60,',
+        '"min": 1,',
+        CONFIG,
+    ),
+    Mutant(
+        "config-zero-duration",
+        "tuner/config/duration.py",
+        "if count <= 0:",
+        "if count < 0:",
+        CONFIG,
+    ),
+    Mutant(
+        "config-micro-batch-rule",
+        "tuner/config/rules.py",
+        "train.global_batch_size % train.micro_batch_size == 0",
+        "train.global_batch_size >= train.micro_batch_size",
+        CONFIG,
+    ),
+    Mutant(
+        "config-duplicate-key",
+        "tuner/config/yaml.py",
+        "            if key.value in children:\n",
+        "            if key.value in children and depth > 0:\n",
+        CONFIG,
+    ),
+    Mutant(
+        "config-column",
+        "tuner/config/yaml.py",
+        "{event.start_mark.column + 1}",
+        "{event.start_mark.column}",
+        CONFIG,
+    ),
+    # The machine.
+    Mutant(
+        "runtime-new-file-fsync",
+        "tuner/runtime/files.py",
+        "            write_all(descriptor, data)\n            os.fsync(descriptor)\n",
+        "            write_all(descriptor, data)\n",
+        RUNTIME + CHECKPOINT,
+    ),
+    Mutant(
+        "runtime-publish-parent-fsync",
+        "tuner/runtime/files.py",
+        "        os.rename(tmp, final)\n        fsync_dir(final.parent)\n",
+        "        os.rename(tmp, final)\n",
+        RUNTIME + CHECKPOINT,
+    ),
+    Mutant(
+        "runtime-discard-in-place",
+        "tuner/runtime/files.py",
+        "        os.rename(path, trash)\n        fsync_dir(path.parent)\n        shutil.rmtree(trash)\n",
+        "        shutil.rmtree(path)\n",
+        RUNTIME + CHECKPOINT,
+    ),
+    Mutant(
+        "runtime-shared-lock",
+        "tuner/runtime/lock.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        RUNTIME,
+    ),
+    Mutant(
+        "runtime-second-signal",
+        "tuner/runtime/stop.py",
+        "os._exit(ExitCode.INTERRUPTED)",
+        "os._exit(ExitCode.OK)",
+        RUNTIME,
+    ),
+    # State on disk.
+    Mutant(
+        "checkpoint-shard-fsync",
+        "tuner/checkpoint/storage.py",
+        "        os.fsync(descriptor)\n    finally:",
+        "        pass\n    finally:",
+        CHECKPOINT,
+    ),
+    Mutant(
+        "checkpoint-header-unhashed",
+        "tuner/checkpoint/storage.py",
+        "            digest.update(header)\n",
+        "",
+        CHECKPOINT,
+    ),
+    Mutant(
+        "checkpoint-box-offset",
+        "tuner/checkpoint/storage.py",
+        "chunk.start + row_start * row_bytes",
+        "chunk.start",
+        CHECKPOINT,
+    ),
+    Mutant(
+        "checkpoint-unverified",
+        "tuner/checkpoint/load.py",
+        "verify_entries(path, files, hash=verify)",
+        "verify_entries(path, files, hash=False)",
+        CHECKPOINT,
+    ),
+    Mutant(
+        "checkpoint-oldest-first",
+        "tuner/checkpoint/load.py",
+        "return sorted(found, reverse=True)",
+        "return sorted(found)",
+        CHECKPOINT,
+    ),
+    Mutant(
+        "checkpoint-keep-one-more",
+        "tuner/checkpoint/prune.py",
+        "if kept >= keep:",
+        "if kept > keep:",
+        CHECKPOINT,
+    ),
+    # Rows to batches.
+    Mutant(
+        "data-target-across-documents",
+        "tuner/data/batches.py",
+        "    targets[ends - 1] = IGNORED\n",
+        "    targets[-1] = IGNORED\n",
+        DATA,
+    ),
+    Mutant(
+        "data-mask-dropped",
+        "tuner/data/batches.py",
+        "np.where(trained[1:], input_ids[1:], IGNORED)",
+        "input_ids[1:]",
+        DATA,
+    ),
+    Mutant(
+        "data-mask-shifted",
+        "tuner/data/batches.py",
+        "np.where(trained[1:], input_ids[1:], IGNORED)",
+        "np.where(trained[:-1], input_ids[1:], IGNORED)",
+        DATA,
+    ),
+    Mutant(
+        "data-positions-run-on",
+        "tuner/data/batches.py",
+        " - np.repeat(ends - lengths, lengths)",
+        "",
+        DATA,
+    ),
+    Mutant(
+        "data-same-order-every-epoch",
+        "tuner/data/order.py",
+        "[seed & _MASK64, epoch]",
+        "[seed & _MASK64, 0]",
+        DATA,
+    ),
+    Mutant(
+        "data-count-of-all-tokens",
+        "tuner/data/batches.py",
+        "self._rows.trained_per_row[row_ids].sum()",
+        "self._rows.tokens_per_row[row_ids].sum()",
+        DATA + TRAIN,
+    ),
+    Mutant(
+        "data-filler-trains",
+        "tuner/data/batches.py",
+        "return without_targets(collate([self._rows.row(filler)]))",
+        "return collate([self._rows.row(filler)])",
+        DATA,
+    ),
+    # The model.
+    Mutant(
+        "model-window-one-wider",
+        "tuner/model/attention.py",
+        "allowed & (distance < window)",
+        "allowed & (distance <= window)",
+        MODEL,
+    ),
+    Mutant(
+        "model-documents-see-each-other",
+        "tuner/model/attention.py",
+        "    if len(lengths) == 1:\n        return",
+        "    if len(lengths) >= 1:\n        return",
+        MODEL,
+    ),
+    Mutant(
+        "model-gradient-sign",
+        "tuner/model/linear_cross_entropy.py",
+        "gradient.new_full(target.shape, -1.0)",
+        "gradient.new_full(target.shape, 1.0)",
+        MODEL,
+    ),
+    Mutant(
+        "model-missing-weights-pass",
+        "tuner/model/build.py",
+        "    _require_complete(spec, report)\n",
+        "",
+        MODEL,
+    ),
+    Mutant(
+        "model-base-not-frozen",
+        "tuner/model/adapter.py",
+        "    model.requires_grad_(False)\n",
+        "",
+        MODEL + TRAIN,
+    ),
+    # The same model over processes.
+    Mutant(
+        "parallel-gradients-averaged",
+        "tuner/parallel/fsdp.py",
+        "            module.set_gradient_divide_factor(1.0)\n",
+        "",
+        TRAIN,
+    ),
+    Mutant(
+        "parallel-buffers-left-out",
+        "tuner/parallel/fsdp.py",
+        "return [*root.named_parameters(), *root.named_buffers()]",
+        "return [*root.named_parameters()]",
+        TRAIN,
+    ),
+    # One optimizer step at a time.
+    Mutant(
+        "train-normalised-per-microbatch",
+        "tuner/train/step.py",
+        "(loss / max(1, batches.trained_count)).backward()",
+        "(loss / max(1, len(batch.trained_positions))).backward()",
+        TRAIN,
+    ),
+    Mutant(
+        "train-no-clipping",
+        "tuner/train/step.py",
+        "        torch._foreach_mul_(gradients, limit / (norm + 1e-6))\n",
+        "        pass\n",
+        TRAIN,
+    ),
+    Mutant(
+        "train-dropout-repeats",
+        "tuner/train/step.py",
+        "_mixed(numerics.seed, index, number, numerics.rank)",
+        "_mixed(numerics.seed, number, numerics.rank)",
+        TRAIN,
+    ),
+    Mutant(
+        "train-schedule-one-late",
+        "tuner/train/loop.py",
+        "table.schedule.factor(progress.step + 1)",
+        "table.schedule.factor(progress.step)",
+        TRAIN,
+    ),
+    Mutant(
+        "train-decay-on-norms",
+        "tuner/train/optimizer.py",
+        '{"params": others, "weight_decay": 0.0}',
+        '{"params": others, "weight_decay": weight_decay}',
+        TRAIN,
+    ),
+    Mutant(
+        "train-resume-forgets-updates",
+        "tuner/train/loop.py",
+        "    set_step_count(assembly.learner.optimizer, progress.step)\n",
+        "",
+        TRAIN,
+    ),
+    # The way out.
+    Mutant(
+        "export-merge-sign",
+        "tuner/export/weights.py",
+        "tensor.data.add_(layers[name]",
+        "tensor.data.sub_(layers[name]",
+        EXPORT,
+    ),
+    Mutant(
+        "export-any-logits-pass",
+        "tuner/export/verify.py",
+        "not difference.relative <= relative",
+        "difference.relative < 0",
+        EXPORT,
+    ),
+    Mutant(
+        "export-written-bits-unchecked",
+        "tuner/export/verify.py",
+        "if not same or not torch.equal(_bytes(expected), _bytes(actual)):",
+        "if not same:",
+        EXPORT,
+    ),
+)
