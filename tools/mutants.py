@@ -2,9 +2,9 @@
 
     python tools/mutants.py [--only NAME ...] [--workers N] [--list]
 
-Each fault of `tools/mutants_table.py` replaces one exact text, which must occur once. The tests named beside it must pass
-without the fault and fail with it. Prints one JSON object: caught, planted, and the names of the survivors; exits with 1
-when more than one in ten survives.
+Each fault of `tools/mutants_table.py` replaces one exact text, which must occur once. The tests named beside it must
+pass without the fault and fail with it. Prints one JSON object: caught, planted, and the names of the survivors; exits
+with 1 when more than one in ten survives.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def judge(mutant: Mutant, scratch: Path, failing: set[str]) -> Verdict:
 
 
 def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int | None, str]:
-    """pytest's exit code (None for a hang, which is a failure too) and output, with the copy's `tuner` first in line."""
+    """pytest's exit code (None for a hang, a failure too) and output, with the copy's `tuner` first in line."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:

@@ -1,4 +1,4 @@
-"""The faults that `tools/mutants.py` plants: file, exact old text, new text, and the tests that should see the change."""
+"""The faults that `tools/mutants.py` plants: file, exact old text, new text, and the tests that should see it."""
 
 from __future__ import annotations
 
