@@ -1,0 +1,90 @@
+"""The JSON document of a command: written with `--json`, read from `-`; its schema ships beside this file."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+SCHEMA_VERSION = 1
+SCHEMA_PATH = Path(__file__).parent / "schemas" / "document.json"
+Status = Literal["ok", "stopped", "failed"]
+
+
+@dataclass
+class Outcome:
+    """What a command did.
+
+    `result` is what goes to stdout: the artifact's path, or text when `is_text` is set. A stopped outcome has
+    exit code 75. `artifacts` get `path` (or `text`) from `result`; `metrics` are numbers or JSON values;
+    `next` is the command to run next.
+    """
+
+    result: str
+    status: Status = "ok"
+    exit_code: int = 0
+    artifacts: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    next: str | None = None
+    is_text: bool = False
+
+
+def outcome_document(command: str, outcome: Outcome) -> dict[str, Any]:
+    """Return the document of a command that finished or stopped."""
+    main = {("text" if outcome.is_text else "path"): outcome.result}
+    return _document(command, outcome.status, outcome.exit_code) | {
+        "artifacts": {key: _jsonable(value) for key, value in (main | outcome.artifacts).items()},
+        "metrics": {key: _jsonable(value) for key, value in outcome.metrics.items()},
+        "warnings": list(outcome.warnings),
+        "next": outcome.next,
+    }
+
+
+def failure_document(command: str, exit_code: int, kind: str, message: str, hint: str | None) -> dict[str, Any]:
+    """Return the document of a command that failed, or that stopped without a result (exit code 75)."""
+    status: Status = "stopped" if exit_code == 75 else "failed"
+    error = {"type": kind, "message": message, "hint": hint}
+    return _document(command, status, exit_code) | {"error": error}
+
+
+def write_document(document: dict[str, Any]) -> str:
+    """Return the document on one line."""
+    return json.dumps(document, ensure_ascii=False, allow_nan=False)
+
+
+def read_document(line: str) -> dict[str, Any] | None:
+    """Return the document that a line holds; None when it is not one."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    known = isinstance(value, dict) and value.get("schema_version") == SCHEMA_VERSION and "status" in value
+    return value if known and type(value.get("exit_code")) is int and isinstance(value.get("artifacts"), dict) else None
+
+
+def _document(command: str, status: Status, exit_code: int) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "command": command,
+        "status": status,
+        "exit_code": exit_code,
+        "artifacts": {},
+        "metrics": {},
+        "warnings": [],
+        "next": None,
+        "error": None,
+    }
+
+
+def _jsonable(value: Any) -> Any:
+    """JSON has no infinity and no NaN: they become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)

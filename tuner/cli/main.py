@@ -1,0 +1,135 @@
+"""The entry point: splits the command line, imports the one command that was asked for, and runs it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+import typer
+from typer.exceptions import TyperException
+
+from tuner.cli.argv import split
+from tuner.errors import ExitCode
+
+COMMANDS: dict[str, str] = {
+    "init": "Look at your rows and write a commented recipe.",
+    "prepare-data": "Turn rows into packed, encoded, content-addressed data.",
+    "train": "Train the recipe's model, or go on where it stopped.",
+    "resume": "Go on with a stopped run.",
+    "export-hf": "Write a Hugging Face directory and verify it.",
+    "generate": "Write text with a run, a checkpoint or a Hugging Face directory.",
+    "profile": "Predict and measure memory and speed.",
+    "config": "Check, show or describe a recipe.",
+    "recipes": "List, show or copy the recipes that ship.",
+}
+"""Every command and its line of help; its file `tuner/cli/<command>.py` is imported only when it runs."""
+
+GROUPS = frozenset({"config", "recipes"})
+TAKES_RECIPE = frozenset({"prepare-data", "train", "profile", "config"})
+SHOWS_FLAGS = frozenset({"prepare-data", "train", "profile"})
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and end the process with its exit code."""
+    raise SystemExit(run(list(sys.argv[1:] if argv is None else argv)))
+
+
+def run(args: list[str]) -> int:
+    """Run one command line and return its exit code (commands themselves raise SystemExit)."""
+    command = next((word for word in args if not word.startswith("-")), "")
+    rest, flags = split(args, command in TAKES_RECIPE)
+    try:
+        if flags and command in COMMANDS and command not in TAKES_RECIPE:
+            return _usage(command, args, f"{command} takes no recipe flags: --{flags[0][0]}")
+        code = build(command)(args=rest, prog_name="tuner", standalone_mode=False, obj=_invocation(flags))
+    except TyperException as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            return int(ExitCode.USAGE)
+        return _usage(command, args, error.format_message(), _help_of(error))
+    except (KeyboardInterrupt, typer.Abort):
+        print("error: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        _close_stdout()
+        return 0
+    if command in SHOWS_FLAGS and "--help" in rest:
+        from tuner.cli.overrides import print_flags
+
+        print_flags()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _close_stdout()
+    return code if isinstance(code, int) else 0
+
+
+def build(command: str) -> Callable[..., Any]:
+    """Return the Typer app in which only `command` is real; the others are their names and lines of help."""
+    app = typer.Typer(
+        name="tuner",
+        help="Fine-tune and pre-train language models from one typed recipe.",
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+    )
+    app.callback(invoke_without_command=True)(_root)
+    for name, line in COMMANDS.items():
+        if name != command:
+            app.command(name, help=line)(_elsewhere)
+            continue
+        module = import_module(f"tuner.cli.{name.replace('-', '_')}")
+        if name in GROUPS:
+            app.add_typer(module.app, name=name, help=line)
+        else:
+            app.command(name, help=line)(getattr(module, name.replace("-", "_")))
+    return app
+
+
+def _root(
+    ctx: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")
+) -> None:
+    if version:
+        from tuner import __version__
+
+        print(f"tuner {__version__}")
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        ctx.fail("Missing command.")
+
+
+def _elsewhere() -> None:
+    """Stand for a command that was not asked for."""
+
+
+def _invocation(flags: list[tuple[str, str | None]]) -> Any:
+    if not flags:
+        return None
+    from tuner.cli.session import Invocation
+    from tuner.config.overrides import Override
+
+    return Invocation([Override(key, text) for key, text in flags])
+
+
+def _help_of(error: TyperException) -> str:
+    context = getattr(error, "ctx", None)
+    return f"see: {context.command_path if context is not None else 'tuner'} --help"
+
+
+def _usage(command: str, args: list[str], message: str, hint: str | None = None) -> int:
+    from tuner.cli.session import print_failure
+    from tuner.errors import RecipeError
+
+    lines = message.split("\n")
+    return print_failure(command or "tuner", RecipeError(" ".join(line.strip() for line in lines), hint), "--json" in args)
+
+
+def _close_stdout() -> None:
+    import os
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""`tuner recipes`: the recipes that ship."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tuner.cli.session import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, run_command
+from tuner.errors import RecipeError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+NameArgument = Annotated[str, typer.Argument(help="Name of a shipped recipe.")]
+
+
+def _find(name: str) -> Path:
+    from difflib import get_close_matches
+
+    from tuner.config.shipped import shipped_recipes
+
+    shipped = shipped_recipes()
+    key = name.removesuffix(".yaml")
+    if key not in shipped:
+        near = get_close_matches(key, shipped, 1, 0.4)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(shipped)}"
+        raise RecipeError(f"no shipped recipe {name}", hint=hint)
+    return shipped[key]
+
+
+@app.command("list")
+def list_recipes(json: JsonOption = False, verbose: VerboseOption = False, debug: DebugOption = False) -> None:
+    """List the shipped recipes, one a line, with what each is for."""
+
+    def body() -> Outcome:
+        from tuner.config.shipped import shipped_recipes, summary
+
+        lines = {name: summary(path) for name, path in shipped_recipes().items()}
+        width = max((len(name) for name in lines), default=0)
+        text = "\n".join(f"{name.ljust(width)}  {line}".rstrip() for name, line in lines.items())
+        return Outcome(text, artifacts={"recipes": lines}, is_text=True)
+
+    run_command("recipes list", OutputOptions(json, verbose, debug), body)
+
+
+@app.command()
+def show(
+    name: NameArgument, json: JsonOption = False, verbose: VerboseOption = False, debug: DebugOption = False
+) -> None:
+    """Print a shipped recipe."""
+    run_command(
+        "recipes show",
+        OutputOptions(json, verbose, debug),
+        lambda: Outcome(_find(name).read_text(encoding="utf-8"), is_text=True),
+    )
+
+
+@app.command()
+def copy(
+    name: NameArgument,
+    target: Annotated[Path | None, typer.Argument(help="File to write; default ./NAME.yaml.")] = None,
+    json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Copy a shipped recipe to a file of your own; an existing file is never overwritten."""
+
+    def body() -> Outcome:
+        source = _find(name)
+        path = (target or Path(source.name)).absolute()
+        if path.is_dir():
+            path /= source.name
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(source.read_text(encoding="utf-8"))
+        except FileExistsError:
+            raise RecipeError(f"{path} exists already", hint="name another file") from None
+        except FileNotFoundError:
+            raise RecipeError(f"no directory {path.parent}") from None
+        return Outcome(str(path), next=f"tuner config check {path}")
+
+    run_command("recipes copy", OutputOptions(json, verbose, debug), body)

@@ -1,0 +1,242 @@
+"""One command from start to end: stdout carries its result alone, errors become one line and an exit code.
+
+A command's file holds one function for Typer, which ends in `run_command`:
+
+    def export_hf(ctx: typer.Context, path: Annotated[str, typer.Argument()], json: JsonOption = False,
+                  verbose: VerboseOption = False, debug: DebugOption = False) -> None:
+        def body() -> Outcome:
+            source = input_path(path)            # `-` reads stdin
+            ...                                  # heavy imports here
+            return Outcome(result=str(report.path), metrics={...}, next="tuner generate ...")
+
+        run_command("export-hf", OutputOptions(json, verbose, debug), body)
+
+Commands that take a recipe call `load_for_command(recipe, overrides_of(ctx))` inside their body.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+
+import typer
+
+from tuner.cli.document import Outcome, failure_document, outcome_document, read_document, write_document
+from tuner.errors import ExitCode, MachineError, RecipeError, TunerError
+
+if TYPE_CHECKING:
+    from tuner.config.load import LoadedRecipe
+    from tuner.config.overrides import Override
+
+__all__ = [
+    "DebugOption", "Invocation", "JsonOption", "Outcome", "OutputOptions", "RecipeArgument", "VerboseOption",
+    "input_path", "load_for_command", "overrides_of", "run_command",
+]  # fmt: skip
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the path.")]
+VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Say more on stderr.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+RecipeArgument = Annotated[
+    str | None,
+    typer.Argument(help="Recipe: a YAML file, a shipped recipe's name, or - for stdin; default ./recipe.yaml."),
+]
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """How a command speaks: the options that all commands share."""
+
+    json: bool = False
+    verbose: bool = False
+    debug: bool = False
+
+
+@dataclass
+class Invocation:
+    """What `main` took from the command line before Typer saw it; it is `ctx.obj`."""
+
+    overrides: list[Override] = field(default_factory=list)
+
+
+class _PassedOn(Exception):
+    """The command before failed or stopped: its document goes on, with its exit code."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        super().__init__()
+        self.document = document
+
+
+def overrides_of(ctx: typer.Context) -> list[Override]:
+    """Return the `--section.key value` flags of this command line, in order."""
+    invocation = ctx.find_root().obj
+    return invocation.overrides if isinstance(invocation, Invocation) else []
+
+
+def input_path(argument: str | Path) -> Path:
+    """Return a path argument as an absolute path; `-` reads it from stdin (call it inside a command's body).
+
+    Stdin holds one line: a path, or a `--json` document. A failed or stopped document ends the command: it is passed
+    on, with its exit code. RecipeError when stdin is empty.
+    """
+    text = _read_stdin() if str(argument) == "-" else str(argument)
+    return Path(os.path.abspath(Path(text).expanduser()))
+
+
+def load_for_command(
+    argument: str | None, overrides: Sequence[Override] = (), cwd: Path | None = None
+) -> LoadedRecipe:
+    """Load the recipe that a command was given: a path, a shipped name, `-` (a path or document on stdin), or nothing.
+
+    Without an argument it is `./recipe.yaml`, or the flags alone when they name a model and data.
+    Raises RecipeError, with the way out, when there is none.
+    """
+    from tuner.config.load import load_recipe
+
+    cwd = cwd or Path.cwd()
+    if argument == "-":
+        return load_recipe(_read_stdin(), overrides, cwd)
+    if argument is not None:
+        return load_recipe(argument, overrides, cwd)
+    if (cwd / "recipe.yaml").is_file():
+        return load_recipe(cwd / "recipe.yaml", overrides, cwd)
+    keys = {override.key for override in overrides}
+    if "model.name_or_path" in keys and any(key.startswith("data.train") for key in keys):
+        return load_recipe(None, overrides, cwd)
+    raise RecipeError(
+        "no recipe given and no ./recipe.yaml here",
+        hint="write one with: tuner init -m MODEL -d FILE > recipe.yaml   or see: tuner recipes list",
+    )
+
+
+def run_command(name: str, options: OutputOptions, body: Callable[[], Outcome]) -> NoReturn:
+    """Run a command's body and end the process with its exit code; it never returns.
+
+    File descriptor 1 points to stderr from here on: whatever a library prints goes there. The result alone - the
+    path, or with `--json` one document, on failure too - goes to the real stdout, and only from rank 0.
+    Errors become one line on stderr; a traceback needs `--debug`.
+    """
+    stdout = _take_stdout()
+    try:
+        outcome = body()
+    except _PassedOn as passed:
+        code = int(passed.document["exit_code"])
+        _say(f"error: {passed.document.get('command', 'the command before')} {passed.document['status']} (exit {code})")
+        _finish(stdout, write_document(passed.document) if options.json else None, code)
+    except BaseException as error:  # every way to fail ends in one line and an exit code
+        if isinstance(error, SystemExit):
+            raise
+        _fail(name, options, error, stdout)
+    for warning in outcome.warnings:
+        _say(f"warning: {warning}")
+    if outcome.status == "stopped" and outcome.exit_code == 0:
+        outcome.exit_code = int(ExitCode.STOPPED)
+    line = write_document(outcome_document(name, outcome)) if options.json else outcome.result
+    _finish(stdout, line, outcome.exit_code)
+
+
+def _fail(name: str, options: OutputOptions, error: BaseException, stdout: int) -> NoReturn:
+    if options.debug:
+        import traceback
+
+        traceback.print_exception(error, file=sys.stderr)
+    known = as_tuner_error(error)
+    code = int(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else known.exit_code)
+    report_error(known)
+    document = failure_document(name, code, type(error).__name__, known.message or type(error).__name__, known.hint)
+    _finish(stdout, write_document(document) if options.json else None, code)
+
+
+def as_tuner_error(error: BaseException) -> TunerError:
+    """Return what an exception means to people: its line, its hint and its exit code."""
+    from tuner.errors import MemoryLimitError
+
+    if isinstance(error, TunerError):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        return TunerError("interrupted")
+    kind, first = type(error).__name__, (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError":
+        return MemoryLimitError(f"out of memory: {first or kind}", hint="lower train.micro_batch_size or data.max_length")
+    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}:
+        return MachineError(f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror))
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("tuner"):
+        return MachineError(f"the library {error.name} is missing", hint=f"install it: pip install {error.name}")
+    return TunerError(f"{kind}: {first}" if first else kind, hint="a bug in tuner; run with --debug to see where")
+
+
+def report_error(error: TunerError) -> None:
+    """Write an error and its hint to stderr."""
+    _say(f"error: {error.message}")
+    if error.hint:
+        _say(f"  hint: {error.hint}")
+
+
+def print_failure(name: str, error: TunerError, json: bool) -> int:
+    """Report an error that came before a command's body, in the command's form; return its exit code."""
+    report_error(error)
+    if json:
+        document = failure_document(name, int(error.exit_code), type(error).__name__, error.message, error.hint)
+        _write_line(1, write_document(document))
+    return int(error.exit_code)
+
+
+def _read_stdin() -> str:
+    line = sys.stdin.readline(1 << 20).strip()
+    if not line:
+        raise RecipeError("the command before printed no path", hint="its own error is above")
+    if not line.startswith("{"):
+        return line
+    document = read_document(line)
+    if document is None:
+        raise RecipeError("stdin holds neither a path nor a document of tuner", hint="use --json on the command before")
+    if document["status"] != "ok":
+        raise _PassedOn(document)
+    path = document["artifacts"].get("path")
+    if not isinstance(path, str) or not path:
+        raise RecipeError(f"the document of {document.get('command')} on stdin names no path")
+    return path
+
+
+def _take_stdout() -> int:
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.set_inheritable(saved, False)
+    os.dup2(2, 1)
+    return saved
+
+
+def _finish(stdout: int, line: str | None, code: int) -> NoReturn:
+    from tuner.runtime.launch import Launch
+
+    sys.stdout.flush()
+    try:
+        speaks = Launch.from_environment().is_main
+    except TunerError:
+        speaks = True
+    if line is not None and speaks:
+        _write_line(stdout, line)
+    os.close(stdout)
+    raise SystemExit(code)
+
+
+def _write_line(descriptor: int, line: str) -> None:
+    """Write a line; a reader that has gone away is its own business."""
+    data = (line if line.endswith("\n") else line + "\n").encode("utf-8", "surrogateescape")
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def _say(text: str) -> None:
+    shown = "".join(char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text)
+    try:
+        print(shown, file=cast(Any, sys.stderr), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
