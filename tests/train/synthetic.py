@@ -1,0 +1,71 @@
+"""Prepared data made in memory, with trained-token counts as uneven as a test wants them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tests.model.tiny import VOCAB, tiny_config
+
+from tuner.config.load import load_recipe
+from tuner.config.recipe import Recipe
+from tuner.data.prepared import PreparedData, Row
+from tuner.runtime.launch import Launch
+from tuner.train.setup import Assembly, assemble, resolve
+
+MAX_LENGTH = 32
+
+
+class SyntheticRows:
+    """Rows of two random documents, of which `trained[i]` tokens of row i are trained."""
+
+    max_length = MAX_LENGTH
+
+    def __init__(self, trained: list[int], seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.trained_per_row = np.array(trained, dtype=np.int64)
+        self.tokens_per_row = np.full(len(trained), MAX_LENGTH, dtype=np.int64)
+        self._ids = rng.integers(3, VOCAB, (len(trained), MAX_LENGTH))
+
+    def __len__(self) -> int:
+        return len(self.trained_per_row)
+
+    def row(self, i: int) -> Row:
+        trained = np.zeros(MAX_LENGTH, dtype=np.bool_)
+        trained[1 : 1 + int(self.trained_per_row[i])] = True
+        return Row(self._ids[i].astype(np.int64), trained, np.array([MAX_LENGTH - 10, 10], dtype=np.int32))
+
+
+class NoTokenizer:
+    vocab_size = VOCAB
+    eos_ids = (2,)
+    hash = "none"
+
+
+def write_model(directory: Path, kind: str = "llama-tied") -> None:
+    """A tiny pretrained model directory with weights."""
+    import torch
+
+    from tuner.model.build import ModelSpec, build_model
+
+    tiny_config(kind).save_pretrained(directory)
+    build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=5).save_pretrained(directory)
+
+
+def recipe_for(model_dir: Path, **sections: dict[str, Any]) -> Recipe:
+    (model_dir / "rows.jsonl").touch()
+    tree: dict[str, Any] = {
+        "model": {"name_or_path": str(model_dir)},
+        "data": {"train": str(model_dir / "rows.jsonl")},
+        "train": {"device": "cpu", "precision": "fp32", "duration": "20 steps"},
+        "optimizer": {"lr": 1e-3},
+    }
+    for section, values in sections.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    return load_recipe(tree).recipe
+
+
+def assembly_for(recipe: Recipe, trained: list[int], launch: Launch) -> Assembly:
+    rows: Any = SyntheticRows(trained)
+    prepared = PreparedData(Path("/none"), "key", {}, rows, None, [])
+    tokenizer: Any = NoTokenizer()
+    return assemble(resolve(recipe, MAX_LENGTH, launch), prepared, tokenizer, launch)

@@ -1,0 +1,78 @@
+"""Durations turned into steps: how long a run is and when it evaluates and saves."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tuner.config.duration import Duration
+from tuner.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The computed length of a run."""
+
+    rows: int
+    global_batch_size: int
+    steps_per_epoch: int
+    total_steps: int
+
+    def epoch_at(self, step: int) -> float:
+        """Epochs finished after ``step`` steps."""
+        return step / self.steps_per_epoch
+
+
+def plan_steps(duration: Duration, row_tokens: npt.NDArray[np.int64], global_batch_size: int) -> Plan:
+    """Compute the number of optimizer steps of a run over rows of the given token counts.
+
+    A token duration ends with the step that reaches it, counted at the mean tokens of a row, so that it does not depend
+    on the shuffled order.
+    """
+    rows = len(row_tokens)
+    steps_per_epoch = math.ceil(rows / global_batch_size)
+    if duration.unit == "steps":
+        total = int(duration.count)
+    elif duration.unit == "epochs":
+        total = math.ceil(duration.count * steps_per_epoch)
+    elif duration.unit == "tokens":
+        total = math.ceil(duration.count * steps_per_epoch / int(row_tokens.sum()))
+    else:
+        raise RecipeError(f"train.duration: {duration} is not a length of training", hint="write epochs, steps or tokens")
+    return Plan(rows, global_batch_size, steps_per_epoch, total)
+
+
+def steps_of(duration: Duration, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> int:
+    """A cadence or warm-up in whole steps, at least one."""
+    if duration.unit == "%":
+        return max(1, math.ceil(duration.share * plan.total_steps))
+    return max(1, plan_steps(duration, row_tokens, plan.global_batch_size).total_steps)
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When something happens: every so many steps, and after so many seconds, whichever comes first."""
+
+    every_steps: tuple[int, ...] = ()
+    every_seconds: float | None = None
+
+    def due_at(self, step: int) -> bool:
+        """Whether ``step`` (from 1) is one of the cadence's."""
+        return any(step % n == 0 for n in self.every_steps)
+
+    def due_after(self, seconds: float) -> bool:
+        """Whether so many seconds since the last time are enough."""
+        return self.every_seconds is not None and seconds >= self.every_seconds
+
+
+def cadence(every: Sequence[Duration] | None, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> Cadence:
+    """Resolve ``every:`` of a recipe; None (written ``never``) is a cadence that is never due."""
+    steps, seconds = [], []
+    for duration in every or ():
+        if duration.unit in ("s", "min", "h"):
+            seconds.append(duration.seconds)
+        else:
+            steps.append(steps_of(duration, plan, row_tokens))
+    return Cadence(tuple(steps), min(seconds) if seconds else None)

@@ -1,0 +1,61 @@
+"""Logits of the trained model on stored inputs, recorded with a checkpoint so that an export can be verified."""
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from tuner.data.prepared import PackedRows
+from tuner.model.root import CausalLM
+
+MAX_PROBES = 20
+MAX_TOKENS = 64
+_PRODUCTS = {
+    functional.linear,
+    functional.embedding,
+    torch.addmm,
+    torch.bmm,
+    torch.matmul,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+}
+
+
+class _Float32Products(TorchFunctionMode):
+    """Computes products with float32 copies of bfloat16 weights, so that a frozen bfloat16 base adds no rounding."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func in _PRODUCTS:
+            args = tuple(a.float() if isinstance(a, torch.Tensor) and a.dtype == torch.bfloat16 else a for a in args)
+        return func(*args, **(kwargs or {}))
+
+
+def probe_inputs(rows: PackedRows) -> list[torch.Tensor]:
+    """The first tokens of the first documents of the training rows: at most 20 tensors int64 of at most 64 tokens."""
+    probes: list[torch.Tensor] = []
+    for index in range(min(len(rows), MAX_PROBES)):
+        row = rows.row(index)
+        documents = torch.as_tensor(row.input_ids).split(row.lengths.tolist())
+        probes += [document[:MAX_TOKENS].clone() for document in documents if len(document) > 1]
+        if len(probes) >= MAX_PROBES:
+            break
+    return probes[:MAX_PROBES]
+
+
+@torch.no_grad()
+def record_probes(root: CausalLM, probes: list[torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Float32 logits at the last position of each probe, all probes packed in one row. Collective.
+
+    Returns input_ids int64 ``[P, L]`` padded with zeros, lengths int64 ``[P]`` and logits float32 ``[P, V]``.
+    """
+    root.eval()
+    lengths = torch.tensor([len(p) for p in probes])
+    position_ids = torch.cat([torch.arange(n) for n in lengths.tolist()])
+    with _Float32Products():
+        logits = root.logits(
+            torch.cat(probes).to(device),
+            position_ids.to(device),
+            tuple(lengths.tolist()),
+            (lengths.cumsum(0) - 1).to(device),
+        )
+    padded = torch.nn.utils.rnn.pad_sequence(probes, batch_first=True)
+    return {"input_ids": padded, "lengths": lengths, "logits": logits.float().cpu()}

@@ -1,0 +1,46 @@
+"""The run's append-only records: metrics.jsonl and samples.jsonl."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jsonlines
+
+
+class Records:
+    """A JSONL file whose lines are buffered and written together; a no-op without a path (ranks other than 0)."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._lines: list[dict[str, Any]] = []
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Buffer one line."""
+        if self._path is not None:
+            self._lines.append(line)
+
+    def flush(self, durable: bool = False) -> None:
+        """Write what is buffered; with ``durable`` wait until it is on the disk, as before a checkpoint commits."""
+        if self._path is None or not (self._lines or durable):
+            return
+        with self._path.open("a", encoding="utf-8") as file:
+            with jsonlines.Writer(file) as writer:
+                writer.write_all(self._lines)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        self._lines.clear()
+
+    def cut_back(self, step: int) -> None:
+        """Drop the lines after ``step``, and a last line cut short by a crash: they will be written again."""
+        if self._path is None or not self._path.exists():
+            return
+        with jsonlines.open(self._path) as reader:
+            kept = [line for line in reader.iter(type=dict, skip_invalid=True) if line["step"] <= step]
+        fresh = self._path.with_name(f".tmp-{self._path.name}")
+        with fresh.open("w", encoding="utf-8") as file:
+            with jsonlines.Writer(file) as writer:
+                writer.write_all(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(self._path)

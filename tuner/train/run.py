@@ -1,0 +1,328 @@
+"""One launch of a run: prepare, assemble, load the newest checkpoint, loop, and leave the directory in order."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from tuner.checkpoint.load import CheckpointInfo, load_into, newest
+from tuner.checkpoint.save import CheckpointDir
+from tuner.config.dump import recipe_dict, recipe_yaml
+from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.config.recipe import Recipe
+from tuner.data.prepare import prepare
+from tuner.data.prepared import PreparedData, open_prepared
+from tuner.data.request import PrepareRequest, prepare_request
+from tuner.errors import DataError, MachineError, MemoryLimitError, RecipeError
+from tuner.runtime.console import Console
+from tuner.runtime.files import sweep
+from tuner.runtime.launch import Launch
+from tuner.runtime.lock import FileLock
+from tuner.runtime.process import process_group
+from tuner.runtime.stop import StopSignals
+from tuner.train.loop import Progress, Session, restore_position, run_tensors, train_loop
+from tuner.train.meter import Meter
+from tuner.train.records import Records
+from tuner.train.rundir import RunDir, differences
+from tuner.train.setup import Assembly, Resolved, Timetable, assemble, resolve, timetable
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What a launch is told beside the recipe."""
+
+    resume: Literal["auto", "must", "never"] = "never"
+    """auto goes on where there is a run to go on with, must fails without one, never refuses to touch one."""
+    prepared: Path | None = None
+    """Prepared data to use instead of the cache's."""
+    no_prepare: bool = False
+    """Fail where the data is not prepared yet."""
+    dry_run: bool = False
+    """Say what would be done and stop; only prepared data may be written."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a launch ended."""
+
+    run_dir: Path
+    status: Literal["finished", "stopped", "planned"]
+    step: int
+    total_steps: int
+    checkpoint: Path | None
+    metrics: dict[str, Any]
+
+
+def train(loaded: LoadedRecipe, options: TrainOptions, launch: Launch, console: Console) -> RunResult:
+    """Train the recipe into its run directory. Every process of the run calls it.
+
+    Raises TunerError children; nothing that was saved before is ever lost. A finished run with the same recipe is
+    returned as it is.
+    """
+    recipe = loaded.recipe
+    run = RunDir(Path(recipe.output_dir))
+    record = run.read_record()
+    found = _existing(run, record, recipe, options, console)
+    if found is not None and found.state.get("finished") and record is not None:
+        console.say("finished", f"{run.path} is already trained: {found.step} steps")
+        return _result(run, "finished", found, int(found.state["step"]))
+    request = prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
+    data = _data(request, options, console)
+    resolved = resolve(recipe, request.max_length, launch)
+    table = timetable(resolved.recipe, data)
+    _announce(console, resolved, table, launch)
+    if options.dry_run:
+        return RunResult(run.path, "planned", 0, table.plan.total_steps, None, {"total_steps": table.plan.total_steps})
+    timeout_s = recipe.parallel.timeout.seconds
+    with (
+        _main_holds(FileLock(run.path / "lock", wait=False), run, launch),
+        StopSignals(lambda name: console.say("stopping", f"{name}: after this step; once more to stop at once")) as signals,
+        process_group(launch, resolved.facts.kind, timeout_s),
+        _memory_errors(),
+    ):
+        assembly = assemble(resolved, data, request.tokenizer, launch)
+        return _run(run, loaded, record, assembly, found, signals, console)
+
+
+def resume_source(run_dir: Path) -> LoadedRecipe:
+    """The recipe that a run directory goes on with. Raises RecipeError for a directory that holds no run."""
+    run = RunDir(run_dir.absolute())
+    if not run.path.is_dir():
+        raise RecipeError(f"{run_dir}: no such directory", hint="give the run directory that tuner train printed")
+    if run.read_record() is None or not run.resolved_recipe.is_file():
+        raise RecipeError(f"{run_dir} holds no run that could go on", hint="start it with tuner train")
+    loaded = load_recipe(run.resolved_recipe)
+    return replace(loaded, recipe=loaded.recipe.model_copy(update={"output_dir": str(run.path)}))
+
+
+def _run(
+    run: RunDir,
+    loaded: LoadedRecipe,
+    record: dict[str, Any] | None,
+    assembly: Assembly,
+    found: CheckpointInfo | None,
+    signals: StopSignals,
+    console: Console,
+) -> RunResult:
+    launch, progress = assembly.launch, Progress()
+    if launch.is_main:
+        record = _begin(run, loaded, record, assembly, found)
+    if found is not None:
+        _require_same_data(found, assembly)
+        load_into(found, run_tensors(assembly))
+        restore_position(assembly, progress, found.state)
+        console.say("resume", f"step {progress.step} of {assembly.timetable.plan.total_steps}, nothing changed since")
+    session = _session(run, record, assembly, progress, console)
+    session.metrics.cut_back(progress.step if found is not None else -1)
+    session.samples.cut_back(progress.step if found is not None else -1)
+    status, why = "failed", None
+    try:
+        session.meter.begin()
+        with console.progress("train", assembly.timetable.plan.total_steps) as bar:
+            session.meter.on_progress = bar.update
+            finished = train_loop(session, signals)
+        status, why = ("finished", None) if finished else ("stopped", signals.signal_name or "stop_after")
+    except BaseException as error:
+        why = f"{type(error).__name__}: {error}"
+        session.metrics.flush()
+        raise
+    finally:
+        if launch.is_main and record is not None:
+            run.end(record, status, progress.step, why)
+    saved = newest(run.checkpoints, verify=False) if progress.saved_step is not None else None
+    return _result(run, "finished" if status == "finished" else "stopped", saved, assembly.timetable.plan.total_steps, progress)
+
+
+def _begin(
+    run: RunDir, loaded: LoadedRecipe, record: dict[str, Any] | None, assembly: Assembly, found: CheckpointInfo | None
+) -> dict[str, Any]:
+    """Fill the run directory with what every later command reads."""
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    sweep(run.checkpoints)
+    resolved = assembly.resolved
+    if found is None:
+        settled = resolved.recipe.model_copy(
+            update={"train": resolved.recipe.train.model_copy(update={"stop_after": None})}
+        )
+        run.write_recipe(loaded.text, recipe_yaml(settled))
+        assembly.tokenizer.save(run.path / "tokenizer")
+        resolved.config.save_pretrained(run.path / "model_config")
+        resolved.generation.save_pretrained(run.path / "model_config")
+    facts = {
+        "world_size": assembly.launch.world_size,
+        "threads": torch.get_num_threads(),
+        "device": resolved.facts.name,
+        "from_step": 0 if found is None else found.step,
+    }
+    return run.begin(record, facts)
+
+
+def _session(
+    run: RunDir, record: dict[str, Any] | None, assembly: Assembly, progress: Progress, console: Console
+) -> Session:
+    recipe, main = assembly.resolved.recipe, assembly.launch.is_main
+    limit = recipe.train.stop_after
+    total = assembly.timetable.plan.total_steps
+    stop_after: Callable[[int, float], bool]
+    if limit is None:
+        stop_after = _never
+    elif limit.unit == "steps":
+        last = int(limit.count)
+        stop_after = lambda steps, seconds: steps >= last  # noqa: E731 - one of three small rules
+    else:
+        allowed = limit.seconds
+        stop_after = lambda steps, seconds: seconds >= allowed  # noqa: E731
+    return Session(
+        assembly,
+        progress,
+        CheckpointDir(run.checkpoints, str((record or {}).get("run_id", ""))),
+        _meta(assembly),
+        Records(run.path / "metrics.jsonl" if main else None),
+        Records(run.path / "samples.jsonl" if main else None),
+        console,
+        Meter(recipe.logging.console_every.seconds, assembly.learner.numerics.device, total),
+        stop_after,
+    )
+
+
+def _never(steps: int, seconds: float) -> bool:
+    return False
+
+
+def _meta(assembly: Assembly) -> dict[str, Any]:
+    """The facts that go into every checkpoint's manifest."""
+    resolved = assembly.resolved
+    recipe = resolved.recipe
+    return {
+        "recipe": recipe_dict(recipe),
+        "model": {
+            "name_or_path": recipe.model.name_or_path,
+            "revision": recipe.model.revision,
+            "init": recipe.model.init,
+            "config": resolved.config.to_dict(),
+            "n_parameters": resolved.n_parameters,
+        },
+        "adapter": None if recipe.adapter.kind == "none" else recipe_dict(recipe)["adapter"],
+        "tokenizer_hash": assembly.tokenizer.hash,
+        "data_key": assembly.prepared.key,
+        "world_size": assembly.launch.world_size,
+        "precision": recipe.train.precision,
+    }
+
+
+def _existing(
+    run: RunDir, record: dict[str, Any] | None, recipe: Recipe, options: TrainOptions, console: Console
+) -> CheckpointInfo | None:
+    """The checkpoint to go on from, after checking that the directory, the recipe and the wish agree."""
+    if record is None:
+        if options.resume == "must":
+            raise RecipeError(f"{run.path} holds no run to resume", hint="leave out --resume must")
+        return None
+    if run.resolved_recipe.is_file():
+        changed = differences(recipe_dict(load_recipe(run.resolved_recipe).recipe), recipe_dict(recipe))
+        if changed:
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            raise RecipeError(
+                f"{run.path} holds a run with another recipe ({'; '.join(changed[:3])}{more})",
+                hint="new run: --name NEW-NAME; it was not touched",
+            )
+    found = newest(run.checkpoints, console.warn)
+    finished = found is not None and bool(found.state.get("finished"))
+    if options.resume == "never" and not finished and not options.dry_run:
+        at = f"at step {found.step}" if found is not None else "without a checkpoint"
+        raise RecipeError(
+            f"{run.path} holds an unfinished run, {at}",
+            hint=f"go on: tuner resume {run.path}      new run: --name NEW-NAME",
+        )
+    return found
+
+
+def _data(request: PrepareRequest, options: TrainOptions, console: Console) -> PreparedData:
+    if options.prepared is not None:
+        return open_prepared(options.prepared, verify=True)
+    if options.no_prepare:
+        raise_if_missing(request)
+    return open_prepared(prepare(request, console.say).path)
+
+
+def raise_if_missing(request: PrepareRequest) -> None:
+    """Raise DataError where the data of the request is not in the cache."""
+    from tuner.data.prepare import is_prepared
+
+    if not is_prepared(request):
+        raise DataError("the data is not prepared", hint="run tuner prepare-data first, or leave out --no-prepare")
+
+
+def _require_same_data(found: CheckpointInfo, assembly: Assembly) -> None:
+    meta = found.manifest["meta"]
+    for key, now, what in (
+        ("data_key", assembly.prepared.key, "data"),
+        ("tokenizer_hash", assembly.tokenizer.hash, "tokenizer"),
+    ):
+        if meta.get(key) != now:
+            raise DataError(
+                f"{found.path}: the {what} changed since this checkpoint was saved ({meta.get(key)} -> {now})",
+                hint="restore it, or start a new run with --name",
+            )
+
+
+def _announce(console: Console, resolved: Resolved, table: Timetable, launch: Launch) -> None:
+    recipe, plan, facts = resolved.recipe, table.plan, resolved.facts
+    trained = "all trained" if recipe.adapter.kind == "none" else f"{recipe.adapter.kind} adapter trained"
+    processes = f"{launch.world_size} process" + ("es" if launch.world_size > 1 else "")
+    console.say(
+        "model",
+        f"{Path(recipe.model.name_or_path).name}, {resolved.n_parameters / 1e6:,.1f} M parameters, {trained} · "
+        f"{facts.kind}, {recipe.train.precision} compute, {recipe.model.dtype} weights, {facts.threads} threads",
+    )
+    micro = recipe.train.micro_batch_size
+    accumulated = -(-plan.global_batch_size // (micro * launch.world_size))
+    console.say(
+        "plan",
+        f"{plan.rows} rows x {recipe.train.duration} / {plan.global_batch_size} rows = {plan.total_steps} steps · "
+        f"micro-batch {micro} x {accumulated} x {processes} · lr {table.peak_lr:g}"
+        + (f" (auto: {resolved.reasons['optimizer.lr']})" if "optimizer.lr" in resolved.reasons else ""),
+    )
+    console.say("run", recipe.output_dir)
+
+
+@contextlib.contextmanager
+def _main_holds(lock: FileLock, run: RunDir, launch: Launch) -> Iterator[None]:
+    """Only rank 0 writes to the run directory, so only it takes the lock."""
+    if not launch.is_main:
+        yield
+        return
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(f"{run.path}: {error.strerror}", hint="choose an output_dir that can be written") from error
+    with lock:
+        yield
+
+
+@contextlib.contextmanager
+def _memory_errors() -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise MemoryLimitError(
+            f"out of memory: {str(error).splitlines()[0]}", hint="lower train.micro_batch_size or data.max_length"
+        ) from error
+
+
+def _result(
+    run: RunDir,
+    status: Literal["finished", "stopped"],
+    saved: CheckpointInfo | None,
+    total_steps: int,
+    progress: Progress | None = None,
+) -> RunResult:
+    state = progress.as_state(status == "finished") if progress is not None else dict(saved.state) if saved else {}
+    metrics = {key: value for key, value in state.items() if key != "finished"}
+    return RunResult(
+        run.path, status, int(state.get("step", 0)), total_steps, saved.path if saved else None, metrics
+    )
+

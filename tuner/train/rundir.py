@@ -1,0 +1,109 @@
+"""The run directory: who may write to it, what it holds, and whether a recipe belongs to it."""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner.errors import DataError, RecipeError
+from tuner.runtime.files import read_json, write_atomic, write_json
+from tuner.runtime.versions import git_state, versions
+
+SCHEMA = "tuner.run/1"
+# Keys that may differ when a run goes on: they change neither the weights nor the data.
+FREE_KEYS = ("logging.", "checkpoint.", "parallel.", "train.stop_after", "eval.samples", "name", "output_dir")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of a run directory."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Committed checkpoints, `step-N` each."""
+        return self.path / "checkpoints"
+
+    @property
+    def record(self) -> Path:
+        """`run.json`: status, launches, versions."""
+        return self.path / "run.json"
+
+    @property
+    def resolved_recipe(self) -> Path:
+        """The recipe without `auto`, with absolute paths."""
+        return self.path / "recipe.resolved.yaml"
+
+    def read_record(self) -> dict[str, Any] | None:
+        """The run's record; None where no run has started. Raises RecipeError for a directory of something else."""
+        if not self.path.exists():
+            return None
+        if not self.path.is_dir():
+            raise RecipeError(f"{self.path} is not a directory", hint="choose another output_dir")
+        if not self.record.is_file():
+            others = [entry for entry in os.listdir(self.path) if entry != "lock"]
+            if not others:
+                return None
+            raise RecipeError(
+                f"{self.path} holds something else than a run ({sorted(others)[0]})",
+                hint="choose another name or output_dir; nothing was changed",
+            )
+        record = read_json(self.record)
+        if record.get("schema") != SCHEMA or not isinstance(record.get("launches"), list):
+            raise DataError(f"{self.record}: not a run record of this version ({record.get('schema')!r})")
+        return record
+
+    def begin(self, record: dict[str, Any] | None, launch_facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Write down the start of a launch; returns the record."""
+        record = record or {"schema": SCHEMA, "status": "running", "run_id": os.urandom(8).hex(), "launches": []}
+        record["status"] = "running"
+        record["launches"].append(
+            {
+                "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "versions": versions(),
+                "git": git_state(Path(__file__).parent),
+                **launch_facts,
+            }
+        )
+        write_json(self.record, record)
+        return record
+
+    def end(self, record: dict[str, Any], status: str, step: int, why: str | None) -> None:
+        """Write down how a launch ended."""
+        record["status"] = status
+        record["launches"][-1] |= {
+            "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "status": status,
+            "step": step,
+            "why": why,
+        }
+        write_json(self.record, record)
+
+    def write_recipe(self, text: str, resolved: str) -> None:
+        """Keep the recipe as given and as resolved."""
+        write_atomic(self.path / "recipe.yaml", text.encode())
+        write_atomic(self.resolved_recipe, resolved.encode())
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as one level with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Keys whose values differ and may not, as `key old -> new`; an `auto` in the new one matches what it became."""
+    before, after = flatten(old), flatten(new)
+    return [
+        f"{key} {before.get(key)} -> {after.get(key)}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and after.get(key) != "auto" and not key.startswith(FREE_KEYS)
+    ]

@@ -1,0 +1,240 @@
+"""The assembly: the one place below the commands where the sections of the recipe meet."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PretrainedConfig
+
+from tuner.config.recipe import LoraAdapter, Recipe
+from tuner.data.batches import GlobalBatches
+from tuner.data.prepared import PreparedData
+from tuner.data.tokenizer import TextTokenizer
+from tuner.errors import MachineError, RecipeError
+from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.build import (
+    ModelSpec,
+    apply_liger,
+    build_model,
+    build_skeleton,
+    generation_config,
+    has_liger,
+    model_config,
+)
+from tuner.model.probe import require_isolation
+from tuner.model.root import CausalLM, trained_parameters
+from tuner.parallel.fsdp import data_mesh, materialise, shard
+from tuner.runtime.device import DeviceFacts, device_facts
+from tuner.runtime.launch import Launch
+from tuner.train.optimizer import build_adamw
+from tuner.train.plan import Cadence, Plan, cadence, plan_steps, steps_of
+from tuner.train.probes import probe_inputs
+from tuner.train.schedule import Schedule
+from tuner.train.step import Learner, Numerics
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SMALL_MODEL_PARAMETERS = 500_000_000
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe without `auto`, the facts that decided, and the reason for each decision by key path."""
+
+    recipe: Recipe
+    facts: DeviceFacts
+    config: PretrainedConfig
+    generation: GenerationConfig
+    n_parameters: int
+    reasons: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """The computed course of a run."""
+
+    plan: Plan
+    schedule: Schedule
+    peak_lr: float
+    evaluation: Cadence
+    saving: Cadence
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Everything that the loop needs, built."""
+
+    resolved: Resolved
+    learner: Learner
+    batches: GlobalBatches
+    timetable: Timetable
+    prepared: PreparedData
+    tokenizer: TextTokenizer
+    launch: Launch
+    probes: list[torch.Tensor]
+
+
+def resolve(recipe: Recipe, max_length: int, launch: Launch) -> Resolved:
+    """Replace every `auto` of the recipe by a value, with the reason; looks at the device and the model's config."""
+    facts = device_facts(recipe.train.device, launch.local_rank)
+    spec = _spec(recipe)
+    config = model_config(spec)
+    n_parameters = sum(p.numel() for p in build_skeleton(config, torch.float32).parameters())
+    reasons: dict[str, str] = {}
+    values: dict[str, dict[str, Any]] = {}
+
+    def settle(section: str, key: str, value: object, reason: str) -> None:
+        if getattr(getattr(recipe, section), key) == "auto":
+            values.setdefault(section, {})[key] = value
+            reasons[f"{section}.{key}"] = reason
+
+    settle("train", "device", facts.kind, facts.name)
+    precision = recipe.train.precision
+    if precision == "auto":
+        precision = "bf16" if facts.bf16_fast else "fp32"
+        settle("train", "precision", precision, f"bf16 is {'fast' if facts.bf16_fast else 'slow'} on this {facts.kind}")
+    frozen = recipe.adapter.kind != "none"
+    settle("model", "dtype", precision if frozen else "fp32", "frozen weights" if frozen else "trained weights")
+    liger = facts.kind == "cuda" and has_liger(config.model_type)
+    settle("model", "kernels", "liger" if liger else "torch", f"{config.model_type} on {facts.kind}")
+    settle("optimizer", "lr", *_default_lr(recipe, n_parameters))
+    settle("data", "max_length", max_length, "as prepared")
+    settle("data", "too_long", "drop" if recipe.method.kind == "sft" else "split", recipe.method.kind)
+    changed = {section: getattr(recipe, section).model_copy(update=update) for section, update in values.items()}
+    done = recipe.model_copy(update=changed)
+    if done.model.kernels == "liger" and facts.kind != "cuda":
+        raise MachineError("model.kernels: liger needs a CUDA device", hint="write kernels: auto or torch")
+    if not frozen and done.model.dtype != "fp32":
+        raise RecipeError(
+            "model.dtype: trained weights are kept in fp32", hint="write dtype: auto; train.precision sets the computation"
+        )
+    return Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons)
+
+
+def timetable(recipe: Recipe, prepared: PreparedData) -> Timetable:
+    """The steps of a resolved recipe over prepared data. Raises RecipeError for a duration that cannot be."""
+    tokens = prepared.train.tokens_per_row
+    plan = plan_steps(recipe.train.duration, tokens, recipe.train.global_batch_size)
+    warmup = 0 if recipe.schedule.warmup.count == 0 else steps_of(recipe.schedule.warmup, plan, tokens)
+    schedule = Schedule(
+        recipe.schedule.kind,
+        plan.total_steps,
+        min(warmup, plan.total_steps),
+        getattr(recipe.schedule, "min_lr_ratio", 0.0),
+    )
+    evaluated = prepared.eval is not None
+    return Timetable(
+        plan,
+        schedule,
+        float(recipe.optimizer.lr),
+        cadence(recipe.eval.every if evaluated else None, plan, tokens),
+        cadence(recipe.checkpoint.every, plan, tokens),
+    )
+
+
+def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenizer, launch: Launch) -> Assembly:
+    """Build model, optimizer, batches and schedule. Collective where there are several processes."""
+    recipe = resolved.recipe
+    _check_sizes(recipe, tokenizer, resolved.config, prepared, launch)
+    root = _build_root(resolved, launch, packed=recipe.data.packing or recipe.train.micro_batch_size > 1)
+    parameters = trained_parameters(root)
+    section = recipe.optimizer
+    optimizer = build_adamw(parameters, section.betas, section.eps, section.weight_decay)
+    device = _device(resolved.facts, launch)
+    numerics = Numerics(
+        device, _autocast(device, recipe.train.precision), recipe.train.max_grad_norm, recipe.seed, launch.rank
+    )
+    batches = GlobalBatches(
+        prepared.train,
+        seed=recipe.seed,
+        shuffle=recipe.data.shuffle,
+        global_batch_size=recipe.train.global_batch_size,
+        micro_batch_size=recipe.train.micro_batch_size,
+        rank=launch.rank,
+        world_size=launch.world_size,
+    )
+    learner = Learner(root, parameters, optimizer, numerics)
+    probes = probe_inputs(prepared.train)
+    return Assembly(
+        resolved, learner, batches, timetable(recipe, prepared), prepared, tokenizer, launch, probes
+    )
+
+
+def _spec(recipe: Recipe) -> ModelSpec:
+    model = recipe.model
+    return ModelSpec(model.name_or_path, model.revision, model.init == "random", model.config)
+
+
+def lora_spec(adapter: LoraAdapter) -> LoraSpec:
+    """The adapter section as the model package takes it."""
+    return LoraSpec(adapter.r, adapter.alpha, adapter.dropout, adapter.target_modules)
+
+
+def _default_lr(recipe: Recipe, n_parameters: int) -> tuple[float, str]:
+    if recipe.adapter.kind != "none":
+        return 2e-4, "adapter"
+    if recipe.model.init == "random":
+        return 3e-4, "random weights"
+    if n_parameters < SMALL_MODEL_PARAMETERS:
+        return 1e-4, f"full, {n_parameters / 1e6:,.0f} M parameters"
+    return 2e-5, f"full, {n_parameters / 1e9:,.1f} B parameters"
+
+
+def _build_root(resolved: Resolved, launch: Launch, packed: bool) -> CausalLM:
+    """The whole model on rank 0, or one process; with several, shards everywhere filled from rank 0's."""
+    recipe = resolved.recipe
+    dtype = DTYPES[recipe.model.dtype]
+    device = _device(resolved.facts, launch)
+    source = None
+    if launch.is_main:
+        source = CausalLM(build_model(_spec(recipe), dtype, recipe.seed))
+        if isinstance(recipe.adapter, LoraAdapter):
+            add_lora(source.model, lora_spec(recipe.adapter), recipe.seed)
+        if packed:
+            require_isolation(source, resolved.config.get_text_config().vocab_size)
+    if launch.world_size == 1:
+        if source is None:
+            raise RuntimeError("the only process is the main one")
+        root = source.to(device)
+    else:
+        root = CausalLM(build_skeleton(resolved.config, dtype))
+        if isinstance(recipe.adapter, LoraAdapter):
+            add_lora(root.model, lora_spec(recipe.adapter), recipe.seed)
+        shard(root, data_mesh(device.type, launch.world_size), recipe.parallel.reshard_after_forward)
+        materialise(root, source, device)
+    if recipe.model.kernels == "liger":
+        apply_liger(root.model)
+    return root
+
+
+def _check_sizes(
+    recipe: Recipe, tokenizer: TextTokenizer, config: PretrainedConfig, prepared: PreparedData, launch: Launch
+) -> None:
+    text = config.get_text_config()
+    if tokenizer.vocab_size > text.vocab_size:
+        raise RecipeError(
+            f"tokenizer.name_or_path: its {tokenizer.vocab_size:,} ids do not fit the model's {text.vocab_size:,} embeddings",
+            hint=f"set model.config.vocab_size: {tokenizer.vocab_size} with model.init: random, or the model's own tokenizer",
+        )
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and prepared.train.max_length > longest:
+        raise RecipeError(f"data.max_length: {prepared.train.max_length} is above the model's {longest:,} positions")
+    batch, micro, world = recipe.train.global_batch_size, recipe.train.micro_batch_size, launch.world_size
+    if batch % (micro * world):
+        allowed = [n for n in range(1, min(batch, 64) + 1) if batch % (micro * n) == 0]
+        raise RecipeError(
+            f"train.global_batch_size: {batch} rows do not divide into {world} processes of {micro} rows",
+            hint=f"processes that divide it: {', '.join(map(str, allowed))}",
+        )
+
+
+def _device(facts: DeviceFacts, launch: Launch) -> torch.device:
+    return torch.device("cuda", launch.local_rank) if facts.kind == "cuda" else torch.device("cpu")
+
+
+def _autocast(device: torch.device, precision: str) -> Callable[[], AbstractContextManager[object]]:
+    if precision == "fp32":
+        return contextlib.nullcontext
+    return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
