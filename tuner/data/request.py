@@ -1,0 +1,67 @@
+"""From a recipe's sections to what is to be prepared: the one place where `auto` becomes a number."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuner.data.prepare import PrepareRequest
+from tuner.data.tokenizer import cache_root, load_tokenizer, tokenizer_directory
+from tuner.errors import RecipeError
+from tuner.runtime.files import read_json
+
+if TYPE_CHECKING:
+    from tuner.config.recipe import DataSection, Method, ModelSection, TokenizerSection
+
+AUTO_MAX_LENGTH = 2048
+"""`data.max_length: auto` is at most this many tokens."""
+_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+def prepare_request(
+    model: "ModelSection",
+    tokenizer: "TokenizerSection",
+    data: "DataSection",
+    method: "Method",
+    seed: int,
+    cache_dir: Path | None = None,
+) -> PrepareRequest:
+    """Return the request of a recipe; loads the tokenizer and reads the model's config.json, nothing else.
+
+    Raises DataError and MachineError where these are missing, RecipeError where rows are longer than the model allows.
+    """
+    return PrepareRequest(
+        data=data,
+        method=method,
+        tokenizer=load_tokenizer(model.name_or_path, model.revision, tokenizer),
+        max_length=resolve_max_length(model, data),
+        seed=seed,
+        cache_dir=cache_root() if cache_dir is None else cache_dir,
+    )
+
+
+def resolve_max_length(model: "ModelSection", data: "DataSection") -> int:
+    """Return the tokens of a row: the recipe's, or the smaller of the model's positions and 2048. RecipeError."""
+    positions = model_positions(model)
+    if data.max_length == "auto":
+        return AUTO_MAX_LENGTH if positions is None else min(positions, AUTO_MAX_LENGTH)
+    if positions is not None and data.max_length > positions:
+        raise RecipeError(
+            f"data.max_length {data.max_length} is more than the model's {positions} positions",
+            hint=f"set data.max_length: {positions}, or raise model.config.max_position_embeddings",
+        )
+    return data.max_length
+
+
+def model_positions(model: "ModelSection") -> int | None:
+    """Return the model's longest position by its config, with the recipe's overrides; None where it names none."""
+    path = tokenizer_directory(model.name_or_path, model.revision) / "config.json"
+    config: dict[str, Any] = read_json(path) if path.is_file() else {}
+    return _positions({**config, **model.config})
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
+    for key in _POSITION_KEYS:
+        if isinstance(config.get(key), int) and config[key] > 0:
+            return int(config[key])
+    nested = config.get("text_config")
+    return _positions(nested) if isinstance(nested, dict) else None
