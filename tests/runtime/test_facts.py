@@ -1,0 +1,60 @@
+"""Versions, source state, device facts, and what the runtime imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tuner.errors import MachineError
+from tuner.runtime.device import device_facts
+from tuner.runtime.versions import git_state, versions
+
+
+def test_versions_name_what_is_installed() -> None:
+    found = versions()
+    assert found["python"] == sys.version.split()[0]
+    assert {"torch", "transformers", "safetensors"} <= found.keys()
+
+
+def test_git_state(tmp_path: Path) -> None:
+    assert git_state(tmp_path) is None
+    assert git_state(tmp_path / "missing") is None
+
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        subprocess.run(["git", *identity, "-C", str(tmp_path), *arguments], check=True, capture_output=True)
+
+    git("init")
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-m", "one")
+    state = git_state(tmp_path)
+    assert state is not None
+    assert (len(state["commit"]), state["dirty"]) == (40, False)
+    (tmp_path / "a").write_text("2")
+    assert git_state(tmp_path) == {"commit": state["commit"], "dirty": True}
+
+
+def test_the_processor() -> None:
+    facts = device_facts("cpu")
+    assert facts.kind == "cpu"
+    assert facts.name
+    assert 0 <= facts.free_bytes <= facts.total_bytes
+    assert facts.threads >= 1
+
+
+def test_a_missing_cuda_device_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert device_facts("auto").kind == "cpu"
+    with pytest.raises(MachineError, match="no CUDA device"):
+        device_facts("cuda")
+
+
+def test_the_runtime_imports_no_torch(root: Path) -> None:
+    names = ("files", "lock", "launch", "process", "device", "stop", "console", "versions")
+    code = f"import sys\nfor n in {names}: __import__('tuner.runtime.' + n)\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

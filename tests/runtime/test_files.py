@@ -1,0 +1,174 @@
+"""Durable files and directories."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tuner.errors import DataError, MachineError
+from tuner.runtime import files
+
+
+def test_write_atomic_replaces_and_leaves_nothing_beside(tmp_path: Path) -> None:
+    target = tmp_path / "a.json"
+    files.write_json(target, {"b": 1, "a": [1.5, "é"]})
+    files.write_json(target, {"b": 2})
+    assert files.read_json(target) == {"b": 2}
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "rename"])
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    target = tmp_path / "a"
+    files.write_atomic(target, b"old")
+
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(MachineError, match=r"a.*: No space left on device \(needed 3 bytes, free [\d,]+ bytes\)"):
+        files.write_atomic(target, b"new")
+    monkeypatch.undo()
+    assert target.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_write_new_never_overwrites_or_follows(tmp_path: Path) -> None:
+    files.write_new(tmp_path / "a", b"1")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("a", "link"):
+        with pytest.raises(MachineError, match="File exists"):
+            files.write_new(tmp_path / name, b"2")
+    assert (tmp_path / "a").read_bytes() == b"1"
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match="nowhere"):
+        files.write_atomic(tmp_path / "nowhere" / "a", b"")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "expected a JSON object, got list"),
+        ("\xff", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON: nested too deeply"),
+    ],
+)
+def test_bad_json_names_the_file(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=rf"x\.json: {words}"):
+        files.read_json(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    for read in (files.read_json, files.sha256_file, files.regular_size):
+        with pytest.raises(DataError, match=r"gone\.json"):
+            read(tmp_path / "gone.json")
+
+
+@given(data=st.binary(max_size=3000))
+def test_sha256(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.mktemp("f") / "a"
+    path.write_bytes(data)
+    assert files.sha256_file(path) == hashlib.sha256(data).hexdigest()
+
+
+def test_nan_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="NaN|nan|JSON compliant"):
+        files.write_json(tmp_path / "a", {"loss": float("nan")})
+
+
+def test_publish_refuses_what_exists_even_an_empty_directory(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-x" / "sub").mkdir(parents=True)
+    (tmp_path / ".tmp-x" / "sub" / "a").write_text("1")
+    (tmp_path / "final").mkdir()
+    with pytest.raises(MachineError, match="exists already"):
+        files.publish_dir(tmp_path / ".tmp-x", tmp_path / "final")
+    (tmp_path / "final").rmdir()
+    files.publish_dir(tmp_path / ".tmp-x", tmp_path / "final")
+    assert os.listdir(tmp_path) == ["final"]
+    assert (tmp_path / "final" / "sub" / "a").read_text() == "1"
+
+
+def test_publish_flushes_every_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".tmp-x" / "sub").mkdir(parents=True)
+    (tmp_path / ".tmp-x" / "sub" / "a").write_text("1")
+    flushed: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name))
+    files.publish_dir(tmp_path / ".tmp-x", tmp_path / "final")
+    assert flushed == ["a", "sub", ".tmp-x", tmp_path.name]
+
+
+def test_discard_and_sweep_never_follow_links(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("1")
+    work = tmp_path / "work"
+    (work / "old").mkdir(parents=True)
+    (work / "old" / "inner").symlink_to(outside)
+    (work / "link").symlink_to(outside)
+    (work / ".tmp-dir").mkdir()
+    (work / ".tmp-dir" / "inner").symlink_to(outside)
+    (work / ".trash-link").symlink_to(outside)
+    (work / ".tmp-file").write_text("")
+    (work / "keep").write_text("")
+    files.discard_dir(work / "old")
+    files.discard_dir(work / "link")
+    files.discard_dir(work / "missing")
+    assert files.sweep(work) == [".tmp-dir", ".tmp-file", ".trash-link"]
+    assert os.listdir(work) == ["keep"]
+    assert (outside / "precious").read_text() == "1"
+    assert files.sweep(tmp_path / "missing") == []
+
+
+def test_entries_are_verified_by_size_and_by_hash(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a").write_text("one")
+    (tmp_path / "b").write_text("two")
+    (tmp_path / "manifest.json").write_text("{}")
+    entries = files.file_entries(tmp_path)
+    assert sorted(entries) == ["b", "sub/a"]
+    files.verify_entries(tmp_path, json.loads(json.dumps(entries)), hash=True)
+    (tmp_path / "b").write_text("owt")
+    files.verify_entries(tmp_path, entries, hash=False)
+    with pytest.raises(DataError, match="b: its SHA-256 differs"):
+        files.verify_entries(tmp_path, entries, hash=True)
+    (tmp_path / "b").write_text("longer")
+    with pytest.raises(DataError, match="b: 6 bytes, the manifest says 3"):
+        files.verify_entries(tmp_path, entries, hash=False)
+    (tmp_path / "b").unlink()
+    with pytest.raises(DataError, match="b: missing"):
+        files.verify_entries(tmp_path, entries, hash=False)
+    with pytest.raises(DataError, match="no size"):
+        files.verify_entries(tmp_path, {"sub/a": None}, hash=False)
+
+
+def test_special_files_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="not a regular file"):
+        files.file_entries(tmp_path)
+
+
+@given(name=st.text(max_size=20))
+def test_a_name_stays_inside_or_is_refused(name: str) -> None:
+    directory = Path("/base/dir")
+    try:
+        path = files.inside(directory, name)
+    except DataError:
+        return
+    assert os.path.normpath(path).startswith("/base/dir/")
+
+
+def test_byte_counts_for_people() -> None:
+    assert [files.gib(n) for n in (340, 12 << 20, 3 << 29)] == ["340 bytes", "12.0 MiB", "1.50 GiB"]

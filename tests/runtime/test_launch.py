@@ -1,0 +1,77 @@
+"""The launcher's variables."""
+
+from __future__ import annotations
+
+import pytest
+
+from tuner.errors import MachineError
+from tuner.runtime.launch import Launch
+from tuner.runtime.process import first_host, rendezvous, threads_per_rank
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_NODELIST": "gpu[03-06]",
+}
+
+
+def test_single_process() -> None:
+    launch = Launch.from_environment({})
+    assert launch == Launch(0, 1, 0, 1)
+    assert launch.is_main
+
+
+def test_torchrun_wins_over_slurm() -> None:
+    assert Launch.from_environment({**SLURM, **TORCHRUN}) == Launch(3, 4, 1, 2)
+    assert not Launch.from_environment(TORCHRUN).is_main
+
+
+def test_slurm_steps_with_several_tasks_only() -> None:
+    assert Launch.from_environment(SLURM) == Launch(5, 7, 1, 2)
+    assert Launch.from_environment({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) == Launch()
+    batch_script = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}
+    assert Launch.from_environment(batch_script) == Launch()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("RANK", "4", "contradict"), ("WORLD_SIZE", "0", "contradict"), ("LOCAL_RANK", "x", "LOCAL_RANK='x'")],
+)
+def test_contradictions_are_refused(name: str, value: str, words: str) -> None:
+    with pytest.raises(MachineError, match=words):
+        Launch.from_environment({**TORCHRUN, name: value})
+
+
+def test_rendezvous() -> None:
+    assert rendezvous({"MASTER_ADDR": "h", "MASTER_PORT": "1"}) == "env://"
+    several = rendezvous({**SLURM, "SLURM_NNODES": "4"})
+    assert several.startswith("tcp://gpu03:")
+    assert 20_000 <= int(several.rpartition(":")[2]) < 30_000
+    assert several == rendezvous({**SLURM, "SLURM_NNODES": "4", "SLURM_PROCID": "0"})
+    assert rendezvous({**SLURM, "SLURM_STEP_NUM_NODES": "1"}).startswith("tcp://127.0.0.1:")
+    with pytest.raises(MachineError, match="MASTER_ADDR"):
+        rendezvous({})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("n1", "n1"),
+        ("gpu[03-07,9],login", "gpu03"),
+        ("a-b.c,d", "a-b.c"),
+        ("x[5,7]-ib", "x5-ib"),
+        ("r[1-2]n[01-04]", "r1n"),
+    ],
+)
+def test_first_host(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_every_rank_gets_a_thread() -> None:
+    assert threads_per_rank(Launch(0, 4096, 0, 4096)) == 1

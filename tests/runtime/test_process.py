@@ -1,0 +1,80 @@
+"""Real processes that join, agree and leave."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tuner.errors import MachineError
+from tuner.runtime.launch import Launch
+from tuner.runtime.process import any_rank, gloo_group, process_group
+
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+from tuner.runtime.launch import Launch
+from tuner.runtime.process import any_rank, gloo_group, process_group
+launch = Launch.from_environment()
+with process_group(launch, "cpu", 30.0):
+    group = gloo_group()
+    assert group is gloo_group() and dist.get_world_size(group) == 2
+    assert any_rank(launch.rank == 1, group) and not any_rank(False, group)
+    assert torch.get_num_threads() == int(sys.argv[1])
+assert not dist.is_initialized() and gloo_group() is None
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def start(root: Path, env: dict[str, str], threads: int) -> list[subprocess.Popen[bytes]]:
+    base = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | env
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(threads)],
+            cwd=root,
+            env={**base, **{key: value.replace("%", str(rank)) for key, value in env.items()}},
+        )
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+def test_two_processes_join_agree_and_leave(root: Path, launcher: str) -> None:
+    if launcher == "torchrun":
+        env = {"RANK": "%", "WORLD_SIZE": "2", "LOCAL_RANK": "%", "LOCAL_WORLD_SIZE": "2"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+        threads = 1
+    else:
+        env = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "%", "SLURM_NTASKS": "2", "SLURM_LOCALID": "%"}
+        env |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "1"}
+        env |= {"SLURM_JOB_NODELIST": "here"}
+        threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    processes = start(root, {**env, "GLOO_SOCKET_IFNAME": "lo"}, threads)
+    try:
+        assert [process.wait(60) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_a_single_process_starts_nothing() -> None:
+    with process_group(Launch(), "cpu", 1.0):
+        assert gloo_group() is None
+    assert any_rank(True, None)
+    assert not any_rank(False, None)
+
+
+def test_nowhere_to_meet_is_one_clear_line() -> None:
+    with pytest.raises(MachineError, match="MASTER_ADDR"), process_group(Launch(0, 2, 0, 2), "cpu", 1.0):
+        pass

@@ -1,0 +1,70 @@
+"""Stop signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tuner.runtime.stop import StopSignals
+
+SCRIPT = """
+import sys, time
+from tuner.runtime.stop import StopSignals
+with StopSignals(lambda name: print(name, flush=True), repeat_s=float(sys.argv[1])) as stop:
+    print("ready", flush=True)
+    while not stop.requested: time.sleep(0.01)
+    time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_the_first_signal_asks_and_the_handlers_come_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    names: list[str] = []
+    with StopSignals(names.append) as stop:
+        assert not stop.requested
+        assert stop.signal_name is None
+        os.kill(os.getpid(), number)
+        assert stop.requested
+        assert stop.signal_name == number.name
+    assert names == [number.name]
+    assert signal.getsignal(number) is before
+
+
+def test_the_second_signal_ends_the_process_at_once(root: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, "0"]
+    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "SIGTERM\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "stopped at once" in errors
+
+
+def test_a_launchers_repetition_counts_once() -> None:
+    with StopSignals(repeat_s=60.0) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal_name == "SIGINT"
+
+
+def test_outside_the_main_thread_nothing_changes() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def enter() -> None:
+        with StopSignals() as stop:
+            assert not stop.requested
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is before
