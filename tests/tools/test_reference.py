@@ -1,0 +1,12 @@
+"""The reference pages say what the recipe's model says."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools import reference
+
+
+@pytest.mark.parametrize("name", sorted(reference.PAGES))
+def test_page_is_current(name: str) -> None:
+    assert reference.current(name) == reference.PAGES[name](), "run: python tools/reference.py"
