@@ -18,7 +18,11 @@ from transformers import (
 )
 
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
-from tuner.runtime.files import read_json
+from tuner.export.card import LINEAGE
+from tuner.export.source import MODEL_CONFIG, TOKENIZER, is_source, resolve
+from tuner.export.weights import load_trained
+from tuner.export.write import quiet, turn_ends
+from tuner.runtime.files import read_json, sha256_file
 
 Message = dict[str, str]
 
@@ -89,7 +93,6 @@ class Generator:
                 input_ids=given,
                 attention_mask=torch.ones_like(given),
                 generation_config=self._config(sampling, room),
-                use_model_defaults=False,
             )
         text = self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
         return text if isinstance(text, str) else "".join(text)
@@ -100,7 +103,7 @@ class Generator:
         choice: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
             choice = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
-        return GenerationConfig(  # type: ignore[no-untyped-call]
+        return GenerationConfig(
             max_new_tokens=room,
             eos_token_id=ends,
             pad_token_id=pad if pad is not None else (ends[0] if ends else 0),
@@ -110,18 +113,21 @@ class Generator:
 
 
 def load_generator(name_or_path: str, revision: str | None = None, base: str | None = None) -> Generator:
-    """Load a Hugging Face directory or hub name; an adapter directory goes onto `base` or the model that it names.
+    """Load a run, a checkpoint, a Hugging Face directory or a hub name, on CUDA (bf16) or else the CPU (float32).
 
-    The device is CUDA where there is one (bf16), else the CPU (float32). Raises RecipeError for a directory that
-    holds no model, DataError for one that does not load, MachineError for a name that cannot be fetched.
+    An adapter directory goes onto `base` or the model that it names; a run is loaded in float32. Raises RecipeError for
+    a directory that holds no model, DataError for one that does not load, MachineError for a name that cannot be
+    fetched.
     """
     path = Path(name_or_path)
+    if is_source(path):
+        return _from_run(path)
     if path.is_dir() and not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise RecipeError(f"{path}: neither a run, a checkpoint nor a Hugging Face directory")
     if not path.is_dir() and (path.is_absolute() or name_or_path.startswith(("./", "../", "~"))):
         raise RecipeError(f"{name_or_path}: no such directory")
     device, dtype = _device()
-    with _readable_errors(name_or_path):
+    with _readable_errors(name_or_path), quiet():
         if (path / "adapter_config.json").is_file():
             model = _with_adapter(path, base, dtype)
         else:
@@ -136,10 +142,13 @@ def load_generator(name_or_path: str, revision: str | None = None, base: str | N
 def make_generator(
     model: Any, tokenizer: PreTrainedTokenizerBase, defaults: GenerationConfig | None, device: torch.device
 ) -> Generator:
-    """A generator from loaded parts; the ends of a turn are those of the defaults, the config and the tokenizer."""
+    """A generator from loaded parts; the ends of a turn are those of the defaults, config, tokenizer and template."""
     ends: list[int] = []
     for value in (getattr(defaults, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id):
         ends += [value] if isinstance(value, int) else list(value or ())
+    ends += turn_ends(tokenizer)
+    # Sampling defaults that a model ships must not reach greedy answers: only `Sampling` decides.
+    model.generation_config = GenerationConfig(eos_token_id=ends or None)
     return Generator(model.to(device).eval(), tokenizer, tuple(dict.fromkeys(ends)), device)
 
 
@@ -147,6 +156,16 @@ def answer_all(generator: Generator, prompts: Sequence[Prompt], sampling: Sampli
     """The answers in order, each as soon as it is there."""
     for prompt in prompts:
         yield generator.answer(prompt, sampling)
+
+
+def _from_run(path: Path) -> Generator:
+    source = resolve(path)
+    with quiet():
+        model = load_trained(source).model
+        model.set_attn_implementation("sdpa")
+        tokenizer = AutoTokenizer.from_pretrained(source.run_dir / TOKENIZER, local_files_only=True)
+        defaults = _generation_defaults(str(source.run_dir / MODEL_CONFIG), None)
+    return make_generator(model, tokenizer, defaults, _device()[0])
 
 
 def _with_adapter(path: Path, base: str | None, dtype: torch.dtype) -> Any:
@@ -189,3 +208,38 @@ def _readable_errors(name: str) -> Iterator[None]:
         raise MachineError(
             f"{name}: cannot be fetched or loaded: {reason}", hint="check the name and the network"
         ) from error
+
+
+def base_record(lineage_sha256: str) -> Path:
+    """Where this machine keeps the local base model of an export with this `tuner.json`."""
+    from tuner.data.tokenizer import cache_root
+
+    return cache_root() / "exports" / f"{lineage_sha256}.json"
+
+
+def base_of(name_or_path: str) -> tuple[str, str | None]:
+    """Base model, and its revision, from which a run, a checkpoint or an export was trained.
+
+    An export inside its run directory asks the run; any other asks its lineage, then this machine's record. Raises
+    RecipeError where nobody knows.
+    """
+    path = Path(name_or_path).absolute()
+    run = next((place for place in (path, path.parent.parent) if is_source(place)), None)
+    if run is not None:
+        facts = resolve(run).model
+        if facts.get("init") == "random":
+            raise RecipeError(f"{name_or_path}: was trained from random weights, it has no base")
+        return str(facts["name_or_path"]), facts.get("revision")
+    hint = "name it: --base MODEL"
+    if not (path / LINEAGE).is_file():
+        raise RecipeError(f"{name_or_path}: does not say from which model it was trained", hint=hint)
+    base = read_json(path / LINEAGE).get("base_model") or {}
+    if base.get("name"):
+        return str(base["name"]), base.get("revision")
+    record = base_record(sha256_file(path / LINEAGE))
+    if not record.is_file():
+        raise RecipeError(
+            f"{name_or_path}: was trained from a local directory that this machine does not know", hint=hint
+        )
+    noted = read_json(record)
+    return str(noted.get("base")), noted.get("revision")

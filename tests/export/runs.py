@@ -87,14 +87,13 @@ def _meta(base: Path, model: PreTrainedModel, lora: LoraSpec | None, frozen: str
         "recipe": {
             "name": "tiny",
             "seed": 0,
-            "model": {"name_or_path": str(base), "config": {}},
+            "model": {"name_or_path": str(base), "dtype": frozen, "config": {}},
             "method": {"kind": "sft"},
         },
         "model": {
             "name_or_path": str(base),
             "revision": None,
             "init": "pretrained",
-            "dtype": frozen,
             "config": model.config.to_dict(),
             "n_parameters": sum(p.numel() for p in model.parameters()),
         },

@@ -6,7 +6,7 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,14 +85,15 @@ def plan_export(
     dtype: Literal["bf16", "fp32"] = "bf16",
     adapter: Literal["merge", "keep"] = "merge",
     shard_size: int = DEFAULT_SHARD_BYTES,
+    warn: Callable[[str], None] | None = None,
 ) -> ExportPlan:
-    """Find the checkpoint and the target without writing anything.
+    """Find the checkpoint and the target without writing anything; a damaged newer checkpoint is told to `warn`.
 
     Raises RecipeError where the target holds something else, DataError where there is no valid checkpoint.
     """
     if dtype not in DTYPES or adapter not in ("merge", "keep") or shard_size <= 0:
         raise RecipeError("export takes dtype bf16 or fp32, adapter merge or keep, and a positive shard size")
-    source = resolve(path)
+    source = resolve(path, warn)
     if adapter == "keep" and source.adapter is None:
         raise RecipeError("--adapter keep: the run trained all parameters, it has no adapter to keep")
     final = (output or source.run_dir / "exports" / f"step-{source.step}").absolute()

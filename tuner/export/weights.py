@@ -72,8 +72,7 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
 
 def frozen_dtype(source: Source) -> torch.dtype:
     """Type in which frozen base weights were held in training, as the checkpoint recorded it."""
-    recorded = source.model.get("dtype")
-    return torch.bfloat16 if recorded in ("bf16", "bfloat16") else torch.float32
+    return DTYPES.get(str(source.recipe.get("model", {}).get("dtype")), torch.float32)
 
 
 def lora_spec(adapter: Mapping[str, Any]) -> LoraSpec:

@@ -134,7 +134,24 @@ def _tokenizer_ends(source: Source) -> list[int]:
         tokenizer = AutoTokenizer.from_pretrained(source.run_dir / TOKENIZER, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{source.run_dir / TOKENIZER}: transformers cannot load the tokenizer: {error}") from error
-    return _ids(tokenizer.eos_token_id)
+    return _ids(tokenizer.eos_token_id) + turn_ends(tokenizer)
+
+
+def turn_ends(tokenizer: Any) -> list[int]:
+    """Token id of the special token with which the chat template closes an assistant's turn, if it uses one."""
+    if tokenizer.chat_template is None:
+        return []
+    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        prompt = str(tokenizer.apply_chat_template(turn[:1], tokenize=False, add_generation_prompt=True))
+        whole = str(tokenizer.apply_chat_template(turn, tokenize=False))
+    except Exception:  # a template raises what it likes; one that refuses this turn names no end
+        return []
+    if not whole.startswith(prompt):
+        return []
+    answer = tokenizer(whole[len(prompt) :], add_special_tokens=False)["input_ids"]
+    special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    return [i for i in answer if i in special][:1]
 
 
 def _ids(value: Any) -> list[int]:

@@ -30,7 +30,7 @@ class _Event:
     delta: int  # bytes; negative at its end
 
 
-class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageLog(TorchDispatchMode):
     """Logs the life of every tensor storage that operations make on one device while the mode is on.
 
     Activations are storages made in forward and alive at the peak; `other` are those made anywhere else, such as the

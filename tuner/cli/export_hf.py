@@ -1,0 +1,106 @@
+"""`tuner export-hf`: a checkpoint as a Hugging Face directory, proven equal to the trained model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from tuner.cli.session import (
+    DebugOption,
+    JsonOption,
+    Outcome,
+    OutputOptions,
+    VerboseOption,
+    input_path,
+    run_command,
+)
+from tuner.errors import RecipeError
+
+if TYPE_CHECKING:
+    from tuner.export.hf import ExportPlan, ExportReport
+    from tuner.runtime.console import Console
+
+
+def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
+    path: Annotated[str, typer.Argument(help="Run directory (its newest checkpoint) or checkpoint; - reads stdin.")],
+    output: Annotated[str | None, typer.Option(help="Directory to write; default RUN/exports/step-N.")] = None,
+    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of the written weights.")] = "bf16",
+    adapter: Annotated[
+        Literal["merge", "keep"],
+        typer.Option(help="Merge an adapter into the weights, or keep it as peft's directory."),
+    ] = "merge",
+    shard_size: Annotated[str, typer.Option(help="Largest weights file, e.g. 5GB or 4GiB.")] = "5GB",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written and write nothing.")] = False,
+    json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write a Hugging Face directory and verify it before it appears under its name."""
+
+    def body() -> Outcome:
+        from tuner.config.numbers import parse_bytes
+        from tuner.runtime.console import Console
+
+        source = input_path(path)
+        try:
+            shard_bytes = parse_bytes(shard_size)
+        except ValueError as error:
+            raise RecipeError(f"--shard-size {shard_size}: {error}", hint="write 5GB, 500MB or 4GiB") from None
+        target = None if output is None else input_path(output)
+        console = Console(level="debug" if verbose else "info")
+        from tuner.export.hf import plan_export, run_export
+
+        plan = plan_export(source, target, dtype, adapter, shard_bytes, console.warn)
+        if dry_run:
+            return _planned(plan, console)
+        report = run_export(plan)
+        _remember_base(plan)
+        return _reported(report, console)
+
+    run_command("export-hf", OutputOptions(json, verbose, debug), body)
+
+
+def _planned(plan: ExportPlan, console: Console) -> Outcome:
+    there = "exists already" if plan.done else "would be written"
+    how = "" if plan.adapter == "none" else f", adapter {plan.adapter}"
+    console.say("export", f"{plan.source.checkpoint.path} -> {plan.output} ({plan.dtype}{how}): {there}")
+    metrics = {"step": plan.source.step, "already_exported": plan.done, "dry_run": True, **plan.options}
+    return Outcome(str(plan.output), metrics=metrics, next=f"tuner export-hf {plan.source.checkpoint.path}")
+
+
+def _reported(report: ExportReport, console: Console) -> Outcome:
+    from dataclasses import asdict
+
+    from tuner.runtime.files import gib
+
+    if report.already_exported:
+        console.say("exported", f"{report.path} holds this export already")
+    else:
+        kind = "the trained model" if report.probes_recorded else "the checkpoint's model (the run recorded no probes)"
+        console.say(
+            "verified",
+            f"{report.probes} probes: logits equal to {kind}, largest difference {report.max_difference:.2g} "
+            f"({report.dtype}), KL {report.kl:.1e}\n"
+            f"{report.weight_files} weight file{'s' if report.weight_files > 1 else ''}, {gib(report.bytes)} "
+            f"in {report.seconds:.1f} s",
+        )
+    metrics = {key: value for key, value in asdict(report).items() if key != "path"}
+    return Outcome(str(report.path), metrics=metrics, next=f"tuner generate {report.path}")
+
+
+def _remember_base(plan: ExportPlan) -> None:
+    """Note on this machine which model an export outside its run came from: the export itself holds no local path."""
+    from tuner.export.card import LINEAGE
+    from tuner.generate import base_record
+    from tuner.runtime.files import sha256_file, write_json
+
+    facts = plan.source.model
+    if plan.source.hub_name is not None or facts.get("init") == "random":
+        return
+    record = base_record(sha256_file(plan.output / LINEAGE))
+    try:
+        record.parent.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return  # a cache that cannot be written costs `--compare base` its default, nothing else
+    write_json(record, {"base": facts["name_or_path"], "revision": facts.get("revision")})
