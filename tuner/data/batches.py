@@ -69,9 +69,7 @@ def collate(rows: Sequence[Row]) -> Batch:
 
 def without_targets(batch: Batch) -> Batch:
     """Return the batch with every target -100: it takes part in the collectives and adds nothing to the loss."""
-    return replace(
-        batch, targets=np.full_like(batch.targets, IGNORED), trained_positions=np.empty(0, dtype=np.int64)
-    )
+    return replace(batch, targets=np.full_like(batch.targets, IGNORED), trained_positions=np.empty(0, dtype=np.int64))
 
 
 class GlobalBatches:

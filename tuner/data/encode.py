@@ -85,7 +85,9 @@ class Encoder:
         documents: list[Document | RowProblem] = []
         for plan, example in zip(plans, examples, strict=True):
             try:
-                documents.append(plan if isinstance(plan, RowProblem) else self._document(plan, example, next(encodings)))
+                documents.append(
+                    plan if isinstance(plan, RowProblem) else self._document(plan, example, next(encodings))
+                )
             except RowProblem as problem:
                 documents.append(problem)
         return documents
@@ -163,7 +165,11 @@ class Encoder:
         shared = min(len(part.ids), len(whole.ids))
         same = np.append(part.ids[:shared] == whole.ids[:shared], False)
         first = int(np.argmin(same))
-        if first < len(whole.ids) and int(whole.starts[first]) > start and np.isin(part.ids[first:], self._special).all():
+        if (
+            first < len(whole.ids)
+            and int(whole.starts[first]) > start
+            and np.isin(part.ids[first:], self._special).all()
+        ):
             return int(whole.starts[first])
         raise RowProblem(f"the template writes message {i} differently when more messages follow", path=("messages", i))
 
@@ -173,13 +179,19 @@ class Encoder:
         prompt_tokens = 0
         for turn in plan.turns:
             start, stop = _boundary(encoded, turn.start), _boundary(encoded, turn.stop)
-            if start is None or stop is None or (turn.is_answer and not self._prompt_is_exact(plan, encoded, turn, start)):
+            if (
+                start is None
+                or stop is None
+                or (turn.is_answer and not self._prompt_is_exact(plan, encoded, turn, start))
+            ):
                 if isinstance(example, PromptCompletion):
                     return self._apart(example)
                 raise RowProblem(f"a token reaches over an end of the {turn.rule}: its mask cannot be exact", 1)
             if turn.is_answer:
                 prompt_tokens = start
-                stop = self._end_of_turn(plan, encoded, turn, start, stop) if turn.trained and not plan.default else stop
+                stop = (
+                    self._end_of_turn(plan, encoded, turn, start, stop) if turn.trained and not plan.default else stop
+                )
             trained[start:stop] = turn.trained
             spans.append(TokenSpan(start, stop, turn.rule))
         document = Document(encoded.ids, trained, prompt_tokens, spans)
@@ -214,7 +226,9 @@ class Encoder:
         """Encode prompt and completion one by one: the prompt's ids are then those of the prompt alone."""
         prompt, completion = (self._tokenizer.encode(text) for text in (example.prompt, example.completion))
         if self._tokenizer.decode([*prompt, *completion]) != example.prompt + example.completion:
-            raise RowProblem("a token reaches over the end of the prompt: its mask cannot be exact", path=("completion",))
+            raise RowProblem(
+                "a token reaches over the end of the prompt: its mask cannot be exact", path=("completion",)
+            )
         ids, cut = np.array([*prompt, *completion], dtype=np.int64), len(prompt)
         everything = self._train_on == "all"
         spans = [TokenSpan(0, cut, "prompt"), TokenSpan(cut, len(ids), "completion")]
@@ -226,7 +240,8 @@ class Encoder:
         if end is not None and end not in suffix:
             suffix.append(end)
         ids = np.concatenate([prefix, document.input_ids, suffix]).astype(np.int64)
-        trained = np.concatenate([np.full(len(prefix), train_prefix), document.trained, np.ones(len(suffix))]).astype(np.bool_)
+        ends = (np.full(len(prefix), train_prefix), np.ones(len(suffix), dtype=np.bool_))
+        trained = np.concatenate([ends[0], document.trained, ends[1]]).astype(np.bool_)
         spans = [TokenSpan(0, len(prefix), "start of text")] if prefix else []
         spans += [TokenSpan(s.start + len(prefix), s.stop + len(prefix), s.rule) for s in document.spans]
         spans.append(TokenSpan(len(ids) - len(suffix), len(ids), "end of text"))

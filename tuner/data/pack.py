@@ -64,7 +64,9 @@ def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -
         parts.append([document[kept] + base, start[kept], stop[kept], trained[kept]])
         base += len(lengths)
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [np.empty(0, np.int64)] * 4
-    return Segments(*columns, dropped={k: n for k, n in dropped.items() if n}, truncated=truncated, split=n_split)
+    document, start, stop, trained = columns
+    reasons = {reason: count for reason, count in dropped.items() if count}
+    return Segments(document, start, stop, trained, reasons, truncated, n_split)
 
 
 def pack(lengths: npt.NDArray[np.int64], capacity: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -118,8 +118,13 @@ def prepare(request: PrepareRequest, say: Say | None = None) -> PreparedInfo:
 
 def find_prepared(request: PrepareRequest) -> Path | None:
     """Return the prepared directory for `request` where it exists already; builds nothing."""
-    final = request.cache_dir / "prepared" / _keys(request).prepared
+    final = prepared_path(request)
     return final if _valid(final, PREPARED_SCHEMA) is not None else None
+
+
+def prepared_path(request: PrepareRequest) -> Path:
+    """Return the directory that `request` has or would have; its sources are read for their hashes."""
+    return request.cache_dir / "prepared" / _keys(request).prepared
 
 
 def _keys(request: PrepareRequest) -> _Keys:
@@ -217,7 +222,9 @@ def _build_encoded(request: PrepareRequest, keys: _Keys, tmp: Path) -> dict[str,
         held = encode_files(keys.eval, tmp / "eval.arrow", encoder, vocabulary, policy)
         _refuse_nothing(held, keys.eval)
         overlap = len(set(train.digests) & set(held.digests))
+    n_rows = read.rows + (held.rows if held is not None and split is None else 0)
     return {
+        "masks": {"proven": train.documents + (held.documents if held else 0), "rows": n_rows},
         "fields": keys.encoded_fields,
         "sources": {"train": [str(f.path) for f in keys.train], "eval": [str(f.path) for f in keys.eval or []]},
         "train": train.report(),
@@ -242,7 +249,7 @@ def _build_prepared(request: PrepareRequest, keys: _Keys, tmp: Path, say: Say | 
     source = _valid(encoded, ENCODED_SCHEMA)
     if source is None:
         source, _ = _locked(encoded, ENCODED_SCHEMA, say, lambda directory: _build_encoded(request, keys, directory))
-    report: dict[str, Any] = {"overlap": source["overlap"], "eval": None}
+    report: dict[str, Any] = {"masks": source["masks"], "overlap": source["overlap"], "eval": None}
     for split in ("train", "eval"):
         if source[split] is not None:
             _link(encoded / f"{split}.arrow", tmp / f"{split}.documents.arrow")

@@ -67,9 +67,7 @@ class Documents:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def read(
-        self, document: int, start: int, stop: int
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
+    def read(self, document: int, start: int, stop: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
         """Return token ids (the file's unsigned type) and trained flags of tokens [start, stop) of one document."""
         block = int(np.searchsorted(self._starts, document, side="right")) - 1
         base = int(self._offsets[block][document - int(self._starts[block])])

@@ -50,8 +50,10 @@ def parse_row(value: Mapping[str, Any], format: str = "auto") -> Example:  # noq
             return _prompt_completion(value)
     wanted = " or ".join(" + ".join(keys) for keys in kinds.values())
     known = [key for keys in kinds.values() for key in keys]
-    near = [f"{key!r} (did you mean {match[0]!r}?)" for key in value if (match := get_close_matches(key, known, 1, 0.7))]
-    raise RowProblem(f"no {wanted}; the row has {', '.join(near or [repr(key) for key in list(value)[:8]]) or 'no keys'}", 1)
+    matches = {key: get_close_matches(key, known, 1, 0.7) for key in value}
+    near = [f"{key!r} (did you mean {match[0]!r}?)" for key, match in matches.items() if match]
+    names = ", ".join(near or [repr(key) for key in list(value)[:8]]) or "no keys"
+    raise RowProblem(f"no {wanted}; the row has {names}", 1)
 
 
 def _prompt_completion(value: Mapping[str, Any]) -> Example:
