@@ -6,13 +6,15 @@ import json
 from typing import Any
 
 from tuner.config.leaves import shown
-from tuner.config.recipe import Recipe
+from tuner.config.recipe import EvalSection, Recipe
 from tuner.config.yaml import resolve
 
 
 def recipe_dict(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as plain JSON values that load to the same recipe."""
     dumped: dict[str, Any] = recipe.model_dump(mode="json")
+    if recipe.data.eval is None and recipe.eval.every == EvalSection().every:
+        del dumped["eval"]["every"]  # written out, it would ask for held-out rows
     return dumped
 
 

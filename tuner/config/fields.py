@@ -120,7 +120,7 @@ def suggestion(key: str, siblings: tuple[str, ...] = ()) -> str | None:
     if (foreign := ours(name)) is not None:
         return foreign
     if siblings and (near := _nearest(name, list(siblings), 0.4)) is not None:
-        return near
+        return f"{section}.{near}"
     if section:
         mates = [item.rpartition(".")[2] for item in table if item.rpartition(".")[0] == section]
         if (near := _nearest(name, mates, 0.5)) is not None:

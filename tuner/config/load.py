@@ -75,7 +75,7 @@ def load_recipe(
 
 
 def _error(problems: Problems) -> RecipeError:
-    lines = tuple(problem.line for problem in problems.found)
+    lines = tuple(problem.line for problem in sorted(problems.found, key=lambda problem: problem.place))
     count = f"{len(lines)} problems" if len(lines) > 1 else "1 problem"
     return RecipeError(f"{count} in the recipe\n" + "\n".join(f"  {line}" for line in lines), problems=lines)
 

@@ -19,7 +19,7 @@ def resolve_paths(tree: Node, problems: Problems, environ: Mapping[str, str] | N
     """Make every path in the tree absolute, in place; hub names and keywords stay as they are."""
     environ = os.environ if environ is None else environ
     for path, node, resolve in _path_nodes(tree):
-        if not isinstance(node.value, str) or not node.value:
+        if not isinstance(node.value, str) or not node.value.strip() or not node.value.isprintable():
             continue
         unset = [name for name in _VARIABLE.findall(node.value) if name not in environ]
         if unset:

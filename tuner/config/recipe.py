@@ -246,7 +246,7 @@ class EvalSection(Section):
     """Evaluate before the first step."""
     at_end: Bool = True
     """Evaluate after the last step."""
-    max_rows: Annotated[int | None, Whole(null=True, ge=1)] = None
+    max_rows: Annotated[int | None, Whole(null=True, ge=1, le=2**53)] = None
     """Rows evaluated at most; null evaluates all."""
     samples: Annotated[int, Whole(ge=0, le=1000)] = 3
     """Held-out prompts answered at each evaluation, written to samples.jsonl."""
@@ -262,7 +262,7 @@ class CheckpointSection(Section):
     """How often to save; the first duration that has passed counts."""
     at_end: Bool = True
     """Save after the last step."""
-    keep: Annotated[int, Whole(ge=1)] = 2
+    keep: Annotated[int, Whole(ge=1, le=10**6)] = 2
     """Newest checkpoints kept."""
 
 

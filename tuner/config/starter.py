@@ -15,7 +15,7 @@ ROWS = 200
 MAX_LINE = 1 << 24
 CHARACTERS_PER_TOKEN = 3
 FORMS = {"messages": ("messages",), "prompt_completion": ("prompt", "completion"), "text": ("text",)}
-SMALLEST, LARGEST = 128, 2048
+SMALLEST, LARGEST = 512, 2048
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,13 @@ class Problem:
     text: str
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Line and column in the file, by which problems are sorted; those of flags come last."""
+        parts = self.where.rsplit(":", 2)
+        numbers = len(parts) == 3 and parts[1].isdecimal() and parts[2].isdecimal()
+        return (int(parts[1]), int(parts[2])) if numbers else (1 << 40, 0)
+
+    @property
     def line(self) -> str:
         """The problem on one line."""
         return "  ".join(part for part in (self.where, self.key, self.text) if part)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tuner.config.tree import Node, Problems
+from tuner.config.tree import KeyPath, Node, Problems, dotted
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
@@ -75,7 +75,7 @@ class _Builder:
                 if type(event).__name__ == "DocumentStartEvent":
                     if root is not None:
                         self._fail(event, "a second document; a recipe is one document")
-                    root = self._node(next(events), events, 0)
+                    root = self._node(next(events), events, ())
         except _Stop:
             return None
         except MarkedYAMLError as error:
@@ -116,31 +116,31 @@ class _Builder:
                 self._fail(event, f"tag {event.tag}; a recipe has no tags")
             yield event
 
-    def _node(self, event: Any, events: Iterator[Any], depth: int) -> Node:
-        if depth > MAX_DEPTH:
+    def _node(self, event: Any, events: Iterator[Any], path: KeyPath) -> Node:
+        if len(path) > MAX_DEPTH:
             self._fail(event, f"nested more than {MAX_DEPTH} deep")
         kind = type(event).__name__
         if kind == "MappingStartEvent":
-            return self._mapping(event, events, depth)
+            return self._mapping(event, events, path)
         if kind == "SequenceStartEvent":
             items = []
             while type(item := next(events)).__name__ != "SequenceEndEvent":
-                items.append(self._node(item, events, depth + 1))
+                items.append(self._node(item, events, (*path, len(items))))
             return Node(items, self._place(event), self.base)
         plain = event.style in {None, ""}
         return Node(resolve(event.value) if plain else event.value, self._place(event), self.base)
 
-    def _mapping(self, event: Any, events: Iterator[Any], depth: int) -> Node:
+    def _mapping(self, event: Any, events: Iterator[Any], path: KeyPath) -> Node:
         children: dict[str, Node] = {}
         while type(key := next(events)).__name__ != "MappingEndEvent":
             if type(key).__name__ != "ScalarEvent":
                 self._fail(key, "a key is plain text")
             place = self._place(key)
-            child = self._node(next(events), events, depth + 1)
+            child = self._node(next(events), events, (*path, key.value))
             child.key_where = place
             if key.value in children:
                 first = children[key.value].key_where.rsplit(":", 2)[1]
-                self.problems.add(place, key.value, f"duplicate key; first written on line {first}")
+                self.problems.add(place, dotted((*path, key.value)), f"duplicate key; first written on line {first}")
             else:
                 children[key.value] = child
         return Node(children, self._place(event), self.base)

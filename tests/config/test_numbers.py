@@ -1,0 +1,105 @@
+"""Exact human numbers and durations."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tuner.config.duration import WORDS, Duration
+from tuner.config.numbers import BINARY_SUFFIXES, DECIMAL_SUFFIXES, parse_bytes, parse_number, write_number
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4K", 4000), ("1.25M", 1_250_000), ("3e-5", Fraction(3, 100_000)), ("10%", Fraction(1, 10)), ("2^20", 1 << 20),
+        ("16Ki", 16384), ("2B", 2 * 10**9), (".5", Fraction(1, 2)), ("-1", -1), ("1e3K", 10**6), ("0.1", Fraction(1, 10)),
+        (0.1, Fraction(1, 10)), (7, 7), ("5 M", 5_000_000), ("1Ti", 1 << 40),
+    ],
+)  # fmt: skip
+def test_numbers_are_exact(text: str | float, value: Fraction | int) -> None:
+    assert parse_number(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "K", "1.2.3", "inf", "nan", "1e999", "1_000", "1,000", "4k", "0x10", "2^", "1 2", "10%%", "٣", "1e", "--1", "x" * 99,
+     True, False, float("inf"), float("nan"), "5GB"],
+)  # fmt: skip
+def test_what_is_no_number_is_refused(text: str | float) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_number(text)
+
+
+@given(st.integers(), st.sampled_from(sorted(DECIMAL_SUFFIXES | BINARY_SUFFIXES)))
+def test_a_suffix_multiplies(count: int, suffix: str) -> None:
+    count %= 10**12
+    assert parse_number(f"{count}{suffix}") == count * (DECIMAL_SUFFIXES | BINARY_SUFFIXES)[suffix]
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**9), max_value=10**9, places=6))
+def test_written_numbers_read_back(number: object) -> None:
+    value = Fraction(str(number))
+    assert parse_number(write_number(value)) == value
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False, min_value=1e-300, max_value=1e300))
+def test_floats_read_as_they_print(number: float) -> None:
+    assert float(parse_number(repr(number))) == number
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("64GiB", 64 << 30), ("16Ki", 16384), (4096, 4096), ("1B", 1)])
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["0", "-5GB", "1.5", "GB", "inf"])
+def test_sizes_are_whole_and_positive(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "unit"),
+    [
+        ("3 epochs", 3, "epochs"), ("500steps", 500, "steps"), ("2B tokens", 2 * 10**9, "tokens"), ("10%", 10, "%"),
+        ("15 min", 15, "min"), ("1.5h", Fraction(3, 2), "h"), ("2K steps", 2000, "steps"), ("2Ksteps", 2000, "steps"),
+        ("1 epoch", 1, "epochs"), ("200 documents", 200, "documents"), ("30s", 30, "s"), ("1e3 tokens", 1000, "tokens"),
+        ("2Mi tokens", 2 << 20, "tokens"), ("0.5 epochs", Fraction(1, 2), "epochs"), ("2^10 steps", 1024, "steps"),
+    ],
+)  # fmt: skip
+def test_durations(text: str, count: Fraction | int, unit: str) -> None:
+    duration = Duration.parse(text)
+    assert (duration.count, duration.unit) == (count, unit)
+
+
+@given(st.integers(1, 10**12), st.sampled_from(sorted(set(WORDS.values()))))
+def test_durations_read_back(count: int, unit: str) -> None:
+    text = f"{count % 100 + 1}%" if unit == "%" else f"{count} {unit}"
+    duration = Duration.parse(text)
+    assert Duration.parse(str(duration)) == duration
+
+
+@pytest.mark.parametrize("text", ["0 steps", "-1 steps", "1.5 steps", "3 parsecs", "steps", "", "101%", "nan steps", "1 2 steps", "5 STEPS"])
+def test_wrong_durations_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="allowed"):
+        Duration.parse(text)
+
+
+def test_a_bare_number_is_asked_for_its_unit() -> None:
+    with pytest.raises(ValueError, match=r"^200 what\? write 200 steps, 200 epochs or 200 tokens$"):
+        Duration.parse(200, ("steps", "epochs", "tokens"))
+    with pytest.raises(ValueError, match=r"^4K what\?"):
+        Duration.parse("4K", ("steps",))
+
+
+def test_seconds_and_shares() -> None:
+    assert Duration.parse("1.5 h").seconds == 5400
+    assert Duration.parse("10%").share == Fraction(1, 10)
+    with pytest.raises(ValueError, match="not a time"):
+        _ = Duration.parse("3 steps").seconds
+    with pytest.raises(ValueError, match="not a percentage"):
+        _ = Duration.parse("3 steps").share

@@ -1,0 +1,269 @@
+"""Every field of the recipe x every way to write it wrong, in YAML and as a flag: refused, one line, place and name."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tuner.config.fields import Field, fields, source_fields
+from tuner.config.foreign import FOREIGN
+from tuner.config.leaves import Cadence, Choice, Real, Several, Span, Switch, Table, Text, Whole
+from tuner.config.load import Override, load_recipe
+from tuner.errors import RecipeError
+
+ALL = list(fields().values())
+KINDS = {"adapter": "lora", "method": "sft", "schedule": "cosine"}
+BASE = {"model.name_or_path": "owner/name", "data.train": "rows.jsonl"}
+
+
+def base(without: str = "") -> dict[str, object]:
+    recipe: dict[str, dict[str, object]] = {}
+    for key, value in BASE.items():
+        section, _, name = key.partition(".")
+        recipe.setdefault(section, {})
+        if key != without:
+            recipe[section][name] = value
+    for section, kind in KINDS.items():
+        if without != f"{section}.kind":
+            recipe[section] = {"kind": kind}
+    return dict(recipe)
+
+
+def write(recipe: dict[str, object], extra: list[tuple[str, str]]) -> str:
+    """YAML text of the base with more `key: raw text` lines, each in its section, at its end."""
+    lines: list[str] = []
+    tops = [(key, raw) for key, raw in extra if "." not in key]
+    sections = dict.fromkeys([*recipe, *(key.split(".")[0] for key, _ in extra if "." in key)])
+    for section in sections:
+        lines.append(f"{section}:")
+        lines += [f"  {name}: {value}" for name, value in dict(recipe.get(section, {})).items()]  # type: ignore[call-overload]
+        lines += [f"  {key.split('.', 1)[1]}: {raw}" for key, raw in extra if key.startswith(f"{section}.")]
+    lines += [f"{key}: {raw}" for key, raw in tops]
+    return "\n".join(lines) + "\n"
+
+
+def misspelt(key: str) -> str:
+    section, dot, name = key.rpartition(".")
+    wrong = name + name[-1] if len(name) < 4 else name[:-2] + name[-1] + name[-2] if name[-1] != name[-2] else name + "x"
+    return f"{section}{dot}{wrong}"
+
+
+def wrong_types(field: Field) -> list[str]:
+    if isinstance(field.leaf, Table):
+        return ["5", "[1, 2]", "word"]
+    if isinstance(field.leaf, (Several, Cadence)):
+        return ["true", "{a: 1}", "[]"]
+    if isinstance(field.leaf, Text):
+        return ["5", "true", "[a, b]", "{a: 1}"]
+    if field.leaf is None:
+        return ["5", "true", "{a: 1}", "[5]", "[]"]
+    return ["[1, 2]", "{a: 1}", "'some words'"] + ([] if isinstance(field.leaf, Switch) else ["true"])
+
+
+def wrong_values(field: Field) -> list[str]:
+    match field.leaf:
+        case Choice():
+            return ["bogus", "null"]
+        case Switch():
+            return ["yes", "1", "null"]
+        case Whole():
+            return ["-1", "1.5", ".inf", ".nan", "99999999999999999999999"] + ([] if field.leaf.ge == 0 else ["0"])
+        case Real():
+            return ["-1", ".inf", ".nan", "1e9999"] + ([] if field.leaf.le is None and field.leaf.lt is None else ["7"])
+        case Cadence():
+            return ["500", "0 steps", "3 parsecs", "[5 steps, 7]", "-1", "null"]
+        case Span():
+            return ["500", "0 steps", "3 parsecs", "-1", "null"] if not field.leaf.null else ["500", "3 parsecs"]
+        case Several():
+            return ["[[]]", "[{a: 1}]", "null"]
+        case Text():
+            return ["''", "'  '", '"a\\u0007b"'] + (["'a b/c'"] if field.key == "name" else [])
+        case Table():
+            return ["null"]
+        case _:
+            return ["''", "[{pat: x}]", "[{format: text}]", "[{path: x, format: csv}]"]
+
+
+def problems(text: str, tmp_path: Path) -> tuple[str, ...]:
+    path = tmp_path / "r.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, cwd=tmp_path)
+    assert caught.value.exit_code == 2
+    lines = caught.value.problems
+    assert all("\n" not in line and "Traceback" not in line for line in lines)
+    return lines
+
+
+def flag_problems(flags: list[tuple[str, str]], without: str = "") -> tuple[str, ...]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(base(without), [Override(key, text) for key, text in flags])
+    assert caught.value.exit_code == 2
+    return caught.value.problems
+
+
+def only(lines: tuple[str, ...]) -> str:
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize("field", ALL, ids=lambda field: field.key)
+def test_a_misspelt_key_gets_its_own_name_back(field: Field, tmp_path: Path) -> None:
+    wrong = misspelt(field.key)
+    text = write(base(), [(wrong, "1")])
+    line = only(problems(text, tmp_path))
+    assert re.match(rf"r\.yaml:\d+:\d+  {re.escape(wrong)}  ", line)
+    assert line.endswith(f"did you mean {field.key}?"), line
+    line = only(flag_problems([(wrong, "1")]))
+    assert line.startswith(f"flag --{wrong}  ")
+    assert line.endswith(f"did you mean --{field.key}?"), line
+
+
+@pytest.mark.parametrize("field", ALL, ids=lambda field: field.key)
+def test_a_wrong_type_or_value_is_refused_in_its_place(field: Field, tmp_path: Path) -> None:
+    for raw in wrong_types(field) + wrong_values(field):
+        lines = problems(write(base(field.key), [(field.key, raw)]), tmp_path)
+        assert len(lines) == 1 or field.leaf is None
+        for line in lines:
+            assert re.match(rf"r\.yaml:\d+:\d+  {re.escape(field.key)}", line), (raw, line)
+
+
+@pytest.mark.parametrize("field", ALL, ids=lambda field: field.key)
+def test_a_wrong_value_of_a_flag_is_refused(field: Field) -> None:
+    if isinstance(field.leaf, Text):
+        wrong = ["", "  ", "a\ab"]
+    elif field.leaf is None:
+        wrong = ["", "[5]", "{a: 1}", "[]", "[{pat: x}]", "[{path: x, format: csv}]"]
+    else:
+        # On the command line null takes a value back, and quotes are the shell's.
+        wrong = [raw.strip("'") for raw in wrong_types(field) + wrong_values(field) if raw != "null"]
+    for raw in wrong:
+        lines = flag_problems([(field.key, raw)])
+        assert len(lines) == 1 or field.leaf is None
+        assert all(line.startswith(f"flag --{field.key}") for line in lines), (raw, lines)
+
+
+@pytest.mark.parametrize("field", ALL, ids=lambda field: field.key)
+def test_a_duplicate_is_refused(field: Field, tmp_path: Path) -> None:
+    value = next((str(value) for key, value in BASE.items() if key == field.key), None)
+    value = value or ("never" if field.key == "eval.every" else field.default_text)
+    if field.key.endswith(".kind") and field.section in KINDS:
+        value = KINDS[field.section]
+    lines = problems(write(base(field.key), [(field.key, value), (field.key, value)]), tmp_path)
+    line = only(lines)
+    assert re.match(rf"r\.yaml:\d+:\d+  {re.escape(field.key)}  ", line)
+    assert re.search(r"duplicate key; first written on line \d+", line)
+    assert "duplicate flag" in only(flag_problems([(field.key, value), (field.key, value)]))
+
+
+def test_every_field_has_another_tools_name() -> None:
+    named = set(FOREIGN) - {f"data.train.{name}" for name in source_fields()}
+    assert named == set(fields())
+    ours = {key.rpartition(".")[2] for key in fields()}
+    for key, names in FOREIGN.items():
+        section = key.rpartition(".")[0]
+        assert names, key
+        taken = {name for name in names if f"{section}.{name}" in fields() or name in fields()}
+        assert not taken, (taken, ours & taken)
+
+
+@pytest.mark.parametrize(("key", "theirs"), [(key, name) for key, names in FOREIGN.items() for name in names])
+def test_another_tools_name_is_answered_with_ours(key: str, theirs: str, tmp_path: Path) -> None:
+    line = only(problems(write(base(), [(theirs, "1")]), tmp_path))
+    assert re.match(rf"r\.yaml:\d+:1  {theirs}  unknown; did you mean ", line)
+    section, name = key.rpartition(".")[0].split(".")[0], key.rpartition(".")[2]
+    assert name in line
+    assert section in line
+    flag = only(flag_problems([(f"train.{theirs}", "1")]))
+    assert flag.startswith(f"flag --train.{theirs}  unknown; did you mean ")
+
+
+def test_items_of_sources_are_checked_too(tmp_path: Path) -> None:
+    text = "model: {name_or_path: a/b}\ndata:\n  train:\n    - {path: x, fromat: text}\n    - {path: y, format: tex}\n"
+    lines = problems(text, tmp_path)
+    assert lines == (
+        "r.yaml:4:17  data.train.0.fromat  unknown; did you mean data.train.0.format?",
+        "r.yaml:5:25  data.train.1.format  got 'tex'; allowed: auto or messages or prompt_completion or text; did you mean text?",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "missing"),
+        ("# nothing\n", "missing"),
+        ("- a\n", "a recipe is a mapping"),
+        ("model: &a {name_or_path: x}\ndata: *a\n", "anchor &a"),
+        ("model: !!python/object:os.system {}\n", "tag"),
+        ("model: [\n", "not YAML"),
+        ("a: b: c\n", "not YAML"),
+        ("model:\n\tname_or_path: x\n", "not YAML"),
+        ("---\na: 1\n---\nb: 2\n", "second document"),
+        ("x: " + "[" * 500 + "]" * 500 + "\n", "deep"),
+        ("a: " + "x" * (1 << 20), "larger than"),
+        ("? [a, b]\n: c\n", "a key is plain text"),
+        ("a: \x01\n", "not YAML"),
+        ("<<: {a: 1}\n", "unknown"),
+    ],
+)
+def test_what_is_not_a_recipe_is_refused_with_a_place(text: str, expected: str, tmp_path: Path) -> None:
+    lines = problems(text, tmp_path)
+    assert any(expected in line for line in lines), lines
+    assert all(re.match(r"r\.yaml:\d+:\d+  ", line) for line in lines)
+
+
+def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_bytes(b"model:\n  name_or_path: \xff\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, cwd=tmp_path)
+    assert caught.value.problems == ("r.yaml:2:17  not UTF-8 text",)
+
+
+def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
+    text = """model: {name_or_path: a/b, dtyp: fp32}
+data: {train: x, sequence_len: 5}
+train: {duration: 200, micro_batch_size: 3}
+eval: {every: 5 steps}
+adapter: {r: 5}
+schedule: {kind: cosin, min_lr_ratio: 5}
+"""
+    lines = problems(text, tmp_path)
+    for key in ("model.dtyp", "data.sequence_len", "train.duration", "train.micro_batch_size", "eval.every", "adapter.r"):
+        assert sum(f"  {key}  " in line for line in lines) == 1, (key, lines)
+    assert len(lines) == 8
+
+
+SAMPLE = [
+    (["config", "check", "r.yaml", "--optimizer.learning_rate", "3e-4"], "did you mean --optimizer.lr?"),
+    (["config", "check", "--train.duration", "200", "r.yaml"], "200 what? write 200 epochs, 200 steps or 200 tokens"),
+    (["config", "check", "r.yaml", "--optimizer.lr"], "needs a value"),
+    (["config", "check", "nowhere.yaml"], "no recipe nowhere.yaml"),
+    (["config", "check"], "tuner init"),
+    (["config", "chek", "r.yaml"], "check"),
+    (["config", "check", "r.yaml", "--bogus"], "--bogus"),
+    (["recipes", "show", "smolm2_sft_cpu"], "smollm2_sft_cpu"),
+    (["trian"], "train"),
+    (["init", "-m", "a/b"], "--data"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), SAMPLE, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_real_commands_exit_2_with_one_error_and_a_document(words: list[str], expected: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("model: {name_or_path: a/b}\ndata: {train: x}\n")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-m", "tuner", *words, "--json"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert expected in done.stderr
+    assert done.stderr.startswith("error: ")
+    document = json.loads(done.stdout)
+    assert (document["status"], document["exit_code"]) == ("failed", 2)

@@ -1,0 +1,105 @@
+"""Loading a recipe, asking for help and making a mistake touch nothing: no file, no socket, no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tuner.config.shipped import shipped_recipes
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "transformers", "peft", "datasets", "numpy", "pyarrow", "tokenizers", "huggingface_hub")
+
+PROBE = """
+import json, sys
+opened, events = [], []
+def audit(event, arguments):
+    if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
+        opened.append(str(arguments[0]))
+    if event.split(".")[0] in {"socket", "subprocess"} or event in {"os.mkdir", "os.rename", "os.remove", "os.fork", "os.system"}:
+        events.append(event)
+sys.dont_write_bytecode = True
+sys.addaudithook(audit)
+import os
+before = dict(os.environ)
+from tuner.config.load import load_recipe
+loaded = load_recipe(sys.argv[1])
+again = load_recipe(sys.argv[1])
+assert loaded == again
+assert dict(os.environ) == before
+print(json.dumps({"opened": opened, "events": events, "modules": sorted(sys.modules)}))
+"""
+
+
+def python(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_loading_creates_no_file_opens_no_socket_and_imports_nothing_heavy(name: str, tmp_path: Path) -> None:
+    done = python(["-c", PROBE, name], tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["opened"] == []
+    assert report["events"] == []
+    assert not [module for module in report["modules"] if module.split(".")[0] in HEAVY]
+    assert list(tmp_path.iterdir()) == []
+
+
+COMMANDS = [
+    ["--help"],
+    ["config", "--help"],
+    ["config", "check", "tiny_pretrain_cpu"],
+    ["config", "show", "--origin", "tiny_pretrain_cpu"],
+    ["config", "schema"],
+    ["config", "check", "tiny_pretrain_cpu", "--optimizer.lrr", "1"],
+    ["recipes", "list"],
+    ["init", "--help"],
+    ["train", "--help"],
+    ["prepare-data", "--help"],
+    ["resume", "--help"],
+    ["export-hf", "--help"],
+    ["generate", "--help"],
+    ["profile", "--help"],
+    ["train", "nowhere.yaml"],
+]
+
+WATCH = """
+import atexit, json, os, sys
+sys.dont_write_bytecode = True
+path = os.environ["SEEN"]
+atexit.register(lambda: open(path, "w").write(json.dumps(sorted(sys.modules))))
+sys.argv = ["tuner", *sys.argv[1:]]
+from tuner.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_light_commands_import_no_torch(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = tmp_path / "seen.json"
+    monkeypatch.setenv("SEEN", str(seen))
+    work = tmp_path / "work"
+    work.mkdir()
+    done = python(["-c", WATCH, *words], work)
+    assert done.returncode in {0, 2}, done.stderr
+    assert "Traceback" not in done.stderr
+    modules = {module.split(".")[0] for module in json.loads(seen.read_text())}
+    assert not modules & {"torch", "transformers", "peft", "datasets"}
+    assert list(work.iterdir()) == []
+
+
+def test_the_help_of_the_whole_program_loads_none_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = tmp_path / "seen.json"
+    monkeypatch.setenv("SEEN", str(seen))
+    python(["-c", WATCH, "--help"], tmp_path)
+    modules = {module.split(".")[0] for module in json.loads(seen.read_text())}
+    assert not modules & {"pydantic", "cyclopts", "ruamel", "jsonschema"}
