@@ -116,12 +116,20 @@ def test_a_wrong_index_is_refused(checkpoints: Path, edit: Callable[[dict], None
         read_index(directory, sizes)
 
 
-def test_halves_that_overlap_are_refused(checkpoints: Path) -> None:
+@pytest.mark.parametrize("offsets", [([0, 0], [0, 0]), ([0, 0], [1, 0])])
+def test_chunks_that_overlap_are_refused(checkpoints: Path, offsets: tuple[list[int], list[int]]) -> None:
     directory = checkpoints / "step-2"
     document = json.loads((directory / "index.json").read_text())
-    entry = document["tensors"]["optimizer/mask"]
-    half = {**entry["chunks"][0], "sizes": [3, 1], "length": 3}
-    entry["chunks"] = [half, half]
+    entry = document["tensors"]["model/transposed"]
+    whole = entry["chunks"][0]
+    assert whole["sizes"] == [6, 4]
+    half = {**whole, "sizes": [3, 4], "length": 48}
+    good = [{**half, "offsets": [0, 0]}, {**half, "offsets": [3, 0]}]
+    sizes = {name: (directory / name).stat().st_size for name in FILES}
+    entry["chunks"] = good
+    (directory / "index.json").write_text(json.dumps(document))
+    assert len(read_index(directory, sizes)["model/transposed"].chunks) == 2
+    entry["chunks"] = [{**half, "offsets": place} for place in offsets]
     (directory / "index.json").write_text(json.dumps(document))
     with pytest.raises(DataError, match="overlap"):
-        read_index(directory, {name: (directory / name).stat().st_size for name in FILES})
+        read_index(directory, sizes)

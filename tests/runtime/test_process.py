@@ -35,11 +35,11 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def start(root: Path, env: dict[str, str], threads: int) -> list[subprocess.Popen[bytes]]:
+def start(root: Path, env: dict[str, str], script: str, *arguments: str) -> list[subprocess.Popen[bytes]]:
     base = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | env
     return [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(threads)],
+            [sys.executable, "-c", script, *arguments],
             cwd=root,
             env={**base, **{key: value.replace("%", str(rank)) for key, value in env.items()}},
         )
@@ -59,7 +59,7 @@ def test_two_processes_join_agree_and_leave(root: Path, launcher: str) -> None:
         env |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "1"}
         env |= {"SLURM_JOB_NODELIST": "here"}
         threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    processes = start(root, {**env, "GLOO_SOCKET_IFNAME": "lo"}, threads)
+    processes = start(root, {**env, "GLOO_SOCKET_IFNAME": "lo"}, SCRIPT, str(threads))
     try:
         assert [process.wait(60) for process in processes] == [0, 0]
     finally:
@@ -78,3 +78,34 @@ def test_a_single_process_starts_nothing() -> None:
 def test_nowhere_to_meet_is_one_clear_line() -> None:
     with pytest.raises(MachineError, match="MASTER_ADDR"), process_group(Launch(0, 2, 0, 2), "cpu", 1.0):
         pass
+
+
+FAIL = """
+import sys, time
+from tuner.errors import DataError
+from tuner.runtime.launch import Launch
+from tuner.runtime.process import any_rank, gloo_group, process_group
+launch = Launch.from_environment()
+try:
+    with process_group(launch, "cpu", 60.0):
+        if launch.rank == 1:
+            raise DataError("bad row")
+        any_rank(False, gloo_group())
+except DataError:
+    sys.exit(3)
+except RuntimeError:
+    sys.exit(9)
+"""
+
+
+@pytest.mark.multi
+def test_one_ranks_error_ends_the_others_wait(root: Path) -> None:
+    env = {"RANK": "%", "WORLD_SIZE": "2", "LOCAL_RANK": "%", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    processes = start(root, env, FAIL)
+    try:
+        assert [process.wait(30) for process in processes] == [9, 3]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

@@ -18,11 +18,12 @@ def prune(checkpoints_dir: Path, keep: int, protect: Collection[Path] = ()) -> l
     """
     if keep < 1:
         raise ValueError("at least one checkpoint must be kept")
+    untouchable = {path.resolve() for path in protect}
     removed: list[Path] = []
     kept = 0
     for _, path in step_dirs(checkpoints_dir):
         if kept >= keep:
-            if path not in protect:
+            if path.resolve() not in untouchable:
                 discard_dir(path)
                 removed.append(path)
         elif _is_valid(path):

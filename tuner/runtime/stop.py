@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ class StopSignals:
 
     torchrun passes a Ctrl-C on although the terminal has sent it already: signals that come within `repeat_s`
     seconds of the first count as the first. The default is 2 s below torchrun and 0 s elsewhere.
+    `on_request` is called with the signal's name from within the handler: let it print one line at most.
     Outside the main thread, where Python allows no handlers, entering changes nothing.
     """
 
@@ -63,7 +65,9 @@ class StopSignals:
             self._signal = signal.Signals(number)
             self._first_s = now
             if self._on_request is not None:
-                self._on_request(self._signal.name)
+                # A handler that interrupts a write to stderr cannot write there itself: "reentrant call".
+                with contextlib.suppress(RuntimeError):
+                    self._on_request(self._signal.name)
         elif now - self._first_s >= self._repeat_s:
             # No clean-up: every file operation is safe to cut anywhere, and clean-up is what might hang.
             try:
