@@ -16,7 +16,8 @@ from tuner.config.numbers import BINARY_SUFFIXES, DECIMAL_SUFFIXES, parse_bytes,
     ("text", "value"),
     [
         ("4K", 4000), ("1.25M", 1_250_000), ("3e-5", Fraction(3, 100_000)), ("10%", Fraction(1, 10)), ("2^20", 1 << 20),
-        ("16Ki", 16384), ("2B", 2 * 10**9), (".5", Fraction(1, 2)), ("-1", -1), ("1e3K", 10**6), ("0.1", Fraction(1, 10)),
+        ("16Ki", 16384), ("2B", 2 * 10**9), (".5", Fraction(1, 2)), ("-1", -1), ("1e3K", 10**6),
+        ("0.1", Fraction(1, 10)),
         (0.1, Fraction(1, 10)), (7, 7), ("5 M", 5_000_000), ("1Ti", 1 << 40),
     ],
 )  # fmt: skip
@@ -26,8 +27,8 @@ def test_numbers_are_exact(text: str | float, value: Fraction | int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "K", "1.2.3", "inf", "nan", "1e999", "1_000", "1,000", "4k", "0x10", "2^", "1 2", "10%%", "٣", "1e", "--1", "x" * 99,
-     True, False, float("inf"), float("nan"), "5GB"],
+    ["", "K", "1.2.3", "inf", "nan", "1e999", "1_000", "1,000", "4k", "0x10", "2^", "1 2", "10%%", "٣", "1e", "--1",
+     "x" * 99, True, False, float("inf"), float("nan"), "5GB"],
 )  # fmt: skip
 def test_what_is_no_number_is_refused(text: str | float) -> None:
     with pytest.raises(ValueError, match=r"."):
@@ -51,7 +52,9 @@ def test_floats_read_as_they_print(number: float) -> None:
     assert float(parse_number(repr(number))) == number
 
 
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("64GiB", 64 << 30), ("16Ki", 16384), (4096, 4096), ("1B", 1)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("64GiB", 64 << 30), ("16Ki", 16384), (4096, 4096), ("1B", 1)]
+)
 def test_sizes(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
 
@@ -83,7 +86,9 @@ def test_durations_read_back(count: int, unit: str) -> None:
     assert Duration.parse(str(duration)) == duration
 
 
-@pytest.mark.parametrize("text", ["0 steps", "-1 steps", "1.5 steps", "3 parsecs", "steps", "", "101%", "nan steps", "1 2 steps", "5 STEPS"])
+@pytest.mark.parametrize(
+    "text", ["0 steps", "-1 steps", "1.5 steps", "3 parsecs", "steps", "", "101%", "nan steps", "1 2 steps", "5 STEPS"]
+)
 def test_wrong_durations_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="allowed"):
         Duration.parse(text)

@@ -13,8 +13,9 @@ import pytest
 
 from tuner.config.fields import Field, fields, source_fields
 from tuner.config.foreign import FOREIGN
-from tuner.config.leaves import Cadence, Choice, Real, Several, Span, Switch, Table, Text, Whole
+from tuner.config.leaves import Choice, Real, Several, Switch, Table, Text, Whole
 from tuner.config.load import Override, load_recipe
+from tuner.config.spans import Cadence, Span
 from tuner.errors import RecipeError
 
 ALL = list(fields().values())
@@ -50,7 +51,9 @@ def write(recipe: dict[str, object], extra: list[tuple[str, str]]) -> str:
 
 def misspelt(key: str) -> str:
     section, dot, name = key.rpartition(".")
-    wrong = name + name[-1] if len(name) < 4 else name[:-2] + name[-1] + name[-2] if name[-1] != name[-2] else name + "x"
+    wrong = (
+        name + name[-1] if len(name) < 4 else name[:-2] + name[-1] + name[-2] if name[-1] != name[-2] else name + "x"
+    )
     return f"{section}{dot}{wrong}"
 
 
@@ -189,7 +192,8 @@ def test_items_of_sources_are_checked_too(tmp_path: Path) -> None:
     lines = problems(text, tmp_path)
     assert lines == (
         "r.yaml:4:17  data.train.0.fromat  unknown; did you mean data.train.0.format?",
-        "r.yaml:5:25  data.train.1.format  got 'tex'; allowed: auto or messages or prompt_completion or text; did you mean text?",
+        "r.yaml:5:25  data.train.1.format  got 'tex'; allowed: auto or messages or prompt_completion or text; "
+        "did you mean text?",
     )
 
 
@@ -235,7 +239,14 @@ adapter: {r: 5}
 schedule: {kind: cosin, min_lr_ratio: 5}
 """
     lines = problems(text, tmp_path)
-    for key in ("model.dtyp", "data.sequence_len", "train.duration", "train.micro_batch_size", "eval.every", "adapter.r"):
+    for key in (
+        "model.dtyp",
+        "data.sequence_len",
+        "train.duration",
+        "train.micro_batch_size",
+        "eval.every",
+        "adapter.r",
+    ):
         assert sum(f"  {key}  " in line for line in lines) == 1, (key, lines)
     assert len(lines) == 8
 
@@ -254,12 +265,19 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.parametrize(("words", "expected"), SAMPLE, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+@pytest.mark.parametrize(
+    ("words", "expected"), SAMPLE, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
 def test_real_commands_exit_2_with_one_error_and_a_document(words: list[str], expected: str, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("model: {name_or_path: a/b}\ndata: {train: x}\n")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
-        [sys.executable, "-m", "tuner", *words, "--json"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "tuner", *words, "--json"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

@@ -87,9 +87,7 @@ def build(command: str) -> Callable[..., Any]:
     return app
 
 
-def _root(
-    ctx: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")
-) -> None:
+def _root(ctx: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
     if version:
         from tuner import __version__
 
@@ -122,7 +120,9 @@ def _usage(command: str, args: list[str], message: str, hint: str | None = None)
     from tuner.errors import RecipeError
 
     lines = message.split("\n")
-    return print_failure(command or "tuner", RecipeError(" ".join(line.strip() for line in lines), hint), "--json" in args)
+    return print_failure(
+        command or "tuner", RecipeError(" ".join(line.strip() for line in lines), hint), "--json" in args
+    )
 
 
 def _close_stdout() -> None:

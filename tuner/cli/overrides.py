@@ -1,7 +1,7 @@
 """The recipe's flags as cyclopts sees them, generated from the model: their names, sentences, choices and defaults.
 
-cyclopts names and explains the flags; their values are merged into the recipe's tree by `tuner.config.overrides`, so that
-a value from a flag is checked by the very same code, once, together with the rest of the recipe.
+cyclopts names and explains the flags; their values are merged into the recipe's tree by `tuner.config.overrides`,
+so that a value from a flag is checked by the very same code, once, together with the rest of the recipe.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Group, Parameter
 
 from tuner.config.fields import Field, fields
-from tuner.config.leaves import Cadence, Choice, Real, Span, Switch, Text, Whole
+from tuner.config.leaves import Choice, Real, Switch, Text, Whole
+from tuner.config.spans import Cadence, Span
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,17 +46,22 @@ def flags_app() -> App:
     return app
 
 
-_INTRODUCTION = """Recipe flags: every key of the recipe, as --section.key VALUE. They win over the file; null goes back to \
-the default, items of lists are --data.train.0.path."""
+_INTRODUCTION = """Recipe flags: every key of the recipe, as --section.key VALUE. They win over the file; \
+null goes back to the default, items of lists are --data.train.0.path."""
 
 
 def _parameter(field: Field, group: Group) -> inspect.Parameter:
     only = f" Only with kind {' or '.join(field.kinds)}." if field.kinds else ""
+    default = field.default_text
+
+    def show_default(_: Any) -> str:
+        return default
+
     marked = Parameter(
         name=f"--{field.key}",
         group=group,
         help=f"{field.sentence}{only} ({field.allowed})",
-        show_default=False if field.required else lambda _, text=field.default_text: text,
+        show_default=False if field.required else show_default,
         negative=(),
         metavar=_metavar(field),
     )

@@ -47,6 +47,9 @@ RecipeArgument = Annotated[
 ]
 
 
+MACHINE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE})
+
+
 @dataclass(frozen=True)
 class OutputOptions:
     """How a command speaks: the options that all commands share."""
@@ -87,9 +90,7 @@ def input_path(argument: str | Path) -> Path:
     return Path(os.path.abspath(Path(text).expanduser()))
 
 
-def load_for_command(
-    argument: str | None, overrides: Sequence[Override] = (), cwd: Path | None = None
-) -> LoadedRecipe:
+def load_for_command(argument: str | None, overrides: Sequence[Override] = (), cwd: Path | None = None) -> LoadedRecipe:
     """Load the recipe that a command was given: a path, a shipped name, `-` (a path or document on stdin), or nothing.
 
     Without an argument it is `./recipe.yaml`, or the flags alone when they name a model and data.
@@ -161,8 +162,9 @@ def as_tuner_error(error: BaseException) -> TunerError:
         return TunerError("interrupted")
     kind, first = type(error).__name__, (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError":
-        return MemoryLimitError(f"out of memory: {first or kind}", hint="lower train.micro_batch_size or data.max_length")
-    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}:
+        hint = "lower train.micro_batch_size or data.max_length"
+        return MemoryLimitError(f"out of memory: {first or kind}", hint=hint)
+    if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
         return MachineError(f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror))
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("tuner"):
         return MachineError(f"the library {error.name} is missing", hint=f"install it: pip install {error.name}")
@@ -235,7 +237,9 @@ def _write_line(descriptor: int, line: str) -> None:
 
 
 def _say(text: str) -> None:
-    shown = "".join(char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text)
+    shown = "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
+    )
     try:
         print(shown, file=cast(Any, sys.stderr), flush=True)
     except BrokenPipeError:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from tuner.config.leaves import shown
 from tuner.config.recipe import EvalSection, Recipe
 from tuner.config.yaml import resolve
+
+_PLAIN = re.compile(r"[A-Za-z0-9/_]([A-Za-z0-9/_.% -]*[A-Za-z0-9/_.%-])?")
 
 
 def recipe_dict(recipe: Recipe) -> dict[str, Any]:
@@ -44,6 +47,7 @@ def flow(value: Any) -> str:
 
 
 def _text(text: str) -> str:
-    simple = text.isascii() and text.replace("-", "").replace("_", "").replace("/", "").replace(".", "").replace(" ", "").replace("%", "").isalnum()
-    plain = simple and resolve(text) == text and text[0] not in "-.%" and text == text.strip()
-    return text if plain else json.dumps(text, ensure_ascii=True)
+    if _PLAIN.fullmatch(text) and resolve(text) == text:
+        return text
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, cast
+from typing import Literal
 
 from tuner.config.numbers import parse_number, write_number
 
@@ -32,7 +32,7 @@ class Duration:
 
     @classmethod
     def parse(cls, text: str | int | float, units: Sequence[str] | None = None) -> Duration:
-        """Read `500 steps`; ValueError, with what may be written, for a bare number, an unknown unit or a count <= 0."""
+        """Read `500 steps`; ValueError for a bare number, an unknown unit, a count of 0 or less."""
         allowed = tuple(units or sorted(set(WORDS.values())))
         written = str(text).strip()
         try:
@@ -57,7 +57,7 @@ class Duration:
             raise ValueError(f"got {written!r}; allowed: a whole number of {unit}")
         if unit == "%" and count > 100:
             raise ValueError(f"got {written!r}; allowed: at most 100%")
-        return cls(count, cast(Unit, unit))
+        return cls(count, unit)
 
     @property
     def seconds(self) -> float:

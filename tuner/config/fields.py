@@ -10,8 +10,8 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from tuner.config.foreign import ours
-from tuner.config.leaves import Leaf, Text
-from tuner.config.recipe import UNIONS, DataSource, Recipe, Section, leaf_of
+from tuner.config.leaves import Leaf, Text, leaf_of
+from tuner.config.recipe import UNIONS, DataSource, Recipe, Section
 
 SOURCES = "a path, a list of paths or of {path, format}"
 

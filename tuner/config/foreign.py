@@ -13,7 +13,9 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     ),
     "model.revision": ("model_revision", "revision_of_model", "base_model_revision"),
     "model.init": ("from_scratch", "train_from_scratch", "random_init", "reinit_weights", "init_weights"),
-    "model.config": ("config_overrides", "overrides_of_model_config", "model_config", "model_kwargs", "model_init_kwargs"),
+    "model.config": (
+        "config_overrides", "overrides_of_model_config", "model_config", "model_kwargs", "model_init_kwargs",
+    ),
     "model.dtype": ("torch_dtype", "model_dtype", "weights_dtype"),
     "model.kernels": ("use_liger_kernel", "use_liger", "liger_kernel", "enable_liger_kernel", "liger_rope"),
     "tokenizer.name_or_path": ("tokenizer_config", "tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"),
@@ -46,7 +48,9 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     ),
     "data.shuffle": ("shuffle_merged_datasets", "shuffle_dataset", "disable_shuffling", "shuffle_data", "data_shuffle"),
     "data.on_bad_row": ("skip_invalid_rows", "ignore_errors", "on_error", "skip_bad_rows", "bad_row_policy"),
-    "train.duration": ("num_epochs", "num_train_epochs", "max_steps", "epochs", "max_epochs", "total_steps", "train_iters"),
+    "train.duration": (
+        "num_epochs", "num_train_epochs", "max_steps", "epochs", "max_epochs", "total_steps", "train_iters",
+    ),
     "train.stop_after": ("max_time", "max_train_time", "time_limit", "exit_duration_in_mins"),
     "train.global_batch_size": (
         "gradient_accumulation_steps", "train_batch_size", "batch_size", "total_batch_size", "effective_batch_size",
@@ -65,21 +69,33 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "optimizer.weight_decay": ("wd", "l2", "adam_weight_decay"),
     "schedule.kind": ("lr_scheduler_type", "lr_scheduler", "scheduler", "lr_schedule", "lr_decay_style"),
     "schedule.warmup": ("warmup_ratio", "warmup_steps", "num_warmup_steps", "lr_warmup_steps", "lr_warmup_iters"),
-    "schedule.min_lr_ratio": ("cosine_min_lr_ratio", "min_lr", "lr_end", "lr_scheduler_kwargs", "min_lr_rate", "eta_min"),
-    "eval.every": ("eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy", "eval_interval", "eval_freq"),
+    "schedule.min_lr_ratio": (
+        "cosine_min_lr_ratio", "min_lr", "lr_end", "lr_scheduler_kwargs", "min_lr_rate", "eta_min",
+    ),
+    "eval.every": (
+        "eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy", "eval_interval", "eval_freq",
+    ),
     "eval.at_start": ("eval_on_start", "val_before_train", "eval_first_step"),
     "eval.at_end": ("do_eval", "eval_on_end", "final_eval"),
     "eval.max_rows": ("max_eval_samples", "eval_iters", "eval_max_batches", "max_eval_batches", "limit_val_batches"),
-    "eval.samples": ("do_causal_lm_eval", "eval_table_size", "num_sample_generations", "log_completions", "generate_samples"),
-    "checkpoint.every": ("save_steps", "saves_per_epoch", "save_strategy", "save_interval", "checkpoint_interval", "save_freq"),
+    "eval.samples": (
+        "do_causal_lm_eval", "eval_table_size", "num_sample_generations", "log_completions", "generate_samples",
+    ),
+    "checkpoint.every": (
+        "save_steps", "saves_per_epoch", "save_strategy", "save_interval", "checkpoint_interval", "save_freq",
+    ),
     "checkpoint.at_end": ("save_on_end", "save_last", "save_final", "save_at_end"),
     "checkpoint.keep": ("save_total_limit", "keep_last", "max_checkpoints", "num_to_keep", "keep_latest_k"),
-    "parallel.reshard_after_forward": ("fsdp_reshard_after_forward", "fsdp", "fsdp_config", "sharding_strategy", "deepspeed"),
+    "parallel.reshard_after_forward": (
+        "fsdp_reshard_after_forward", "fsdp", "fsdp_config", "sharding_strategy", "deepspeed",
+    ),
     "parallel.timeout": ("ddp_timeout", "dist_timeout", "nccl_timeout", "timeout_seconds"),
     "logging.level": ("log_level", "logging_level", "verbosity", "verbose"),
-    "logging.console_every": ("logging_steps", "log_interval", "logging_interval", "log_every", "log_freq", "report_interval"),
+    "logging.console_every": (
+        "logging_steps", "log_interval", "logging_interval", "log_every", "log_freq", "report_interval",
+    ),
 }  # fmt: skip
-"""Ours -> theirs. Names are compared in lower case with `-` as `_`; the table is used only for keys that are not ours."""
+"""Ours -> theirs. Names are compared in lower case with `-` as `_`, and only where a key is not ours."""
 
 NOTES: dict[str, str] = {
     "gradient_accumulation_steps": "accumulation is derived: train.global_batch_size / (micro_batch_size x processes)",

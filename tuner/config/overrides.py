@@ -111,6 +111,8 @@ def _read(key: str, override: Override, cwd: Path, problems: Problems) -> Node |
 def _mark(node: Node, where: str) -> None:
     node.where = node.key_where = where
     node.flag = True
-    children = node.value.values() if isinstance(node.value, dict) else node.value if isinstance(node.value, list) else ()
+    children = (
+        node.value.values() if isinstance(node.value, dict) else node.value if isinstance(node.value, list) else ()
+    )
     for child in children:
         _mark(child, where)

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Tag
 
 from tuner.config.duration import Duration
-from tuner.config.leaves import Cadence, Choice, Leaf, Real, Several, Span, Switch, Table, Text, Whole, refuse, shown
+from tuner.config.leaves import Choice, Real, Several, Switch, Table, Text, Whole, refuse, shown
+from tuner.config.spans import Cadence, Span
 
 Auto = Literal["auto"]
 Durations = tuple[Duration, ...]
@@ -141,7 +142,9 @@ def _eval_tag(value: Any) -> str:
 
 Sources = Annotated[tuple[DataSource, ...], BeforeValidator(read_sources, json_schema_input_type=Any)]
 EvalSources = Annotated[
-    Annotated[None, Tag("none")] | Annotated[Duration, SPLIT, Tag("split")] | Annotated[tuple[DataSource, ...], Tag("sources")],
+    Annotated[None, Tag("none")]
+    | Annotated[Duration, SPLIT, Tag("split")]
+    | Annotated[tuple[DataSource, ...], Tag("sources")],
     Discriminator(_eval_tag),
     BeforeValidator(read_eval, json_schema_input_type=Any),
 ]
@@ -193,7 +196,7 @@ class OptimizerSection(Section):
     kind: Annotated[Literal["adamw"], Choice(values=("adamw",))] = "adamw"
     """AdamW with decoupled weight decay."""
     lr: Annotated[float | Auto, Real(gt=0, words=("auto",))] = "auto"
-    """Peak learning rate; auto is 2e-4 for an adapter, 3e-4 from random weights, else 1e-4 below 500M parameters and 2e-5."""
+    """Peak learning rate; auto: 2e-4 adapter, 3e-4 random weights, else 1e-4 below 500M parameters, 2e-5 above."""
     betas: Annotated[tuple[float, float], Several(item=Real(ge=0, lt=1), length=2)] = (0.9, 0.95)
     """Decay rates of the two running averages."""
     eps: Annotated[float, Real(gt=0)] = 1e-8
@@ -278,7 +281,9 @@ class ParallelSection(Section):
 class LoggingSection(Section):
     """What is printed."""
 
-    level: Annotated[Literal["debug", "info", "warning", "error"], Choice(values=("debug", "info", "warning", "error"))] = "info"
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"], Choice(values=("debug", "info", "warning", "error"))
+    ] = "info"
     """Least severe messages shown."""
     console_every: Annotated[Duration, Span(units=TIMES)] = Duration.parse("2 s")
     """Time between two refreshes of the console and of metrics.jsonl."""
@@ -322,11 +327,12 @@ class Recipe(Section):
     version: Annotated[Literal[1], Choice(values=(1,))] = 1
     """Version of the recipe's format."""
     name: Annotated[
-        str | None, Text(null=True, kind="letters, digits, '.', '_' and '-', starting with a letter or digit", pattern=NAME)
+        str | None,
+        Text(null=True, kind="letters, digits, '.', '_' and '-', starting with a letter or digit", pattern=NAME),
     ] = None
     """Name of the run; null takes the recipe's file stem."""
     output_dir: Annotated[str, Text(kind="the path of a directory")] = "runs/{name}"
-    """The run directory, stable so that a requeued job finds itself; the default is relative to the working directory."""
+    """The run directory, stable so that a requeued job finds itself; the default starts from the working directory."""
     seed: Annotated[int, Whole(ge=0, le=2**63 - 1)] = 42
     """Seed of weights, order and dropout."""
     model: ModelSection
@@ -341,8 +347,3 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     parallel: ParallelSection = ParallelSection()
     logging: LoggingSection = LoggingSection()
-
-
-def leaf_of(metadata: list[Any]) -> Leaf | None:
-    """Return the leaf type among a field's metadata, if its value is one leaf."""
-    return next((item for item in metadata if isinstance(item, Leaf)), None)

@@ -26,13 +26,19 @@ def _micro_divides_global(recipe: Recipe, given: Set[str]) -> str | None:
     train = recipe.train
     if train.global_batch_size % train.micro_batch_size == 0:
         return None
-    return (
-        f"got {train.micro_batch_size}; allowed: a divisor of train.global_batch_size, which is {train.global_batch_size}"
-    )
+    got, whole = train.micro_batch_size, train.global_batch_size
+    return f"got {got}; allowed: a divisor of train.global_batch_size, which is {whole}"
 
 
 def _config_needs_random(recipe: Recipe, given: Set[str]) -> str | None:
-    shape = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"}
+    shape = {
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+    }
     changed = sorted(shape & set(recipe.model.config))
     if recipe.model.init == "random" or not changed:
         return None

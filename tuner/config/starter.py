@@ -50,9 +50,8 @@ def look(path: Path) -> Look:
     for number, row in _rows(path):
         found = next((name for name, keys in FORMS.items() if all(key in row for key in keys)), None)
         if found is None:
-            raise DataError(
-                f"{path}:{number}:1  keys {', '.join(sorted(row)) or 'none'}; allowed: messages, prompt and completion, or text"
-            )
+            keys = ", ".join(sorted(row)) or "none"
+            raise DataError(f"{path}:{number}:1  keys {keys}; allowed: messages, prompt and completion, or text")
         if form and found != form:
             raise DataError(f"{path}:{number}:1  a {found} row; the rows before are {form}")
         form, rows = found, rows + 1

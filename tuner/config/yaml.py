@@ -88,7 +88,7 @@ class _Builder:
             column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
             self.problems.add(f"{self.name}:{line}:{column}", "", f"not YAML: control character {error.character!r}")
         except (YAMLError, ValueError, RecursionError) as error:
-            self.problems.add(f"{self.name}:1:1", "", f"not YAML: {str(error).splitlines()[0] if str(error) else 'too deep'}")
+            self.problems.add(f"{self.name}:1:1", "", f"not YAML: {(str(error).splitlines() or ['too deep'])[0]}")
         if root is not None and root.value is None:
             return None
         if root is not None and not isinstance(root.value, dict):
@@ -123,7 +123,7 @@ class _Builder:
         if kind == "MappingStartEvent":
             return self._mapping(event, events, path)
         if kind == "SequenceStartEvent":
-            items = []
+            items: list[Node] = []
             while type(item := next(events)).__name__ != "SequenceEndEvent":
                 items.append(self._node(item, events, (*path, len(items))))
             return Node(items, self._place(event), self.base)

@@ -1,0 +1,242 @@
+"""Loading: paths, names, origins, rules, flags, and writing back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tuner import load_recipe as public_load
+from tuner.config.dump import recipe_yaml
+from tuner.config.load import LoadedRecipe, Override, load_recipe
+from tuner.config.origin import with_origins
+from tuner.config.schema import recipe_schema
+from tuner.config.shipped import recipes_dir, shipped_recipes
+from tuner.errors import RecipeError
+
+MINIMAL: dict[str, Any] = {"model": {"name_or_path": "owner/name"}, "data": {"train": "rows.jsonl"}}
+
+
+def written(tmp_path: Path, text: str, *flags: tuple[str, str]) -> LoadedRecipe:
+    home = tmp_path / "home"
+    home.mkdir(exist_ok=True)
+    (home / "my recipe.yaml").write_text(text)
+    return load_recipe(home / "my recipe.yaml", [Override(*flag) for flag in flags], tmp_path)
+
+
+def refused(tmp_path: Path, text: str, *flags: tuple[str, str]) -> str:
+    with pytest.raises(RecipeError) as caught:
+        written(tmp_path, text, *flags)
+    assert len(caught.value.problems) == 1, caught.value.problems
+    return caught.value.problems[0]
+
+
+SHORT = "model: {name_or_path: owner/name}\ndata: {train: rows.jsonl}\n"
+
+
+def test_a_minimal_recipe_has_every_default(tmp_path: Path) -> None:
+    loaded = written(tmp_path, SHORT)
+    recipe = loaded.recipe
+    assert (recipe.name, recipe.seed, recipe.adapter.kind, recipe.schedule.kind) == ("my-recipe", 42, "none", "cosine")
+    assert recipe.model.name_or_path == "owner/name"
+    assert recipe.data.train[0].path == str(tmp_path / "home" / "rows.jsonl")
+    assert recipe.output_dir == str(tmp_path / "runs" / "my-recipe")
+    assert loaded.path == tmp_path / "home" / "my recipe.yaml"
+    assert loaded.text == SHORT
+
+
+def test_yaml_1_2_scalars(tmp_path: Path) -> None:
+    text = SHORT + "optimizer: {lr: 1e-5}\nname: no\ntrain: {max_grad_norm: never, stop_after: 3h}\n"
+    recipe = written(tmp_path, text).recipe
+    assert recipe.optimizer.lr == 1e-5
+    assert recipe.name == "no"
+    assert recipe.train.max_grad_norm is None
+    assert str(recipe.train.stop_after) == "3 h"
+
+
+def test_relative_paths_start_where_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ana")
+    monkeypatch.setenv("ROWS", "/big/rows")
+    text = "model: {name_or_path: ./base}\ndata: {train: ['~/a.jsonl', {path: '${ROWS}/b.jsonl'}, ../c.jsonl]}\n"
+    recipe = written(tmp_path, text, ("data.eval", "held.jsonl"), ("output_dir", "out/{name}")).recipe
+    assert recipe.model.name_or_path == str(tmp_path / "home" / "base")
+    assert [source.path for source in recipe.data.train] == [
+        "/home/ana/a.jsonl",
+        "/big/rows/b.jsonl",
+        str(tmp_path / "c.jsonl"),
+    ]
+    assert isinstance(recipe.data.eval, tuple)
+    assert recipe.data.eval[0].path == str(tmp_path / "held.jsonl")
+    assert recipe.output_dir == str(tmp_path / "out" / "my-recipe")
+
+
+def test_a_local_directory_wins_over_a_hub_name(tmp_path: Path) -> None:
+    (tmp_path / "home" / "owner" / "name").mkdir(parents=True)
+    assert written(tmp_path, SHORT).recipe.model.name_or_path == str(tmp_path / "home" / "owner" / "name")
+
+
+def test_an_unset_variable_is_an_error(tmp_path: Path) -> None:
+    line = refused(tmp_path, "model: {name_or_path: a/b}\ndata: {train: '${NOT_SET_ANYWHERE}/x'}\n")
+    assert line.endswith("the environment has no NOT_SET_ANYWHERE")
+
+
+def test_variables_expand_in_paths_only(tmp_path: Path) -> None:
+    assert written(tmp_path, SHORT + "model2: 1\n".replace("model2: 1\n", "")).recipe.model.revision is None
+    text = "model: {name_or_path: a/b, revision: '${X}'}\ndata: {train: x}\n"
+    assert written(tmp_path, text).recipe.model.revision == "${X}"
+
+
+def test_flags_win_address_items_and_null_takes_back(tmp_path: Path) -> None:
+    text = (
+        "model: {name_or_path: a/b}\ndata: {train: a.jsonl, eval: 5%}\noptimizer: {lr: 1e-4}\nadapter: {kind: lora}\n"
+    )
+    loaded = written(
+        tmp_path,
+        text,
+        ("optimizer.lr", "null"),
+        ("data.train.0.format", "text"),
+        ("data.train.1.path", "b.jsonl"),
+        ("adapter.r", "2^3"),
+        ("adapter.target_modules", "[q_proj, v_proj]"),
+        ("checkpoint.every", "[100 steps, 5 min]"),
+        ("train.micro-batch-size", "4"),
+        ("name", "2026"),
+        ("data.eval", "null"),
+        ("model.config.rope_theta", "1e4"),
+    )
+    recipe = loaded.recipe
+    assert recipe.optimizer.lr == "auto"
+    assert [(Path(source.path).name, source.format) for source in recipe.data.train] == [
+        ("a.jsonl", "text"),
+        ("b.jsonl", "auto"),
+    ]
+    assert recipe.adapter.model_dump()["r"] == 8
+    assert recipe.adapter.model_dump()["target_modules"] == ["q_proj", "v_proj"]
+    assert [str(item) for item in recipe.checkpoint.every or ()] == ["100 steps", "5 min"]
+    assert (recipe.train.micro_batch_size, recipe.name, recipe.data.eval) == (4, "2026", None)
+    assert recipe.model.config == {"rope_theta": 1e4}
+    assert loaded.origins["adapter.r"] == "flag --adapter.r 2^3"
+    assert loaded.origins["adapter.kind"] == "home/my recipe.yaml:4:17"
+    shown = with_origins(loaded)
+    assert "# flag --adapter.r 2^3" in shown
+    assert "# default" in shown
+
+
+@pytest.mark.parametrize(
+    ("more", "flags", "expected"),
+    [
+        ("eval: {every: 5 steps}\n", (), "eval.every  an evaluation cadence needs held-out rows"),
+        ("", (("eval.every", "10%"),), "an evaluation cadence needs held-out rows"),
+        ("train: {micro_batch_size: 3}\n", (), "train.micro_batch_size  got 3; allowed: a divisor"),
+        ("train: {global_batch_size: 2}\n", (("train.micro_batch_size", "4"),), "flag --train.micro_batch_size 4"),
+        (
+            "method: {kind: pretrain, train_on: all}\n",
+            (),
+            "method.train_on  not with kind pretrain; write method.kind: sft",
+        ),
+        ("schedule: {kind: constant, min_lr_ratio: 0.1}\n", (), "write schedule.kind: cosine or linear"),
+        ("adapter: {r: 8}\n", (), "write adapter.kind: lora"),
+        ("adapter: lora\n", (), "write kind: lora under it"),
+        ("method: {kind: pretrain}\ntokenizer: {chat_template: x}\n", (), "renders no conversations"),
+        ("", (("data.train.7.path", "x"),), "item 7 of 1"),
+        ("", (("train", "5"),), "flag --train"),
+        ("", (("optimizer.lr.x", "5"),), "unknown"),
+        ("", (("optimizer.betas", "[1, "),), "not YAML"),
+    ],
+)
+def test_rules_between_fields(more: str, flags: tuple[tuple[str, str], ...], expected: str, tmp_path: Path) -> None:
+    assert expected in refused(tmp_path, SHORT + more, *flags)
+
+
+def test_a_cadence_that_is_only_the_default_needs_no_rows(tmp_path: Path) -> None:
+    assert written(tmp_path, SHORT + "eval: {samples: 0}\n").recipe.data.eval is None
+    assert written(tmp_path, SHORT + "eval: {every: never}\n").recipe.eval.every is None
+
+
+def test_pretraining_reads_text(tmp_path: Path) -> None:
+    text = "model: {name_or_path: a/b}\nmethod: {kind: pretrain}\ndata: {train: [{path: x, format: messages}]}\n"
+    assert "reads text" in refused(tmp_path, text)
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_every_shipped_recipe_loads_is_short_and_survives_writing(name: str, tmp_path: Path) -> None:
+    loaded = load_recipe(name, cwd=tmp_path)
+    assert loaded.path == recipes_dir() / f"{name}.yaml"
+    assert loaded.recipe.output_dir == str(tmp_path / "runs" / name)
+    assert len(loaded.text.splitlines()) <= 25
+    assert all(Path(source.path).is_file() for source in loaded.recipe.data.train)
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(recipe_yaml(loaded.recipe))
+    assert load_recipe(copy, cwd=tmp_path).recipe == loaded.recipe
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1, max_size=12)
+RECIPES = st.fixed_dictionaries(
+    {},
+    optional={
+        "seed": st.integers(0, 2**63 - 1),
+        "name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True),
+        "tokenizer": st.fixed_dictionaries({}, optional={"chat_template": TEXT, "name_or_path": st.just("byte")}),
+        "adapter": st.fixed_dictionaries(
+            {"kind": st.just("lora")},
+            optional={
+                "r": st.integers(1, 999),
+                "alpha": st.floats(1e-9, 1e9),
+                "target_modules": st.lists(TEXT, min_size=1, max_size=3),
+            },
+        ),
+        "optimizer": st.fixed_dictionaries(
+            {},
+            optional={"lr": st.floats(1e-300, 1e300), "betas": st.lists(st.floats(0, 0.999), min_size=2, max_size=2)},
+        ),
+        "train": st.fixed_dictionaries(
+            {},
+            optional={
+                "duration": st.integers(1, 10**15).map("{} tokens".format),
+                "stop_after": st.sampled_from(["never", "3h", "10 steps", "1.5 min"]),
+                "max_grad_norm": st.sampled_from(["never", 1, "0.5", "10%"]),
+            },
+        ),
+        "checkpoint": st.fixed_dictionaries({"every": st.sampled_from(["never", "5 steps", ["5 steps", "1 h"]])}),
+        "schedule": st.fixed_dictionaries({"kind": st.sampled_from(["constant", "linear", "cosine"])}),
+    },
+)
+
+
+@given(
+    more=RECIPES,
+    row=TEXT,
+    split=st.sampled_from([None, "2%", "200 documents", "0.125%", "held.jsonl", ["a", {"path": "b"}]]),
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_recipe_survives_being_written(more: dict[str, Any], row: str, split: Any, tmp_path: Path) -> None:
+    data = {"train": row.replace("$", "S"), "eval": split}
+    if "tokenizer" in more and "chat_template" in more["tokenizer"]:
+        more["tokenizer"]["chat_template"] = more["tokenizer"]["chat_template"].replace("$", "S")
+    first = load_recipe({"model": {"name_or_path": "a/b"}, **more, "data": data}, cwd=tmp_path)
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(first.text, encoding="utf-8")
+    assert load_recipe(copy, cwd=tmp_path).recipe == first.recipe
+
+
+def test_the_schema_accepts_what_loads(tmp_path: Path) -> None:
+    import jsonschema
+
+    from tuner.config.dump import recipe_dict
+
+    schema = recipe_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for name in shipped_recipes():
+        jsonschema.validate(recipe_dict(load_recipe(name, cwd=tmp_path).recipe), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(MINIMAL | {"optimizer": {"learning_rate": 1}}, schema)
+    assert schema["$defs"]["TrainSection"]["properties"]["duration"]["default"] == "1 epoch"
+
+
+def test_python_takes_a_mapping_and_reports_like_a_file() -> None:
+    assert public_load(MINIMAL).recipe.name == "run"
+    with pytest.raises(RecipeError, match="recipe  optimizer.learning_rate  unknown; did you mean optimizer.lr"):
+        public_load(MINIMAL | {"optimizer": {"learning_rate": 1}})
