@@ -71,7 +71,7 @@ class TextTokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.special_tokens = _special_tokens(config, _parse_json(files, "special_tokens_map.json"))
-        self.text_prefix, self.text_suffix = self._text_frame(config)
+        self.text_prefix, self.text_suffix = self._text_frame()
         # Without a post-processor the character offsets are the tokens' own, spaces included, and the ids are the same.
         self._backend.post_processor = None
         if chat_template is not None:
@@ -176,14 +176,8 @@ class TextTokenizer:
         token = self.special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
 
-    def _text_frame(self, config: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        # transformers replaces the post-processor where the configuration speaks of these two.
-        if "add_bos_token" in config or "add_eos_token" in config:
-            bos, eos = self.bos_id, self.eos_id
-            return (
-                [bos] if config.get("add_bos_token") and bos is not None else [],
-                [eos] if config.get("add_eos_token") and eos is not None else [],
-            )
+    def _text_frame(self) -> tuple[list[int], list[int]]:
+        # tokenizer.json decides alone: transformers too leaves add_bos_token and add_eos_token unread beside one.
         encoding = self._backend.encode("a", add_special_tokens=True)
         added = np.array(encoding.special_tokens_mask, dtype=bool)
         body = np.flatnonzero(~added)

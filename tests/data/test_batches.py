@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tuner.data.batches import IGNORED, GlobalBatches, collate
+from tuner.data.order import row_order
+from tuner.data.prepared import Row
+
+
+class FakeRows:
+    """Rows whose token ids name row and position."""
+
+    def __init__(self, lengths: list[list[int]]) -> None:
+        self._lengths = lengths
+        self._rows = [self._make(i) for i in range(len(lengths))]
+        self.tokens_per_row = np.array([sum(row) for row in lengths], dtype=np.int64)
+        self.trained_per_row = np.array(
+            [int((collate([row]).targets != IGNORED).sum()) for row in self._rows], dtype=np.int64
+        )
+
+    def _make(self, i: int) -> Row:
+        n = sum(self._lengths[i])
+        ids = i * 1000 + np.arange(n, dtype=np.int64)
+        return Row(ids, (ids * 7 + i) % 3 != 0, np.array(self._lengths[i], dtype=np.int32))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, i: int) -> Row:
+        return self._rows[i]
+
+
+ROWS = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=13)
+
+
+def batches(rows: FakeRows, size: int, micro: int, rank: int, world: int) -> GlobalBatches:
+    return GlobalBatches(
+        rows,  # type: ignore[arg-type]
+        seed=3,
+        shuffle=True,
+        global_batch_size=size,
+        micro_batch_size=micro,
+        rank=rank,
+        world_size=world,
+    )
+
+
+def test_collate_never_crosses_documents() -> None:
+    rows = [
+        Row(np.arange(5), np.ones(5, dtype=bool), np.array([2, 3], dtype=np.int32)),
+        Row(np.arange(10, 14), np.array([True, True, False, True]), np.array([4], dtype=np.int32)),
+    ]
+    batch = collate(rows)
+    assert batch.input_ids.tolist() == [0, 1, 2, 3, 4, 10, 11, 12, 13]
+    assert batch.targets.tolist() == [1, -100, 3, 4, -100, 11, -100, 13, -100]
+    assert batch.position_ids.tolist() == [0, 1, 0, 1, 2, 0, 1, 2, 3]
+    assert batch.lengths == (2, 3, 4)
+    assert batch.trained_positions.tolist() == [0, 2, 3, 5, 7]
+    assert batch.input_ids.dtype == batch.targets.dtype == batch.trained_positions.dtype == np.int64
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS)
+def test_targets_are_the_next_trained_token_of_the_same_document(lengths: list[list[int]]) -> None:
+    rows = FakeRows(lengths)
+    batch = collate([rows.row(i) for i in range(len(rows))])
+    trained = np.concatenate([rows.row(i).trained for i in range(len(rows))])
+    start = 0
+    for length in batch.lengths:
+        for t in range(start, start + length):
+            inside = t + 1 < start + length
+            assert batch.targets[t] == (batch.input_ids[t + 1] if inside and trained[t + 1] else IGNORED)
+            assert batch.position_ids[t] == t - start
+        start += length
+    assert start == len(batch.input_ids)
+    assert (np.flatnonzero(batch.targets != IGNORED) == batch.trained_positions).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS, st.integers(1, 9), st.integers(1, 4), st.integers(1, 5))
+def test_ranks_and_micro_batches_make_up_the_global_batch(
+    lengths: list[list[int]], size: int, micro: int, world: int
+) -> None:
+    rows = FakeRows(lengths)
+    ranks = [batches(rows, size, micro, rank, world) for rank in range(world)]
+    one = batches(rows, size, len(rows), 0, 1)
+    assert one.steps_per_epoch == -(-len(rows) // size)
+    for i in range(2 * one.steps_per_epoch):
+        steps = [rank.step(i) for rank in ranks]
+        whole = one.step(i)
+        assert len({len(step.micro) for step in steps}) == 1
+        for step in steps:
+            assert step.row_ids.tolist() == whole.row_ids.tolist()
+            assert (step.trained_count, step.tokens) == (whole.trained_count, whole.tokens)
+            # A full micro-batch never holds more rows than asked for.
+            assert all(len(set((batch.input_ids // 1000).tolist())) <= micro for batch in step.micro)
+        targets = np.concatenate([b.targets[b.trained_positions] for step in steps for b in step.micro])
+        expected = np.concatenate([b.targets[b.trained_positions] for b in whole.micro])
+        assert sorted(targets.tolist()) == sorted(expected.tolist())
+        assert len(targets) == whole.trained_count
+
+
+def test_an_epoch_visits_every_row_once_and_ends_with_a_partial_batch() -> None:
+    rows = FakeRows([[3]] * 10)
+    one = batches(rows, 4, 1, 0, 1)
+    sizes = [len(one.step(i).row_ids) for i in range(one.steps_per_epoch)]
+    assert sizes == [4, 4, 2]
+    for epoch in range(2):
+        seen = np.concatenate([one.step(epoch * 3 + i).row_ids for i in range(3)])
+        assert sorted(seen.tolist()) == list(range(10))
+    assert one.step(2).tokens == 6
+
+
+def test_a_rank_with_nothing_left_trains_nothing() -> None:
+    rows = FakeRows([[4]])
+    idle = batches(rows, 4, 2, 1, 2).step(0)
+    assert len(idle.micro) == 1
+    assert (idle.micro[0].targets == IGNORED).all()
+    assert len(idle.micro[0].trained_positions) == 0
+    assert len(idle.micro[0].input_ids) == 4
+    assert idle.trained_count == rows.trained_per_row[0] > 0
+
+
+@pytest.mark.parametrize(("size", "micro", "rank", "world"), [(0, 1, 0, 1), (1, 0, 0, 1), (1, 1, 1, 1)])
+def test_impossible_sizes_are_refused(size: int, micro: int, rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match="batch sizes"):
+        batches(FakeRows([[2]]), size, micro, rank, world)
+
+
+def test_order_is_a_frozen_function_of_seed_and_epoch() -> None:
+    assert row_order(42, 0, 8, True).tolist() == row_order(42, 0, 8, True).tolist()
+    assert row_order(42, 0, 8, False).tolist() == list(range(8))
+    orders = {tuple(row_order(seed, epoch, 50, True).tolist()) for seed in (1, 2) for epoch in (0, 1)}
+    assert len(orders) == 4
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert row_order(42, 0, 8, True).tolist() == FROZEN
+    assert len(row_order(1, 0, 0, True)) == 0
+
+
+FROZEN = [7, 1, 6, 4, 3, 5, 0, 2]

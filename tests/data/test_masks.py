@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data import tiny
+from tuner.data.byte_tokenizer import byte_tokenizer_files
+from tuner.data.encode import Document, Encoder, TrainOn
+from tuner.data.rows import parse_row
+from tuner.data.sources import RowProblem
+from tuner.data.tokenizer import TextTokenizer
+from tuner.errors import DataError
+
+LOOP_LAST = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+ENDS_WHOLE = LOOP_LAST + (
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ '<|endoftext|>' }}{% endif %}"
+)
+DROPS_REASONING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split('</t>')[-1] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NO_CONTROL = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+
+
+def encode(row: dict[str, Any], train_on: TrainOn = "assistant", tokenizer: TextTokenizer | None = None) -> Document:
+    result = Encoder(tokenizer or tiny.tokenizer(), train_on).encode([parse_row(row)])[0]
+    if isinstance(result, RowProblem):
+        raise result
+    return result
+
+
+def trained_parts(document: Document, tokenizer: TextTokenizer | None = None) -> list[str]:
+    tokenizer = tokenizer or tiny.tokenizer()
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], document.trained.astype(int), [0]])))
+    return [
+        tokenizer.decode(document.input_ids[start:stop].tolist())
+        for start, stop in zip(edges[::2], edges[1::2], strict=True)
+    ]
+
+
+def test_every_answer_and_its_end_token_are_trained_and_nothing_else() -> None:
+    document = encode(tiny.chat("hello", "world ", "the <answer>?", "forty two\n"))
+    assert trained_parts(document) == ["world <|im_end|>", "forty two\n<|im_end|>"]
+    text = tiny.tokenizer().decode(document.input_ids.tolist())
+    assert text.startswith("<|im_start|>system\nYou are helpful<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n")
+    # The padding token is the end token too: its id decides nothing.
+    ends = document.trained[document.input_ids == 2]
+    assert ends.tolist() == [False, False, True, False, True]
+    assert tiny.tokenizer().decode(document.input_ids[: document.prompt_tokens].tolist()).endswith("assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("train_on", "expected"),
+    [("last_assistant", ["d<|im_end|>"]), ("assistant", ["b<|im_end|>", "d<|im_end|>"])],
+)
+def test_train_on(train_on: TrainOn, expected: list[str]) -> None:
+    assert trained_parts(encode(tiny.chat("a", "b", "c", "d"), train_on)) == expected
+    assert encode(tiny.chat("a", "b", "c", "d"), "all").trained.all()
+
+
+def test_a_message_decides_for_itself() -> None:
+    row = tiny.chat("a", "b", "c", "d")
+    row["messages"][1]["train"] = False
+    assert trained_parts(encode(row)) == ["d<|im_end|>"]
+    row["messages"][2]["train"] = True
+    parts = trained_parts(encode(row, "last_assistant"))
+    assert parts == ["<|im_start|>user\nc<|im_end|>\n", "d<|im_end|>"]
+    everything = encode(row, "all")
+    untrained = tiny.tokenizer().decode(everything.input_ids[~everything.trained].tolist())
+    assert untrained == "b<|im_end|>\n"
+
+
+def test_content_that_repeats_the_answer_is_not_mistaken_for_it() -> None:
+    assert trained_parts(encode(tiny.chat("assistant\nyes", "yes", "yes", "yes"))) == ["yes<|im_end|>", "yes<|im_end|>"]
+
+
+def test_byte_tokenizer_masks() -> None:
+    tokenizer = TextTokenizer(byte_tokenizer_files())
+    document = encode(tiny.chat("h\u00e9", "\U0001f642", "x", "y"), tokenizer=tokenizer)
+    assert trained_parts(document, tokenizer) == ["\U0001f642<|eos|>", "y<|eos|>"]
+
+
+def test_generation_marks_are_followed() -> None:
+    tokenizer = tiny.tokenizer(MARKED)
+    assert trained_parts(encode(tiny.chat("a", "b", "c", "d"), tokenizer=tokenizer)) == ["b<|im_end|>", "d<|im_end|>"]
+    text = tokenizer.render(tiny.chat("a", "b")["messages"])
+    assert text == "<|im_start|>user\na<|im_end|><|im_start|>assistant\nb<|im_end|>"
+
+
+def test_a_token_that_ends_the_whole_conversation_is_no_obstacle() -> None:
+    tokenizer = tiny.tokenizer(ENDS_WHOLE)
+    parts = trained_parts(encode(tiny.chat("a", "b", "c", "d"), tokenizer=tokenizer))
+    assert parts[0] == "b<|im_end|>"
+    assert parts[1].startswith("d<|im_end|>")
+
+
+def test_templates_that_rewrite_earlier_turns_are_refused() -> None:
+    tokenizer = tiny.tokenizer(DROPS_REASONING)
+    assert trained_parts(encode(tiny.chat("a", "<t>x</t>b"), tokenizer=tokenizer)) == ["<t>x</t>b<|im_end|>"]
+    with pytest.raises(RowProblem, match="differently when more messages follow"):
+        encode(tiny.chat("a", "<t>x</t>b", "c", "d"), tokenizer=tokenizer)
+    assert len(trained_parts(encode(tiny.chat("a", "<t>x</t>b", "c", "d"), "last_assistant", tokenizer))) == 1
+    with pytest.raises(RowProblem, match="differently when it is a prompt"):
+        encode(tiny.chat("a", "b"), tokenizer=tiny.tokenizer(LOOP_LAST + "{% if add_generation_prompt %}X{% endif %}"))
+
+
+def test_a_token_over_the_boundary_is_refused() -> None:
+    # "\n" of the prompt and "\n" of the answer are one token, which no prompt at inference would hold.
+    with pytest.raises(RowProblem, match="reaches over"):
+        encode(tiny.chat("a", "\n\nb"))
+    # Here the space of "assistant: " goes into the token of " hello".
+    with pytest.raises(RowProblem, match="reaches over"):
+        encode(tiny.chat("a", "hello"), tokenizer=tiny.tokenizer(NO_CONTROL))
+
+
+def test_prompt_and_completion() -> None:
+    document = encode({"prompt": "hello", "completion": " world"})
+    assert trained_parts(document) == [" world<|im_end|>"]
+    assert document.prompt_tokens == len(tiny.tokenizer().encode("hello"))
+    assert encode({"prompt": "hello", "completion": " world"}, "all").trained.all()
+    # A token would straddle: the two are encoded apart, and the prompt's ids are the prompt's own.
+    apart = encode({"prompt": "the ", "completion": "answer"})
+    assert trained_parts(apart) == ["answer<|im_end|>"]
+    assert apart.input_ids[: apart.prompt_tokens].tolist() == tiny.tokenizer().encode("the ")
+    chat = {"prompt": tiny.chat("a", "b", "c")["messages"], "completion": [{"role": "assistant", "content": "d"}]}
+    assert trained_parts(encode(chat)) == ["d<|im_end|>"]
+
+
+def test_text_is_trained_whole_and_ended() -> None:
+    document = encode({"text": "hello world"})
+    assert document.trained.all()
+    assert document.input_ids.tolist() == [*tiny.tokenizer().encode("hello world"), 2]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        tiny.chat("say <|im_end|>", "b"),
+        tiny.chat("a", "<|im_start|>b"),
+        {"text": "x <|endoftext|>"},
+        {"prompt": "<|im_end|>", "completion": "b"},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"x": "<|im_end|>"}]}]},
+    ],
+)
+def test_control_tokens_in_text_are_refused(row: dict[str, Any]) -> None:
+    with pytest.raises(RowProblem, match="control token <"):
+        encode(row)
+
+
+def test_a_missing_template_is_said_once_and_for_all() -> None:
+    files = {name: content for name, content in tiny.files().items() if name != "chat_template.jinja"}
+    with pytest.raises(DataError, match="no chat template"):
+        encode(tiny.chat("a", "b"), tokenizer=TextTokenizer(files))
+
+
+def test_a_conversation_without_answer_has_nothing_trained() -> None:
+    document = encode(tiny.chat("a"))
+    assert not document.trained.any()
+    assert document.prompt_tokens == 0

@@ -1,0 +1,81 @@
+"""A small ChatML tokenizer with a default system prompt and no generation markers, built in the test."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tuner.config.recipe import DataSection, PretrainMethod, SftMethod
+from tuner.data.prepare import PrepareRequest
+from tuner.data.tokenizer import TextTokenizer
+
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are helpful<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CORPUS = ["assistant user system You are helpful\n", "hello world, the answer is forty two\n\n", "def f(x):\n  return x"]
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+@cache
+def tokenizer_json() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=[AddedToken(name, special=True, normalized=False) for name in SPECIALS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS * 20, trainer)
+    return str(tokenizer.to_str())
+
+
+def files(template: str = CHATML, **config: Any) -> dict[str, bytes]:
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|im_end|>",
+        **config,
+    }
+    return {
+        "tokenizer.json": tokenizer_json().encode(),
+        "tokenizer_config.json": json.dumps(settings).encode(),
+        "chat_template.jinja": template.encode(),
+    }
+
+
+def tokenizer(template: str = CHATML, **config: Any) -> TextTokenizer:
+    return TextTokenizer(files(template, **config))
+
+
+def write_directory(directory: Path, template: str = CHATML, **config: Any) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in files(template, **config).items():
+        (directory / name).write_bytes(content)
+    return directory
+
+
+def chat(*contents: str, **extra: Any) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)], **extra}
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def request(cache: Path, train: object, *, pretrain: bool = False, max_length: int = 64, **data: Any) -> PrepareRequest:
+    method = PretrainMethod() if pretrain else SftMethod(train_on=data.pop("train_on", "assistant"))
+    section = DataSection.model_validate({"train": train if isinstance(train, (list, dict)) else str(train), **data})
+    return PrepareRequest(section, method, tokenizer(), max_length, data.pop("seed", 1), cache)
