@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.export.runs import write_base, write_run
+from tuner.cli.generate import _prompts
 from tuner.errors import DataError, RecipeError
 from tuner.export.hf import export_hf
-from tuner.generate import Generator, Prompt, Sampling, answer_all, load_generator
+from tuner.generate import Generator, Prompt, Sampling, answer_all, base_of, base_record, load_generator
 from tuner.model.adapter import LoraSpec
+from tuner.runtime.files import sha256_file, write_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 CHAT = Prompt("w10 w11", messages=({"role": "user", "content": "w10 w11"},))
@@ -77,7 +82,7 @@ def test_kept_adapter_needs_its_base(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", base, LoraSpec(4, 8.0, 0.0, "all-linear"))
     kept = export_hf(run, tmp_path / "kept", dtype="fp32", adapter="keep").path
     merged = export_hf(run, tmp_path / "merged", dtype="fp32").path
-    with pytest.raises(RecipeError, match="does not name its base"):
+    with pytest.raises(RecipeError, match="this machine does not know"):
         load_generator(str(kept))
     sampling = Sampling(max_new_tokens=8)
     answer = load_generator(str(kept), base=str(base)).answer(CHAT, sampling)
@@ -92,3 +97,74 @@ def test_directories_that_hold_no_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nothing-known"}')
     with pytest.raises(DataError, match="cannot be loaded"):
         load_generator(str(tmp_path))
+
+
+def test_a_run_answers_as_its_export(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "gemma3")
+    run = write_run(tmp_path / "run", base, LoraSpec(4, 8.0, 0.0, "all-linear"))
+    exported = export_hf(run, dtype="fp32").path
+    answers = {
+        load_generator(str(path)).answer(CHAT, Sampling(12)) for path in (run, run / "checkpoints/step-7", exported)
+    }
+    assert len(answers) == 1 and answers != {""}
+
+
+def test_base_is_found_by_run_export_or_record(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "llama")
+    run = write_run(tmp_path / "run", base)
+    inside, outside = export_hf(run).path, export_hf(run, tmp_path / "outside").path
+    for place in (run, run / "checkpoints" / "step-7", inside):
+        assert base_of(str(place)) == (str(base), None)
+    with pytest.raises(RecipeError, match="does not know"):
+        base_of(str(outside))
+    write_json_below(base_record(sha256_file(outside / "tuner.json")), {"base": str(base), "revision": None})
+    assert base_of(str(outside)) == (str(base), None)
+
+
+def write_json_below(path: Path, value: dict[str, object]) -> None:
+    path.parent.mkdir(parents=True)
+    write_json(path, value)
+
+
+def tuner(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tuner.cli.main", *args]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_commands(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "llama-tied")
+    run = write_run(tmp_path / "run", base)
+    exported = tuner("export-hf", "-", "--output", str(tmp_path / "out"), stdin=f"{run}\n")
+    assert (exported.returncode, exported.stdout) == (0, f"{tmp_path / 'out'}\n")
+    assert "verified  3 probes" in exported.stderr
+    words = ["--max-new-tokens", "4", "--prompt", "w10 w11"]
+    compared = tuner("generate", "-", "--compare", "base", *words, stdin=exported.stdout)
+    assert compared.returncode == 0, compared.stderr
+    lines = compared.stdout.splitlines()
+    assert lines[0].startswith("base      ") and lines[1].startswith("trained   ")
+    talk = tuner("generate", str(run), "--chat", "--max-new-tokens", "4", stdin="w10 w11\nw12\n")
+    assert talk.returncode == 0 and talk.stdout.splitlines()[0] == lines[1].removeprefix("trained   ")
+
+
+def test_a_failed_export_prints_its_document(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", write_base(tmp_path / "base", "llama"))
+    (run / "checkpoints" / "step-7" / "state.json").write_text("{}")
+    done = tuner("export-hf", str(run / "checkpoints" / "step-7"), "--json")
+    document = json.loads(done.stdout)
+    assert done.returncode == document["exit_code"] == 3 and "state.json" in document["error"]["message"]
+    passed_on = tuner("generate", "-", "--prompt", "w10", "--json", stdin=done.stdout)
+    assert passed_on.returncode == 3 and json.loads(passed_on.stdout) == document
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(
+        '"w1"\n{"prompt": "w2"}\n'
+        '{"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]}\n'
+    )
+    prompts = _prompts([], str(path), "be short", raw=False)
+    assert [p.shown for p in prompts] == ["w1", "w2", "w3"]
+    assert prompts[2].messages == ({"role": "system", "content": "be short"}, {"role": "user", "content": "w3"})
+    path.write_text('"w1"\n{"other": 1}\n')
+    with pytest.raises(DataError, match=r"p.jsonl:2: expected text"):
+        _prompts([], str(path), None, raw=False)

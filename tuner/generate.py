@@ -172,10 +172,9 @@ def _with_adapter(path: Path, base: str | None, dtype: torch.dtype) -> Any:
     from peft import PeftModel
 
     facts = read_json(path / "adapter_config.json")
-    name = base or facts.get("base_model_name_or_path")
+    name, revision = base or facts.get("base_model_name_or_path"), None if base else facts.get("revision")
     if not name:
-        raise RecipeError(f"{path}: the adapter does not name its base model", hint="give it with --base")
-    revision = None if base else facts.get("revision")
+        name, revision = base_of(str(path))
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         name, revision=revision, dtype=dtype, use_safetensors=True
     )

@@ -54,8 +54,8 @@ class ProfileReport:
         """The verdict on one line."""
         divisor, unit = _unit(self.peak_bytes)
         names = {"optimizer": "AdamW"}
-        shown = {names.get(part, part): f"{size / divisor:.2f}" for part, size in self.memory.items() if size}
-        parts = ", ".join(f"{name} {size}" for name, size in shown.items())
+        shown = {names.get(part, part): f"{size / divisor:.2f}" for part, size in self.memory.items()}
+        parts = ", ".join(f"{name} {size}" for name, size in shown.items() if float(size))
         verdict = f"{'fits' if self.fits else 'does not fit'} in {gib(self.free_bytes)} free"
         peak = f"peak {self.peak_bytes / divisor:.2f} {unit} ({parts})"
         return f"{peak} · {verdict} · {self.total_steps:,} steps, about {duration_text(self.estimate_s)}"
