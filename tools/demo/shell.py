@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -12,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PLAIN_PYTHON = ROOT / ".venv-plain" / "bin" / "python"
@@ -47,16 +45,12 @@ class Stage:
         self.seconds[title] = time.monotonic() - started
         say(dim(f"    ({self.seconds[title]:.1f} s)"))
 
-    def tuner(self, *words: str, quiet: bool = False) -> str:
-        """Run one `tuner` command in the work directory, its messages live; return what it printed on stdout."""
-        if not quiet:
-            say(f"{dim('$')} {shlex.join(('tuner', *words))}")
-        return self.command(["tuner", *words])
-
-    def tuner_json(self, *words: str) -> dict[str, Any]:
-        """Run a command with `--json`; return its document."""
-        document: dict[str, Any] = json.loads(self.tuner(*words, "--json"))
-        return document
+    def tuner(self, *words: str) -> None:
+        """Run one `tuner` command in the work directory, its messages and its result straight to the terminal."""
+        say(f"{dim('$')} {shlex.join(('tuner', *words))}")
+        done = subprocess.run(["tuner", *words], cwd=self.work, env=self.env, check=False)
+        if done.returncode:
+            raise Missed(f"`tuner {words[0]}` exited with {done.returncode}")
 
     def command(self, command: Sequence[str]) -> str:
         """Run any command in the work directory; raise `Missed` when it fails."""
