@@ -1,0 +1,154 @@
+"""Real command lines: help, init, config and recipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tuner.cli.main import COMMANDS, GROUPS, SHOWS_FLAGS
+from tuner.config.dump import recipe_dict
+from tuner.config.load import load_recipe
+
+ROOT = Path(__file__).parents[2]
+MESSAGES = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n'
+
+
+def tuner(*words: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "tuner", *words],
+        cwd=cwd,
+        env=environment,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_the_program_names_its_commands(tmp_path: Path) -> None:
+    text = tuner("--help", cwd=tmp_path).stdout
+    for name, line in COMMANDS.items():
+        assert f" {name} " in text
+        assert line in text
+    assert tuner("--version", cwd=tmp_path).stdout.startswith("tuner ")
+    assert tuner(cwd=tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - GROUPS))
+def test_every_command_explains_itself_and_has_the_common_options(name: str, tmp_path: Path) -> None:
+    done = tuner(name, "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for flag in ("--json", "--verbose", "-v", "--debug"):
+        assert flag in done.stdout
+    assert ("--optimizer.lr" in done.stdout) == (name in SHOWS_FLAGS)
+
+
+def test_init_writes_a_recipe_that_checks(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(MESSAGES * 3)
+    done = tuner("init", "-m", "owner/name", "-d", "rows.jsonl", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "3 rows, messages" in done.stderr
+    (tmp_path / "recipe.yaml").write_text(done.stdout)
+    checked = tuner("config", "check", cwd=tmp_path)
+    assert checked.stdout == f"{tmp_path / 'recipe.yaml'}\n"
+    assert load_recipe(tmp_path / "recipe.yaml").recipe.data.train[0].path == str(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "form"),
+    [
+        ("a.jsonl", '{"prompt": "a", "completion": "b"}\n', "kind: sft"),
+        ("a.jsonl", '{"text": "a"}\n\n{"text": "b"}\n', "kind: pretrain"),
+        ("a.txt", "Some words.\n\nMore words.\n", "kind: pretrain"),
+    ],
+)
+def test_init_knows_the_forms(name: str, text: str, form: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert form in tuner("init", "-m", "owner/name", "-d", name, cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b"", "empty"),
+        (b"{\n", "a.jsonl:1:"),
+        (b"[1]\n", "a.jsonl:1:1"),
+        (b'{"text": "a"}\n{"prompt": "a", "completion": "b"}\n', "a.jsonl:2:1"),
+        (b'{"question": "a"}\n', "allowed: messages"),
+        (b"\xff\n", "not UTF-8"),
+        (b"[" * 99999 + b"\n", "a.jsonl:1:"),
+    ],
+)
+def test_init_says_which_row_is_wrong(text: bytes, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(text)
+    done = tuner("init", "-m", "owner/name", "-d", "a.jsonl", "--json", cwd=tmp_path)
+    assert done.returncode == 3
+    assert expected in done.stderr
+    assert json.loads(done.stdout)["exit_code"] == 3
+    assert tuner("init", "-m", "owner/name", "-d", "nowhere", cwd=tmp_path).returncode == 3
+
+
+def test_config_show_prints_a_recipe_that_loads_to_the_same(tmp_path: Path) -> None:
+    done = tuner("config", "show", "--optimizer.lr", "3e-4", "tiny_pretrain_cpu", cwd=tmp_path)
+    (tmp_path / "shown.yaml").write_text(done.stdout)
+    shown = load_recipe(tmp_path / "shown.yaml", cwd=tmp_path).recipe
+    assert shown.optimizer.lr == 3e-4
+    first = recipe_dict(load_recipe("tiny_pretrain_cpu", cwd=tmp_path).recipe)
+    assert recipe_dict(shown) == first | {"optimizer": first["optimizer"] | {"lr": 3e-4}}
+
+
+def test_config_show_says_where_values_come_from(tmp_path: Path) -> None:
+    text = tuner("config", "show", "tiny_pretrain_cpu", "--origin", "--seed", "7", cwd=tmp_path).stdout
+    lines = {line.split(":")[0].strip(): line for line in text.splitlines()}
+    assert lines["seed"].endswith("# flag --seed 7")
+    assert "tiny_pretrain_cpu.yaml:" in lines["duration"]
+    assert lines["eps"].endswith("# default")
+
+
+def test_config_schema_is_json(tmp_path: Path) -> None:
+    assert json.loads(tuner("config", "schema", cwd=tmp_path).stdout)["additionalProperties"] is False
+
+
+def test_a_recipe_may_be_named_on_stdin(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("model: {name_or_path: a/b}\ndata: {train: x}\n")
+    assert tuner("config", "check", "-", cwd=tmp_path, stdin="r.yaml\n").stdout == f"{tmp_path / 'r.yaml'}\n"
+
+
+def test_flags_alone_can_be_a_recipe(tmp_path: Path) -> None:
+    done = tuner("config", "show", "--model.name_or_path", "a/b", "--data.train", "x.jsonl", cwd=tmp_path)
+    assert f"path: {tmp_path / 'x.jsonl'}" in done.stdout
+
+
+def test_recipes_are_listed_shown_and_copied(tmp_path: Path) -> None:
+    assert "tiny_pretrain_cpu" in tuner("recipes", "list", cwd=tmp_path).stdout
+    shown = tuner("recipes", "show", "tiny_pretrain_cpu", cwd=tmp_path).stdout
+    copied = tuner("recipes", "copy", "tiny_pretrain_cpu", cwd=tmp_path)
+    path = tmp_path / "tiny_pretrain_cpu.yaml"
+    assert copied.stdout == f"{path}\n"
+    assert path.read_text() == shown
+    again = tuner("recipes", "copy", "tiny_pretrain_cpu", cwd=tmp_path)
+    assert (again.returncode, path.read_text()) == (2, shown)
+    assert tuner("recipes", "copy", "tiny_pretrain_cpu", "no/where.yaml", cwd=tmp_path).returncode == 2
+
+
+def test_commands_without_a_recipe_refuse_its_flags(tmp_path: Path) -> None:
+    done = tuner("export-hf", "run", "--optimizer.lr", "1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "export-hf takes no recipe flags: --optimizer.lr" in done.stderr
+
+
+def test_a_gone_reader_of_help_leaves_no_traceback(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    line = f"{sys.executable} -m tuner train --help | true"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr

@@ -1,0 +1,210 @@
+"""One result on stdout, everything else on stderr; documents, exit codes and `-`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tuner.cli.document import SCHEMA_PATH, Outcome, failure_document, outcome_document, read_document, write_document
+
+ROOT = Path(__file__).parents[2]
+SCHEMA = json.loads(SCHEMA_PATH.read_text())
+
+COMMAND = """
+import os, sys
+from pathlib import Path
+from tuner.cli.session import Outcome, OutputOptions, input_path, run_command
+from tuner import errors
+options = OutputOptions(json="--json" in sys.argv, verbose="-v" in sys.argv, debug="--debug" in sys.argv)
+def body():
+    print("a library prints")
+    os.system("echo a child prints")
+    {body}
+run_command("test", options, body)
+"""
+
+
+def run(body: str, *words: str, stdin: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    code = COMMAND.replace("{body}", body)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | (env or {})
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env=environment,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.stdout.count("\n") == 1
+    value: dict[str, Any] = json.loads(done.stdout)
+    jsonschema.Draft202012Validator(SCHEMA).validate(value)
+    return value
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_only_the_result_reaches_stdout() -> None:
+    done = run("return Outcome('/a/run', warnings=['two rows skipped'])")
+    assert (done.returncode, done.stdout) == (0, "/a/run\n")
+    for text in ("a library prints", "a child prints", "warning: two rows skipped"):
+        assert text in done.stderr
+
+
+def test_a_document_says_it_all() -> None:
+    body = (
+        "return Outcome('/a', artifacts={'n': Path('/b')}, metrics={'loss': 1.5, 'bad': float('nan')}, next='tuner x')"
+    )
+    value = document(run(body, "--json", "-v"))
+    assert value == {
+        "schema_version": 1,
+        "command": "test",
+        "status": "ok",
+        "exit_code": 0,
+        "artifacts": {"path": "/a", "n": "/b"},
+        "metrics": {"loss": 1.5, "bad": "nan"},
+        "warnings": [],
+        "next": "tuner x",
+        "error": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "status"),
+    [
+        ("errors.RecipeError('m', 'h')", 2, "failed"),
+        ("errors.DataError('m', 'h')", 3, "failed"),
+        ("errors.MachineError('m', 'h')", 4, "failed"),
+        ("errors.MemoryLimitError('m', 'h')", 5, "failed"),
+        ("errors.VerificationError('m', 'h')", 6, "failed"),
+        ("errors.DivergedError('m', 'h')", 7, "failed"),
+        ("errors.StoppedError('m', 'h')", 75, "stopped"),
+        ("KeyboardInterrupt()", 130, "failed"),
+        ("MemoryError()", 5, "failed"),
+        ("OSError(28, 'No space left on device', '/x')", 4, "failed"),
+        ("ModuleNotFoundError('no', name='gguf')", 4, "failed"),
+        ("ZeroDivisionError('oops')", 1, "failed"),
+        ("RuntimeError()", 1, "failed"),
+    ],
+)
+def test_errors_have_their_exit_codes(error: str, code: int, status: str) -> None:
+    done = run(f"raise {error}", "--json")
+    value = document(done)
+    assert (done.returncode, value["exit_code"], value["status"]) == (code, code, status)
+    assert "Traceback" not in done.stderr
+    assert sum(line.startswith("error: ") for line in done.stderr.splitlines()) == 1
+    if "errors." in error:
+        assert value["error"] == {"type": error.split("(", maxsplit=1)[0].split(".")[1], "message": "m", "hint": "h"}
+        assert "hint: h" in done.stderr
+    if code == 1:
+        assert "--debug" in done.stderr
+    assert run(f"raise {error}").stdout == ""
+
+
+def test_debug_shows_the_traceback() -> None:
+    assert "Traceback" in run("raise ZeroDivisionError('oops')", "--debug").stderr
+
+
+def test_a_stop_that_was_saved_exits_75_with_its_path() -> None:
+    done = run("return Outcome('/a/run', status='stopped', next='tuner resume /a/run')", "--json")
+    assert done.returncode == 75
+    assert document(done)["artifacts"]["path"] == "/a/run"
+
+
+def test_only_rank_0_speaks() -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    done = run("return Outcome('/a/run')", "--json", env=env)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+READ = "return Outcome(str(input_path('-')))"
+
+
+def test_a_path_or_a_document_comes_from_stdin() -> None:
+    assert run(READ, stdin="/a/run\n").stdout == "/a/run\n"
+    line = write_document(outcome_document("train", Outcome("/b/run")))
+    assert run(READ, stdin=line + "\n").stdout == "/b/run\n"
+    assert run(READ, stdin="here\n").stdout == f"{Path.cwd()}/here\n"
+
+
+@pytest.mark.parametrize(
+    ("stdin", "expected"), [("", "printed no path"), ("\n", "printed no path"), ("{}\n", "neither")]
+)
+def test_an_unusable_stdin_is_a_usage_error(stdin: str, expected: str) -> None:
+    done = run(READ, "--json", stdin=stdin)
+    assert (done.returncode, document(done)["status"]) == (2, "failed")
+    assert expected in done.stderr
+
+
+@pytest.mark.parametrize("code", [5, 7, 75])
+def test_a_failed_document_is_passed_on(code: int) -> None:
+    line = write_document(failure_document("train", code, "SomeError", "because", None))
+    done = run(READ, "--json", stdin=line + "\n")
+    assert (done.returncode, done.stdout.strip()) == (code, line)
+    quiet = run(READ, stdin=line + "\n")
+    assert (quiet.returncode, quiet.stdout) == (code, "")
+
+
+def test_a_stopped_document_with_a_path_is_passed_on_too() -> None:
+    line = write_document(outcome_document("train", Outcome("/a", status="stopped", exit_code=75)))
+    assert run(READ, "--json", stdin=line).returncode == 75
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "{", '{"schema_version": 2}', "[" * 9999, "null", '{"schema_version": 1, "status": "ok"}']
+)
+def test_what_is_no_document(line: str) -> None:
+    assert read_document(line) is None
+
+
+def test_a_reader_that_has_gone_away_is_no_bug() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = COMMAND.replace("{body}", "return Outcome('x' * 100000)")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writer)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    done = run(r"raise errors.DataError('bad \x1b[31m name')")
+    assert "\x1b" not in done.stderr
+    assert r"\x1b[31m" in done.stderr
+
+
+def test_an_interrupt_ends_with_130() -> None:
+    code = COMMAND.replace("{body}", "import time; print('up', flush=True); time.sleep(30)")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "--json"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stderr is not None
+        while "up" not in child.stderr.readline():
+            time.sleep(0.01)
+        child.send_signal(signal.SIGINT)
+        out, _ = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert json.loads(out)["exit_code"] == 130
