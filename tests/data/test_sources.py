@@ -135,7 +135,11 @@ def test_format_forces_the_form() -> None:
         parse_row(row, "prompt_completion")
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v) | st.dictionaries(st.text(), v)))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v) | st.dictionaries(st.text(), v)
+    )
+)
 def test_strict_rows_equal_json(value: object) -> None:
     text = json.dumps({"v": value})
     try:

@@ -18,7 +18,13 @@ from tuner.data.template import ChatTemplate
 from tuner.data.tokenizer import TextTokenizer, load_tokenizer
 from tuner.errors import DataError
 
-TEXTS = ["hello world", "  two  spaces\n\nand lines \n", "h\u00e9 \U0001f642 \u65e5\u672c", "def f(x):\n\treturn 1\r\n", ""]
+TEXTS = [
+    "hello world",
+    "  two  spaces\n\nand lines \n",
+    "h\u00e9 \U0001f642 \u65e5\u672c",
+    "def f(x):\n\treturn 1\r\n",
+    "",
+]
 LLAMA = (
     "{{ bos_token }}{%- for m in messages %}\n    {%- if m.role == 'user' -%}\n [I] {{ m['content'] | trim }} [/I]"
     "{%- else %}\n  {% generation %}{{ ' ' ~ m.content ~ eos_token }}{% endgeneration %}\n{% endif %}{%- endfor %}"
@@ -30,8 +36,15 @@ TOOLS = (
 )
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "hi"}],
-    [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}],
-    [{"role": "user", "content": "<&> \u00e9 \U0001f642"}, {"role": "assistant", "content": "a\n\nb", "reasoning": "why"}],
+    [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yo"},
+    ],
+    [
+        {"role": "user", "content": "<&> \u00e9 \U0001f642"},
+        {"role": "assistant", "content": "a\n\nb", "reasoning": "why"},
+    ],
 ]
 
 
@@ -67,7 +80,9 @@ def test_tokens_around_a_text_equal_those_of_transformers(tmp_path: Path, single
     backend.post_processor = TemplateProcessing(single=single, special_tokens=specials)
     backend.save(str(tmp_path / "tokenizer.json"))
     ours = load_tokenizer(str(tmp_path), None, TokenizerSection())
-    assert ours.encode("hello", add_special_tokens=True) == AutoTokenizer.from_pretrained(tmp_path)("hello")["input_ids"]
+    assert (
+        ours.encode("hello", add_special_tokens=True) == AutoTokenizer.from_pretrained(tmp_path)("hello")["input_ids"]
+    )
     assert ours.encode("hello") == tiny.tokenizer().encode("hello")
 
 

@@ -20,7 +20,11 @@ CHATML = (
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-CORPUS = ["assistant user system You are helpful\n", "hello world, the answer is forty two\n\n", "def f(x):\n  return x"]
+CORPUS = [
+    "assistant user system You are helpful\n",
+    "hello world, the answer is forty two\n\n",
+    "def f(x):\n  return x",
+]
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 

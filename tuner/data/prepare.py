@@ -181,8 +181,9 @@ def _locked(
         raise machine_error(parent, error) from error
     # Dotted, and one lock for each key: other keys are built meanwhile, so only this key's leftovers are swept.
     with FileLock(parent / f".{final.name}.lock", on_wait=waiting):
-        for leftover in parent.glob(f".tmp-{final.name}-*"):
-            discard_dir(leftover)
+        for pattern in (f".tmp-{final.name}-*", f".trash-*{final.name}-*"):
+            for leftover in parent.glob(pattern):
+                discard_dir(leftover)
         manifest = _valid(final, schema)
         if manifest is not None:
             return manifest, True
