@@ -44,7 +44,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
     model.requires_grad_(False)
     config = spec.peft_config()
     if spec.target_modules == "all-linear":
-        config.target_modules = set(linear_layer_names(model))
+        config.target_modules = linear_layer_names(model)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -64,9 +64,12 @@ def linear_layer_names(model: PreTrainedModel) -> list[str]:
     """Last name components of all linear layers of the decoder, the output layer left out."""
     output = model.get_output_embeddings()
     kinds = ("Linear", "Conv1D")
-    return sorted(
-        {name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in kinds and module is not output}
-    )
+    found = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if type(module).__name__ in kinds and module is not output
+    }
+    return sorted(found)
 
 
 def without_adapter(name: str) -> str:

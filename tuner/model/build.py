@@ -30,7 +30,7 @@ def model_config(spec: ModelSpec) -> PretrainedConfig:
     """Read the config of the model. Raises RecipeError for an unknown model, type or overridden key."""
     with _clear_errors(spec):
         config: PretrainedConfig = AutoConfig.from_pretrained(spec.name_or_path, revision=spec.revision)
-    for key, value in spec.config_overrides.items():
+    for key in spec.config_overrides:
         if not hasattr(config, key):
             near = difflib.get_close_matches(key, list(config.to_dict()), n=1)
             raise RecipeError(
@@ -61,7 +61,7 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.PACKED)
         return _finished(model)
     with _clear_errors(spec), _without_progress():
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             spec.name_or_path,
             revision=spec.revision,
             config=config,
@@ -70,6 +70,7 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
             use_safetensors=True,
             output_loading_info=True,
         )
+    model, report = loaded
     _require_complete(spec, report)
     return _finished(model)
 
@@ -94,7 +95,7 @@ def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
 def generation_config(spec: ModelSpec, config: PretrainedConfig) -> GenerationConfig:
     """The model's generation config, or one derived from its config where it ships none."""
     with contextlib.suppress(OSError):
-        return GenerationConfig.from_pretrained(spec.name_or_path, revision=spec.revision)
+        return GenerationConfig.from_pretrained(spec.name_or_path, revision=spec.revision or "main")
     return GenerationConfig.from_model_config(config)
 
 
@@ -124,7 +125,8 @@ def has_liger(model_type: str) -> bool:
 
 def _finished(model: PreTrainedModel) -> PreTrainedModel:
     model.config.use_cache = False
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _require_complete(spec: ModelSpec, report: Mapping[str, Any]) -> None:
@@ -158,7 +160,8 @@ def _clear_errors(spec: ModelSpec) -> Iterator[None]:
         if path.is_dir() or os.path.isabs(spec.name_or_path):
             raise DataError(f"{where}: cannot be loaded: {reason}") from error
         raise MachineError(
-            f"{where}: cannot be fetched or loaded: {reason}", hint="check the name and the network, or give a directory"
+            f"{where}: cannot be fetched or loaded: {reason}",
+            hint="check the name and the network, or give a directory",
         ) from error
 
 

@@ -42,7 +42,9 @@ class Meter:
         self._data_s = time.monotonic() - started
         return result
 
-    def step_line(self, step: int, plan: Plan, tokens: int, step_tokens: int, result: StepResult, lr: float) -> dict[str, Any]:
+    def step_line(
+        self, step: int, plan: Plan, tokens: int, step_tokens: int, result: StepResult, lr: float
+    ) -> dict[str, Any]:
         """One line of metrics.jsonl: what is determined by the recipe first, what the clock says last."""
         now = time.monotonic()
         step_s, self._last_step = now - self._last_step, now
@@ -79,8 +81,7 @@ class Meter:
             return
         self._show_header(console)
         line = self._line
-        left = round((self.total_steps - line["step"]) * self._mean_step_s)
-        remaining = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}" if left >= 3600 else f"{left // 60}:{left % 60:02}"
+        remaining = _clock(round((self.total_steps - line["step"]) * self._mean_step_s))
         console.line(
             f"{line['step']:>6} {line['loss']:>8.4f} {'':>8} {line['grad_norm']:>8.3f} {line['lr']:>10.2e} "
             f"{line['tok_per_s']:>9,.0f} {remaining:>8}"
@@ -91,6 +92,11 @@ class Meter:
         if not self._header_shown:
             console.line(HEADER)
             self._header_shown = True
+
+
+def _clock(seconds: int) -> str:
+    minutes, rest = divmod(seconds, 60)
+    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -40,7 +40,7 @@ def plan_steps(duration: Duration, row_tokens: npt.NDArray[np.int64], global_bat
     elif duration.unit == "tokens":
         total = math.ceil(duration.count * steps_per_epoch / int(row_tokens.sum()))
     else:
-        raise RecipeError(f"train.duration: {duration} is not a length of training", hint="write epochs, steps or tokens")
+        raise RecipeError(f"{duration} is not a length of training", hint="write epochs, steps or tokens")
     return Plan(rows, global_batch_size, steps_per_epoch, total)
 
 

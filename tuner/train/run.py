@@ -13,9 +13,9 @@ from tuner.checkpoint.save import CheckpointDir
 from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import Recipe
-from tuner.data.prepare import prepare
+from tuner.data.prepare import PrepareRequest, find_prepared, prepare
 from tuner.data.prepared import PreparedData, open_prepared
-from tuner.data.request import PrepareRequest, prepare_request
+from tuner.data.request import prepare_request
 from tuner.errors import DataError, MachineError, MemoryLimitError, RecipeError
 from tuner.runtime.console import Console
 from tuner.runtime.files import sweep
@@ -79,7 +79,7 @@ def train(loaded: LoadedRecipe, options: TrainOptions, launch: Launch, console: 
     timeout_s = recipe.parallel.timeout.seconds
     with (
         _main_holds(FileLock(run.path / "lock", wait=False), run, launch),
-        StopSignals(lambda name: console.say("stopping", f"{name}: after this step; once more to stop at once")) as signals,
+        StopSignals(lambda name: console.say("stopping", f"{name}: after this step; again to stop at once")) as signals,
         process_group(launch, resolved.facts.kind, timeout_s),
         _memory_errors(),
     ):
@@ -133,7 +133,8 @@ def _run(
         if launch.is_main and record is not None:
             run.end(record, status, progress.step, why)
     saved = newest(run.checkpoints, verify=False) if progress.saved_step is not None else None
-    return _result(run, "finished" if status == "finished" else "stopped", saved, assembly.timetable.plan.total_steps, progress)
+    ended: Literal["finished", "stopped"] = "finished" if finished else "stopped"
+    return _result(run, ended, saved, assembly.timetable.plan.total_steps, progress)
 
 
 def _begin(
@@ -243,17 +244,9 @@ def _existing(
 def _data(request: PrepareRequest, options: TrainOptions, console: Console) -> PreparedData:
     if options.prepared is not None:
         return open_prepared(options.prepared, verify=True)
-    if options.no_prepare:
-        raise_if_missing(request)
-    return open_prepared(prepare(request, console.say).path)
-
-
-def raise_if_missing(request: PrepareRequest) -> None:
-    """Raise DataError where the data of the request is not in the cache."""
-    from tuner.data.prepare import is_prepared
-
-    if not is_prepared(request):
+    if options.no_prepare and find_prepared(request) is None:
         raise DataError("the data is not prepared", hint="run tuner prepare-data first, or leave out --no-prepare")
+    return open_prepared(prepare(request, console.say).path)
 
 
 def _require_same_data(found: CheckpointInfo, assembly: Assembly) -> None:

@@ -108,7 +108,8 @@ def resolve(recipe: Recipe, max_length: int, launch: Launch) -> Resolved:
         raise MachineError("model.kernels: liger needs a CUDA device", hint="write kernels: auto or torch")
     if not frozen and done.model.dtype != "fp32":
         raise RecipeError(
-            "model.dtype: trained weights are kept in fp32", hint="write dtype: auto; train.precision sets the computation"
+            "model.dtype: trained weights are kept in fp32",
+            hint="write dtype: auto; train.precision sets the computation",
         )
     return Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons)
 
@@ -215,8 +216,8 @@ def _check_sizes(
     text = config.get_text_config()
     if tokenizer.vocab_size > text.vocab_size:
         raise RecipeError(
-            f"tokenizer.name_or_path: its {tokenizer.vocab_size:,} ids do not fit the model's {text.vocab_size:,} embeddings",
-            hint=f"set model.config.vocab_size: {tokenizer.vocab_size} with model.init: random, or the model's own tokenizer",
+            f"tokenizer.name_or_path: its {tokenizer.vocab_size:,} ids exceed the model's {text.vocab_size:,} embeddings",
+            hint=f"take the model's own tokenizer, or init: random with config: {{vocab_size: {tokenizer.vocab_size}}}",
         )
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and prepared.train.max_length > longest:

@@ -1,0 +1,100 @@
+"""`tuner train`: train the recipe's model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+
+from tuner.cli.session import (
+    DebugOption,
+    JsonOption,
+    Outcome,
+    OutputOptions,
+    RecipeArgument,
+    VerboseOption,
+    input_path,
+    load_for_command,
+    overrides_of,
+    run_command,
+)
+
+if TYPE_CHECKING:
+    from tuner.config.load import LoadedRecipe
+    from tuner.train.run import RunResult, TrainOptions
+
+
+def train(  # noqa: PLR0913 - one parameter per option of the command
+    ctx: typer.Context,
+    recipe: RecipeArgument = None,
+    resume: Annotated[
+        str, typer.Option(help="auto goes on where a run stopped, must fails without one, never refuses to touch one.")
+    ] = "never",
+    prepared: Annotated[str | None, typer.Option(help="Prepared data to use; - reads its path from stdin.")] = None,
+    no_prepare: Annotated[
+        bool, typer.Option("--no-prepare", help="Fail (exit 3) where the data is not prepared yet.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and stop; data may be prepared, nothing is trained.")
+    ] = False,
+    json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Train the recipe's model into its run directory; prepares the data where that is not done."""
+
+    def body() -> Outcome:
+        from tuner.errors import RecipeError
+
+        if resume not in ("auto", "must", "never"):
+            raise RecipeError(f"--resume {resume}: allowed are auto, must and never")
+        loaded = load_for_command(recipe, overrides_of(ctx))
+        from tuner.train.run import TrainOptions
+
+        options = TrainOptions(
+            cast(Literal["auto", "must", "never"], resume),
+            input_path(prepared) if prepared is not None else None,
+            no_prepare,
+            dry_run,
+        )
+        return launch_training(loaded, options, verbose)
+
+    run_command("train", OutputOptions(json, verbose, debug), body)
+
+
+def launch_training(loaded: LoadedRecipe, options: TrainOptions, verbose: bool) -> Outcome:
+    """Train in this process, or as one of those that torchrun or srun started, and say how it ended."""
+    from tuner.runtime.console import Console
+    from tuner.runtime.launch import Launch
+    from tuner.train.run import train as run_training
+
+    launch = Launch.from_environment()
+    console = Console(launch.is_main, "debug" if verbose else loaded.recipe.logging.level)
+    return outcome_of(run_training(loaded, options, launch, console), console.say)
+
+
+def outcome_of(result: RunResult, say: object) -> Outcome:
+    """The command's outcome for a launch that ended in order."""
+    from collections.abc import Callable
+
+    tell = cast(Callable[[str, str], None], say)
+    run_dir = _shown(result.run_dir)
+    artifacts = {"checkpoint": str(result.checkpoint)} if result.checkpoint else {}
+    metrics = {**result.metrics, "total_steps": result.total_steps}
+    if result.status == "planned":
+        return Outcome(str(result.run_dir), artifacts=artifacts, metrics=metrics, next=f"tuner train, into {run_dir}")
+    if result.status == "stopped":
+        step = f"step {result.step} of {result.total_steps}"
+        tell("stopped", f"{step} · go on: tuner resume {run_dir}")
+        return Outcome(
+            str(result.run_dir), "stopped", 75, artifacts=artifacts, metrics=metrics, next=f"tuner resume {run_dir}"
+        )
+    before, after = result.metrics.get("first_eval_loss"), result.metrics.get("eval_loss")
+    evaluated = f" · eval loss {before:.3f} -> {after:.3f}" if before is not None and after is not None else ""
+    tell("done", f"{result.step} steps{evaluated} · next: tuner export-hf {run_dir}")
+    return Outcome(str(result.run_dir), artifacts=artifacts, metrics=metrics, next=f"tuner export-hf {run_dir}")
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
