@@ -121,6 +121,19 @@ def test_equal_documents_are_never_on_both_sides(tmp_path: Path) -> None:
         prepare(tiny.request(tmp_path / "a", path, eval="3 documents"))
 
 
+def test_the_size_of_record_batches_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny.write_rows(tmp_path / "r.jsonl", rows(60))
+    whole = open_prepared(prepare(tiny.request(tmp_path / "a", path, eval="5 documents")).path)
+    monkeypatch.setattr("tuner.data.encoded.BATCH_ROWS", 7)
+    pieces = open_prepared(prepare(tiny.request(tmp_path / "b", path, eval="5 documents")).path)
+    assert whole.eval is not None
+    assert pieces.eval is not None
+    assert documents(whole.train) == documents(pieces.train)
+    assert documents(whole.eval) == documents(pieces.eval)
+    assert whole.samples == pieces.samples
+    assert whole.train.trained_per_row.tolist() == pieces.train.trained_per_row.tolist()
+
+
 def test_an_eval_file_is_read_and_overlap_is_counted(tmp_path: Path) -> None:
     train = tiny.write_rows(tmp_path / "t.jsonl", rows(10))
     held = tiny.write_rows(tmp_path / "e.jsonl", rows(4, start=8))

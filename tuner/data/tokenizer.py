@@ -80,7 +80,7 @@ class TextTokenizer:
         self._template = None if source is None else ChatTemplate(source, self.special_tokens)
         self.eos_ids = self._end_ids(model_eos_ids)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the largest token id."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
