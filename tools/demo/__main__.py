@@ -78,7 +78,7 @@ def play(stage: Stage) -> None:
         stage.tuner("profile", "extract.yaml", "--steps", "2")
     run, twin = stage.work / "runs" / "extract", stage.work / "runs" / "broken"
     with stage.part("Training, with three held-out answers as they change"):
-        training.run(stage, ["train", "extract.yaml"], training.Watch(run), samples=True)
+        training.run(stage, ["train", "extract.yaml"])
     with stage.part("The same training, killed with -9 at a random step, resumed, and compared"):
         break_and_resume(stage, run, twin)
     exported = stage.work / "exported"
@@ -119,11 +119,10 @@ def break_and_resume(stage: Stage, run: Path, twin: Path) -> None:
     """Train again into `twin`, kill that, resume it, and require the weights of the unbroken run."""
     kill_at = random.SystemRandom().randint(CHECKPOINT_EVERY + 1, STEPS - 3)
     say(f"    kill -9 is due after step {kill_at}")
-    watch = training.Watch(twin)
-    words = ["train", "extract.yaml", "--output_dir", f"runs/{twin.name}"]
-    training.run(stage, words, watch, samples=False, kill_at=kill_at)
-    say(f"    {bold('killed')} after step {watch.step}")
-    training.run(stage, ["resume", f"runs/{twin.name}"], training.Watch(twin), samples=False)
+    words = ["train", "extract.yaml", "--output_dir", f"runs/{twin.name}", "--eval.samples", "0"]
+    step = training.run(stage, words, killed=(twin, kill_at))
+    say(f"    {bold('killed')} after step {step}")
+    training.run(stage, ["resume", f"runs/{twin.name}"])
     lines = stage.command([sys.executable, "-c", TRUTHS, str(run), str(twin)]).splitlines()
     unbroken, broken = (line.split() for line in lines)
     say(f"    unbroken  step {unbroken[0]}  SHA-256 {unbroken[1]}")
