@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data import tiny
@@ -103,6 +103,7 @@ def test_text_files_are_documents_in_bounded_pieces(tmp_path: Path, monkeypatch:
     assert (row.line, row.problem.col) == (2, 3)
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60), st.integers(16, 40))
 def test_pieces_join_to_the_whole(tmp_path_factory: pytest.TempPathFactory, text: str, size: int) -> None:
     path = tmp_path_factory.mktemp("pieces") / "a.txt"
@@ -135,6 +136,7 @@ def test_format_forces_the_form() -> None:
         parse_row(row, "prompt_completion")
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v) | st.dictionaries(st.text(), v)

@@ -170,7 +170,10 @@ def choose_eval(digests: Sequence[bytes], split: Duration, seed: int) -> npt.NDA
     wanted = math.floor(total * split.count / 100 + 0.5) if split.unit == "%" else int(split.count)
     wanted = max(wanted, 1)
     if wanted >= total:
-        raise DataError(f"data.eval: {split} of {total:,} documents leaves none to train on")
+        raise DataError(
+            f"data.eval: {split} of {total:,} documents leaves none to train on",
+            hint="give data.eval a file of its own",
+        )
     groups: dict[bytes, list[int]] = {}
     for i, digest in enumerate(digests):
         groups.setdefault(digest, []).append(i)
