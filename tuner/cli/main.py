@@ -47,7 +47,7 @@ def run(args: list[str]) -> int:
     except TyperException as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             return int(ExitCode.USAGE)
-        return _usage(command, args, error.format_message(), _help_of(error))
+        return _usage(command, args, _message(command, error), _help_of(error))
     except (KeyboardInterrupt, typer.Abort):
         print("error: interrupted", file=sys.stderr)
         return 130
@@ -108,6 +108,16 @@ def _invocation(flags: list[tuple[str, str | None]]) -> Any:
     from tuner.config.overrides import Override
 
     return Invocation([Override(key, text) for key, text in flags])
+
+
+def _message(command: str, error: TyperException) -> str:
+    """Say what Typer says; an unknown flag is a misspelt option, or else a key of the recipe or of another tool."""
+    name = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
+    if type(error).__name__ != "NoSuchOption" or command not in TAKES_RECIPE or getattr(error, "possibilities", None):
+        return error.format_message()
+    from tuner.config.overrides import unknown
+
+    return f"flag --{name}  {unknown(name)}"
 
 
 def _help_of(error: TyperException) -> str:

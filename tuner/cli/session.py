@@ -147,7 +147,7 @@ def _fail(name: str, options: OutputOptions, error: BaseException, stdout: int) 
         traceback.print_exception(error, file=sys.stderr)
     known = as_tuner_error(error)
     code = int(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else known.exit_code)
-    report_error(known)
+    report_error(known, _rank())
     document = failure_document(name, code, type(error).__name__, known.message or type(error).__name__, known.hint)
     _finish(stdout, write_document(document) if options.json else None, code)
 
@@ -161,7 +161,7 @@ def as_tuner_error(error: BaseException) -> TunerError:
     if isinstance(error, KeyboardInterrupt):
         return TunerError("interrupted")
     kind, first = type(error).__name__, (str(error).strip().splitlines() or [""])[0]
-    if isinstance(error, MemoryError) or kind == "OutOfMemoryError":
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in first:
         hint = "lower train.micro_batch_size or data.max_length"
         return MemoryLimitError(f"out of memory: {first or kind}", hint=hint)
     if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
@@ -171,9 +171,9 @@ def as_tuner_error(error: BaseException) -> TunerError:
     return TunerError(f"{kind}: {first}" if first else kind, hint="a bug in tuner; run with --debug to see where")
 
 
-def report_error(error: TunerError) -> None:
+def report_error(error: TunerError, rank: int = 0) -> None:
     """Write an error and its hint to stderr."""
-    _say(f"error: {error.message}")
+    _say(f"error: {error.message}" if rank == 0 else f"error on rank {rank}: {error.message}")
     if error.hint:
         _say(f"  hint: {error.hint}")
 
@@ -212,15 +212,18 @@ def _take_stdout() -> int:
     return saved
 
 
-def _finish(stdout: int, line: str | None, code: int) -> NoReturn:
+def _rank() -> int:
     from tuner.runtime.launch import Launch
 
-    sys.stdout.flush()
     try:
-        speaks = Launch.from_environment().is_main
+        return Launch.from_environment().rank
     except TunerError:
-        speaks = True
-    if line is not None and speaks:
+        return 0
+
+
+def _finish(stdout: int, line: str | None, code: int) -> NoReturn:
+    sys.stdout.flush()
+    if line is not None and _rank() == 0:
         _write_line(stdout, line)
     os.close(stdout)
     raise SystemExit(code)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.config.fields import find, suggestion
+from tuner.config.fields import fields, find, suggestion
 from tuner.config.tree import KeyPath, Node, Problems
 from tuner.config.yaml import read_yaml, resolve
 
@@ -50,6 +50,9 @@ def merge(tree: Node, overrides: Sequence[Override], cwd: Path, problems: Proble
 
 def unknown(key: str) -> str:
     """Return what to say about a flag that is no key of the recipe."""
+    inside = [name for name in fields() if name.startswith(f"{key}.")]
+    if inside:
+        return f"a section; write --{inside[0]} and its like"
     meant = suggestion(key)
     return f"unknown; did you mean {'' if meant and ':' in meant else '--'}{meant}?" if meant else "unknown"
 

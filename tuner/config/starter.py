@@ -12,9 +12,13 @@ from tuner.config.dump import flow
 from tuner.errors import DataError, RecipeError
 
 ROWS = 200
+FEWEST_TO_SPLIT = 50
+"""With fewer rows 2% is less than one of them."""
 MAX_LINE = 1 << 24
 CHARACTERS_PER_TOKEN = 3
 FORMS = {"messages": ("messages",), "prompt_completion": ("prompt", "completion"), "text": ("text",)}
+TEXT_SUFFIXES = {".txt", ".text", ".md", ".markdown", ".rst"}
+"""Files that are one document as a whole."""
 SMALLEST, LARGEST = 512, 2048
 
 
@@ -39,13 +43,12 @@ def look(path: Path) -> Look:
     """Return the form of the first rows (JSON lines, or plain text); DataError names the line that has none."""
     if not path.is_file():
         raise DataError(f"no file {path}", hint="-d takes a file of JSON lines or plain text")
-    if path.suffix in {".txt", ".md"}:
+    if path.suffix in TEXT_SUFFIXES:
         with path.open("rb") as file:
             text = file.read(MAX_LINE).decode("utf-8", "replace")
         if not text.strip():
             raise DataError(f"{path} is empty")
-        documents = text.split("\n\n")
-        return Look("text", len(documents), max(len(document) for document in documents))
+        return Look("text", 1, len(text))
     form, rows, longest = "", 0, 0
     for number, row in _rows(path):
         found = next((name for name, keys in FORMS.items() if all(key in row for key in keys)), None)
@@ -101,6 +104,9 @@ def starter(model: str, data: str, seen: Look) -> str:
         raise RecipeError(f"got {model!r}; -m takes a hub name or a local directory")
     method = "pretrain" if seen.form == "text" else "sft"
     every = "every token is learned" if method == "pretrain" else "the answers are learned"
+    held_out = ("  eval: 2%", "held out, never trained on; or a file")
+    if seen.rows < FEWEST_TO_SPLIT:
+        held_out = ("  # eval: held_out.jsonl", "rows never trained on; there are too few here to split some off")
     lines = [
         ("model:", ""),
         (f"  name_or_path: {flow(model)}", "hub name or local directory"),
@@ -108,7 +114,7 @@ def starter(model: str, data: str, seen: Look) -> str:
         (f"  kind: {method}", f"{seen.form} rows: {every}"),
         ("data:", ""),
         (f"  train: {flow(data)}", f"looked at {seen.rows:,} rows: {seen.form}"),
-        ("  eval: 2%", "held out, never trained on; or a file"),
+        held_out,
         (f"  max_length: {seen.max_length}", f"tokens of a packed row; longest seen: {seen.longest:,} characters"),
         ("train:", ""),
         ("  duration: 1 epoch", "or 500 steps, 2B tokens"),

@@ -1,0 +1,79 @@
+"""The Python API: the functions that the commands call, given a recipe as a file, a shipped name or a mapping."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.config.numbers import parse_bytes
+
+if TYPE_CHECKING:
+    from tuner.data.prepare import PreparedInfo
+    from tuner.export.hf import ExportReport
+    from tuner.train.run import RunResult
+
+__all__ = ["RecipeSource", "export_hf", "load_recipe", "prepare_data", "train"]
+
+RecipeSource = LoadedRecipe | Path | str | Mapping[str, Any]
+"""A loaded recipe, a file's path, a shipped recipe's name, or a mapping with the recipe's keys."""
+
+
+def prepare_data(recipe: RecipeSource) -> PreparedInfo:
+    """Prepare the recipe's data, or find it prepared; progress goes to stderr.
+
+    Raises RecipeError, DataError and MachineError as `tuner prepare-data` reports them.
+    """
+    from tuner.data.prepare import prepare
+    from tuner.data.request import prepare_request
+    from tuner.runtime.console import Console
+
+    wish = _loaded(recipe).recipe
+    request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
+    return prepare(request, Console(level=wish.logging.level).say)
+
+
+def train(
+    recipe: RecipeSource,
+    resume: Literal["auto", "must", "never"] = "never",
+    prepared: str | Path | None = None,
+    dry_run: bool = False,
+) -> RunResult:
+    """Train the recipe in this process, or as one of those that torchrun or srun started; prepares missing data.
+
+    `prepared` is a directory that `prepare_data` returned. Raises TunerError's children as `tuner train` reports them.
+    """
+    from tuner.runtime.console import Console
+    from tuner.runtime.launch import Launch
+    from tuner.train.run import TrainOptions
+    from tuner.train.run import train as run_training
+
+    loaded, launch = _loaded(recipe), Launch.from_environment()
+    options = TrainOptions(resume, None if prepared is None else _path(prepared), dry_run=dry_run)
+    return run_training(loaded, options, launch, Console(launch.is_main, loaded.recipe.logging.level))
+
+
+def export_hf(
+    path: str | Path,
+    output: str | Path | None = None,
+    dtype: Literal["bf16", "fp32"] = "bf16",
+    adapter: Literal["merge", "keep"] = "merge",
+    shard_size: str | int = "5GB",
+) -> ExportReport:
+    """Write a run's newest checkpoint, or the checkpoint given, as a verified Hugging Face directory.
+
+    Raises VerificationError, with nothing published, where the export is not the trained model.
+    """
+    from tuner.export.hf import export_hf as export
+
+    return export(_path(path), None if output is None else _path(output), dtype, adapter, parse_bytes(shard_size))
+
+
+def _loaded(recipe: RecipeSource) -> LoadedRecipe:
+    return recipe if isinstance(recipe, LoadedRecipe) else load_recipe(recipe)
+
+
+def _path(path: str | Path) -> Path:
+    return Path(os.path.abspath(Path(path).expanduser()))
