@@ -38,7 +38,8 @@ RUNTIME = ("tests/runtime",)
 CHECKPOINT = ("tests/checkpoint",)
 DATA = ("tests/data",)
 MODEL = ("tests/model",)
-TRAIN = ("tests/train", "tests/parallel")
+TRAIN = ("tests/train", "tests/multi")
+PROFILE = ("tests/profile",)
 EXPORT = ("tests/export",)
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -48,20 +49,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "tuner/config/numbers.py",
         "return number / 100",
         "return number / 10",
-        CONFIG,
-    ),
-    Mutant(
-        "config-minutes",
-        "tuner/config/duration.py",
-        '"min": 60,',
-        '"min": 1,',
-        CONFIG,
-    ),
-    Mutant(
-        "config-zero-duration",
-        "tuner/config/duration.py",
-        "if count <= 0:",
-        "if count < 0:",
         CONFIG,
     ),
     Mutant(
@@ -114,21 +101,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
         RUNTIME,
     ),
-    Mutant(
-        "runtime-second-signal",
-        "tuner/runtime/stop.py",
-        "os._exit(ExitCode.INTERRUPTED)",
-        "os._exit(ExitCode.OK)",
-        RUNTIME,
-    ),
     # State on disk.
-    Mutant(
-        "checkpoint-shard-fsync",
-        "tuner/checkpoint/storage.py",
-        "        os.fsync(descriptor)\n    finally:",
-        "        pass\n    finally:",
-        CHECKPOINT,
-    ),
     Mutant(
         "checkpoint-header-unhashed",
         "tuner/checkpoint/storage.py",
@@ -214,6 +187,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "return collate([self._rows.row(filler)])",
         DATA,
     ),
+    Mutant(
+        "data-end-of-turn-untrained",
+        "tuner/data/encode.py",
+        "            trained[start:stop] = turn.trained\n",
+        "            trained[start : stop - 1] = turn.trained\n",
+        DATA,
+    ),
+    Mutant(
+        "data-first-token-counted",
+        "tuner/data/pack.py",
+        "offsets[document] + start + 1, offsets[-1]",
+        "offsets[document] + start, offsets[-1]",
+        DATA,
+    ),
     # The model.
     Mutant(
         "model-window-one-wider",
@@ -241,7 +228,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tuner/model/build.py",
         "    _require_complete(spec, report)\n",
         "",
-        MODEL,
+        MODEL + TRAIN,
     ),
     Mutant(
         "model-base-not-frozen",
@@ -308,7 +295,22 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
         TRAIN,
     ),
+    # What it costs.
+    Mutant(
+        "profile-frees-forgotten",
+        "tuner/profile/memory.py",
+        "_Event(serial, -known[2])",
+        "_Event(serial, 0)",
+        PROFILE,
+    ),
     # The way out.
+    Mutant(
+        "generate-prompt-token-in-answer",
+        "tuner/generate.py",
+        "output[0, len(ids) :]",
+        "output[0, len(ids) - 1 :]",
+        ("tests/test_generate.py",),
+    ),
     Mutant(
         "export-merge-sign",
         "tuner/export/weights.py",

@@ -1,0 +1,173 @@
+"""Kill training with SIGKILL at random steps of its second epoch, resume it, and compare with an unbroken run.
+
+    python tools/resume_campaign.py --trials 20 --world-sizes 1 2 --seed 0
+
+A LoRA run with dropout and four microbatches per step is trained once unbroken per world size. Each trial trains it
+anew, dies at a random step (all processes, or one of them and the launcher then kills the others), resumes in new
+processes, and must end with the same tensors (SHA-256), the same loss log and the same optimizer moments. Prints one
+JSON line per trial and a summary; exits with 1 when a trial differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DETERMINED = ("kind", "step", "epoch", "tokens", "loss", "lr", "grad_norm")
+STEPS_PER_EPOCH = 6
+RECIPE = """\
+model: {name_or_path: ./model}
+tokenizer: {name_or_path: byte}
+adapter: {kind: lora, r: 4, dropout: 0.2}
+data: {train: rows.jsonl, max_length: 64, packing: false}
+train: {duration: 3 epochs, global_batch_size: 8, micro_batch_size: %d, precision: fp32, device: cpu}
+optimizer: {lr: 1e-3}
+checkpoint: {every: 4 steps, keep: 3}
+logging: {level: warning}
+"""
+# Dies in place of the given optimizer step on the given rank (-1: every rank), by the signal that nothing can catch.
+KILLED = """
+import os, signal, sys
+import tuner.train.loop as loop
+step, rank = int(sys.argv[1]), int(sys.argv[2])
+real = loop.optimizer_step
+def dying(learner, index, *rest):
+    if index == step and rank in (-1, learner.numerics.rank):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(learner, index, *rest)
+loop.optimizer_step = dying
+from tuner.cli.main import main
+main(sys.argv[3:])
+"""
+
+
+def prepare(directory: Path, world_size: int) -> None:
+    """Write a tiny model with weights, rows of uneven length and the recipe."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory / "model")
+    rng = random.Random(0)
+    rows = [{"prompt": f"{i} ", "completion": "ab" * rng.randint(1, 20)} for i in range(8 * STEPS_PER_EPOCH - 3)]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "r.yaml").write_text(RECIPE % (2 // world_size))
+
+
+def launch(directory: Path, world_size: int, words: list[str]) -> list[int]:
+    """Run one process a rank; when one dies of a signal the others are killed too. Returns the exit codes."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "TUNER_CACHE": str(directory / "cache"),
+    }
+    processes = []
+    for rank in range(world_size):
+        ranks = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own = {k: str(v) for k, v in (ranks | place).items()} if world_size > 1 else {}
+        log = (directory / f"rank{rank}.log").open("w")
+        processes.append(
+            subprocess.Popen([sys.executable, *words], cwd=directory, env=env | own, stdout=log, stderr=log)
+        )
+    while any(p.poll() is None for p in processes):
+        if any(p.poll() not in (None, 0) for p in processes):
+            time.sleep(0.2)
+            for process in processes:
+                process.kill()
+        time.sleep(0.02)
+    return [process.wait() for process in processes]
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """What a finished run is judged by: the hash of all tensors, and the log without what the clock says."""
+    from tuner.checkpoint.load import content_sha256, newest
+
+    found = newest(run / "checkpoints")
+    if found is None:
+        return {"sha256": None, "log": []}
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {"sha256": content_sha256(found), "log": [{k: line[k] for k in DETERMINED if k in line} for line in lines]}
+
+
+def trial(
+    directory: Path, world_size: int, number: int, rng: random.Random, unbroken: dict[str, Any]
+) -> dict[str, Any]:
+    """One kill and resume."""
+    step = rng.randrange(STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH)
+    rank = rng.choice([-1, *range(world_size)])
+    name = f"w{world_size}-t{number}"
+    killed = launch(directory, world_size, ["-c", KILLED, str(step), str(rank), "train", "r.yaml", "--name", name])
+    resumed = launch(directory, world_size, ["-m", "tuner", "resume", f"runs/{name}"])
+    ended = outcome(directory / "runs" / name)
+    return {
+        "world_size": world_size,
+        "trial": number,
+        "killed_at_step": step + 1,
+        "killed_rank": rank,
+        "killed": -signal.SIGKILL in killed,
+        "resumed": all(code == 0 for code in resumed),
+        "identical": ended == unbroken and bool(ended["log"]),
+    }
+
+
+def campaign(directory: Path, world_size: int, trials: int, seed: int) -> list[dict[str, Any]]:
+    """All trials at one world size, in `directory`, which is empty."""
+    prepare(directory, world_size)
+    codes = launch(directory, world_size, ["-m", "tuner", "train", "r.yaml", "--name", "unbroken"])
+    if any(codes):
+        raise RuntimeError(f"the unbroken run failed: {codes}\n{(directory / 'rank0.log').read_text()[-2000:]}")
+    unbroken = outcome(directory / "runs" / "unbroken")
+    rng = random.Random(seed * 1000 + world_size)
+    results = []
+    for number in range(trials):
+        results.append(trial(directory, world_size, number, rng, unbroken))
+        print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def main() -> int:
+    """Run the campaign."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    results = []
+    for world_size in options.world_sizes:
+        with tempfile.TemporaryDirectory(prefix="tuner-campaign-") as directory:
+            results += campaign(Path(directory), world_size, options.trials, options.seed)
+    good = sum(r["killed"] and r["resumed"] and r["identical"] for r in results)
+    print(json.dumps({"trials": len(results), "identical": good, "seed": options.seed}))
+    return 0 if good == len(results) else 1
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    raise SystemExit(main())
