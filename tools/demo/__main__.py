@@ -14,7 +14,7 @@ from tools.demo import task, training
 from tools.demo.shell import PLAIN_PYTHON, ROOT, Missed, Stage, bold, say, table
 
 STEPS = 40
-CHECKPOINT_EVERY = 15
+CHECKPOINT_EVERY = 20
 BASE_ROWS = 100
 GOALS = {
     ("unseen names", "valid"): 0.98,
@@ -41,7 +41,7 @@ optimizer:
 schedule:
   warmup: 2 steps
 eval:
-  every: 10 steps
+  every: 20 steps
 checkpoint:
   every: {CHECKPOINT_EVERY} steps
 """

@@ -33,8 +33,8 @@ class Stage:
         """The environment of every command: offline, with a cache of the demo's own and the repository's `tuner`."""
         keep = {key: value for key, value in os.environ.items() if not key.startswith("TUNER_")}
         path = f"{Path(sys.executable).parent}{os.pathsep}{keep.get('PATH', '')}"
-        offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
-        return {**keep, **offline, "PATH": path, "TUNER_CACHE": str(self.work / "cache")}
+        quiet = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
+        return {**keep, **quiet, "HF_HUB_OFFLINE": "1", "PATH": path, "TUNER_CACHE": str(self.work / "cache")}
 
     @contextmanager
     def part(self, title: str) -> Iterator[None]:

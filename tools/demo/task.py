@@ -153,8 +153,8 @@ def held_out() -> dict[str, list[Row]]:
 
 
 def eval_rows() -> list[Row]:
-    """Thirty held-out rows for the loss and the sample answers shown in training, none of them scored afterwards."""
-    return rows("eval", 30, UNSEEN_FIRST_NAMES, UNSEEN_LAST_NAMES, WORDINGS)
+    """Twenty held-out rows for the loss and the sample answers shown in training, none of them scored afterwards."""
+    return rows("eval", 20, UNSEEN_FIRST_NAMES, UNSEEN_LAST_NAMES, WORDINGS)
 
 
 def write_jsonl(path: Path, items: Sequence[Row]) -> None:
