@@ -125,8 +125,11 @@ class Problems:
     """Everything wrong with one recipe, in order."""
 
     found: list[Problem] = field(default_factory=list)
+    seen: set[Problem] = field(default_factory=set)
 
     def add(self, where: str, key: str, text: str) -> None:
         """Note one problem; the same place and key are noted once."""
-        if not any(problem.where == where and problem.key == key and problem.text == text for problem in self.found):
-            self.found.append(Problem(where, key, " ".join(text.split())))
+        problem = Problem(where, key, " ".join(text.split()))
+        if problem not in self.seen:
+            self.seen.add(problem)
+            self.found.append(problem)

@@ -11,7 +11,7 @@ from tuner.config.tree import KeyPath, Node, Problems, dotted
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
-MAX_NODES = 50_000
+MAX_NODES = 10_000
 
 _INT = re.compile(r"[-+]?[0-9]{1,40}")
 _OCTAL, _HEX = re.compile(r"0o[0-7]{1,40}"), re.compile(r"0x[0-9a-fA-F]{1,40}")
