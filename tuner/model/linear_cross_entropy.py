@@ -26,11 +26,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight) if wants_weight else None
         grad_bias = torch.zeros_like(bias) if wants_bias and bias is not None else None
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        exact = torch.promote_types(dtype, torch.float32)
+        loss = torch.zeros((), dtype=exact, device=hidden.device)
         for start in range(0, hidden.shape[0], CHUNK_POSITIONS):
             span = slice(start, start + CHUNK_POSITIONS)
             rows = hidden[span].to(dtype)
-            logits = (rows @ compute_weight.T).float()
+            logits = (rows @ compute_weight.T).to(exact)
             if bias is not None:
                 logits += bias
             target = targets[span, None]
@@ -59,10 +60,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Sum of the cross-entropies in nats, a float32 scalar; zero, with a gradient of zeros, for no positions.
+    """Sum of the cross-entropies in nats, a scalar; zero, with a gradient of zeros, for no positions.
 
     Shapes: hidden ``[N, D]``, weight ``[V, D]``, bias ``[V]``, targets int64 ``[N]``, none of them ignored. The
-    products run in autocast's type where autocast is on; normaliser and loss are float32.
+    products run in autocast's type where autocast is on; normaliser and loss are float32
+    (float64 for float64 inputs).
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype

@@ -18,6 +18,7 @@ from tuner.train.setup import Assembly
 from tuner.train.step import optimizer_step
 
 MAX_ANSWER_TOKENS = 128
+SHOWN_CHARACTERS = 140
 
 
 @dataclass
@@ -117,11 +118,16 @@ def _evaluate(session: Session) -> None:
         session.samples.add(
             {"step": progress.step, "prompt": sample.prompt_text, "answer": answer, "reference": sample.reference}
         )
-        session.console.say("sample", f"{sample.reference}\n{answer}")
+        session.console.say("sample", f"wanted {_one_line(sample.reference)}\ngot    {_one_line(answer)}")
     seconds = time.monotonic() - started
     session.metrics.add({"kind": "eval", "step": progress.step, "loss": loss, "eval_s": round(seconds, 3)})
     session.samples.flush()
     session.meter.evaluated(session.console, progress.step, loss, seconds)
+
+
+def _one_line(text: str) -> str:
+    shown = text.strip().replace("\n", " ")
+    return shown if len(shown) <= SHOWN_CHARACTERS else shown[: SHOWN_CHARACTERS - 1] + "…"
 
 
 def _save(session: Session, finished: bool) -> None:

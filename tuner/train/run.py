@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from tuner.checkpoint.agree import Ranks
 from tuner.checkpoint.load import CheckpointInfo, load_into, newest
 from tuner.checkpoint.save import CheckpointDir
 from tuner.config.dump import recipe_dict, recipe_yaml
@@ -21,7 +22,7 @@ from tuner.runtime.console import Console
 from tuner.runtime.files import sweep
 from tuner.runtime.launch import Launch
 from tuner.runtime.lock import FileLock
-from tuner.runtime.process import process_group
+from tuner.runtime.process import gloo_group, process_group
 from tuner.runtime.stop import StopSignals
 from tuner.train.loop import Progress, Session, restore_position, run_tensors, train_loop
 from tuner.train.meter import Meter
@@ -108,8 +109,7 @@ def _run(
     console: Console,
 ) -> RunResult:
     launch, progress = assembly.launch, Progress()
-    if launch.is_main:
-        record = _begin(run, loaded, record, assembly, found)
+    record = Ranks(gloo_group()).on_main(lambda: _begin(run, loaded, record, assembly, found))
     if found is not None:
         _require_same_data(found, assembly)
         load_into(found, run_tensors(assembly))
@@ -130,7 +130,7 @@ def _run(
         session.metrics.flush()
         raise
     finally:
-        if launch.is_main and record is not None:
+        if launch.is_main:
             run.end(record, status, progress.step, why)
     saved = newest(run.checkpoints, verify=False) if progress.saved_step is not None else None
     ended: Literal["finished", "stopped"] = "finished" if finished else "stopped"
@@ -162,7 +162,7 @@ def _begin(
 
 
 def _session(
-    run: RunDir, record: dict[str, Any] | None, assembly: Assembly, progress: Progress, console: Console
+    run: RunDir, record: dict[str, Any], assembly: Assembly, progress: Progress, console: Console
 ) -> Session:
     recipe, main = assembly.resolved.recipe, assembly.launch.is_main
     limit = recipe.train.stop_after
@@ -179,7 +179,7 @@ def _session(
     return Session(
         assembly,
         progress,
-        CheckpointDir(run.checkpoints, str((record or {}).get("run_id", ""))),
+        CheckpointDir(run.checkpoints, str(record["run_id"])),
         _meta(assembly),
         Records(run.path / "metrics.jsonl" if main else None),
         Records(run.path / "samples.jsonl" if main else None),

@@ -1,0 +1,41 @@
+"""The chunked loss equals plain cross-entropy, in value and gradients."""
+
+import pytest
+import torch
+
+from tuner.model import linear_cross_entropy as module
+from tuner.model.linear_cross_entropy import linear_cross_entropy
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("n", [0, 1, 7, 16])
+def test_equals_plain(n: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_POSITIONS", 5)
+    torch.manual_seed(0)
+    hidden = torch.randn(n, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(11, dtype=torch.float64, requires_grad=True) if with_bias else None
+    targets = torch.randint(0, 11, (n,))
+    leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
+    loss = linear_cross_entropy(hidden, weight, bias, targets)
+    found = torch.autograd.grad(3 * loss, leaves)
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    wanted = torch.autograd.grad(3 * expected, leaves)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_frozen_weight_gets_no_gradient() -> None:
+    hidden = torch.randn(3, 8, requires_grad=True)
+    weight = torch.randn(11, 8)
+    linear_cross_entropy(hidden, weight, None, torch.tensor([1, 2, 3])).backward()
+    assert hidden.grad is not None
+    assert weight.grad is None
+
+
+def test_without_gradients_it_is_still_the_loss() -> None:
+    hidden, weight, targets = torch.randn(3, 8), torch.randn(11, 8), torch.tensor([1, 2, 3])
+    expected = torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction="sum")
+    assert linear_cross_entropy(hidden, weight, None, targets).item() == pytest.approx(expected.item(), rel=1e-5)

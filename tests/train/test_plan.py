@@ -1,0 +1,37 @@
+"""Durations become steps."""
+
+import numpy as np
+import pytest
+
+from tuner.config.duration import Duration
+from tuner.errors import RecipeError
+from tuner.train.plan import Cadence, cadence, plan_steps, steps_of
+
+TOKENS = np.full(10, 100, dtype=np.int64)
+
+
+@pytest.mark.parametrize(
+    ("duration", "steps"),
+    [("3 epochs", 9), ("0.5 epochs", 2), ("7 steps", 7), ("1000 tokens", 3), ("1001 tokens", 4), ("2000 tokens", 6)],
+)
+def test_length(duration: str, steps: int) -> None:
+    plan = plan_steps(Duration.parse(duration), TOKENS, 4)
+    assert (plan.steps_per_epoch, plan.total_steps) == (3, steps)
+
+
+def test_a_time_is_no_length() -> None:
+    with pytest.raises(RecipeError, match="not a length"):
+        plan_steps(Duration.parse("3 h"), TOKENS, 4)
+
+
+def test_cadences() -> None:
+    plan = plan_steps(Duration.parse("100 steps"), TOKENS, 4)
+    assert steps_of(Duration.parse("3%"), plan, TOKENS) == 3
+    both = cadence([Duration.parse("40 steps"), Duration.parse("2 min")], plan, TOKENS)
+    assert both == Cadence((40,), 120.0)
+    assert [s for s in range(1, 101) if both.due_at(s)] == [40, 80]
+    assert both.due_after(120.0)
+    assert not both.due_after(119.9)
+    never = cadence(None, plan, TOKENS)
+    assert not never.due_at(40)
+    assert not never.due_after(1e9)
