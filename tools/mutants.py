@@ -56,7 +56,7 @@ def main() -> int:
         clean = copy_tree(Path(scratch) / "clean")
         failing = baseline(clean, chosen, options.workers)
         with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
-            jobs = [pool.submit(judge, mutant, Path(scratch), failing) for mutant in chosen]
+            jobs = [pool.submit(judge, mutant, clean, failing) for mutant in chosen]
             verdicts = []
             for job in concurrent.futures.as_completed(jobs):
                 verdict = job.result()
@@ -104,16 +104,17 @@ def baseline(clean: Path, chosen: Sequence[Mutant], workers: int) -> set[str]:
     return {file for file, code in codes.items() if code}
 
 
-def judge(mutant: Mutant, scratch: Path, failing: set[str]) -> Verdict:
-    """Apply one fault to a copy of its own and run its tests."""
+def judge(mutant: Mutant, clean: Path, failing: set[str]) -> Verdict:
+    """Apply one fault to its own copy of the clean tree and run its tests."""
     started = time.monotonic()
-    problem = mutant.problem(ROOT)
+    problem = mutant.problem(clean)
     tests = [test for test in mutant.tests if test not in failing]
     if not problem and not tests:
         problem = "its tests fail without the fault"
     if problem:
         return Verdict(mutant.name, "broken", 0.0, problem)
-    tree = copy_tree(scratch / mutant.name)
+    tree = clean.with_name(mutant.name)
+    shutil.copytree(clean, tree)
     mutant.apply(tree)
     code, output = run_tests(tree, tests)
     shutil.rmtree(tree, ignore_errors=True)

@@ -36,7 +36,7 @@ class Mutant:
 CONFIG = ("tests/config",)
 RUNTIME = ("tests/runtime",)
 CHECKPOINT = ("tests/checkpoint",)
-DATA = ("tests/data",)
+BATCHES = ("tests/data/test_batches.py",)
 MODEL = ("tests/model",)
 TRAIN = ("tests/train", "tests/multi")
 PROFILE = ("tests/profile",)
@@ -78,14 +78,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "tuner/runtime/files.py",
         "            write_all(descriptor, data)\n            os.fsync(descriptor)\n",
         "            write_all(descriptor, data)\n",
-        RUNTIME + CHECKPOINT,
+        RUNTIME,
     ),
     Mutant(
         "runtime-publish-parent-fsync",
         "tuner/runtime/files.py",
         "        os.rename(tmp, final)\n        fsync_dir(final.parent)\n",
         "        os.rename(tmp, final)\n",
-        RUNTIME + CHECKPOINT,
+        RUNTIME,
     ),
     Mutant(
         "runtime-discard-in-place",
@@ -143,63 +143,63 @@ MUTANTS: tuple[Mutant, ...] = (
         "tuner/data/batches.py",
         "    targets[ends - 1] = IGNORED\n",
         "    targets[-1] = IGNORED\n",
-        DATA,
+        BATCHES,
     ),
     Mutant(
         "data-mask-dropped",
         "tuner/data/batches.py",
         "np.where(trained[1:], input_ids[1:], IGNORED)",
         "input_ids[1:]",
-        DATA,
+        BATCHES,
     ),
     Mutant(
         "data-mask-shifted",
         "tuner/data/batches.py",
         "np.where(trained[1:], input_ids[1:], IGNORED)",
         "np.where(trained[:-1], input_ids[1:], IGNORED)",
-        DATA,
+        BATCHES,
     ),
     Mutant(
         "data-positions-run-on",
         "tuner/data/batches.py",
         " - np.repeat(ends - lengths, lengths)",
         "",
-        DATA,
+        BATCHES,
     ),
     Mutant(
         "data-same-order-every-epoch",
         "tuner/data/order.py",
         "[seed & _MASK64, epoch]",
         "[seed & _MASK64, 0]",
-        DATA,
+        BATCHES,
     ),
     Mutant(
         "data-count-of-all-tokens",
         "tuner/data/batches.py",
         "self._rows.trained_per_row[row_ids].sum()",
         "self._rows.tokens_per_row[row_ids].sum()",
-        DATA + TRAIN,
+        BATCHES + TRAIN,
     ),
     Mutant(
         "data-filler-trains",
         "tuner/data/batches.py",
         "return without_targets(collate([self._rows.row(filler)]))",
         "return collate([self._rows.row(filler)])",
-        DATA,
+        BATCHES,
     ),
     Mutant(
         "data-end-of-turn-untrained",
         "tuner/data/encode.py",
         "            trained[start:stop] = turn.trained\n",
         "            trained[start : stop - 1] = turn.trained\n",
-        DATA,
+        ("tests/data/test_masks.py",),
     ),
     Mutant(
         "data-first-token-counted",
         "tuner/data/pack.py",
         "offsets[document] + start + 1, offsets[-1]",
         "offsets[document] + start, offsets[-1]",
-        DATA,
+        ("tests/data/test_pack.py",),
     ),
     # The model.
     Mutant(
