@@ -208,3 +208,28 @@ def test_an_interrupt_ends_with_130() -> None:
         out, _ = child.communicate(timeout=30)
     assert child.returncode == 130
     assert json.loads(out)["exit_code"] == 130
+
+
+def test_a_full_or_closed_stdout_is_answered() -> None:
+    code = COMMAND.replace("{body}", "return Outcome('/a/run')")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for redirection, expected in ((">/dev/full", 4), (">&-", 0)):
+        command = ["bash", "-c", f'"$0" -c "$1" {redirection}', sys.executable, code]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == expected, done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_failure_outside_a_body_is_one_line_too(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tuner.cli import main
+
+    def broken(command: str) -> Any:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(main, "build", broken)
+    assert main.run(["train", "r.yaml", "--json"]) == 1
+    out, err = capfd.readouterr()
+    assert json.loads(out)["error"]["message"] == "ZeroDivisionError: oops"
+    assert err.startswith("error: ZeroDivisionError: oops\n")

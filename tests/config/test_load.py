@@ -240,3 +240,25 @@ def test_python_takes_a_mapping_and_reports_like_a_file() -> None:
     assert public_load(MINIMAL).recipe.name == "run"
     with pytest.raises(RecipeError, match="recipe  optimizer.learning_rate  unknown; did you mean optimizer.lr"):
         public_load(MINIMAL | {"optimizer": {"learning_rate": 1}})
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "expected"),
+    [
+        (None, "lr", "did you mean optimizer.lr?"),
+        (None, "optimiser", "did you mean optimizer?"),
+        (None, "batch_size", "did you mean train.global_batch_size?"),
+        ("train", "epochs", "did you mean train.duration: N epochs?"),
+        ("train", "lr", "did you mean optimizer.lr?"),
+        ("adapter", "lora_r", "did you mean adapter.r?"),
+        ("train", "gradient_checkpointing", "train has duration, stop_after,"),
+        (None, "zzz", "a recipe has version, name,"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_what_was_meant_or_what_there_is(
+    section: str | None, key: str, expected: str
+) -> None:
+    wish = MINIMAL | ({key: 1} if section is None else {section: {key: 1}})
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(wish)
+    assert expected in caught.value.problems[0]

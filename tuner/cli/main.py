@@ -54,6 +54,8 @@ def run(args: list[str]) -> int:
     except BrokenPipeError:
         _close_stdout()
         return 0
+    except Exception as error:  # whatever fails outside a command's body
+        return _broken(command, args, error)
     if command in SHOWS_FLAGS and "--help" in rest:
         from tuner.cli.overrides import print_flags
 
@@ -118,6 +120,16 @@ def _message(command: str, error: TyperException) -> str:
     from tuner.config.overrides import unknown
 
     return f"flag --{name}  {unknown(name)}"
+
+
+def _broken(command: str, args: list[str], error: Exception) -> int:
+    from tuner.cli.session import as_tuner_error, print_failure
+
+    if "--debug" in args:
+        import traceback
+
+        traceback.print_exception(error, file=sys.stderr)
+    return print_failure(command or "tuner", as_tuner_error(error), "--json" in args)
 
 
 def _help_of(error: TyperException) -> str:

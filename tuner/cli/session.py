@@ -205,8 +205,12 @@ def _read_stdin() -> str:
 
 
 def _take_stdout() -> int:
+    sys.stdout = sys.stdout or sys.stderr  # there is none when a caller closed it
     sys.stdout.flush()
-    saved = os.dup(1)
+    try:
+        saved = os.dup(1)
+    except OSError:
+        saved = os.open(os.devnull, os.O_WRONLY)
     os.set_inheritable(saved, False)
     os.dup2(2, 1)
     return saved
@@ -224,7 +228,11 @@ def _rank() -> int:
 def _finish(stdout: int, line: str | None, code: int) -> NoReturn:
     sys.stdout.flush()
     if line is not None and _rank() == 0:
-        _write_line(stdout, line)
+        try:
+            _write_line(stdout, line)
+        except OSError as error:
+            report_error(MachineError(f"cannot write the result to stdout: {error.strerror}"))
+            code = code or int(ExitCode.ENVIRONMENT)
     os.close(stdout)
     raise SystemExit(code)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tuner.config.fields import fields, find, source_fields, suggestion
+from tuner.config.fields import choices, fields, find, source_fields, suggestion
 from tuner.config.leaves import Choice, shown
 from tuner.config.recipe import UNIONS, Recipe
 from tuner.config.rules import RULES
@@ -107,7 +107,7 @@ def _unknown(tree: Node, path: KeyPath, flag: bool) -> str:
     siblings = tuple(source_fields()) if len(path) > 2 and path[0] == "data" else ()
     meant = suggestion(key, siblings)
     if meant is None:
-        return "unknown"
+        return f"unknown; {choices(key)}"
     return f"unknown; did you mean {'--' if flag and ':' not in meant else ''}{meant}?"
 
 

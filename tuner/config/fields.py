@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import SequenceMatcher, get_close_matches
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -123,7 +123,7 @@ def suggestion(key: str, siblings: tuple[str, ...] = ()) -> str | None:
         return f"{section}.{near}"
     if section:
         mates = [item.rpartition(".")[2] for item in table if item.rpartition(".")[0] == section]
-        if (near := _nearest(name, mates, 0.5)) is not None:
+        if (near := _nearest(name, mates, 0.6)) is not None:
             return f"{section}.{near}"
         sections = list(dict.fromkeys(item.split(".")[0] for item in table if "." in item))
         if section not in sections and (near := _nearest(section, sections, 0.5)) and f"{near}.{name}" in table:
@@ -134,10 +134,17 @@ def suggestion(key: str, siblings: tuple[str, ...] = ()) -> str | None:
     tops = list(dict.fromkeys(item.split(".")[0] for item in table))
     if not section and (near := _nearest(name, tops, 0.5)) is not None:
         return near
-    close = get_close_matches(key, list(table), 1, 0.5)
-    if close:
-        return close[0]
-    return max(table, key=lambda item: SequenceMatcher(None, item, key).ratio())
+    close = get_close_matches(key, list(table), 1, 0.6)
+    return close[0] if close else None
+
+
+def choices(key: str) -> str:
+    """Return, in words, the keys that may stand where an unknown one does."""
+    section = key.rpartition(".")[0]
+    here = [item.rpartition(".")[2] for item in fields() if item.rpartition(".")[0] == section]
+    if section and here:
+        return f"{section} has {', '.join(here)}"
+    return f"a recipe has {', '.join(dict.fromkeys(item.split('.')[0] for item in fields()))}"
 
 
 def _nearest(name: str, names: list[str], cutoff: float) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.config.fields import fields, find, suggestion
+from tuner.config.fields import choices, fields, find, suggestion
 from tuner.config.tree import KeyPath, Node, Problems
 from tuner.config.yaml import read_yaml, resolve
 
@@ -54,7 +54,11 @@ def unknown(key: str) -> str:
     if inside:
         return f"a section; write --{inside[0]} and its like"
     meant = suggestion(key)
-    return f"unknown; did you mean {'' if meant and ':' in meant else '--'}{meant}?" if meant else "unknown"
+    return (
+        f"unknown; did you mean {'' if meant and ':' in meant else '--'}{meant}?"
+        if meant
+        else f"unknown; {choices(key)}"
+    )
 
 
 def _merge_one(tree: Node, key: str, override: Override, cwd: Path, problems: Problems) -> None:
