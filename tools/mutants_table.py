@@ -63,7 +63,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tuner/config/yaml.py",
         "            if key.value in children:\n",
         "            if key.value in children and depth > 0:\n",
-        CONFIG,
+        (*CONFIG, "tests/contracts/test_bad_input.py"),
     ),
     Mutant(
         "config-column",
