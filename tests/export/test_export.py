@@ -217,6 +217,16 @@ def test_probes_of_another_model_fail(make_run: MakeRun, monkeypatch: pytest.Mon
         export_hf(run)
 
 
+def test_training_that_rounding_undoes_is_not_published(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "ROUNDED_KL", 1e-12)
+    run = make_run("llama")
+    with pytest.raises(VerificationError, match="rounded to bf16") as failure:
+        export_hf(run)
+    assert failure.value.exit_code == 6 and "--dtype fp32" in (failure.value.hint or "")
+    assert list((run / "exports").iterdir()) == []
+    assert export_hf(run, dtype="fp32").path.is_dir()
+
+
 def test_without_recorded_probes_the_checkpoint_itself_answers(make_run: MakeRun) -> None:
     report = export_hf(make_run("llama", LORA, probes=False))
     assert report.probes == 8 and not report.probes_recorded

@@ -180,7 +180,7 @@ def _write_and_verify(
         bound = verify.MERGED if plan.adapter == "merge" else verify.SAME_MODEL
         verify.require_close(difference, "the loaded export is not the trained model", relative=bound)
     else:
-        verify.require_close(difference, "the loaded export is not the trained model", kl=verify.ROUNDED_KL)
+        verify.require_close(difference, "rounded to bf16 the model answers differently", kl=verify.ROUNDED_KL)
     return difference
 
 

@@ -91,7 +91,10 @@ def require_close(difference: Difference, what: str, relative: float | None = No
             f"allowed {relative:.0e}); nothing was published"
         )
     if kl is not None and not difference.kl <= kl:
-        raise VerificationError(f"{what}: the KL is {difference.kl:.3g} nats, allowed {kl:g}; nothing was published")
+        raise VerificationError(
+            f"{what}: the KL is {difference.kl:.3g} nats, allowed {kl:g}; nothing was published",
+            hint="every tensor was written as it was rounded, but rounding changes the answers: export with --dtype fp32",
+        )
 
 
 def require_written(directory: Path, expected: Mapping[str, torch.Tensor]) -> None:
