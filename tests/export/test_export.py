@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from tests.export import runs
 from tests.export.runs import PROMPTS, write_base, write_run
@@ -105,6 +105,21 @@ def test_merged_tensors_are_exactly_rounded(make_run: MakeRun, lora: LoraSpec | 
     assert torch.equal(written[f"{name}.weight"], expected.to(torch.bfloat16))
     assert json.loads((report.path / "config.json").read_text())["dtype"] == "bfloat16"
     assert report.kl is not None and report.kl < 0.02
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_experts_get_their_published_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: LoraSpec | None
+) -> None:
+    shape = {"hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = Qwen3MoeConfig(**shape, **heads, vocab_size=97, eos_token_id=2, pad_token_id=0)
+    monkeypatch.setattr(runs, "tiny_config", lambda kind: config)
+    run = write_run(tmp_path / "run", write_base(tmp_path / "base", "moe"), lora)
+    report = export_hf(run, dtype="fp32")
+    names = set(load_file(report.path / "model.safetensors"))
+    assert len(names) == 45 and "model.layers.1.mlp.experts.3.gate_proj.weight" in names
+    assert verify.compare(recorded(run), logits(report.path)).relative <= 1e-4
 
 
 def test_shards_tokenizer_and_generation_config(make_run: MakeRun) -> None:

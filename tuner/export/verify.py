@@ -93,7 +93,7 @@ def require_close(difference: Difference, what: str, relative: float | None = No
     if kl is not None and not difference.kl <= kl:
         raise VerificationError(
             f"{what}: the KL is {difference.kl:.3g} nats, allowed {kl:g}; nothing was published",
-            hint="every tensor was written as it was rounded, but rounding changes the answers: export with --dtype fp32",
+            hint="the tensors are right, but rounding them undoes training: export with --dtype fp32",
         )
 
 
