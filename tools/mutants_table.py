@@ -62,7 +62,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "config-duplicate-key",
         "tuner/config/yaml.py",
         "            if key.value in children:\n",
-        "            if key.value in children and depth > 0:\n",
+        "            if key.value in children and event.start_mark.column > 0:\n",
         (*CONFIG, "tests/contracts/test_bad_input.py"),
     ),
     Mutant(
