@@ -92,10 +92,9 @@ def launch(directory: Path, world_size: int, words: list[str]) -> list[int]:
         ranks = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         own = {k: str(v) for k, v in (ranks | place).items()} if world_size > 1 else {}
-        log = (directory / f"rank{rank}.log").open("w")
-        processes.append(
-            subprocess.Popen([sys.executable, *words], cwd=directory, env=env | own, stdout=log, stderr=log)
-        )
+        with (directory / f"rank{rank}.log").open("w") as log:
+            started = subprocess.Popen([sys.executable, *words], cwd=directory, env=env | own, stdout=log, stderr=log)
+        processes.append(started)
     while any(p.poll() is None for p in processes):
         if any(p.poll() not in (None, 0) for p in processes):
             time.sleep(0.2)

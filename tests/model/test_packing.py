@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.model.tiny import TINY, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.model.tiny import TINY, tiny_config
 from tuner.model import attention
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.linear_cross_entropy import linear_cross_entropy

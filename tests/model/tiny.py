@@ -1,6 +1,6 @@
 """Tiny random configs of several architectures, for tests."""
 
-from transformers import GPT2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
 VOCAB = 97
 _SHAPE = {
@@ -28,8 +28,8 @@ def tiny_config(kind: str) -> PretrainedConfig:
         return Qwen3Config(**_SHAPE, head_dim=8, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"])
     if kind == "gemma3":
         return Gemma3TextConfig(
-            **_SHAPE, head_dim=8, sliding_window=8, query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"],
-            architectures=["Gemma3ForCausalLM"],
+            **_SHAPE, head_dim=8, sliding_window=8, query_pre_attn_scalar=8,
+            layer_types=["sliding_attention", "full_attention"], architectures=["Gemma3ForCausalLM"],
         )  # fmt: skip
     if kind == "mistral":
         return MistralConfig(**_SHAPE, sliding_window=8, architectures=["MistralForCausalLM"])

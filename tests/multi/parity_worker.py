@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 from tests.train.synthetic import assembly_for, recipe_for
-
 from tuner.runtime.launch import Launch
 from tuner.runtime.process import process_group
 from tuner.train.step import optimizer_step

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.multi.launcher import run
 from tests.train.synthetic import write_model
 

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.model.tiny import VOCAB, tiny_config
 
+from tests.model.tiny import VOCAB, tiny_config
 from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe
 from tuner.data.prepared import PreparedData, Row

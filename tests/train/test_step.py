@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.synthetic import assembly_for, recipe_for, write_model
 
+from tests.train.synthetic import assembly_for, recipe_for, write_model
 from tuner.errors import DivergedError
 from tuner.runtime.launch import Launch
 from tuner.train.step import StepResult, microbatch_loss, optimizer_step

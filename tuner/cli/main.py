@@ -20,7 +20,7 @@ COMMANDS: dict[str, str] = {
     "resume": "Go on with a stopped run.",
     "export-hf": "Write a Hugging Face directory and verify it.",
     "generate": "Write text with a run, a checkpoint or a Hugging Face directory.",
-    "profile": "Predict and measure memory and speed.",
+    "profile": "Measure memory and time over a few steps.",
     "config": "Check, show or describe a recipe.",
     "recipes": "List, show or copy the recipes that ship.",
 }

@@ -43,6 +43,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
     on_meta = next(model.parameters()).device.type == "meta"
     model.requires_grad_(False)
     config = spec.peft_config()
+    config.fan_in_fan_out = any(type(module).__name__ == "Conv1D" for module in model.modules())
     if spec.target_modules == "all-linear":
         config.target_modules = linear_layer_names(model)
     try:

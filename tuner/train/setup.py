@@ -216,7 +216,7 @@ def _check_sizes(
     text = config.get_text_config()
     if tokenizer.vocab_size > text.vocab_size:
         raise RecipeError(
-            f"tokenizer.name_or_path: its {tokenizer.vocab_size:,} ids exceed the model's {text.vocab_size:,} embeddings",
+            f"tokenizer: its {tokenizer.vocab_size:,} ids are more than the model's {text.vocab_size:,} embeddings",
             hint=f"take the model's own tokenizer, or init: random with config: {{vocab_size: {tokenizer.vocab_size}}}",
         )
     longest = getattr(text, "max_position_embeddings", None)

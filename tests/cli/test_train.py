@@ -1,0 +1,240 @@
+"""Real `tuner train`, `resume` and `export-hf`: results, exit codes, signals and pipelines."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tools import resume_campaign
+from tuner.checkpoint.load import newest
+from tuner.cli.document import SCHEMA_PATH
+from tuner.config.load import load_recipe
+from tuner.runtime.launch import Launch
+from tuner.runtime.lock import FileLock
+from tuner.train.rundir import differences
+from tuner.train.setup import resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+TUNER = f'tuner() {{ "{sys.executable}" -m tuner "$@"; }}\n'
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """A directory with a tiny model, rows and the recipe r.yaml (LoRA, 18 steps)."""
+    resume_campaign.prepare(tmp_path, 1)
+    return tmp_path
+
+
+def environment(directory: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+        "TUNER_CACHE": str(directory / "cache"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+
+
+def tuner(directory: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tuner", *words],
+        check=False,
+        cwd=directory,
+        env=environment(directory),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def shell(directory: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """A shell script in which `tuner` is the real command."""
+    return subprocess.run(
+        ["bash", "-c", TUNER + script],
+        check=False,
+        cwd=directory,
+        env=environment(directory),
+        capture_output=True,
+        text=True,
+    )
+
+
+def files_of(directory: Path) -> list[str]:
+    """All files but the lock, which is never removed."""
+    return sorted(str(p) for p in directory.rglob("*") if p.is_file() and p.name != "lock")
+
+
+def valid(document: str) -> dict[str, Any]:
+    parsed: dict[str, Any] = json.loads(document)
+    jsonschema.validate(parsed, json.loads(SCHEMA_PATH.read_text()))
+    return parsed
+
+
+def test_a_run_from_start_to_end_and_again(workplace: Path) -> None:
+    first = tuner(workplace, "train", "r.yaml", "--logging.level", "info")
+    run = workplace / "runs" / "r"
+    assert first.stdout == f"{run}\n"
+    assert re.search(r"plan +45 rows x 3 epochs / 8 rows = 18 steps", first.stderr), first.stderr
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 19))
+    assert {"recipe.yaml", "recipe.resolved.yaml", "run.json", "tokenizer", "model_config"} <= set(os.listdir(run))
+    record = json.loads((run / "run.json").read_text())
+    assert (record["status"], len(record["launches"])) == ("finished", 1)
+    before = sorted((str(p), p.stat().st_mtime_ns) for p in run.rglob("*"))
+    assert tuner(workplace, "train", "r.yaml").stdout == f"{run}\n"
+    assert tuner(workplace, "resume", "runs/r").stdout == f"{run}\n"
+    assert sorted((str(p), p.stat().st_mtime_ns) for p in run.rglob("*")) == before, "a finished run was touched"
+    other = tuner(workplace, "train", "r.yaml", "--optimizer.lr", "2e-3", code=2)
+    assert "optimizer.lr 0.001 -> 0.002" in other.stderr
+    assert "--name" in other.stderr
+
+
+def test_the_resolved_recipe_is_the_recipe_without_auto(workplace: Path) -> None:
+    loaded = load_recipe(workplace / "r.yaml")
+    resolved = resolve(loaded.recipe, 64, Launch())
+    dumped = resolved.recipe.model_dump(mode="json")
+    assert "auto" not in json.dumps({k: v for k, v in dumped.items() if k != "data"})
+    assert differences(dumped, loaded.recipe.model_dump(mode="json")) == []
+    changed = loaded.recipe.model_copy(update={"seed": 1}).model_dump(mode="json")
+    assert differences(dumped, changed) == ["seed 42 -> 1"]
+
+
+def test_stopping_after_some_steps_and_resuming_gives_the_unbroken_run(workplace: Path) -> None:
+    tuner(workplace, "train", "r.yaml", "--name", "whole")
+    stopped = tuner(workplace, "train", "r.yaml", "--train.stop_after", "5 steps", "--json", code=75)
+    document = valid(stopped.stdout)
+    assert (document["status"], document["exit_code"], document["metrics"]["step"]) == ("stopped", 75, 5)
+    refused = tuner(workplace, "train", "r.yaml", code=2)
+    assert "unfinished run, at step 5" in refused.stderr
+    assert "tuner resume" in refused.stderr
+    tuner(workplace, "train", "r.yaml", "--resume", "auto")
+    runs = workplace / "runs"
+    assert resume_campaign.outcome(runs / "r") == resume_campaign.outcome(runs / "whole")
+
+
+def test_the_pipeline_gives_a_valid_document(workplace: Path) -> None:
+    done = shell(workplace, "set -o pipefail; tuner train r.yaml --json -v | tuner export-hf - --json -v")
+    assert done.returncode == 0, done.stderr
+    document = valid(done.stdout)
+    assert document["command"] == "export-hf"
+    assert (Path(document["artifacts"]["path"]) / "model.safetensors").is_file()
+    by_path = shell(workplace, "set -o pipefail; tuner resume runs/r | tuner export-hf -")
+    assert by_path.stdout.strip() == document["artifacts"]["path"], by_path.stderr
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_the_pipeline_with_75(workplace: Path, sent: signal.Signals) -> None:
+    long = "tuner train r.yaml --json --train.duration '100000 steps' --logging.console_every '1 s'"
+    process = subprocess.Popen(
+        ["bash", "-c", f"set -o pipefail; {TUNER}{long} | tuner export-hf - --json"],
+        cwd=workplace,
+        env=environment(workplace),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    metrics = workplace / "runs" / "r" / "metrics.jsonl"
+    for _ in range(1200):
+        if metrics.is_file() and metrics.stat().st_size:
+            break
+        time.sleep(0.05)
+    holder = re.search(r"process (\d+)", FileLock(workplace / "runs" / "r" / "lock").holder())
+    assert holder is not None
+    os.kill(int(holder[1]), sent)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    document = valid(out)
+    assert (document["command"], document["status"]) == ("train", "stopped")
+    found = newest(workplace / "runs" / "r" / "checkpoints")
+    assert found is not None
+    assert found.step == document["metrics"]["step"]
+
+
+def test_a_failed_training_fails_the_pipeline_with_its_code(workplace: Path) -> None:
+    (workplace / "rows.jsonl").write_text("")
+    done = shell(workplace, "set -o pipefail; tuner train r.yaml --json | tuner export-hf - --json")
+    assert done.returncode == 3
+    assert valid(done.stdout)["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("break_it", "code", "says"),
+    [
+        ("echo x > runs", 4, "runs"),
+        ("mkdir -p runs/r; echo x > runs/r/mine.txt", 2, "mine.txt"),
+        ("rm model/model.safetensors", 3, "model"),
+        ("rm -r model", 3, "model"),
+        ('echo "{}" > model/config.json', 3, "model"),
+        ('echo \'{"prompt": "a", "completion": ""}\' > rows.jsonl', 3, "rows.jsonl"),
+        ("rm rows.jsonl", 3, "rows.jsonl"),
+    ],
+)
+def test_bad_input_is_one_clear_error(workplace: Path, break_it: str, code: int, says: str) -> None:
+    subprocess.run(["bash", "-c", break_it], cwd=workplace, check=True)
+    before = files_of(workplace / "runs")
+    done = tuner(workplace, "train", "r.yaml", code=code)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, done.stderr
+    assert says in done.stderr
+    assert done.stdout == ""
+    assert files_of(workplace / "runs") == before
+
+
+def test_wrong_places_to_resume(workplace: Path) -> None:
+    assert "no such directory" in tuner(workplace, "resume", "runs/none", code=2).stderr
+    assert "holds" in tuner(workplace, "resume", "model", code=2).stderr
+    assert "holds no run" in tuner(workplace, "train", "r.yaml", "--resume", "must", code=2).stderr
+    assert "not prepared" in tuner(workplace, "train", "r.yaml", "--no-prepare", code=3).stderr
+
+
+def test_a_dry_run_prints_the_plan_and_trains_nothing(workplace: Path) -> None:
+    done = tuner(workplace, "train", "r.yaml", "--dry-run", "--json")
+    assert valid(done.stdout)["metrics"]["total_steps"] == 18
+    assert not (workplace / "runs").exists()
+
+
+def test_another_data_set_is_refused_on_resume(workplace: Path) -> None:
+    tuner(workplace, "train", "r.yaml", "--train.stop_after", "5 steps", code=75)
+    rows = (workplace / "rows.jsonl").read_text()
+    (workplace / "rows.jsonl").write_text(rows.replace("ab", "ba"))
+    done = tuner(workplace, "resume", "runs/r", code=3)
+    assert "the data changed" in done.stderr
+    (workplace / "rows.jsonl").write_text(rows)
+    tuner(workplace, "resume", "runs/r")
+
+
+def test_two_launches_on_one_run_have_one_winner(workplace: Path) -> None:
+    tuner(workplace, "train", "r.yaml", "--train.stop_after", "2 steps", code=75)
+    held = subprocess.Popen(
+        [sys.executable, "-c", "import sys, time; from tuner.runtime.lock import FileLock; from pathlib import Path\n"
+         "with FileLock(Path('runs/r/lock')): print('held', flush=True); time.sleep(60)"],
+        cwd=workplace, env=environment(workplace), stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert held.stdout is not None
+        assert held.stdout.readline() == "held\n"
+        assert str(held.pid) in tuner(workplace, "resume", "runs/r", code=4).stderr
+    finally:
+        held.kill()
+        held.communicate()
+    tuner(workplace, "resume", "runs/r")
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_killed_and_resumed_is_the_unbroken_run(world_size: int, tmp_path: Path) -> None:
+    (result,) = resume_campaign.campaign(tmp_path, world_size, trials=1, seed=1)
+    assert result["killed"]
+    assert result["resumed"]
+    assert result["identical"]
