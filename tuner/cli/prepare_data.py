@@ -30,7 +30,8 @@ def prepare_data(
     ctx: typer.Context,
     recipe: RecipeArgument = None,
     explain: Annotated[
-        int | None, typer.Option("--explain", min=1, help="Show the tokens of the first N rows, [trained], and stop.")
+        int | None,
+        typer.Option("--explain", min=1, help="Show the first N rows with their trained parts in brackets, and stop."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be read and built, and stop.")] = False,
     json: JsonOption = False,

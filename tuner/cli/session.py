@@ -38,7 +38,7 @@ __all__ = [
     "input_path", "load_for_command", "overrides_of", "run_command",
 ]  # fmt: skip
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the path.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the result.")]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Say more on stderr.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 RecipeArgument = Annotated[
