@@ -6,6 +6,8 @@ import errno
 import hashlib
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,35 @@ def test_discard_and_sweep_never_follow_links(tmp_path: Path) -> None:
     assert os.listdir(work) == ["keep"]
     assert (outside / "precious").read_text() == "1"
     assert files.sweep(tmp_path / "missing") == []
+
+
+@pytest.mark.parametrize("deletions", [0, 1, 3])
+def test_discard_renames_before_it_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deletions: int) -> None:
+    old = tmp_path / "old"
+    (old / "sub").mkdir(parents=True)
+    for name in ("a", "b", "sub/c"):
+        (old / name).write_text(name)
+
+    class KilledError(BaseException):
+        pass
+
+    done: list[str] = []
+
+    def until_killed(real: Callable[..., None], path: str, dir_fd: int | None = None) -> None:
+        if len(done) == deletions:
+            raise KilledError
+        real(path, dir_fd=dir_fd)
+        done.append(path)
+
+    for call in ("unlink", "rmdir"):
+        monkeypatch.setattr(os, call, partial(until_killed, getattr(os, call)))
+    with pytest.raises(KilledError):
+        files.discard_dir(old)
+    monkeypatch.undo()
+    (trash,) = os.listdir(tmp_path)
+    assert trash.startswith(files.TRASH_PREFIX)
+    assert len(list((tmp_path / trash).rglob("*"))) == 4 - deletions
+    assert files.sweep(tmp_path) == [trash]
 
 
 def test_entries_are_verified_by_size_and_by_hash(tmp_path: Path) -> None:
