@@ -238,3 +238,12 @@ def test_killed_and_resumed_is_the_unbroken_run(world_size: int, tmp_path: Path)
     assert result["killed"]
     assert result["resumed"]
     assert result["identical"]
+
+
+def test_a_run_without_a_final_checkpoint_is_finished_too(workplace: Path) -> None:
+    flags = ("--checkpoint.at_end", "false", "--checkpoint.every", "never", "--eval.at_end", "false")
+    tuner(workplace, "train", "r.yaml", *flags)
+    assert newest(workplace / "runs" / "r" / "checkpoints") is None
+    again = tuner(workplace, "train", "r.yaml", *flags, "--logging.level", "info")
+    assert "already trained: 18 steps" in again.stderr
+    assert "no valid checkpoint" in tuner(workplace, "export-hf", "runs/r", code=3).stderr

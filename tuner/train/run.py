@@ -67,9 +67,10 @@ def train(loaded: LoadedRecipe, options: TrainOptions, launch: Launch, console: 
     run = RunDir(Path(recipe.output_dir))
     record = run.read_record()
     found = _existing(run, record, recipe, options, console)
-    if found is not None and found.state.get("finished") and record is not None:
-        console.say("finished", f"{run.path} is already trained: {found.step} steps")
-        return _result(run, "finished", found, int(found.state["step"]))
+    if record is not None and _is_finished(record, found):
+        step = int(record["launches"][-1].get("step") or (found.step if found is not None else 0))
+        console.say("finished", f"{run.path} is already trained: {step} steps")
+        return _result(run, "finished", found, step)
     request = prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     data = _data(request, options, console)
     resolved = resolve(recipe, request.max_length, launch)
@@ -231,14 +232,18 @@ def _existing(
                 hint="new run: --name NEW-NAME; it was not touched",
             )
     found = newest(run.checkpoints, console.warn)
-    finished = found is not None and bool(found.state.get("finished"))
-    if options.resume == "never" and not finished and not options.dry_run:
+    if options.resume == "never" and not _is_finished(record, found) and not options.dry_run:
         at = f"at step {found.step}" if found is not None else "without a checkpoint"
         raise RecipeError(
             f"{run.path} holds an unfinished run, {at}",
             hint=f"go on: tuner resume {run.path}      new run: --name NEW-NAME",
         )
     return found
+
+
+def _is_finished(record: dict[str, Any], found: CheckpointInfo | None) -> bool:
+    """By its record, or by a final checkpoint whose launch was killed before it could write that down."""
+    return record["status"] == "finished" or (found is not None and bool(found.state.get("finished")))
 
 
 def _data(request: PrepareRequest, options: TrainOptions, console: Console) -> PreparedData:
