@@ -1,0 +1,68 @@
+"""The command line is frozen: a command or an option comes, goes or changes its name only together with this table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+
+from tuner.cli.main import COMMANDS, GROUPS, TAKES_RECIPE, build
+from tuner.config.fields import fields
+
+COMMON = "--json --verbose|-v --debug"
+# Arguments in capitals, those that may be left out in parentheses; what must be given as an option ends in `!`.
+SURFACE = {
+    "init": "--model|-m! --data|-d!",
+    "prepare-data": "(RECIPE) --explain --dry-run",
+    "train": "(RECIPE) --resume --prepared --no-prepare --dry-run",
+    "resume": "RUN_DIR --dry-run",
+    "export-hf": "PATH --output --dtype --adapter --shard-size --dry-run",
+    "generate": "MODEL --prompt --file --chat --compare --base --max-new-tokens --temperature --seed --system --raw",
+    "profile": "(RECIPE) --steps --memory --dry-run",
+    "config check": "(RECIPE)",
+    "config show": "(RECIPE) --origin",
+    "config schema": "",
+    "recipes list": "",
+    "recipes show": "NAME",
+    "recipes copy": "NAME (TARGET)",
+}
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command by its full name, as Typer parses it."""
+    for name in COMMANDS:
+        root: Any = typer.main.get_command(build(name))  # type: ignore[arg-type]
+        command = root.commands[name]
+        if name in GROUPS:
+            yield from ((f"{name} {below}", item) for below, item in command.commands.items())
+        else:
+            yield name, command
+
+
+def written(parameter: Any) -> str:
+    """One parameter as the table writes it."""
+    if parameter.param_type_name == "argument":
+        shown = str(parameter.name).upper()
+        return shown if parameter.required else f"({shown})"
+    return "|".join([*parameter.opts, *parameter.secondary_opts]) + ("!" if parameter.required else "")
+
+
+def test_every_command_has_the_frozen_options() -> None:
+    found = {name: " ".join(map(written, command.params)) for name, command in commands()}
+    assert found == {name: f"{own} {COMMON}".strip() for name, own in SURFACE.items()}
+
+
+@pytest.mark.parametrize(("name", "command"), list(commands()))
+def test_every_parameter_has_a_sentence_that_the_terminal_shows_whole(name: str, command: Any) -> None:
+    for parameter in command.params:
+        assert parameter.help.endswith("."), (name, parameter.name)
+        assert "[" not in parameter.help, f"{name} {parameter.name}: rich takes brackets for markup"
+
+
+def test_no_option_hides_a_key_of_the_recipe() -> None:
+    top = {f"--{key}" for key in fields() if "." not in key}
+    for name, command in commands():
+        if name.split()[0] in TAKES_RECIPE:
+            assert not top & {flag for parameter in command.params for flag in parameter.opts}, name
