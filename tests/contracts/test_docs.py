@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 import re
 import shlex
 import subprocess
@@ -11,6 +13,9 @@ from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
+
+import tuner
+from tuner import api
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -103,6 +108,22 @@ def test_yaml_blocks_are_recipes(path: Path, tmp_path: Path) -> None:
         document.setdefault("data", {"train": "rows.jsonl"})
         recipe = load_recipe(document, cwd=tmp_path).recipe
         assert recipe.version == 1, f"block {number}"
+
+
+def test_python_blocks_use_the_api_as_it_is() -> None:
+    """Every name that a block imports from `tuner` is public, and every call of it fits its signature."""
+    calls = 0
+    for text in (text for path in DOCUMENTS for text in blocks(path, "python")):
+        tree = ast.parse(text)
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "tuner"]
+        names = {alias.name for node in imports for alias in node.names}
+        assert names <= set(tuner.__all__)
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            if isinstance(call.func, ast.Name) and call.func.id in names:
+                keywords = {str(word.arg): word.arg for word in call.keywords}
+                inspect.signature(getattr(api, call.func.id)).bind(*call.args, **keywords)
+                calls += 1
+    assert calls > 0
 
 
 def test_pieces() -> None:

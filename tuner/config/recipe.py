@@ -181,7 +181,7 @@ class TrainSection(Section):
     global_batch_size: Annotated[int, Whole(ge=1, le=2**20)] = 16
     """Rows per optimizer step, on any number of processes."""
     micro_batch_size: Annotated[int, Whole(ge=1, le=2**20)] = 1
-    """Rows per forward and process: the memory knob; it never changes the result."""
+    """Rows per forward and process: the memory knob; without dropout it changes rounding alone."""
     precision: Annotated[Literal["auto", "fp32", "bf16"], Choice(values=("auto", "fp32", "bf16"))] = "auto"
     """Type of the computation; auto is bf16 where the device is fast at it, else fp32."""
     device: Annotated[Literal["auto", "cuda", "cpu"], Choice(values=("auto", "cuda", "cpu"))] = "auto"
