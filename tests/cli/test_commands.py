@@ -50,6 +50,13 @@ def test_every_command_explains_itself_and_has_the_common_options(name: str, tmp
     assert ("--optimizer.lr" in done.stdout) == (name in SHOWS_FLAGS)
 
 
+def test_a_wrong_choice_is_answered_with_the_right_ones(tmp_path: Path) -> None:
+    done = tuner("train", "--resume", "sometimes", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "error: Invalid value for '--resume': 'sometimes' is not one of 'auto', 'must', 'never'." in done.stderr
+    assert tuner("generate", "x", "--compare", "y", cwd=tmp_path).returncode == 2
+
+
 def test_init_writes_a_recipe_that_checks(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(MESSAGES * 3)
     done = tuner("init", "-m", "owner/name", "-d", "rows.jsonl", cwd=tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -34,7 +34,7 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter for each option
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Talk to the model, one line at a time.")] = False,
     compare: Annotated[
-        str | None, typer.Option(help="base: show the base model's answer beside the trained one's.")
+        Literal["base"] | None, typer.Option(help="Show the base model's answer beside the trained one's.")
     ] = None,
     base: Annotated[str | None, typer.Option(help="The base model, where the directory does not say.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
@@ -51,8 +51,6 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter for each option
 
     def body() -> Outcome:
         name = str(input_path(model)) if model == "-" else os.path.expanduser(model)
-        if compare not in (None, "base"):
-            raise RecipeError(f"--compare {compare}: allowed is base")
         if chat and (prompt or file or compare or raw):
             raise RecipeError("--chat reads its prompts from stdin; leave out --prompt, --file, --compare and --raw")
         texts = [] if chat else _prompts(prompt or [], file, system, raw)

@@ -116,7 +116,7 @@ def _message(command: str, error: TyperException) -> str:
     """Say what Typer says; an unknown flag is a misspelt option, or else a key of the recipe or of another tool."""
     name = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
     if type(error).__name__ != "NoSuchOption" or command not in TAKES_RECIPE or getattr(error, "possibilities", None):
-        return error.format_message()
+        return error.format_message().replace("Value error, ", "")  # a word of the checker below, not of the user's
     from tuner.config.overrides import unknown
 
     return f"flag --{name}  {unknown(name)}"

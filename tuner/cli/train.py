@@ -29,7 +29,8 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
     ctx: typer.Context,
     recipe: RecipeArgument = None,
     resume: Annotated[
-        str, typer.Option(help="auto goes on where a run stopped, must fails without one, never refuses to touch one.")
+        Literal["auto", "must", "never"],
+        typer.Option(help="auto goes on where a run stopped, must fails without one, never refuses to touch one."),
     ] = "never",
     prepared: Annotated[str | None, typer.Option(help="Prepared data to use; - reads its path from stdin.")] = None,
     no_prepare: Annotated[
@@ -45,19 +46,10 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
     """Train the recipe's model into its run directory; prepares the data where that is not done."""
 
     def body() -> Outcome:
-        from tuner.errors import RecipeError
-
-        if resume not in ("auto", "must", "never"):
-            raise RecipeError(f"--resume {resume}: allowed are auto, must and never")
         loaded = load_for_command(recipe, overrides_of(ctx))
         from tuner.train.run import TrainOptions
 
-        options = TrainOptions(
-            cast(Literal["auto", "must", "never"], resume),
-            input_path(prepared) if prepared is not None else None,
-            no_prepare,
-            dry_run,
-        )
+        options = TrainOptions(resume, input_path(prepared) if prepared is not None else None, no_prepare, dry_run)
         return launch_training(loaded, options, verbose)
 
     run_command("train", OutputOptions(json, verbose, debug), body)
