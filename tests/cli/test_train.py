@@ -247,3 +247,28 @@ def test_a_run_without_a_final_checkpoint_is_finished_too(workplace: Path) -> No
     again = tuner(workplace, "train", "r.yaml", *flags, "--logging.level", "info")
     assert "already trained: 18 steps" in again.stderr
     assert "no valid checkpoint" in tuner(workplace, "export-hf", "runs/r", code=3).stderr
+
+
+def test_a_run_is_never_started_over_silently(workplace: Path) -> None:
+    tuner(workplace, "train", "r.yaml", "--train.stop_after", "5 steps", code=75)
+    run = workplace / "runs" / "r"
+    for manifest in run.glob("checkpoints/*/manifest.json"):
+        manifest.write_text("{}")
+    metrics = (run / "metrics.jsonl").read_text()
+    for words in (["resume", "runs/r"], ["train", "r.yaml", "--resume", "auto"]):
+        assert "none of its checkpoints is valid" in tuner(workplace, *words, code=3).stderr
+    assert (run / "metrics.jsonl").read_text() == metrics
+
+
+def test_a_smaller_micro_batch_goes_on_with_the_same_batches(workplace: Path) -> None:
+    tuner(workplace, "train", "r.yaml", "--train.stop_after", "5 steps", code=75)
+    tuner(workplace, "train", "r.yaml", "--resume", "auto", "--train.micro_batch_size", "1")
+    lines = [json.loads(line) for line in (workplace / "runs" / "r" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 19))
+
+
+def test_prepared_data_of_another_recipe_are_refused(workplace: Path) -> None:
+    other = tuner(workplace, "prepare-data", "r.yaml", "--data.max_length", "32").stdout.strip()
+    assert "not prepared by this recipe" in tuner(workplace, "train", "r.yaml", "--prepared", other, code=3).stderr
+    own = shell(workplace, "set -o pipefail; tuner prepare-data r.yaml | tuner train r.yaml --prepared - --dry-run")
+    assert own.returncode == 0, own.stderr

@@ -128,3 +128,46 @@ def test_stock_path_is_unchanged_by_registration(tmp_path: Path) -> None:
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     ids = torch.arange(12)[None]
     assert relative(model(input_ids=ids).logits, stock(input_ids=ids).logits) < 1e-6
+
+
+def test_scaled_logits_are_refused_even_without_packing(tmp_path: Path) -> None:
+    from transformers import GraniteConfig
+
+    from tuner.errors import RecipeError
+
+    GraniteConfig(
+        vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, logits_scaling=8.0,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
+    for packed in (True, False):
+        with pytest.raises(RecipeError, match="differ from the model's own"):
+            require_isolation(root, 97, packed)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_attention_heads": 3}, {"hidden_size": "abc"}, {"num_attention_heads": 0}, {"no_such_key": 1}]
+)
+def test_a_config_that_cannot_be_is_the_recipes_problem(changes: dict[str, object], tmp_path: Path) -> None:
+    from tuner.errors import RecipeError
+    from tuner.model.build import build_skeleton, model_config
+
+    tiny_config("llama").save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=r"model"):
+        build_skeleton(model_config(ModelSpec(str(tmp_path), config_overrides=changes)), torch.float32)
+
+
+def test_missing_and_extra_weights_are_fatal(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from tuner.errors import DataError
+
+    tiny_config("llama").save_pretrained(tmp_path)
+    build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1).save_pretrained(tmp_path)
+    whole = load_file(tmp_path / "model.safetensors")
+    lacking = {k: v for k, v in whole.items() if "layers.1.mlp" not in k}
+    extra = whole | {"model.other": torch.zeros(2)}
+    for weights, kind in ((lacking, "missing"), (extra, "unexpected")):
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(DataError, match=f"{kind} weights"):
+            build_model(ModelSpec(str(tmp_path)), torch.float32, seed=1)

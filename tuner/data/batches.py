@@ -77,10 +77,10 @@ class GlobalBatches:
 
     The rows of step i depend on the seed and `global_batch_size` only. They are dealt as evenly as possible over
     `micro batches x world_size` cells of at most `micro_batch_size` rows, so any world size sees the same global batch.
-    The last batch of an epoch may hold fewer rows; its counts say so.
+    The last batch of an epoch may hold fewer rows; its counts say so. Rows after the first `max_rows` are left out.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the facts of one division, by keyword
         self,
         rows: PackedRows,
         *,
@@ -90,10 +90,12 @@ class GlobalBatches:
         micro_batch_size: int,
         rank: int = 0,
         world_size: int = 1,
+        max_rows: int | None = None,
     ) -> None:
         if global_batch_size < 1 or micro_batch_size < 1 or not 0 <= rank < world_size:
             raise ValueError("batch sizes must be at least 1 and the rank below the world size")
         self._rows = rows
+        self._n_rows = len(rows) if max_rows is None else min(max_rows, len(rows))
         self._seed = seed
         self._shuffle = shuffle
         self._global_batch_size = global_batch_size
@@ -105,13 +107,13 @@ class GlobalBatches:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in one epoch, the last partial one included."""
-        return math.ceil(len(self._rows) / self._global_batch_size)
+        return math.ceil(self._n_rows / self._global_batch_size)
 
     def row_ids(self, i: int) -> npt.NDArray[np.int64]:
         """Return the rows of step i (from 0), in the order of the global batch."""
         epoch, step = divmod(i, self.steps_per_epoch)
         if self._epoch_order is None or self._epoch_order[0] != epoch:
-            self._epoch_order = (epoch, row_order(self._seed, epoch, len(self._rows), self._shuffle))
+            self._epoch_order = (epoch, row_order(self._seed, epoch, self._n_rows, self._shuffle))
         start = step * self._global_batch_size
         return self._epoch_order[1][start : start + self._global_batch_size]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from tuner.checkpoint.load import PROBE_NAME, read_probe
@@ -237,6 +238,8 @@ def _temporary(final: Path) -> Iterator[Path]:
         yield directory
     except OSError as error:
         raise machine_error(directory, error) from error
+    except SafetensorError as error:  # what a full disk looks like from inside the writer
+        raise MachineError(f"{directory}: cannot be written: {error}", hint="free some space") from error
     finally:
         if directory.is_dir():
             discard_dir(directory)

@@ -41,7 +41,10 @@ def model_config(spec: ModelSpec) -> PretrainedConfig:
         changed = {**config.to_dict(), **spec.config_overrides}
         if "num_hidden_layers" in spec.config_overrides:
             changed.pop("layer_types", None)
-        config = type(config).from_dict(changed)
+        try:
+            config = type(config).from_dict(changed)
+        except Exception as error:  # configs validate themselves, each with exceptions of its own
+            raise RecipeError(f"model.config: {_reason(error)}", hint="these values do not go together") from error
     config.use_cache = False
     return config
 
@@ -78,8 +81,14 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The same model on the meta device: every parameter has its shape and type and no storage."""
     attention.register()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.PACKED)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.PACKED)
+    except (ValueError, TypeError, ZeroDivisionError, RuntimeError, AttributeError) as error:
+        raise RecipeError(
+            f"model: no causal language model can be built from this {config.model_type} config: {_reason(error)}",
+            hint="choose a causal language model, or look at model.config",
+        ) from error
     return _finished(model)
 
 
@@ -151,10 +160,12 @@ def _clear_errors(spec: ModelSpec) -> Iterator[None]:
         raise RecipeError(f"{where}: no such directory", hint="give a hub name or a directory with config.json")
     try:
         yield
-    except (RecipeError, DataError):
+    except (RecipeError, DataError, torch.OutOfMemoryError):
         raise
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = _reason(error)
+        if "can't allocate memory" in reason:
+            raise MemoryError(reason) from error
         if path.is_dir() and not (path / "config.json").is_file():
             raise RecipeError(f"{where}: the directory has no config.json") from error
         if path.is_dir() or os.path.isabs(spec.name_or_path):
@@ -163,6 +174,11 @@ def _clear_errors(spec: ModelSpec) -> Iterator[None]:
             f"{where}: cannot be fetched or loaded: {reason}",
             hint="check the name and the network, or give a directory",
         ) from error
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines else type(error).__name__
 
 
 @contextlib.contextmanager

@@ -68,5 +68,7 @@ def linear_cross_entropy(
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    if not torch.is_grad_enabled():  # the function would still see parameters that want a gradient, and make it
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype)  # type: ignore[no-untyped-call]
     return loss

@@ -43,8 +43,10 @@ def materialise(root: CausalLM, source: CausalLM | None, device: torch.device) -
     values = {} if source is None else dict(_tensors(source))
     with torch.no_grad():
         for name, target in _tensors(root):
-            value = values.get(name)
-            whole = torch.empty(target.shape, dtype=target.dtype, device=device) if value is None else value.to(device)
+            if source is None:
+                whole = torch.empty(target.shape, dtype=target.dtype, device=device)
+            else:
+                whole = values[name].to(device)
             if whole.dtype != target.dtype:
                 raise RuntimeError(f"{name} is {whole.dtype} at the source and {target.dtype} in the sharded model")
             if isinstance(target, DTensor):

@@ -1,5 +1,7 @@
 """Loss and sample answers on held-out documents."""
 
+import sys
+
 import torch
 import torch.distributed as dist
 
@@ -23,11 +25,11 @@ def evaluate(learner: Learner, rows: PackedRows, micro_batch_size: int, max_rows
         micro_batch_size=micro_batch_size,
         rank=learner.numerics.rank,
         world_size=world_size,
+        max_rows=max_rows,
     )
-    limit = len(rows) if max_rows is None else min(max_rows, len(rows))
     sums = torch.zeros(2, dtype=torch.float64, device=learner.numerics.device)
     sync_gradients(learner.root, True)
-    for index in range(-(-limit // per_pass)):
+    for index in range(batches.steps_per_epoch):
         for batch in batches.step(index).micro:
             sums[0] += microbatch_loss(learner.root, batch, learner.numerics)
             sums[1] += len(batch.trained_positions)
@@ -40,10 +42,21 @@ def evaluate(learner: Learner, rows: PackedRows, micro_batch_size: int, max_rows
 def answer_samples(
     learner: Learner, samples: list[Sample], eos_ids: list[int], max_new_tokens: int
 ) -> list[list[int]]:
-    """Greedy answers, as token ids, to held-out prompts. Collective: every rank decodes the same prompts."""
+    """Greedy answers, as token ids, to held-out prompts. Collective: every rank decodes the same prompts.
+
+    An answer ends at an end token, after ``max_new_tokens``, or at the model's last position.
+    """
     learner.root.eval()
+    config = learner.root.model.config.get_text_config()
+    max_positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
     with learner.numerics.autocast():
         return [
-            greedy(learner.root, sample.prompt_ids, eos_ids, max_new_tokens, learner.numerics.device)
+            greedy(
+                learner.root,
+                sample.prompt_ids,
+                eos_ids,
+                min(max_new_tokens, max(0, max_positions - len(sample.prompt_ids))),
+                learner.numerics.device,
+            )
             for sample in samples
         ]

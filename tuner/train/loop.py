@@ -3,11 +3,14 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from tuner.checkpoint.agree import Ranks
 from tuner.checkpoint.prune import prune
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.runtime.console import Console
+from tuner.runtime.process import gloo_group
 from tuner.runtime.stop import StopSignals
 from tuner.train.evaluate import answer_samples, evaluate
 from tuner.train.meter import Meter
@@ -60,6 +63,8 @@ class Session:
     meter: Meter
     stop_after: Callable[[int, float], bool]
     """Whether this launch is over, given its steps and seconds so far."""
+    protected: tuple[Path, ...] = ()
+    """Checkpoints that pruning leaves alone: the one that this launch resumed from."""
 
 
 def train_loop(session: Session, signals: StopSignals) -> bool:
@@ -90,7 +95,7 @@ def train_loop(session: Session, signals: StopSignals) -> bool:
             _save(session, finished=False)
             saved_at = time.monotonic()
         if meter.refresh_due(progress.step, total):
-            meter.show(session.console, progress.eval_loss)
+            meter.show(session.console)
             session.metrics.flush()
     finished = progress.step >= total
     if finished and settings.checkpoint.at_end:
@@ -133,7 +138,7 @@ def _one_line(text: str) -> str:
 def _save(session: Session, finished: bool) -> None:
     """Commit the state of the run; records reach the disk first, so that they never lack a committed step."""
     assembly, progress = session.assembly, session.progress
-    learner = assembly.learner
+    learner, started = assembly.learner, time.monotonic()
     session.metrics.flush(durable=True)
     session.samples.flush(durable=True)
     probe = record_probes(learner.root, assembly.probes, learner.numerics.device)
@@ -146,8 +151,9 @@ def _save(session: Session, finished: bool) -> None:
         probe,
     )
     progress.saved_step = progress.step
-    if assembly.launch.is_main:
-        prune(session.checkpoints.path, assembly.resolved.recipe.checkpoint.keep)
+    keep = assembly.resolved.recipe.checkpoint.keep
+    Ranks(gloo_group()).on_main(lambda: len(prune(session.checkpoints.path, keep, session.protected)))
+    session.meter.leave_out(time.monotonic() - started)
     session.console.say("saved", str(path))
 
 

@@ -64,9 +64,13 @@ class Meter:
         }
         return self._line
 
+    def leave_out(self, seconds: float) -> None:
+        """Do not count the last ``seconds`` as part of the next step."""
+        self._last_step += seconds
+
     def evaluated(self, console: Console, step: int, loss: float, seconds: float) -> None:
         """Print an evaluation and leave its time out of the step's."""
-        self._last_step += seconds
+        self.leave_out(seconds)
         self._show_header(console)
         console.line(f"{step:>6} {'-':>8} {loss:>8.4f} {'-':>8} {'-':>10} {'-':>9} {'-':>8}")
 
@@ -74,7 +78,7 @@ class Meter:
         """Whether it is time to print and write what is buffered."""
         return step == total or time.monotonic() - self._last_shown >= self.refresh_s
 
-    def show(self, console: Console, eval_loss: float | None) -> None:
+    def show(self, console: Console) -> None:
         """Print the newest step."""
         self._last_shown = time.monotonic()
         if self._line is None:

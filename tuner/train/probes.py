@@ -43,19 +43,18 @@ def probe_inputs(rows: PackedRows) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def record_probes(root: CausalLM, probes: list[torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Float32 logits at the last position of each probe, all probes packed in one row. Collective.
+    """Float32 logits at the last position of each probe, each run alone. Collective.
 
     Returns input_ids int64 ``[P, L]`` padded with zeros, lengths int64 ``[P]`` and logits float32 ``[P, V]``.
     """
     root.eval()
     lengths = torch.tensor([len(p) for p in probes])
-    position_ids = torch.cat([torch.arange(n) for n in lengths.tolist()])
     with _Float32Products():
-        logits = root.logits(
-            torch.cat(probes).to(device),
-            position_ids.to(device),
-            tuple(lengths.tolist()),
-            (lengths.cumsum(0) - 1).to(device),
-        )
+        logits = torch.cat([_last_logits(root, probe.to(device)) for probe in probes])
     padded = torch.nn.utils.rnn.pad_sequence(probes, batch_first=True)
     return {"input_ids": padded, "lengths": lengths, "logits": logits.float().cpu()}
+
+
+def _last_logits(root: CausalLM, ids: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(len(ids), device=ids.device)
+    return root.logits(ids, positions, (len(ids),), positions[-1:])

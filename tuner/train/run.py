@@ -9,17 +9,17 @@ from typing import Any, Literal
 import torch
 
 from tuner.checkpoint.agree import Ranks
-from tuner.checkpoint.load import CheckpointInfo, load_into, newest
+from tuner.checkpoint.load import CheckpointInfo, load_into, newest, step_dirs
 from tuner.checkpoint.save import CheckpointDir
 from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import Recipe
-from tuner.data.prepare import PrepareRequest, find_prepared, prepare
+from tuner.data.prepare import PrepareRequest, find_prepared, prepare, prepared_path
 from tuner.data.prepared import PreparedData, open_prepared
 from tuner.data.request import prepare_request
 from tuner.errors import DataError, MachineError, MemoryLimitError, RecipeError
 from tuner.runtime.console import Console
-from tuner.runtime.files import sweep
+from tuner.runtime.files import sweep, write_json
 from tuner.runtime.launch import Launch
 from tuner.runtime.lock import FileLock
 from tuner.runtime.process import gloo_group, process_group
@@ -74,6 +74,8 @@ def train(loaded: LoadedRecipe, options: TrainOptions, launch: Launch, console: 
     request = prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     data = _data(request, options, console)
     resolved = resolve(recipe, request.max_length, launch)
+    if record is not None and run.resolved_recipe.is_file():
+        _require_same_choices(run, resolved.recipe)
     table = timetable(resolved.recipe, data)
     _announce(console, resolved, table, launch)
     if options.dry_run:
@@ -109,20 +111,22 @@ def _run(
     signals: StopSignals,
     console: Console,
 ) -> RunResult:
-    launch, progress = assembly.launch, Progress()
-    record = Ranks(gloo_group()).on_main(lambda: _begin(run, loaded, record, assembly, found))
+    launch, progress, total = assembly.launch, Progress(), assembly.timetable.plan.total_steps
     if found is not None:
         _require_same_data(found, assembly)
-        load_into(found, run_tensors(assembly))
-        restore_position(assembly, progress, found.state)
-        console.say("resume", f"step {progress.step} of {assembly.timetable.plan.total_steps}, nothing changed since")
+    record = Ranks(gloo_group()).on_main(lambda: _begin(run, loaded, record, assembly, found))
     session = _session(run, record, assembly, progress, console)
-    session.metrics.cut_back(progress.step if found is not None else -1)
-    session.samples.cut_back(progress.step if found is not None else -1)
     status, why = "failed", None
     try:
+        if found is not None:
+            load_into(found, run_tensors(assembly))
+            restore_position(assembly, progress, found.state)
+            session.protected = (found.path,)
+            console.say("resume", f"step {progress.step} of {total}; recipe, data and tokenizer are unchanged")
+        for records in (session.metrics, session.samples):
+            records.cut_back(progress.step if found is not None else -1)
         session.meter.begin()
-        with console.progress("train", assembly.timetable.plan.total_steps) as bar:
+        with console.progress("train", total) as bar:
             session.meter.on_progress = bar.update
             finished = train_loop(session, signals)
         status, why = ("finished", None) if finished else ("stopped", signals.signal_name or "stop_after")
@@ -135,13 +139,15 @@ def _run(
             run.end(record, status, progress.step, why)
     saved = newest(run.checkpoints, verify=False) if progress.saved_step is not None else None
     ended: Literal["finished", "stopped"] = "finished" if finished else "stopped"
-    return _result(run, ended, saved, assembly.timetable.plan.total_steps, progress)
+    return _result(run, ended, saved, total, progress)
 
 
 def _begin(
     run: RunDir, loaded: LoadedRecipe, record: dict[str, Any] | None, assembly: Assembly, found: CheckpointInfo | None
 ) -> dict[str, Any]:
-    """Fill the run directory with what every later command reads."""
+    """Fill the run directory with what every later command reads. Rank 0, under the run's lock."""
+    if run.read_record() != record:
+        raise MachineError(f"{run.path}: another launch used it meanwhile", hint="run the same command again")
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     sweep(run.checkpoints)
     resolved = assembly.resolved
@@ -152,7 +158,8 @@ def _begin(
         run.write_recipe(loaded.text, recipe_yaml(settled))
         assembly.tokenizer.save(run.path / "tokenizer")
         resolved.config.save_pretrained(run.path / "model_config")
-        resolved.generation.save_pretrained(run.path / "model_config")
+        # Its own save refuses settings that published models ship, such as a temperature without sampling.
+        write_json(run.path / "model_config" / "generation_config.json", resolved.generation.to_dict())
     facts = {
         "world_size": assembly.launch.world_size,
         "threads": torch.get_num_threads(),
@@ -202,7 +209,7 @@ def _meta(assembly: Assembly) -> dict[str, Any]:
         "recipe": recipe_dict(recipe),
         "model": {
             "name_or_path": recipe.model.name_or_path,
-            "revision": recipe.model.revision,
+            "revision": recipe.model.revision or getattr(resolved.config, "_commit_hash", None),
             "init": recipe.model.init,
             "config": resolved.config.to_dict(),
             "n_parameters": resolved.n_parameters,
@@ -232,6 +239,11 @@ def _existing(
                 hint="new run: --name NEW-NAME; it was not touched",
             )
     found = newest(run.checkpoints, console.warn)
+    if found is None and step_dirs(run.checkpoints):
+        raise DataError(
+            f"{run.checkpoints}: none of its checkpoints is valid",
+            hint="repair one, or start a new run with --name NEW-NAME; nothing was changed",
+        )
     if options.resume == "never" and not _is_finished(record, found) and not options.dry_run:
         at = f"at step {found.step}" if found is not None else "without a checkpoint"
         raise RecipeError(
@@ -248,7 +260,14 @@ def _is_finished(record: dict[str, Any], found: CheckpointInfo | None) -> bool:
 
 def _data(request: PrepareRequest, options: TrainOptions, console: Console) -> PreparedData:
     if options.prepared is not None:
-        return open_prepared(options.prepared, verify=True)
+        data = open_prepared(options.prepared, verify=True)
+        wanted = prepared_path(request).name
+        if data.key != wanted:
+            raise DataError(
+                f"{options.prepared}: was not prepared by this recipe (key {data.key}, the recipe's is {wanted})",
+                hint="prepare it: tuner prepare-data RECIPE",
+            )
+        return data
     if options.no_prepare and find_prepared(request) is None:
         raise DataError("the data is not prepared", hint="run tuner prepare-data first, or leave out --no-prepare")
     return open_prepared(prepare(request, console.say).path)
@@ -265,6 +284,16 @@ def _require_same_data(found: CheckpointInfo, assembly: Assembly) -> None:
                 f"{found.path}: the {what} changed since this checkpoint was saved ({meta.get(key)} -> {now})",
                 hint="restore it, or start a new run with --name",
             )
+
+
+def _require_same_choices(run: RunDir, resolved: Recipe) -> None:
+    """A launch on another machine must not settle an `auto` differently from the launches before it."""
+    before = recipe_dict(load_recipe(run.resolved_recipe).recipe)
+    if changed := differences(before, recipe_dict(resolved)):
+        raise RecipeError(
+            f"{run.path}: this machine resolves the recipe differently ({'; '.join(changed[:3])})",
+            hint=f"keep the run's choices: tuner resume {run.path}",
+        )
 
 
 def _announce(console: Console, resolved: Resolved, table: Timetable, launch: Launch) -> None:

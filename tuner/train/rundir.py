@@ -7,13 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tuner.checkpoint.load import step_dirs
 from tuner.errors import DataError, RecipeError
 from tuner.runtime.files import read_json, write_atomic, write_json
 from tuner.runtime.versions import git_state, versions
 
 SCHEMA = "tuner.run/1"
 # Keys that may differ when a run goes on: they change neither the weights nor the data.
-FREE_KEYS = ("logging.", "checkpoint.", "parallel.", "train.stop_after", "eval.samples", "name", "output_dir")
+FREE_KEYS = (
+    "logging.",
+    "checkpoint.",
+    "parallel.",
+    "train.stop_after",
+    "train.micro_batch_size",
+    "eval.samples",
+    "name",
+    "output_dir",
+)
+# What a launch that died before it wrote its record may leave behind.
+_FILLED = {"lock", "checkpoints", "recipe.yaml", "recipe.resolved.yaml", "tokenizer", "model_config"}
 
 
 @dataclass(frozen=True)
@@ -44,11 +56,12 @@ class RunDir:
         if not self.path.is_dir():
             raise RecipeError(f"{self.path} is not a directory", hint="choose another output_dir")
         if not self.record.is_file():
-            others = [entry for entry in os.listdir(self.path) if entry != "lock"]
-            if not others:
+            others = [name for name in os.listdir(self.path) if name not in _FILLED and not name.startswith(".tmp-")]
+            if not others and not step_dirs(self.checkpoints):
                 return None
+            others = others or ["checkpoints"]
             raise RecipeError(
-                f"{self.path} holds something else than a run ({sorted(others)[0]})",
+                f"{self.path} holds something else than a run ({min(others)})",
                 hint="choose another name or output_dir; nothing was changed",
             )
         record = read_json(self.record)

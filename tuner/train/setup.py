@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PretrainedConfig
 
+from tuner.checkpoint.agree import Ranks
 from tuner.config.recipe import LoraAdapter, Recipe
 from tuner.data.batches import GlobalBatches
 from tuner.data.prepared import PreparedData
@@ -29,6 +30,7 @@ from tuner.model.root import CausalLM, trained_parameters
 from tuner.parallel.fsdp import data_mesh, materialise, shard
 from tuner.runtime.device import DeviceFacts, device_facts
 from tuner.runtime.launch import Launch
+from tuner.runtime.process import gloo_group
 from tuner.train.optimizer import build_adamw
 from tuner.train.plan import Cadence, Plan, cadence, plan_steps, steps_of
 from tuner.train.probes import probe_inputs
@@ -111,6 +113,11 @@ def resolve(recipe: Recipe, max_length: int, launch: Launch) -> Resolved:
             "model.dtype: trained weights are kept in fp32",
             hint="write dtype: auto; train.precision sets the computation",
         )
+    if frozen and done.model.dtype == "bf16" and done.train.precision == "fp32":
+        raise RecipeError(
+            "model.dtype: bf16 weights cannot be computed with in train.precision: fp32",
+            hint="write dtype: auto, or precision: bf16",
+        )
     return Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons)
 
 
@@ -118,7 +125,7 @@ def timetable(recipe: Recipe, prepared: PreparedData) -> Timetable:
     """The steps of a resolved recipe over prepared data. Raises RecipeError for a duration that cannot be."""
     tokens = prepared.train.tokens_per_row
     plan = plan_steps(recipe.train.duration, tokens, recipe.train.global_batch_size)
-    warmup = 0 if recipe.schedule.warmup.count == 0 else steps_of(recipe.schedule.warmup, plan, tokens)
+    warmup = steps_of(recipe.schedule.warmup, plan, tokens)
     schedule = Schedule(
         recipe.schedule.kind,
         plan.total_steps,
@@ -188,23 +195,23 @@ def _build_root(resolved: Resolved, launch: Launch, packed: bool) -> CausalLM:
     recipe = resolved.recipe
     dtype = DTYPES[recipe.model.dtype]
     device = _device(resolved.facts, launch)
-    source = None
-    if launch.is_main:
-        source = CausalLM(build_model(_spec(recipe), dtype, recipe.seed))
+    built: list[CausalLM] = []  # on rank 0 alone; a failure there is raised on every rank, so that none waits for it
+
+    def build() -> None:
+        built.append(CausalLM(build_model(_spec(recipe), dtype, recipe.seed)))
         if isinstance(recipe.adapter, LoraAdapter):
-            add_lora(source.model, lora_spec(recipe.adapter), recipe.seed)
-        if packed:
-            require_isolation(source, resolved.config.get_text_config().vocab_size)
+            add_lora(built[0].model, lora_spec(recipe.adapter), recipe.seed)
+        require_isolation(built[0], resolved.config.get_text_config().vocab_size, packed)
+
+    Ranks(gloo_group()).on_main(build)
     if launch.world_size == 1:
-        if source is None:
-            raise RuntimeError("the only process is the main one")
-        root = source.to(device)
+        root = built[0].to(device)
     else:
         root = CausalLM(build_skeleton(resolved.config, dtype))
         if isinstance(recipe.adapter, LoraAdapter):
             add_lora(root.model, lora_spec(recipe.adapter), recipe.seed)
         shard(root, data_mesh(device.type, launch.world_size), recipe.parallel.reshard_after_forward)
-        materialise(root, source, device)
+        materialise(root, built[0] if built else None, device)
     if recipe.model.kernels == "liger":
         apply_liger(root.model)
     return root
