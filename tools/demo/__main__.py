@@ -13,9 +13,9 @@ from typing import Any
 from tools.demo import task, training
 from tools.demo.shell import PLAIN_PYTHON, ROOT, Missed, Stage, bold, say, table
 
-STEPS = 40
-CHECKPOINT_EVERY = 20
-BASE_ROWS = 100
+STEPS = 32
+CHECKPOINT_EVERY = 16
+BASE_ROWS = 60
 GOALS = {
     ("unseen names", "valid"): 0.98,
     ("unseen names", "exact"): 0.70,
@@ -41,7 +41,7 @@ optimizer:
 schedule:
   warmup: 2 steps
 eval:
-  every: 20 steps
+  every: 16 steps
 checkpoint:
   every: {CHECKPOINT_EVERY} steps
 """
@@ -75,7 +75,7 @@ def play(stage: Stage) -> None:
     with stage.part("What is trained: the masks, on the rows of this task"):
         stage.tuner("prepare-data", "extract.yaml", "--explain", "1")
     with stage.part("What it will need: peak memory and time, measured over a few steps"):
-        stage.tuner("profile", "extract.yaml", "--steps", "2")
+        stage.tuner("profile", "extract.yaml", "--steps", "1")
     run, twin = stage.work / "runs" / "extract", stage.work / "runs" / "broken"
     with stage.part("Training, with three held-out answers as they change"):
         training.run(stage, ["train", "extract.yaml"])
