@@ -38,7 +38,8 @@ RUNTIME = ("tests/runtime",)
 CHECKPOINT = ("tests/checkpoint",)
 BATCHES = ("tests/data/test_batches.py",)
 MODEL = ("tests/model",)
-TRAIN = ("tests/train", "tests/multi")
+TRAIN = ("tests/train",)
+RANKS = ("tests/multi",)
 PROFILE = ("tests/profile",)
 EXPORT = ("tests/export",)
 
@@ -228,14 +229,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "tuner/model/build.py",
         "    _require_complete(spec, report)\n",
         "",
-        MODEL + TRAIN,
+        MODEL,
     ),
     Mutant(
-        "model-base-not-frozen",
+        "model-adapter-in-base-type",
         "tuner/model/adapter.py",
-        "    model.requires_grad_(False)\n",
-        "",
-        MODEL + TRAIN,
+        "parameter.data = parameter.data.float()",
+        "parameter.data = parameter.data.clone()",
+        MODEL,
     ),
     # The same model over processes.
     Mutant(
@@ -243,14 +244,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "tuner/parallel/fsdp.py",
         "            module.set_gradient_divide_factor(1.0)\n",
         "",
-        TRAIN,
+        RANKS,
     ),
     Mutant(
         "parallel-buffers-left-out",
         "tuner/parallel/fsdp.py",
         "return [*root.named_parameters(), *root.named_buffers()]",
         "return [*root.named_parameters()]",
-        TRAIN,
+        RANKS,
     ),
     # One optimizer step at a time.
     Mutant(

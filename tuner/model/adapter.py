@@ -36,12 +36,11 @@ class LoraSpec:
 
 
 def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
-    """Freeze the model and put float32 adapter layers into it, in place; ``A`` is drawn from ``seed``, ``B`` is zero.
+    """Put float32 adapter layers into the model, in place, which freezes all else; ``A`` is drawn from ``seed``, ``B`` is zero.
 
     On a meta model the adapter's parameters are on meta too. Raises RecipeError when no layer matches.
     """
     on_meta = next(model.parameters()).device.type == "meta"
-    model.requires_grad_(False)
     config = spec.peft_config()
     config.fan_in_fan_out = any(type(module).__name__ == "Conv1D" for module in model.modules())
     if spec.target_modules == "all-linear":

@@ -303,7 +303,8 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, launch: La
     console.say(
         "model",
         f"{Path(recipe.model.name_or_path).name}, {resolved.n_parameters / 1e6:,.1f} M parameters, {trained} · "
-        f"{facts.kind}, {recipe.train.precision} compute, {recipe.model.dtype} weights, {facts.threads} thread{'s' if facts.threads != 1 else ''}",
+        f"{facts.kind}, {recipe.train.precision} compute, {recipe.model.dtype} weights, "
+        f"{facts.threads} thread{'s' if facts.threads != 1 else ''}",
     )
     micro = recipe.train.micro_batch_size
     accumulated = -(-plan.global_batch_size // (micro * launch.world_size))
