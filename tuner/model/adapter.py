@@ -38,7 +38,8 @@ class LoraSpec:
 def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
     """Put float32 adapter layers into the model, in place; peft freezes all else.
 
-    ``A`` is drawn from ``seed``, ``B`` is zero. On a meta model the adapter's parameters are on meta too. Raises RecipeError when no layer matches.
+    ``A`` is drawn from ``seed``, ``B`` is zero. On a meta model the adapter's parameters are on meta too. Raises
+    RecipeError when no layer matches.
     """
     on_meta = next(model.parameters()).device.type == "meta"
     config = spec.peft_config()
