@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from tests.multi.launcher import run
-from tests.train.synthetic import write_model
+from tests.train.synthetic import SyntheticRows, write_model
+from tuner.data.batches import GlobalBatches
 
 WORKER = str(Path(__file__).with_name("parity_worker.py"))
-# 1 : 20 trained tokens in one global batch, and in the second one rank without any.
-TRAINED = [1, 20, 3, 15, 0, 20, 0, 7, 5, 2]
+# 1 : 20 trained tokens in the first global batch; in the second the first of two ranks has none; the third is partial.
+TRAINED = [1, 20, 3, 15, 0, 0, 20, 7, 5, 2]
 ADAPTERS: dict[str, dict[str, Any]] = {"full": {"kind": "none"}, "lora": {"kind": "lora", "r": 4}}
 
 
@@ -52,3 +53,15 @@ def test_bf16_means_the_same_at_step_0(adapter: str, tmp_path: Path) -> None:
     two = steps(tmp_path, adapter, 2, precision="bf16", steps=1, micro=2)
     assert largest_relative(one["loss"], two["loss"]) <= 1e-5
     assert largest_relative(one["grad_norm"], two["grad_norm"]) <= 1e-4
+
+
+def test_the_rows_leave_one_rank_without_trained_tokens() -> None:
+    rows: Any = SyntheticRows(TRAINED)
+    shares = [
+        GlobalBatches(
+            rows, seed=0, shuffle=False, global_batch_size=4, micro_batch_size=2, rank=rank, world_size=2
+        ).step(1)
+        for rank in range(2)
+    ]
+    counts = [sum(len(batch.trained_positions) for batch in share.micro) for share in shares]
+    assert counts == [0, 27]
