@@ -39,6 +39,16 @@ def test_loss_is_the_mean_over_all_trained_tokens(model: Path) -> None:
     assert result.wishes == (True, False)
 
 
+def test_accumulation_takes_the_same_step(model: Path) -> None:
+    whole, after = step(model, micro_batch_size=4, max_grad_norm="never")
+    parts, also = step(model, micro_batch_size=1, max_grad_norm="never")
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert parts.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
+    for name, weight in after.items():
+        # The first AdamW step is lr times the gradient's sign, so only near-zero gradients may differ in it.
+        assert (weight - also[name]).abs().mean() < 1e-7, name
+
+
 def test_clipping_scales_the_update_and_reports_the_norm_before(model: Path) -> None:
     recipe = recipe_for(model, train={"global_batch_size": 4, "max_grad_norm": 1e-3})
     assembly = assembly_for(recipe, TRAINED, ONE)
