@@ -30,7 +30,9 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
     recipe: RecipeArgument = None,
     resume: Annotated[
         Literal["auto", "must", "never"],
-        typer.Option(help="auto goes on where a run stopped, must needs a run to go on with, never refuses to touch one."),
+        typer.Option(
+            help="auto goes on where a run stopped, must needs a run to go on with, never refuses to touch one."
+        ),
     ] = "never",
     prepared: Annotated[str | None, typer.Option(help="Prepared data to use; - reads its path from stdin.")] = None,
     no_prepare: Annotated[
