@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,6 +22,7 @@ from tuner.cli.session import (
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
+    from tuner.runtime.console import Console
     from tuner.train.run import RunResult, TrainOptions
 
 
@@ -65,14 +66,11 @@ def launch_training(loaded: LoadedRecipe, options: TrainOptions, verbose: bool) 
 
     launch = Launch.from_environment()
     console = Console(launch.is_main, "debug" if verbose else loaded.recipe.logging.level)
-    return outcome_of(run_training(loaded, options, launch, console), console.say)
+    return outcome_of(run_training(loaded, options, launch, console), console)
 
 
-def outcome_of(result: RunResult, say: object) -> Outcome:
+def outcome_of(result: RunResult, console: Console) -> Outcome:
     """The command's outcome for a launch that ended in order."""
-    from collections.abc import Callable
-
-    tell = cast(Callable[[str, str], None], say)
     run_dir = _shown(result.run_dir)
     artifacts = {"checkpoint": str(result.checkpoint)} if result.checkpoint else {}
     metrics = {**result.metrics, "total_steps": result.total_steps}
@@ -80,13 +78,13 @@ def outcome_of(result: RunResult, say: object) -> Outcome:
         return Outcome(str(result.run_dir), artifacts=artifacts, metrics=metrics, next=f"tuner train, into {run_dir}")
     if result.status == "stopped":
         step = f"step {result.step} of {result.total_steps}"
-        tell("stopped", f"{step} · go on: tuner resume {run_dir}")
+        console.say("stopped", f"{step} · go on: tuner resume {run_dir}")
         return Outcome(
             str(result.run_dir), "stopped", 75, artifacts=artifacts, metrics=metrics, next=f"tuner resume {run_dir}"
         )
     before, after = result.metrics.get("first_eval_loss"), result.metrics.get("eval_loss")
     evaluated = f" · eval loss {before:.3f} -> {after:.3f}" if before is not None and after is not None else ""
-    tell("done", f"{result.step} steps{evaluated} · next: tuner export-hf {run_dir}")
+    console.say("done", f"{result.step} steps{evaluated} · next: tuner export-hf {run_dir}")
     return Outcome(str(result.run_dir), artifacts=artifacts, metrics=metrics, next=f"tuner export-hf {run_dir}")
 
 
