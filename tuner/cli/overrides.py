@@ -73,5 +73,12 @@ def _parameter(field: Field, group: Group) -> inspect.Parameter:
 def _metavar(field: Field) -> str:
     if isinstance(field.leaf, Choice):
         return "WORD"
-    names = {Whole: "COUNT", Real: "NUMBER", Switch: "BOOL", Span: "DURATION", Cadence: "DURATION", Text: "TEXT"}
+    names: dict[type, str] = {
+        Whole: "COUNT",
+        Real: "NUMBER",
+        Switch: "BOOL",
+        Span: "DURATION",
+        Cadence: "DURATION",
+        Text: "TEXT",
+    }
     return names.get(type(field.leaf), "VALUE")

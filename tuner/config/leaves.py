@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -37,7 +38,7 @@ def shown(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class Leaf(ABC):
     """A value that is read and checked in one place; `null` and `words` are allowed beside the rest."""
 
     null: bool = False
@@ -51,17 +52,17 @@ class Leaf:
         return " or ".join([*([self.what] if self.what else []), *extra])
 
     @property
+    @abstractmethod
     def what(self) -> str:
         """The description of the ordinary values."""
-        raise NotImplementedError
 
+    @abstractmethod
     def schema(self) -> dict[str, Any]:
         """The JSON schema of the ordinary values."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, value: Any) -> Any:
         """Return the typed value; ValueError (its text is shown) or TypeError (the allowed values are shown)."""
-        raise NotImplementedError
 
     def check(self, value: Any) -> Any:
         """Return the typed value or raise the field's error."""
