@@ -73,6 +73,48 @@ def test_relative_paths_start_where_they_were_written(tmp_path: Path, monkeypatc
     assert recipe.output_dir == str(tmp_path / "out" / "my-recipe")
 
 
+@pytest.mark.parametrize(
+    ("row", "kept"),
+    [
+        ("-", True),
+        ("owner/name:train", True),
+        ("owner/name:train[:5%]", True),
+        ("name:validation[10%:]", True),
+        ("owner/name", False),
+        ("./owner/name:train", False),
+        ("here:train[:5]", False),
+        ("odd:train", False),
+    ],
+)
+def test_stdin_and_hub_data_sets_are_no_paths(row: str, kept: bool, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / "here").mkdir(parents=True)
+    (home / "odd:train").write_text("")
+    recipe = written(tmp_path, f"model: {{name_or_path: a/b}}\ndata: {{train: ['{row}', {{path: '{row}'}}]}}\n").recipe
+    expected = row if kept else str(home / row)
+    assert [source.path for source in recipe.data.train] == [expected] * 2
+
+
+def test_a_source_has_columns_and_a_share(tmp_path: Path) -> None:
+    text = """model: {name_or_path: a/b}
+data:
+  train:
+    - {path: a.jsonl, columns: {prompt: question, messages: chat.turns}, count: 10K}
+    - {path: b.jsonl, weight: 150%}
+  cache_dir: cache
+  workers: 4
+"""
+    loaded = written(tmp_path, text, ("data.train.1.columns", "{text: body}"))
+    data = loaded.recipe.data
+    assert data.train[0].columns == {"prompt": "question", "messages": "chat.turns"}
+    assert [(source.weight, source.count) for source in data.train] == [(1.0, 10_000), (1.5, None)]
+    assert data.train[1].columns == {"text": "body"}
+    assert (data.cache_dir, data.workers) == (str(tmp_path / "home" / "cache"), 4)
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(recipe_yaml(loaded.recipe))
+    assert load_recipe(copy, cwd=tmp_path).recipe == loaded.recipe
+
+
 def test_a_local_directory_wins_over_a_hub_name(tmp_path: Path) -> None:
     (tmp_path / "home" / "owner" / "name").mkdir(parents=True)
     assert written(tmp_path, SHORT).recipe.model.name_or_path == str(tmp_path / "home" / "owner" / "name")

@@ -90,7 +90,9 @@ def wrong_values(field: Field) -> list[str]:
         case Table():
             return ["null"]
         case _:
-            return ["''", "[{pat: x}]", "[{format: text}]", "[{path: x, format: csv}]"]
+            items = ("{pat: x}", "{format: text}", "{path: x, format: csv}", "{path: x, count: 0}", "{path: x, weight: 0}")
+            more = ("{path: x, weight: 2, count: 5}", "{path: x, columns: {txt: y}}", "{path: x, columns: [a]}")
+            return ["''", *(f"[{item}]" for item in items + more)]
 
 
 def problems(text: str, tmp_path: Path) -> tuple[str, ...]:
@@ -192,9 +194,25 @@ def test_items_of_sources_are_checked_too(tmp_path: Path) -> None:
     lines = problems(text, tmp_path)
     assert lines == (
         "r.yaml:4:17  data.train.0.fromat  unknown; did you mean data.train.0.format?",
-        "r.yaml:5:25  data.train.1.format  got 'tex'; allowed: auto or messages or prompt_completion or text; "
-        "did you mean text?",
+        "r.yaml:5:25  data.train.1.format  got 'tex'; allowed: auto or messages or sharegpt or alpaca or "
+        "prompt_completion or text or tokens; did you mean text?",
     )
+
+
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        ("{path: x, weight: 2, count: 10K}", "data.train.0  weight and count exclude each other; remove one"),
+        ("{path: x, weight: 0}", "data.train.0.weight  got 0; allowed: a number, above 0, at most 1000"),
+        ("{path: x, count: 1.5}", "data.train.0.count  got 1.5; allowed: a whole number, from 1 to"),
+        ("{path: x, columns: {promt: q}}", "got the key 'promt'; allowed: a mapping of any of messages,"),
+        ("{path: x, columns: {promt: q}}", "did you mean prompt?"),
+        ("{path: x, columns: {prompt: 5}}", "got 5 for prompt; allowed: the name of a key in the rows"),
+    ],
+)
+def test_an_items_share_and_columns_are_checked(item: str, expected: str, tmp_path: Path) -> None:
+    text = f"model: {{name_or_path: a/b}}\ndata:\n  train:\n    - {item}\n"
+    assert expected in only(problems(text, tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tuner.config.foreign import ours
 from tuner.config.leaves import Leaf, Text, leaf_of
 from tuner.config.recipe import UNIONS, DataSource, Recipe, Section
 
-SOURCES = "a path, a list of paths or of {path, format}"
+SOURCES = "a path, a list of paths or of {path, format, columns, weight, count}"
 
 
 @dataclass(frozen=True)

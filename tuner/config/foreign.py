@@ -20,6 +20,9 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "model.kernels": ("use_liger_kernel", "use_liger", "liger_kernel", "enable_liger_kernel", "liger_rope"),
     "tokenizer.name_or_path": ("tokenizer_config", "tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"),
     "tokenizer.chat_template": ("chat_template_path", "chat_template_jinja", "template", "custom_template"),
+    "tokenizer.special_tokens_in_text": (
+        "split_special_tokens", "parse_special_tokens", "encode_special_tokens", "allowed_special",
+    ),
     "adapter.kind": ("finetuning_type", "peft_type", "use_peft", "adapter_type", "peft"),
     "adapter.r": ("lora_r", "lora_rank", "rank"),
     "adapter.alpha": ("lora_alpha",),
@@ -37,6 +40,9 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     ),
     "data.train.format": ("type", "formatting", "ds_type", "data_format", "dataset_format"),
     "data.train.path": ("data_files", "file_name", "file_path", "filename", "hf_hub_url"),
+    "data.train.columns": ("field_messages", "column_map", "rename_columns", "dataset_text_field", "field_instruction"),
+    "data.train.weight": ("interleave_probs", "dataset_weights", "probabilities", "mixing_weights", "sampling_weight"),
+    "data.train.count": ("max_samples", "num_samples", "max_train_samples", "n_samples", "sample_size"),
     "data.max_length": (
         "sequence_len", "max_seq_length", "max_seq_len", "seq_len", "seq_length", "cutoff_len", "block_size",
         "model_max_length", "context_length", "sequence_length",
@@ -48,6 +54,13 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     ),
     "data.shuffle": ("shuffle_merged_datasets", "shuffle_dataset", "disable_shuffling", "shuffle_data", "data_shuffle"),
     "data.on_bad_row": ("skip_invalid_rows", "ignore_errors", "on_error", "skip_bad_rows", "bad_row_policy"),
+    "data.workers": (
+        "dataset_num_proc", "preprocessing_num_workers", "dataset_processes", "num_proc", "num_workers",
+        "preprocessing_workers",
+    ),
+    "data.cache_dir": (
+        "dataset_prepared_path", "tokenized_path", "preprocessed_path", "cache_path", "dataset_cache_dir",
+    ),
     "train.duration": (
         "num_epochs", "num_train_epochs", "max_steps", "epochs", "max_epochs", "total_steps", "train_iters",
     ),

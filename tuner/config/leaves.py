@@ -298,6 +298,36 @@ class Table(Leaf):
         return {"type": "object"}
 
 
+@dataclass(frozen=True)
+class Names(Leaf):
+    """A mapping of some of `keys` to names of the user's own."""
+
+    keys: tuple[str, ...] = ()
+
+    @property
+    def what(self) -> str:
+        """The description of the ordinary values."""
+        return f"a mapping of any of {', '.join(self.keys)} to a name"
+
+    def read(self, value: Any) -> dict[str, str]:
+        """Return the mapping."""
+        if not isinstance(value, Mapping):
+            raise TypeError
+        for key, name in value.items():
+            if key not in self.keys:
+                near = get_close_matches(str(key).lower(), self.keys, 1, 0.5)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ValueError(f"got the key {shown(str(key))}; allowed: {self.allowed}{hint}")
+            if not isinstance(name, str) or not name.strip() or not name.isprintable():
+                raise ValueError(f"got {shown(name)} for {key}; allowed: the name of a key in the rows")
+        return dict(value)
+
+    def schema(self) -> dict[str, Any]:
+        """An object of strings."""
+        names = {"type": "string", "minLength": 1}
+        return {"type": "object", "properties": dict.fromkeys(self.keys, names), "additionalProperties": False}
+
+
 def _plain(value: Any) -> bool:
     return value is not None and not isinstance(value, (Mapping, list, tuple))
 

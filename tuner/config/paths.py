@@ -11,6 +11,7 @@ from tuner.config.recipe import is_split
 from tuner.config.tree import KeyPath, Node, Problems, dotted
 
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
+_HUB_ROWS = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?):[A-Za-z0-9][\w.+-]*(?:\[[^\[\]]*\])?")
 _LOCAL = ("./", "../", "/")
 _LOCAL_WORDS = {".", ".."}
 
@@ -37,6 +38,7 @@ def _path_nodes(tree: Node) -> Iterator[tuple[KeyPath, Node, Callable[[str, Path
         (("model", "name_or_path"), _hub_or_path),
         (("tokenizer", "name_or_path"), _tokenizer),
         (("tokenizer", "chat_template"), _always),
+        (("data", "cache_dir"), _always),
     ):
         if tree.has(path):
             yield path, tree.at(path), resolve
@@ -51,11 +53,19 @@ def _path_nodes(tree: Node) -> Iterator[tuple[KeyPath, Node, Callable[[str, Path
         entries = [(key, node), *(((*key, index), item) for index, item in items)]
         for place, entry in entries:
             source = entry.child("path") if isinstance(entry.value, dict) else None
-            yield ((*place, "path"), source, _always) if source is not None else (place, entry, _always)
+            yield ((*place, "path"), source, _rows) if source is not None else (place, entry, _rows)
 
 
 def _always(text: str, base: Path) -> str:
     return str(Path(os.path.normpath(base / text)))
+
+
+def _rows(text: str, base: Path) -> str:
+    """`-` is stdin, and `owner/name:split` a hub data set unless something of that name lies here."""
+    hub = _HUB_ROWS.fullmatch(text)
+    if text == "-" or (hub is not None and not (base / text).exists() and not (base / hub[1]).exists()):
+        return text
+    return _always(text, base)
 
 
 def _tokenizer(text: str, base: Path) -> str:

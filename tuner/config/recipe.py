@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Tag, model_validator
 
 from tuner.config.duration import Duration
-from tuner.config.leaves import Choice, Real, Several, Switch, Table, Text, Whole, refuse, shown
+from tuner.config.leaves import Choice, Names, Real, Several, Switch, Table, Text, Whole, refuse, shown
 from tuner.config.spans import Cadence, Span
 
 Auto = Literal["auto"]
@@ -46,6 +46,8 @@ class TokenizerSection(Section):
     """Tokenizer to use; null takes the model's own, byte the built-in UTF-8 bytes."""
     chat_template: Annotated[str | None, Text(null=True, kind="the path of a jinja file")] = None
     """Path of a jinja file; null takes the tokenizer's own template."""
+    special_tokens_in_text: Annotated[Literal["refuse", "escape"], Choice(values=("refuse", "escape"))] = "refuse"
+    """Control tokens written out in a row's text: the row is bad, or they are encoded as plain text; both counted."""
 
 
 class NoAdapter(Section):
@@ -90,16 +92,38 @@ class PretrainMethod(Section):
     """sft learns answers to prompts; pretrain learns every token of plain text."""
 
 
-class DataSource(Section):
-    """One file of rows."""
+FORMATS = ("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens")
+COLUMNS = (
+    "messages", "conversations", "system", "tools",
+    "instruction", "input", "output", "history",
+    "prompt", "completion", "text",
+    "input_ids", "labels", "loss_mask",
+)  # fmt: skip
+"""Keys of a row that `columns` may find under another name."""
 
-    path: Annotated[str, Text(kind="the path of a file")]
-    """File of rows: JSON lines, or plain text."""
+
+class DataSource(Section):
+    """One place of rows, and its share of them."""
+
+    path: Annotated[str, Text(kind="a file, a directory, a glob, - or owner/name:split")]
+    """File, directory, glob, - for stdin, or hub data set with its split, such as owner/name:train[:5%]."""
     format: Annotated[
-        Literal["auto", "messages", "prompt_completion", "text"],
-        Choice(values=("auto", "messages", "prompt_completion", "text")),
+        Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"],
+        Choice(values=FORMATS),
     ] = "auto"
-    """Form of the rows; auto looks at the first ones."""
+    """Form of the rows; auto tells it from the keys of each."""
+    columns: Annotated[dict[str, str], Names(keys=COLUMNS)] = {}
+    """Where our keys are in a row, e.g. {prompt: question, messages: chat.turns}; a dot goes into an object."""
+    weight: Annotated[float, Real(gt=0, le=1000)] = 1.0
+    """Share of the source's documents that is taken, drawn by the seed; above 1 repeats them."""
+    count: Annotated[int | None, Whole(null=True, ge=1, le=2**53)] = None
+    """Documents taken from the source, drawn by the seed; more than there are repeats them. Not with weight."""
+
+    @model_validator(mode="after")
+    def _one_share(self) -> DataSource:
+        if self.count is not None and self.weight != 1:
+            raise refuse("weight and count exclude each other; remove one")
+        return self
 
 
 SPLIT = Span(units=("%", "documents"))
@@ -154,7 +178,7 @@ class DataSection(Section):
     """Training and held-out rows, and how they become batches."""
 
     train: Sources
-    """Training rows: a path, or a list of paths and {path, format} (required)."""
+    """Training rows: a path, or a list of paths and {path, format, columns, weight, count} (required)."""
     eval: EvalSources = None
     """Held-out rows: the same forms, or `2%` or `200 documents` split off the training documents."""
     max_length: Annotated[int | Auto, Whole(ge=2, le=2**24, words=("auto",))] = "auto"
@@ -169,6 +193,10 @@ class DataSection(Section):
     """Visit the rows in a new order each epoch, given by the seed."""
     on_bad_row: Annotated[Literal["error", "skip"], Choice(values=("error", "skip"))] = "error"
     """Stop at a row that cannot be used, or skip and count it."""
+    workers: Annotated[int | Auto, Whole(ge=1, le=1024, words=("auto",))] = "auto"
+    """Processes that encode rows; auto takes one for each free core. Their number changes no byte of the result."""
+    cache_dir: Annotated[str | None, Text(null=True, kind="the path of a directory")] = None
+    """Where prepared data is kept; null takes $TUNER_CACHE, else ~/.cache/tuner."""
 
 
 class TrainSection(Section):
