@@ -90,7 +90,13 @@ def wrong_values(field: Field) -> list[str]:
         case Table():
             return ["null"]
         case _:
-            items = ("{pat: x}", "{format: text}", "{path: x, format: csv}", "{path: x, count: 0}", "{path: x, weight: 0}")
+            items = (
+                "{pat: x}",
+                "{format: text}",
+                "{path: x, format: csv}",
+                "{path: x, count: 0}",
+                "{path: x, weight: 0}",
+            )
             more = ("{path: x, weight: 2, count: 5}", "{path: x, columns: {txt: y}}", "{path: x, columns: [a]}")
             return ["''", *(f"[{item}]" for item in items + more)]
 
