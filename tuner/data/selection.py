@@ -1,0 +1,137 @@
+"""Which documents are trained on and how often, and which are held out: pure functions of counts, hashes and the seed.
+
+A document is known by its digest, 128 bits of its token ids' hash, as uint64[2]. Everything is a numpy table: no
+Python object stands for a document.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tuner.config.duration import Duration
+from tuner.errors import DataError
+
+Digests = npt.NDArray[np.uint64]
+"""uint64[documents, 2]"""
+_MASK64 = (1 << 64) - 1
+_SAMPLE_STREAM = 1 << 63
+"""Philox keys of samples are apart from those of epochs, which count from 0."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much of a source is taken: `weight` times its documents, or exactly `count` of them."""
+
+    weight: float = 1.0
+    count: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every document is taken once."""
+        return self.count is None and self.weight == 1
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the seed may decide what is taken; whole multiples need none."""
+        return self.count is not None or self.weight != math.floor(self.weight)
+
+    def total(self, documents: int) -> int:
+        """Documents taken of a source that has so many, repeats counted; halves are rounded up."""
+        if documents == 0:
+            return 0
+        return self.count if self.count is not None else math.floor(self.weight * documents + 0.5)
+
+
+def copies(share: Share, documents: int, seed: int, source: int) -> npt.NDArray[np.int32]:
+    """Return int32[documents]: how often each document of a source is taken.
+
+    Whole passes first, then a sample without replacement. `source` is the source's place in the recipe: two sources
+    draw independently. Raw Philox words are sorted, as for the order of rows: numpy promises them for ever.
+    """
+    if documents == 0:
+        return np.zeros(0, dtype=np.int32)
+    passes, rest = divmod(share.total(documents), documents)
+    taken = np.full(documents, passes, dtype=np.int32)
+    if rest:
+        key = np.array([seed & _MASK64, _SAMPLE_STREAM + source], dtype=np.uint64)
+        words = np.random.Philox(key=key).random_raw(documents)
+        taken[np.argsort(words, kind="stable")[:rest]] += 1
+    return taken
+
+
+def distinct(digests: Digests) -> int:
+    """The number of different documents."""
+    if len(digests) == 0:
+        return 0
+    ordered = digests[np.lexsort((digests[:, 1], digests[:, 0]))]
+    return 1 + int(np.any(ordered[1:] != ordered[:-1], axis=1).sum())
+
+
+def shared(left: Digests, right: Digests) -> int:
+    """The number of different documents that are on both sides."""
+    return distinct(left) + distinct(right) - distinct(np.concatenate([left, right]))
+
+
+def hold_out(digests: Digests, split: Duration, seed: int) -> npt.NDArray[np.bool_]:
+    """Return bool[documents]: those held out. Equal documents go together, so none is on both sides.
+
+    Documents are visited in the order of a hash of their tokens, keyed by the seed; a group of equal ones is taken
+    where it still fits. DataError where nothing would be left on a side.
+    """
+    total = len(digests)
+    wanted = math.floor(total * split.count / 100 + 0.5) if split.unit == "%" else int(split.count)
+    wanted = max(wanted, 1)
+    if wanted >= total:
+        raise DataError(
+            f"data.eval: {split} of {total:,} documents leaves none to train on",
+            hint="give data.eval a file of its own",
+        )
+    order, group = _keyed_order(digests, seed)
+    sizes = np.bincount(group)
+    chosen = np.zeros(len(sizes), dtype=np.bool_)
+    left = np.arange(len(sizes))
+    while wanted and len(left):
+        left = left[sizes[left] <= wanted]
+        fits = int(np.searchsorted(np.cumsum(sizes[left]), wanted, side="right"))
+        chosen[left[:fits]] = True
+        wanted -= int(sizes[left[:fits]].sum())
+        left = left[fits:]
+    held = np.zeros(total, dtype=np.bool_)
+    held[order] = chosen[group]
+    if not held.any():
+        raise DataError("data.eval: the documents repeat too often to hold any out", hint="give data.eval a file")
+    return held
+
+
+def digest(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64]) -> Digests:
+    """Return the digests of documents that lie one after another: ids uint32[tokens], offsets int64[documents + 1]."""
+    words = np.ascontiguousarray(ids, dtype="<u4").data.cast("B")
+    bounds: Sequence[int] = (offsets * 4).tolist()
+    hashes = b"".join(
+        hashlib.blake2b(words[start:stop], digest_size=16).digest()
+        for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+    )
+    return np.frombuffer(hashes, dtype="<u8").astype(np.uint64).reshape(-1, 2)
+
+
+def _keyed_order(digests: Digests, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The documents in the order of their keyed hash, and of each the number of its group of equal ones, from 0."""
+    key = np.frombuffer(hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=16).digest(), dtype="<u8")
+    first, second = digests[:, 0], digests[:, 1]
+    hashed = _mixed(_mixed(first ^ key[0]) ^ second ^ key[1])
+    order = np.lexsort((second, first, hashed)).astype(np.int64)
+    ordered = digests[order]
+    begins = np.any(ordered[1:] != ordered[:-1], axis=1)
+    return order, np.concatenate([[0], np.cumsum(begins)]).astype(np.int64)
+
+
+def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every bit of the input reaches every bit of the output."""
+    mixed = words + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
