@@ -1,0 +1,75 @@
+"""The real command, and the files that it leaves: `python -m tuner prepare-data R --json`, read with pyarrow alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One document: int64[n] token ids and bool[n], whether each is trained."""
+
+    ids: npt.NDArray[np.int64]
+    trained: npt.NDArray[np.bool_]
+
+    def same(self, other: Encoded) -> bool:
+        """Whether ids and masks are equal."""
+        return np.array_equal(self.ids, other.ids) and np.array_equal(self.trained, other.trained)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What one run left: documents in the order of the rows, refused rows, and the command's own document."""
+
+    documents: list[Encoded]
+    rejects: list[dict[str, Any]]
+    said: dict[str, Any]
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    """Write rows as JSONL, non-ASCII text as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def prepare(work: Path, recipe: dict[str, Any]) -> Prepared:
+    """Run the command on a recipe in the directory `work`, with a cache of its own."""
+    work.mkdir(parents=True, exist_ok=True)
+    path = work / "recipe.yaml"
+    path.write_text(json.dumps(recipe, ensure_ascii=False), encoding="utf-8")
+    command = [sys.executable, "-m", "tuner", "prepare-data", str(path), "--json"]
+    environment = {**os.environ, "TUNER_CACHE": str(work / "cache"), "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=work, env=environment)
+    assert result.returncode == 0, result.stderr
+    said = json.loads(result.stdout)
+    prepared = Path(said["artifacts"]["path"])
+    rejects = [json.loads(line) for line in (prepared / "rejects.jsonl").read_text(encoding="utf-8").splitlines()]
+    return Prepared(documents(prepared / "train.documents.arrow"), rejects, said)
+
+
+def documents(path: Path) -> list[Encoded]:
+    """Every document of an Arrow IPC stream file."""
+    with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
+        table = stream.read_all()
+        found = []
+        for batch in table.to_batches():
+            ids, trained = batch.column("input_ids"), batch.column("trained")
+            flat = ids.values.to_numpy().astype(np.int64)
+            flags = trained.values.to_numpy(zero_copy_only=False)
+            for a, b in zip(ids.offsets.to_pylist(), ids.offsets.to_pylist()[1:], strict=False):
+                found.append(Encoded(flat[a:b], flags[a:b]))
+            assert ids.offsets.equals(trained.offsets)
+    return found
