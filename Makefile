@@ -11,7 +11,7 @@ BIN    := $(VENV)/bin
 # torch comes first and alone: a build that is already there (CPU or CUDA) is then kept by everything after it.
 TORCH  := torch==2.13.0
 
-.PHONY: help install test lint types unit demo mutants clean
+.PHONY: help install test lint types unit assets demo mutants clean
 
 help:
 	@grep -E '^#  ' Makefile | cut -c3-
@@ -39,9 +39,14 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/mypy --strict
 
-# The real base model is an input of a few tests; they skip where it was never built.
-unit: $(VENV)/.installed .demo/.model
-	OMP_NUM_THREADS=1 TUNER_TEST_SMOLLM2=$(CURDIR)/.demo/smollm2 $(BIN)/python -m pytest -q
+# The real base model, and files of others from the registries, are inputs of some tests; a bare `pytest` skips these.
+unit: $(VENV)/.installed .demo/.model assets
+	OMP_NUM_THREADS=1 TUNER_TEST_SMOLLM2=$(CURDIR)/.demo/smollm2 TUNER_TEST_ASSETS=$(CURDIR)/.demo/assets \
+		$(BIN)/python -m pytest -q
+
+# Checks what is there and fetches what is missing.
+assets: $(VENV)/.installed
+	@$(BIN)/python tools/fetch_assets.py .demo/assets >/dev/null
 
 # The demo's second environment holds no tuner: what is exported must load there.
 .venv-plain/.installed: constraints.txt
