@@ -8,8 +8,8 @@ import pytest
 from tests.data import tiny
 from tuner.data.byte_tokenizer import byte_tokenizer_files
 from tuner.data.encode import Document, Encoder, TrainOn
+from tuner.data.problems import RowProblem
 from tuner.data.rows import parse_row
-from tuner.data.sources import RowProblem
 from tuner.data.tokenizer import TextTokenizer
 from tuner.errors import DataError
 

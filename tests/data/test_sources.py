@@ -11,8 +11,9 @@ from tests.data import tiny
 from tuner.config.recipe import DataSource
 from tuner.data import sources
 from tuner.data.prepare import prepare
+from tuner.data.problems import RowProblem
 from tuner.data.rows import parse_row
-from tuner.data.sources import RowProblem, expand, parse_json_row, read_rows
+from tuner.data.sources import expand, parse_json_row, read_rows
 from tuner.errors import DataError
 
 GOOD = json.dumps(tiny.chat("hi", "hello")).encode()

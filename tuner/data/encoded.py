@@ -16,8 +16,9 @@ import pyarrow as pa
 
 from tuner.config.duration import Duration
 from tuner.data.encode import Document, Encoder
+from tuner.data.problems import RowProblem
 from tuner.data.rows import parse_row
-from tuner.data.sources import RawRow, RowProblem, SourceFile, read_rows
+from tuner.data.sources import RawRow, SourceFile, read_rows
 from tuner.errors import DataError
 
 BATCH_ROWS = 512

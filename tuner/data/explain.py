@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from tuner.data.encoded import encode_rows, first_rows, row_error
 from tuner.data.prepare import PrepareRequest
-from tuner.data.sources import RowProblem, expand
+from tuner.data.problems import RowProblem
+from tuner.data.sources import expand
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,16 @@
 """Raw rows to examples: messages, prompt and completion, or text, each value checked."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
-from tuner.data.sources import KeyPath, RowProblem
+from tuner.data.problems import KeyPath, RowProblem
 
 ROLES = ("system", "user", "assistant", "tool")
 _KEYS = {"messages": ("messages",), "prompt_completion": ("prompt", "completion"), "text": ("text",)}
 
 
-@dataclass(frozen=True)
-class Conversation:
+class Conversation(NamedTuple):
     """Messages for the chat template, each with the user's own wish to train it or not."""
 
     messages: list[dict[str, Any]]
@@ -20,22 +18,27 @@ class Conversation:
     tools: list[dict[str, Any]] | None
 
 
-@dataclass(frozen=True)
-class PromptCompletion:
+class PromptCompletion(NamedTuple):
     """A prompt that is given and the completion that is learned."""
 
     prompt: str
     completion: str
 
 
-@dataclass(frozen=True)
-class PlainText:
+class PlainText(NamedTuple):
     """A document that is learned whole."""
 
     text: str
 
 
-Example = Conversation | PromptCompletion | PlainText
+class Tokens(NamedTuple):
+    """Token ids made elsewhere; `trained` is one flag a token, or None where the method decides."""
+
+    input_ids: list[int]
+    trained: list[bool] | None
+
+
+Example = Conversation | PromptCompletion | PlainText | Tokens
 
 
 def parse_row(value: Mapping[str, Any], format: str = "auto") -> Example:  # noqa: A002 (the recipe's word)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NoReturn
 
+from tuner.data.problems import KeyPath, RowProblem
 from tuner.errors import DataError
 
 if TYPE_CHECKING:
@@ -27,19 +28,6 @@ _TEXT_SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst")
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
 _CONSTANTS = ("NaN", "Infinity", "-Infinity")
-
-KeyPath = tuple[str | int, ...]
-
-
-class RowProblem(Exception):
-    """Why one row cannot be used; `col` counts characters from 1, `path` names the value where `col` is not known."""
-
-    def __init__(self, reason: str, col: int | None = None, path: KeyPath = ()) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.col = col
-        self.path = path
-
 
 @dataclass(frozen=True)
 class SourceFile:
