@@ -6,48 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuner.data.pack import NO_TARGET, TOO_LONG, cut, pack, rows_table
+from tuner.data.pack import NO_TARGET, TOO_LONG, Segments, cut, row_batches, rows_table
+from tuner.data.prepared import ROWS_SCHEMA
 
 
 def batch(masks: list[list[bool]]) -> pa.RecordBatch:
     ids = pa.array([list(range(len(mask))) for mask in masks], pa.list_(pa.uint16()))
     return pa.record_batch([ids, pa.array(masks, pa.list_(pa.bool_()))], names=["input_ids", "trained"])
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 30), min_size=0, max_size=60))
-def test_packing_places_every_item_once_within_capacity(lengths: list[int]) -> None:
-    sizes = np.array(lengths, dtype=np.int64)
-    order, offsets = pack(sizes, 30)
-    assert sorted(order.tolist()) == list(range(len(lengths)))
-    for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
-        assert 0 < sizes[order[start:stop]].sum() <= 30
-        assert (np.diff(order[start:stop]) > 0).all()
-    again = pack(sizes, 30)
-    assert again[0].tolist() == order.tolist()
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=40))
-def test_packing_is_best_fit_decreasing(lengths: list[int]) -> None:
-    """The plain quadratic algorithm needs the same number of rows."""
-    free: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        fitting = [i for i, room in enumerate(free) if room >= length]
-        if fitting:
-            free[min(fitting, key=lambda i: free[i])] -= length
-        else:
-            free.append(30 - length)
-    order, offsets = pack(np.array(lengths, dtype=np.int64), 30)
-    assert len(offsets) - 1 == len(free)
-    sizes = np.array(lengths)[order]
-    assert sorted(30 - int(sizes[a:b].sum()) for a, b in zip(offsets[:-1], offsets[1:], strict=True)) == sorted(free)
-
-
-def test_many_documents_pack_nearly_full() -> None:
-    lengths = np.random.default_rng(0).integers(10, 700, 20_000)
-    _, offsets = pack(lengths, 1024)
-    assert lengths.sum() / ((len(offsets) - 1) * 1024) > 0.999
 
 
 def test_long_documents_follow_the_policy() -> None:
@@ -90,5 +55,64 @@ def test_rows_count_tokens_and_targets(packing: bool) -> None:
     assert table.num_rows == (2 if packing else 3)
     assert sum(table["tokens"].to_pylist()) == 10
     assert sum(table["trained"].to_pylist()) == 2 + 1 + 4
+    assert sum(table["squares"].to_pylist()) == 3 * 3 + 2 * 2 + 5 * 5
     if packing:
         assert table["document"].to_pylist() == [[2], [0, 1]]
+
+
+def segments_of(lengths: list[int]) -> Segments:
+    """A document for each length, of which all but the first token are trained."""
+    tokens = np.array(lengths, dtype=np.uint32)
+    return Segments(np.arange(len(tokens), dtype=np.uint32), np.zeros_like(tokens), tokens, tokens - 1)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.integers(2, 12), max_size=40),
+    st.integers(1, 5),
+    st.integers(1, 7),
+    st.booleans(),
+)
+def test_small_record_batches_hold_the_same_rows(
+    lengths: list[int], max_rows: int, max_segments: int, packing: bool
+) -> None:
+    segments = segments_of(lengths)
+    batches = list(row_batches(segments, 12, packing, (max_rows, max_segments)))
+    for batch in batches:
+        assert batch.schema == ROWS_SCHEMA
+        assert 1 <= batch.num_rows <= max_rows
+        # Each batch has list offsets of its own, from 0.
+        assert batch["document"].offsets[0].as_py() == 0
+        assert len(batch["document"].values) <= max_segments or batch.num_rows == 1
+    table = pa.Table.from_batches(batches, ROWS_SCHEMA)
+    assert table.to_pylist() == rows_table(segments, 12, packing).to_pylist()
+    assert sorted(i for row in table["document"].to_pylist() for i in row) == list(range(len(lengths)))
+    for row in table.to_pylist():
+        sizes = [lengths[i] for i in row["document"]]
+        assert row["stop"] == sizes
+        assert (row["tokens"], row["squares"]) == (sum(sizes), sum(size**2 for size in sizes))
+        assert row["trained"] == sum(sizes) - len(sizes)
+
+
+def test_sums_of_a_row_are_not_cut_to_32_bits() -> None:
+    length = 3_000_000_000
+    (row,) = rows_table(segments_of([length]), length, packing=False).to_pylist()
+    assert row == {
+        "document": [0], "start": [0], "stop": [length],
+        "tokens": length, "trained": length - 1, "squares": length**2,
+    }  # fmt: skip
+
+
+def test_more_than_2_to_the_31_tokens_are_counted() -> None:
+    """As many tokens as a split of 5 GB of text has, without their memory: the columns are all there is of them."""
+    table = rows_table(segments_of([1 << 20] * 4100), 1 << 21, packing=True)
+    tokens = np.asarray(table["tokens"].to_numpy(), dtype=np.int64)
+    assert tokens.sum() == 4100 << 20 > 1 << 31
+    assert tokens.tolist() == [1 << 21] * 2050
+
+
+def test_no_segment_gives_no_row() -> None:
+    table = rows_table(segments_of([]), 8, packing=True)
+    assert (table.num_rows, table.schema) == (0, ROWS_SCHEMA)
+    nothing = cut(iter([]), 8, "split")
+    assert (len(nothing.document), nothing.dropped) == (0, {})

@@ -1,40 +1,56 @@
-"""The packing plan: documents cut to rows' length, and segments packed by global best fit decreasing."""
+"""The packing plan: documents cut to rows' length, and segments packed into rows.
+
+Memory is bounded by the number of segments, some 40 bytes each at the peak, whatever the number of tokens: columns are
+kept in 32 bits, and rows are written in record batches that a list column's 32-bit offsets can address.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from tuner.data.bins import pack
+from tuner.data.prepared import ROWS_SCHEMA
+from tuner.errors import DataError
+
 TooLong = Literal["truncate", "split", "drop"]
 NO_TARGET = "no trained token within max_length"
 TOO_LONG = "longer than max_length"
+MAX_DOCUMENTS = 1 << 32
+BATCH_ROWS, BATCH_SEGMENTS = 1 << 16, 1 << 22
+"""Rows and segments of one record batch: a batch ends before either bound is passed, but holds a row at least."""
+
+U32 = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Pieces of documents in document order: int64[n] document, start, stop and trained targets of each."""
+    """Pieces of documents in document order: uint32[n] document, start, stop and trained targets of each."""
 
-    document: npt.NDArray[np.int64]
-    start: npt.NDArray[np.int64]
-    stop: npt.NDArray[np.int64]
-    trained: npt.NDArray[np.int64]
+    document: U32
+    start: U32
+    stop: U32
+    trained: U32
     dropped: dict[str, int] = field(default_factory=dict)
     """Reason -> documents of which nothing is left."""
     truncated: int = 0
     split: int = 0
 
     @property
-    def tokens(self) -> npt.NDArray[np.int64]:
-        """int64[n]: the length of each segment."""
+    def tokens(self) -> U32:
+        """uint32[n]: the length of each segment."""
         return self.stop - self.start
 
 
 def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -> Segments:
-    """Cut documents into segments of at most `max_length` tokens; those without a trained target are left out."""
-    parts: list[list[npt.NDArray[np.int64]]] = []
+    """Cut documents into segments of at most `max_length` tokens; those without a trained target are left out.
+
+    Raises DataError for 2^32 documents or more.
+    """
+    parts: list[list[U32]] = []
     dropped = {TOO_LONG: 0, NO_TARGET: 0}
     base = truncated = n_split = 0
     for batch in batches:
@@ -51,8 +67,9 @@ def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -
             n_split += int(long.sum())
         elif too_long == "truncate":
             truncated += int(long.sum())
+        considered = int((pieces > 0).sum())
+        number = _counted(pieces)
         document = np.repeat(document, pieces)
-        number = np.arange(len(document), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         start = number * max_length
         stop = np.minimum(start + max_length, lengths[document])
         # The first token of a segment is never a target.
@@ -60,75 +77,80 @@ def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -
         kept = trained > 0
         left = np.zeros(len(lengths), dtype=np.bool_)
         left[document[kept]] = True
-        dropped[NO_TARGET] += len(np.unique(document)) - int(left.sum())
-        parts.append([document[kept] + base, start[kept], stop[kept], trained[kept]])
+        dropped[NO_TARGET] += considered - int(left.sum())
+        parts.append([column[kept].astype(np.uint32) for column in (document + base, start, stop, trained)])
         base += len(lengths)
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [np.empty(0, np.int64)] * 4
-    document, start, stop, trained = columns
+        if base > MAX_DOCUMENTS:
+            raise DataError(f"more than {MAX_DOCUMENTS:,} documents in one split")
     reasons = {reason: count for reason, count in dropped.items() if count}
-    return Segments(document, start, stop, trained, reasons, truncated, n_split)
-
-
-def pack(lengths: npt.NDArray[np.int64], capacity: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Pack items into rows of `capacity` by best fit decreasing; returns (item ids row by row, row offsets).
-
-    Rows with r tokens free are kept in stack r, and a big integer has bit r set where stack r is not empty: the
-    fullest row that still takes an item is the lowest set bit at or above its length. Items of equal length are taken
-    in order, so the plan is a function of the lengths alone. Inside a row items are in ascending order.
-    """
-    row_of = np.empty(len(lengths), dtype=np.int64)
-    free_rows: list[list[int]] = [[] for _ in range(capacity + 1)]
-    occupied = n_rows = 0
-    for item in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[item])
-        fitting = occupied >> length
-        if fitting:
-            free = length + (fitting & -fitting).bit_length() - 1
-            stack = free_rows[free]
-            row = stack.pop()
-            if not stack:
-                occupied ^= 1 << free
-        else:
-            free, row = capacity, n_rows
-            n_rows += 1
-        row_of[item] = row
-        left = free - length
-        if left:
-            if not free_rows[left]:
-                occupied |= 1 << left
-            free_rows[left].append(row)
-    order = np.argsort(row_of, kind="stable").astype(np.int64)
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=n_rows))]).astype(np.int64)
-    return order, offsets
-
-
-def rows_table(segments: Segments, max_length: int, packing: bool) -> pa.Table:
-    """Return the packed rows: segments as lists, `tokens` and `trained` targets of each row."""
-    count = len(segments.document)
-    order, offsets = pack(segments.tokens, max_length) if packing else (np.arange(count), np.arange(count + 1))
-    bounds = pa.array(offsets.astype(np.int32))
-
-    def column(values: npt.NDArray[np.int64]) -> pa.Array:
-        return pa.ListArray.from_arrays(bounds, pa.array(values[order].astype(np.uint32)))
-
-    def sums(values: npt.NDArray[np.int64]) -> pa.Array:
-        total = np.concatenate([[0], np.cumsum(values[order])])
-        return pa.array(np.diff(total[offsets]).astype(np.uint32))
-
-    return pa.table(
-        {
-            "document": column(segments.document),
-            "start": column(segments.start),
-            "stop": column(segments.stop),
-            "tokens": sums(segments.tokens),
-            "trained": sums(segments.trained),
-        }
+    return Segments(
+        _joined(parts, 0), _joined(parts, 1), _joined(parts, 2), _joined(parts, 3), reasons, truncated, n_split
     )
 
 
-def _targets_before(batch: pa.RecordBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Offsets of a batch's documents, from 0, and int64[tokens + 1]: trained tokens before each position."""
+def rows_table(segments: Segments, max_length: int, packing: bool) -> pa.Table:
+    """Return the packed rows as `ROWS_SCHEMA` says, in several record batches where they are many."""
+    return pa.Table.from_batches(row_batches(segments, max_length, packing), ROWS_SCHEMA)
+
+
+def row_batches(
+    segments: Segments, max_length: int, packing: bool, limits: tuple[int, int] = (BATCH_ROWS, BATCH_SEGMENTS)
+) -> Iterator[pa.RecordBatch]:
+    """Yield the packed rows in record batches of at most `limits` rows and segments (but of a row at least)."""
+    count = len(segments.document)
+    order, offsets = pack(segments.tokens, max_length) if packing else (np.arange(count), np.arange(count + 1))
+    max_rows, max_segments = limits
+    first, n_rows = 0, len(offsets) - 1
+    while first < n_rows:
+        fitting = int(np.searchsorted(offsets, offsets[first] + max_segments, side="right")) - 1
+        last = min(max(fitting, first + 1), first + max_rows, n_rows)
+        yield _record_batch(segments, order[offsets[first] : offsets[last]], offsets[first : last + 1])
+        first = last
+
+
+def _record_batch(segments: Segments, chosen: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> pa.RecordBatch:
+    """Rows of the `chosen` segments; row i holds those from `offsets[i]` to `offsets[i + 1]`, less the first offset."""
+    starts = offsets[:-1] - offsets[0]
+    bounds = pa.array((offsets - offsets[0]).astype(np.int32))
+
+    def column(values: U32) -> pa.Array:
+        return pa.ListArray.from_arrays(bounds, pa.array(values[chosen]))
+
+    def sums(values: npt.NDArray[Any], dtype: type[np.unsignedinteger[Any]]) -> pa.Array:
+        return pa.array(np.add.reduceat(values, starts, dtype=np.uint64).astype(dtype))
+
+    tokens = segments.stop[chosen] - segments.start[chosen]
+    return pa.record_batch(
+        [
+            column(segments.document),
+            column(segments.start),
+            column(segments.stop),
+            sums(tokens, np.uint32),
+            sums(segments.trained[chosen], np.uint32),
+            sums(tokens.astype(np.uint64) ** 2, np.uint64),
+        ],
+        schema=ROWS_SCHEMA,
+    )
+
+
+def _joined(parts: list[list[U32]], column: int) -> U32:
+    """One column of all parts, which let go of theirs: the four columns are never in memory twice."""
+    joined = np.concatenate([np.empty(0, np.uint32), *(part[column] for part in parts)])
+    for part in parts:
+        part[column] = np.empty(0, np.uint32)
+    return joined
+
+
+def _counted(pieces: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """0, 1, ... for the pieces of each document in turn."""
+    return np.arange(pieces.sum(), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+
+
+def _targets_before(batch: pa.RecordBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """Offsets of a batch's documents, from 0, and int32[tokens + 1]: trained tokens before each position."""
     column = batch.column("trained")
     offsets = column.offsets.to_numpy().astype(np.int64)
     flags = column.values.slice(offsets[0], offsets[-1] - offsets[0]).to_numpy(zero_copy_only=False)
-    return offsets - offsets[0], np.concatenate([[0], np.cumsum(flags, dtype=np.int64)])
+    before = np.zeros(len(flags) + 1, dtype=np.int32)
+    np.cumsum(flags, out=before[1:])
+    return offsets - offsets[0], before

@@ -1,12 +1,13 @@
 """Prepared data on disk, opened: memory-mapped documents, packed rows and held-out samples.
 
 A prepared directory holds `<split>.documents.arrow` (one document per record: `input_ids`, `trained`,
-`prompt_tokens`), `<split>.rows.arrow` (one row per record: segments `document`, `start`, `stop` and the counts
-`tokens`, `trained`), `samples.jsonl` and `manifest.json`. The Arrow files are IPC streams.
+`prompt_tokens`), `<split>.rows.arrow` (one row per record: segments `document`, `start`, `stop` and the sums
+`tokens`, `trained`, `squares`), `samples.jsonl` and `manifest.json`. The Arrow files are IPC streams.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,17 @@ import pyarrow as pa
 from tuner.errors import DataError
 from tuner.runtime.files import read_json, verify_entries
 
-PREPARED_SCHEMA = "tuner.prepared/1"
+PREPARED_SCHEMA = "tuner.prepared/2"
 """The `schema` of a prepared directory's manifest."""
+ROWS_SCHEMA = pa.schema(
+    [
+        *((name, pa.list_(pa.uint32())) for name in ("document", "start", "stop")),
+        ("tokens", pa.uint32()),
+        ("trained", pa.uint32()),
+        ("squares", pa.uint64()),
+    ]
+)
+"""The columns of `<split>.rows.arrow`: a row's segments, their lengths summed, its targets, squared lengths summed."""
 
 
 @dataclass(frozen=True)
@@ -48,69 +58,76 @@ class Documents:
 
     def __init__(self, path: Path) -> None:
         table = open_stream(path)
-        self._ids: list[npt.NDArray[Any]] = []
-        self._offsets: list[npt.NDArray[np.int64]] = []
-        self._trained: list[pa.Array] = []
-        starts = [0]
-        for batch in table.to_batches():
-            ids, trained = batch.column("input_ids"), batch.column("trained")
-            offsets = ids.offsets.to_numpy().astype(np.int64)
-            trained_offsets = trained.offsets.to_numpy().astype(np.int64)
-            if not np.array_equal(offsets - offsets[0], trained_offsets - trained_offsets[0]):
-                raise DataError(f"{path}: token ids and masks differ in length")
-            self._ids.append(ids.values.slice(offsets[0], offsets[-1] - offsets[0]).to_numpy())
-            self._trained.append(trained.values.slice(trained_offsets[0], offsets[-1] - offsets[0]))
-            self._offsets.append(offsets - offsets[0])
-            starts.append(starts[-1] + batch.num_rows)
-        self._starts = np.array(starts, dtype=np.int64)
+        types = {field.name: field.type for field in table.schema}
+        ids, flags = types.get("input_ids"), types.get("trained")
+        if ids not in (pa.list_(pa.uint16()), pa.list_(pa.uint32())) or flags != pa.list_(pa.bool_()):
+            raise DataError(f"{path}: not documents: {table.schema.to_string(show_schema_metadata=False)}")
+        self._path = path
+        self._ids = _list_blocks(table.column("input_ids"))
+        self._trained = _list_blocks(table.column("trained"))
+        self._starts = _starts(table.column("input_ids"))
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def read(self, document: int, start: int, stop: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
-        """Return token ids (the file's unsigned type) and trained flags of tokens [start, stop) of one document."""
-        block = int(np.searchsorted(self._starts, document, side="right")) - 1
-        base = int(self._offsets[block][document - int(self._starts[block])])
-        ids = self._ids[block][base + start : base + stop]
-        return ids, self._trained[block].slice(base + start, stop - start).to_numpy(zero_copy_only=False)
+        """Return token ids (the file's unsigned type) and trained flags of tokens [start, stop) of one document.
+
+        Raises DataError where the document has not as many token ids and flags.
+        """
+        block, i = _place(self._starts, document)
+        (id_offsets, ids), (flag_offsets, flags) = self._ids[block], self._trained[block]
+        first, first_flag = int(id_offsets[i]), int(flag_offsets[i])
+        if stop > min(int(id_offsets[i + 1]) - first, int(flag_offsets[i + 1]) - first_flag):
+            raise DataError(f"{self._path}: document {document} has not the {stop} token ids and flags asked for")
+        trained = flags.slice(first_flag + start, stop - start).to_numpy(zero_copy_only=False)
+        return ids[first + start : first + stop], trained
 
 
 class PackedRows:
-    """The packed rows of one split, read on demand from memory-mapped files."""
+    """The packed rows of one split, read on demand from memory-mapped files.
+
+    Opening reads the headers of the record batches alone. The counts of all rows are gathered when first asked for.
+    """
 
     def __init__(self, documents: Documents, rows: pa.Table, max_length: int) -> None:
         self._documents = documents
         self._max_length = max_length
-        self._tokens: npt.NDArray[np.int64] = _column(rows, "tokens")
-        self._trained: npt.NDArray[np.int64] = _column(rows, "trained")
-        segments = [rows.column(name).combine_chunks() for name in ("document", "start", "stop")]
-        self._segments = [
-            (column.values.to_numpy() if len(column) else np.empty(0, dtype=np.uint32)) for column in segments
-        ]
-        self._offsets = segments[0].offsets.to_numpy() if len(rows) else np.zeros(1, dtype=np.int32)
+        self._rows = rows
+        self._segments = [_list_blocks(rows.column(name)) for name in ("document", "start", "stop")]
+        self._starts = _starts(rows.column("document"))
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return int(self._rows.num_rows)
 
     @property
     def max_length(self) -> int:
         """The most tokens that a row holds."""
         return self._max_length
 
-    @property
+    @cached_property
     def tokens_per_row(self) -> npt.NDArray[np.int64]:
         """int64[rows]: tokens of each row."""
-        return self._tokens
+        return self._counts("tokens")
 
-    @property
+    @cached_property
     def trained_per_row(self) -> npt.NDArray[np.int64]:
         """int64[rows]: trained targets of each row; the first token of a segment is never one."""
-        return self._trained
+        return self._counts("trained")
+
+    @cached_property
+    def squares_per_row(self) -> npt.NDArray[np.int64]:
+        """int64[rows]: the squared lengths of each row's segments, summed: what attention costs."""
+        return self._counts("squares")
 
     def row(self, i: int) -> Row:
         """Return row i, copied out of the files."""
-        first, last = int(self._offsets[i]), int(self._offsets[i + 1])
-        document, start, stop = (column[first:last].tolist() for column in self._segments)
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        block, at = _place(self._starts, i)
+        offsets = self._segments[0][block][0]
+        first, last = int(offsets[at]), int(offsets[at + 1])
+        document, start, stop = (blocks[block][1][first:last].tolist() for blocks in self._segments)
         parts = [self._documents.read(*segment) for segment in zip(document, start, stop, strict=True)]
         return Row(
             input_ids=np.concatenate([ids for ids, _ in parts]).astype(np.int64),
@@ -120,6 +137,9 @@ class PackedRows:
 
     def __iter__(self) -> Iterator[Row]:
         return (self.row(i) for i in range(len(self)))
+
+    def _counts(self, name: str) -> npt.NDArray[np.int64]:
+        return np.asarray(self._rows.column(name).to_numpy(), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -172,11 +192,27 @@ def open_stream(path: Path) -> pa.Table:
 
 def _open_rows(path: Path, split: str, max_length: int) -> PackedRows:
     documents = Documents(path / f"{split}.documents.arrow")
-    return PackedRows(documents, open_stream(path / f"{split}.rows.arrow"), max_length)
+    rows = open_stream(path / f"{split}.rows.arrow")
+    if not rows.schema.equals(ROWS_SCHEMA):
+        raise DataError(f"{path / f'{split}.rows.arrow'}: not packed rows: {rows.schema.to_string()}")
+    return PackedRows(documents, rows, max_length)
 
 
-def _column(table: pa.Table, name: str) -> npt.NDArray[np.int64]:
-    return np.asarray(table.column(name).to_numpy(), dtype=np.int64)
+def _list_blocks(column: pa.ChunkedArray) -> list[tuple[npt.NDArray[np.int32], Any]]:
+    """(offsets, values) of a list column's record batches, all views of the file; flags stay in Arrow, as bits."""
+    flags = pa.types.is_boolean(column.type.value_type)
+    return [(chunk.offsets.to_numpy(), chunk.values if flags else chunk.values.to_numpy()) for chunk in column.chunks]
+
+
+def _starts(column: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    """The index of each record batch's first record, and the number of all."""
+    return np.cumsum([0, *(len(chunk) for chunk in column.chunks)], dtype=np.int64)
+
+
+def _place(starts: npt.NDArray[np.int64], i: int) -> tuple[int, int]:
+    """Record i's batch, and its index in there."""
+    block = int(np.searchsorted(starts, i, side="right")) - 1
+    return block, i - int(starts[block])
 
 
 def _read_samples(path: Path) -> list[Sample]:
