@@ -7,10 +7,12 @@ import pytest
 
 from tests.data import tiny
 from tuner.data.byte_tokenizer import byte_tokenizer_files
-from tuner.data.encode import Document, Encoder, TrainOn
+from tuner.data.encode import Encoder
+from tuner.data.place import Document
 from tuner.data.problems import RowProblem
 from tuner.data.rows import parse_row
 from tuner.data.tokenizer import TextTokenizer
+from tuner.data.turns import TrainOn
 from tuner.errors import DataError
 
 LOOP_LAST = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -27,6 +29,7 @@ MARKED = (
     "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "<|im_end|>"}}}
 NO_CONTROL = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -34,10 +37,17 @@ NO_CONTROL = (
 
 
 def encode(row: dict[str, Any], train_on: TrainOn = "assistant", tokenizer: TextTokenizer | None = None) -> Document:
-    result = Encoder(tokenizer or tiny.tokenizer(), train_on).encode([parse_row(row)])[0]
-    if isinstance(result, RowProblem):
-        raise result
-    return result
+    tokenizer, example = tokenizer or tiny.tokenizer(), parse_row(row)
+    batch = Encoder(tokenizer, train_on).encode([example])
+    if batch.problems:
+        raise batch.problems[0]
+    alone = Encoder(tokenizer, train_on, fast=False).explain(example)
+    document = Document(batch.input_ids.astype(np.int64), batch.trained, int(batch.prompt_tokens[0]), alone.spans)
+    # The two ways, by bytes for many rows and by character spans for one, agree.
+    assert document.input_ids.tolist() == alone.input_ids.tolist()
+    assert document.trained.tolist() == alone.trained.tolist()
+    assert document.prompt_tokens == alone.prompt_tokens
+    return document
 
 
 def trained_parts(document: Document, tokenizer: TextTokenizer | None = None) -> list[str]:
@@ -78,7 +88,7 @@ def test_a_message_decides_for_itself() -> None:
     assert parts == ["<|im_start|>user\nc<|im_end|>\n", "d<|im_end|>"]
     everything = encode(row, "all")
     untrained = tiny.tokenizer().decode(everything.input_ids[~everything.trained].tolist())
-    assert untrained == "b<|im_end|>\n"
+    assert untrained == "b<|im_end|>"
 
 
 def test_content_that_repeats_the_answer_is_not_mistaken_for_it() -> None:
@@ -101,16 +111,18 @@ def test_generation_marks_are_followed() -> None:
 def test_a_token_that_ends_the_whole_conversation_is_no_obstacle() -> None:
     tokenizer = tiny.tokenizer(ENDS_WHOLE)
     parts = trained_parts(encode(tiny.chat("a", "b", "c", "d"), tokenizer=tokenizer))
-    assert parts[0] == "b<|im_end|>"
-    assert parts[1].startswith("d<|im_end|>")
+    assert parts == ["b<|im_end|>", "d<|im_end|>"]
 
 
-def test_templates_that_rewrite_earlier_turns_are_refused() -> None:
+def test_earlier_turns_are_trained_as_the_template_writes_them() -> None:
     tokenizer = tiny.tokenizer(DROPS_REASONING)
     assert trained_parts(encode(tiny.chat("a", "<t>x</t>b"), tokenizer=tokenizer)) == ["<t>x</t>b<|im_end|>"]
-    with pytest.raises(RowProblem, match="differently when more messages follow"):
-        encode(tiny.chat("a", "<t>x</t>b", "c", "d"), tokenizer=tokenizer)
-    assert len(trained_parts(encode(tiny.chat("a", "<t>x</t>b", "c", "d"), "last_assistant", tokenizer))) == 1
+    row = tiny.chat("a", "<t>x</t>b", "c", "d")
+    assert trained_parts(encode(row, tokenizer=tokenizer)) == ["b<|im_end|>", "d<|im_end|>"]
+    assert len(trained_parts(encode(row, "last_assistant", tokenizer))) == 1
+
+
+def test_a_prompt_that_is_not_what_stands_before_the_answer_is_refused() -> None:
     with pytest.raises(RowProblem, match="differently when it is a prompt"):
         encode(tiny.chat("a", "b"), tokenizer=tiny.tokenizer(LOOP_LAST + "{% if add_generation_prompt %}X{% endif %}"))
 
@@ -150,7 +162,7 @@ def test_text_is_trained_whole_and_ended() -> None:
         tiny.chat("a", "<|im_start|>b"),
         {"text": "x <|endoftext|>"},
         {"prompt": "<|im_end|>", "completion": "b"},
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"x": "<|im_end|>"}]}]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]},
     ],
 )
 def test_control_tokens_in_text_are_refused(row: dict[str, Any]) -> None:

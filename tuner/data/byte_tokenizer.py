@@ -17,7 +17,7 @@ BYTE_CHAT_TEMPLATE = (
 
 def byte_tokenizer_files() -> dict[str, bytes]:
     """Return the files, by name, of the byte tokenizer's directory; `AutoTokenizer` loads them."""
-    vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
+    vocabulary = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     # Without the regex a text is one word; there are no merges to make, so its bytes are its tokens.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -39,7 +39,7 @@ def byte_tokenizer_files() -> dict[str, bytes]:
     }
 
 
-def _byte_symbols() -> list[str]:
+def byte_symbols() -> list[str]:
     """The printable character that GPT-2's byte-level alphabet gives each byte, by byte value."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))

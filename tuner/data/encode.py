@@ -1,270 +1,463 @@
-"""Examples to token ids and loss masks that are proven, row by row.
+"""Examples to token ids and loss masks that are proven, many at a time.
 
-A trained turn is found by rendering the conversation up to it and up to its end, never by looking for strings: the
-two renders must be prefixes of the whole text, no token may straddle either end, and the prompt alone must encode to
-the very ids that stand before the answer. A row where this cannot be shown is refused with the reason.
+The texts of a batch are encoded in one piece, with a control token between them. A byte-level token stands for known
+bytes, so the running sum of lengths says where each token lies, and the turns' ends are found by binary search for
+all rows together: no token may straddle one, and before an answer must stand the very ids that the prompt alone has.
+What does not go this way (other kinds of tokenizers, control tokens written out by users, bytes that a tokenizer does
+not know) is placed one by one from the tokenizer's own character spans.
 """
 
-import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
-from tuner.data.rows import Conversation, Example, PlainText, PromptCompletion
-from tuner.data.sources import RowProblem
-from tuner.data.tokenizer import Encoded, TextTokenizer
-from tuner.errors import DataError
+from tuner.data.fast import ByteTable, FastEncoder, Unproven
+from tuner.data.place import Document, Placer
+from tuner.data.probe import has_reserved
+from tuner.data.problems import RowProblem
+from tuner.data.rows import Conversation, Example, Tokens
+from tuner.data.skeleton import Skeleton, Skeletons
+from tuner.data.tokenizer import TextTokenizer
+from tuner.data.turns import Plan, Planner, SpecialTokens, TrainOn
 
-TrainOn = Literal["assistant", "last_assistant", "all"]
+FAST_FROM_BYTES = 256 << 10
+"""A batch of fewer bytes is not worth building and proving the fast encoder for."""
+_CHECK_EVERY = 251
+_KEPT_PROMPTS, _KEPT_CHARS = 4096, 256
+Ints = npt.NDArray[np.int64]
+
+
+class FastEncoderMismatch(Exception):
+    """A row of the sample came out otherwise than the tokenizer alone gives it."""
 
 
 @dataclass(frozen=True)
-class TokenSpan:
-    """Tokens [start, stop) and why they are trained or not."""
+class EncodedBatch:
+    """n documents, flat, in the order of the examples that they come from."""
 
-    start: int
-    stop: int
-    rule: str
-
-
-@dataclass(frozen=True)
-class Document:
-    """One encoded example of n tokens."""
-
-    input_ids: npt.NDArray[np.int64]
-    """int64[n]"""
+    input_ids: npt.NDArray[np.uint32]
+    """uint32[tokens]"""
     trained: npt.NDArray[np.bool_]
-    """bool[n]"""
-    prompt_tokens: int
-    """Tokens before the last answer, as a model is prompted with them; 0 where there is none."""
-    spans: list[TokenSpan]
+    """bool[tokens]: whether the token itself is to be learned."""
+    offsets: Ints
+    """int64[n + 1]"""
+    prompt_tokens: npt.NDArray[np.uint32]
+    """uint32[n]: tokens before the last answer, as a model is prompted with them; 0 where there is none."""
+    rows: Ints
+    """int64[n]: the example that each document comes from, ascending."""
+    problems: dict[int, RowProblem] = field(default_factory=dict)
+    """Example -> why there is no document."""
+    fast: int = 0
+    """Documents whose ids the fast encoder gave."""
+    escaped: int = 0
+    """Documents in which a written-out control token was encoded as ordinary characters."""
+    notes: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True)
-class _Turn:
-    start: int
-    stop: int
-    trained: bool
-    rule: str
-    is_answer: bool
+class _Rows:
+    """Texts of a batch with the bytes at which their turns begin and end."""
 
+    def __init__(self) -> None:
+        self.examples: list[int] = []
+        self.pieces: list[str] = []
+        self.sizes: list[int] = []
+        self.default: list[bool] = []
+        self.framed: list[bool] = []
+        self.specials: list[int] = []
+        """Control tokens that the template wrote; -1 where that was looked at before."""
+        self.piece_stops: list[int] = []
+        self.row: list[int] = []
+        self.start: list[int] = []
+        self.stop: list[int] = []
+        self.trained: list[bool] = []
+        self.answer: list[bool] = []
+        self.prompt: list[str] = []
+        """Text before an answer, from the last control token on; empty where the turn is no answer."""
 
-@dataclass(frozen=True)
-class _Plan:
-    """A text with the characters of its turns; tokens outside of them get `default`."""
+    def close(self, example: int, size: int, default: bool, framed: bool, specials: int) -> None:
+        """End a row whose pieces and turns have been added."""
+        self.piece_stops.append(len(self.pieces))
+        self.examples.append(example)
+        self.sizes.append(size)
+        self.default.append(default)
+        self.framed.append(framed)
+        self.specials.append(specials)
 
-    text: str
-    turns: list[_Turn] = field(default_factory=list)
-    default: bool = False
-    default_rule: str = "template"
-    frame: bool = False
-    """Whether the tokenizer's own tokens around a text and the end token are added."""
+    def turn(self, span: tuple[int, int], trained: bool, answer: bool, prompt: str) -> None:
+        """Add a turn of the row that is open, by its bytes."""
+        self.row.append(len(self.examples))
+        self.start.append(span[0])
+        self.stop.append(span[1])
+        self.trained.append(trained)
+        self.answer.append(answer)
+        self.prompt.append(prompt)
 
 
 class Encoder:
-    """Encodes examples for a method; `train_on` is the recipe's, and `all` for pre-training."""
+    """Encodes examples for a tokenizer and a method."""
 
-    def __init__(self, tokenizer: TextTokenizer, train_on: TrainOn) -> None:
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        train_on: TrainOn,
+        special_tokens: SpecialTokens = "refuse",
+        fast: bool = True,
+    ) -> None:
+        """`train_on` is the recipe's, and `all` for pre-training; without `fast` every row is placed one by one."""
         self._tokenizer = tokenizer
         self._train_on = train_on
-        self._special = np.array(sorted(tokenizer.special_ids), dtype=np.int64)
-        self._tails: dict[str, list[int]] = {}
-
-    def encode(self, examples: Sequence[Example]) -> list[Document | RowProblem]:
-        """Encode examples, in order; one that cannot be used gives its RowProblem. DataError without a template."""
-        plans: list[_Plan | RowProblem] = []
-        for example in examples:
+        self._planner = Planner(tokenizer, train_on, special_tokens)
+        self._placer = Placer(tokenizer, train_on)
+        self._skeletons = Skeletons(tokenizer, self._planner)
+        self._allow_fast = fast
+        self._fast: FastEncoder | None = None
+        self._table: ByteTable | None = None
+        self._separator = ""
+        self._seen = 0
+        self._prompts: dict[str, npt.NDArray[np.uint32]] = {}
+        self.not_fast: str | None = None if fast else "switched off"
+        """Why the fast encoder is not used, where it was tried."""
+        if fast:
             try:
-                plans.append(self._plan(example))
-            except RowProblem as problem:
-                plans.append(problem)
-        encodings = iter(self._tokenizer.encode_batch([plan.text for plan in plans if isinstance(plan, _Plan)]))
-        documents: list[Document | RowProblem] = []
-        for plan, example in zip(plans, examples, strict=True):
+                self._table = ByteTable(tokenizer)
+                self._is_special = np.zeros(len(self._table.lengths), dtype=np.bool_)
+                self._is_special[list(tokenizer.special_ids)] = True
+                self._separator = next((tokenizer.decode([i]) for i in sorted(tokenizer.special_ids)), "")
+            except Unproven as error:
+                self.not_fast = str(error)
+
+    def encode(self, examples: Sequence[Example]) -> EncodedBatch:
+        """Encode examples, in order; one that cannot be used gives its problem.
+
+        Raises DataError without a chat template, FastEncoderMismatch where the sample refutes the fast path.
+        """
+        rows, alone, notes = _Rows(), _Alone(self._planner, self._placer), Counter[str]()
+        for i, example in enumerate(examples):
             try:
-                documents.append(
-                    plan if isinstance(plan, RowProblem) else self._document(plan, example, next(encodings))
-                )
+                if not (isinstance(example, Conversation) and self._add_known(rows, i, example, notes)):
+                    self._add(rows, i, example, alone, notes)
             except RowProblem as problem:
-                documents.append(problem)
-        return documents
+                alone.problems[i] = problem
+        merged = _merge(self._encode_rows(rows, examples, alone), alone.documents)
+        self._check(examples, merged)
+        return replace(merged, problems=alone.problems, escaped=alone.escaped, notes=notes)
 
-    def _plan(self, example: Example) -> _Plan:
-        if isinstance(example, PlainText):
-            self._refuse_special(example.text, ("text",))
-            return _Plan(example.text, default=True, default_rule="text", frame=True)
-        if isinstance(example, PromptCompletion):
-            self._refuse_special(example.prompt, ("prompt",))
-            self._refuse_special(example.completion, ("completion",))
-            text, cut = example.prompt + example.completion, len(example.prompt)
-            everything = self._train_on == "all"
-            turns = [_Turn(0, cut, everything, "prompt", False), _Turn(cut, len(text), True, "completion", True)]
-            return _Plan(text, turns, default=everything, default_rule="start of text", frame=True)
-        return self._conversation(example)
+    def explain(self, example: Example) -> Document:
+        """Encode one example with the rule of every token. Raises RowProblem."""
+        if isinstance(example, Tokens):
+            return self._placer.tokens(example)
+        return self._placer.place(self._planner.plan(example), example)
 
-    def _conversation(self, example: Conversation) -> _Plan:
-        template = self._tokenizer.template
-        for i, message in enumerate(example.messages):
-            for name, value in _strings(message):
-                self._refuse_special(value, ("messages", i, name))
-        everything = self._train_on == "all"
-        answers = [i for i, message in enumerate(example.messages) if message["role"] == "assistant"]
-        wanted = self._wanted(example, answers)
-        try:
-            if template.has_generation_marks:
-                text, marks = template.render_marked(example.messages, example.tools)
-                if len(marks) != len(answers):
-                    raise RowProblem("the template marks another number of turns than the assistant has", 1)
+    def _add_known(self, rows: _Rows, i: int, example: Conversation, notes: Counter[str]) -> bool:
+        """Add a conversation of a shape that is known; False where it must be rendered."""
+        messages = example.messages
+        if self._table is None or example.tools or any(len(message) != 2 for message in messages):
+            return False
+        skeleton = self._skeletons.find((tuple([m["role"] for m in messages]), tuple(example.train)))
+        contents = [message["content"] for message in messages]
+        if skeleton is None or not skeleton.fits(contents):
+            return False
+        sizes = []
+        is_ascii = skeleton.is_ascii
+        for content in contents:
+            if content.isascii():
+                sizes.append(len(content))
             else:
-                text, marks = template.render(example.messages, tools=example.tools), []
-            spans = dict(zip(answers, marks, strict=False))
-            turns = []
-            for i, message in enumerate(example.messages):
-                if wanted[i] == everything and i not in answers[-1:]:
-                    continue  # nothing here differs from the rest
-                try:
-                    start, stop = spans.get(i) or self._turn(example, i, text)
-                except RowProblem:
-                    if wanted[i] == everything:
-                        continue  # only the held-out sample would use it
-                    raise
-                rule = f"{message['role']} turn" if example.train[i] is None else f"train: {str(wanted[i]).lower()}"
-                turns.append(_Turn(start, stop, wanted[i], rule, i in answers))
-        except DataError as error:
-            raise RowProblem(error.message, 1) from error
-        return _Plan(text, turns, default=everything, default_rule="all" if everything else "template")
+                is_ascii = False
+                sizes.append(len(content.encode()))
+        if not is_ascii and not self._accepts(skeleton, contents):
+            return False
+        starts = skeleton.part_starts(sizes)
+        for mark in skeleton.marks:
+            span = (starts[mark.start_part] + mark.start, starts[mark.stop_part] + mark.stop)
+            rows.turn(span, mark.trained, mark.is_answer, mark.prompt)
+        for part, content in zip(skeleton.parts[:-1], contents, strict=True):
+            rows.pieces += (part, content)
+        rows.pieces.append(skeleton.parts[-1])
+        rows.close(i, starts[-1] + skeleton.part_bytes[-1], skeleton.default, False, skeleton.specials)
+        if skeleton.notes:
+            notes.update(skeleton.notes)
+        return True
 
-    def _wanted(self, example: Conversation, answers: list[int]) -> list[bool]:
-        by_rule = {"assistant": answers, "last_assistant": answers[-1:], "all": range(len(example.messages))}
-        rule = set(by_rule[self._train_on])
-        return [i in rule if own is None else own for i, own in enumerate(example.train)]
+    def _accepts(self, skeleton: Skeleton, contents: Sequence[str]) -> bool:
+        text = "".join(part for pair in zip(skeleton.parts, contents, strict=False) for part in pair)
+        return self._table is not None and self._table.accepts(text) and not has_reserved(text)
 
-    def _turn(self, example: Conversation, i: int, text: str) -> tuple[int, int]:
-        """Characters [start, stop) that message i adds to the whole text."""
-        answer = example.messages[i]["role"] == "assistant"
-        before = ""
-        if i or answer:
-            before = self._tokenizer.render(example.messages[:i], answer, example.tools)
-        if not text.startswith(before):
-            raise RowProblem(
-                f"the template writes the text before message {i} differently when it is a prompt", path=("messages", i)
-            )
-        through = text
-        if i + 1 < len(example.messages):
-            through = self._tokenizer.render(example.messages[: i + 1], tools=example.tools)
-        if text.startswith(through):
-            return len(before), len(through)
-        return len(before), self._stop_before_end(through, text, len(before), i)
-
-    def _stop_before_end(self, through: str, text: str, start: int, i: int) -> int:
-        # Some templates end a whole conversation with one more control token: all before it must be the same.
-        part, whole = self._tokenizer.encode_batch([through, text])
-        shared = min(len(part.ids), len(whole.ids))
-        same = np.append(part.ids[:shared] == whole.ids[:shared], False)
-        first = int(np.argmin(same))
-        if (
-            first < len(whole.ids)
-            and int(whole.starts[first]) > start
-            and np.isin(part.ids[first:], self._special).all()
-        ):
-            return int(whole.starts[first])
-        raise RowProblem(f"the template writes message {i} differently when more messages follow", path=("messages", i))
-
-    def _document(self, plan: _Plan, example: Example, encoded: Encoded) -> Document:
-        trained = np.full(len(encoded.ids), plan.default, dtype=np.bool_)
-        spans: list[TokenSpan] = [TokenSpan(0, len(trained), plan.default_rule)]
-        prompt_tokens = 0
+    def _add(self, rows: _Rows, i: int, example: Example, alone: "_Alone", notes: Counter[str]) -> None:
+        table = self._table
+        if isinstance(example, Tokens):
+            alone.place(i, example)
+            return
+        plan = self._planner.plan(example)
+        notes.update(plan.notes)
+        if table is None or plan.escaped or not table.accepts(plan.text):
+            alone.place(i, example, plan)
+            return
+        text = plan.text
+        ascii_text = text.isascii()
         for turn in plan.turns:
-            start, stop = _boundary(encoded, turn.start), _boundary(encoded, turn.stop)
-            if (
-                start is None
-                or stop is None
-                or (turn.is_answer and not self._prompt_is_exact(plan, encoded, turn, start))
-            ):
-                if isinstance(example, PromptCompletion):
-                    return self._apart(example)
-                raise RowProblem(f"a token reaches over an end of the {turn.rule}: its mask cannot be exact", 1)
-            if turn.is_answer:
-                prompt_tokens = start
-                stop = (
-                    self._end_of_turn(plan, encoded, turn, start, stop) if turn.trained and not plan.default else stop
-                )
-            trained[start:stop] = turn.trained
-            spans.append(TokenSpan(start, stop, turn.rule))
-        document = Document(encoded.ids, trained, prompt_tokens, spans)
-        return self._framed(document, plan.default) if plan.frame else document
+            span = (turn.start, turn.stop) if ascii_text else _bytes_at(text, turn.start, turn.stop)
+            prompt = self._prompt(plan, turn.start) if turn.is_answer else ""
+            rows.turn(span, turn.trained, turn.is_answer, prompt)
+        rows.pieces.append(text)
+        rows.close(i, len(text) if ascii_text else len(text.encode()), plan.default, plan.framed, -1)
 
-    def _prompt_is_exact(self, plan: _Plan, encoded: Encoded, turn: _Turn, start: int) -> bool:
-        """Whether the text before an answer, encoded alone, gives the ids that stand before it."""
-        if start == 0:
-            return True
-        special = np.flatnonzero(np.isin(encoded.ids[:start], self._special))
+    def _prompt(self, plan: Plan, start: int) -> str:
+        last = self._tokenizer.last_special(plan.text, max(0, start - 256), start)
+        if last is None:
+            last = self._tokenizer.last_special(plan.text, 0, start)
         # A control token cuts the text: what follows it is encoded without regard to what precedes.
-        first = int(special[-1]) if len(special) else 0
-        tail = plan.text[int(encoded.starts[first]) : turn.start]
-        ids = self._tails.get(tail)
+        return plan.text[0 if last is None else last[0] : start]
+
+    def _encode_rows(self, rows: _Rows, examples: Sequence[Example], alone: "_Alone") -> EncodedBatch | None:
+        """Encode the collected rows together; those that cannot stay are placed alone."""
+        table = self._table
+        if not rows.examples or table is None:
+            return None
+        flat, fast = self._flat(rows, table)
+        expected = np.array(rows.specials)
+        doubtful = flat.unknown | ((flat.counts(self._is_special) != expected) & (expected >= 0))
+        turns = _Turns.of(rows, flat)
+        doubtful[turns.row[turns.straddles]] = True
+        by_prompt = sorted((i for i, prompt in enumerate(rows.prompt) if prompt), key=rows.prompt.__getitem__)
+        for prompt, which in groupby(by_prompt, rows.prompt.__getitem__):
+            answers = np.fromiter(which, dtype=np.int64)
+            doubtful[turns.row[answers[~turns.follow(answers, flat, self._prompt_ids(prompt))]]] = True
+        for row in np.flatnonzero(doubtful).tolist():
+            alone.place(rows.examples[row], examples[rows.examples[row]])
+        return self._finished(rows, flat, turns, ~doubtful, fast)
+
+    def _flat(self, rows: _Rows, table: ByteTable) -> "tuple[_Flat, bool]":
+        """The rows' ids, and whether the fast encoder gave them."""
+        sizes = np.array(rows.sizes, dtype=np.int64)
+        fast = self._fast_for(int(sizes.sum()))
+        texts = ["".join(rows.pieces[a:b]) for a, b in zip([0, *rows.piece_stops], rows.piece_stops, strict=False)]
+        if fast is None:
+            parts = self._tokenizer.encode_ids(texts)
+            flat = _Flat.of(np.concatenate(parts), np.array([len(part) for part in parts]), table)
+            return replace(flat, unknown=flat.sizes() != sizes), False
+        refuted = fast.refuted(texts)
+        flat = self._together(fast, texts, sizes, table)
+        unknown = flat.counts(np.arange(len(table.lengths)) >= table.size) > 0
+        if refuted:
+            unknown |= np.array([any(c in text for c in refuted) for text in texts])
+        return replace(flat, unknown=unknown), True
+
+    def _together(self, fast: FastEncoder, texts: list[str], sizes: Ints, table: ByteTable) -> "_Flat":
+        if not self._separator:
+            parts = [fast.encode(text) for text in texts]
+            return _Flat.of(np.concatenate(parts), np.array([len(part) for part in parts]), table)
+        # A control token between two texts: neither sees the other, and one call takes them all.
+        ids = fast.encode(self._separator.join([*texts, ""]))
+        edges = _edges(table.lengths[ids])
+        ends = np.cumsum(sizes + len(self._separator.encode()))
+        separators = np.searchsorted(edges, ends) - 1
+        if len(edges) == 0 or edges[-1] != ends[-1] or not np.array_equal(edges[separators + 1], ends):
+            raise FastEncoderMismatch("the bytes of the fast encoder's ids are not those of the text")
+        keep = np.ones(len(ids), dtype=np.bool_)
+        keep[separators] = False
+        return _Flat.of(ids[keep], np.diff(separators, prepend=-1) - 1, table)
+
+    def _fast_for(self, size: int) -> FastEncoder | None:
+        if self._fast is None and self.not_fast is None and size >= FAST_FROM_BYTES and self._table is not None:
+            try:
+                self._fast = FastEncoder(self._tokenizer, self._table)
+            except Unproven as error:
+                self.not_fast = str(error)
+        return self._fast
+
+    def _prompt_ids(self, prompt: str) -> npt.NDArray[np.uint32]:
+        ids = self._prompts.get(prompt)
         if ids is None:
-            ids = self._tokenizer.encode(tail)
-            if len(self._tails) < 4096 and len(tail) < 256:
-                self._tails[tail] = ids
-        if np.array_equal(ids, encoded.ids[first:start]):
-            return True
-        return first > 0 and np.array_equal(self._tokenizer.encode(plan.text[: turn.start]), encoded.ids[:start])
+            ids = self._tokenizer.encode_ids([prompt])[0] if self._fast is None else self._fast.encode(prompt)
+            if len(self._prompts) < _KEPT_PROMPTS and len(prompt) < _KEPT_CHARS:
+                self._prompts[prompt] = ids
+        return ids
 
-    def _end_of_turn(self, plan: _Plan, encoded: Encoded, turn: _Turn, start: int, stop: int) -> int:
-        """The stop after the turn's own end token; white space that the template puts after it is not the model's."""
-        special = np.flatnonzero(np.isin(encoded.ids[start:stop], self._special))
-        if len(special) == 0:
-            return stop
-        last = start + int(special[-1])
-        return last + 1 if not plan.text[int(encoded.stops[last]) : turn.stop].strip() else stop
+    def _finished(
+        self, rows: _Rows, flat: "_Flat", turns: "_Turns", keep: npt.NDArray[np.bool_], fast: bool
+    ) -> EncodedBatch:
+        trained = np.repeat(np.array(rows.default), flat.lengths)
+        wished, answer = np.array(rows.trained, dtype=np.bool_), np.array(rows.answer, dtype=np.bool_)
+        sound = keep[turns.row]
+        trained |= turns.cover(sound & wished, len(trained))
+        trained &= ~turns.cover(sound & ~wished, len(trained))
+        prompts = np.zeros(len(keep), dtype=np.int64)
+        prompts[turns.row[answer]] = turns.first[answer] - flat.offsets[turns.row[answer]]
+        framed = np.array(rows.framed)
+        whole = framed & (np.bincount(turns.row[answer], minlength=len(keep)) == 0)
+        prompts[whole] = flat.lengths[whole] // 2
+        tokens = np.repeat(keep, flat.lengths)
+        ids, lengths = flat.ids[tokens], flat.lengths[keep]
+        batch = EncodedBatch(
+            ids, trained[tokens], _edges(lengths), prompts[keep].astype(np.uint32),
+            np.array(rows.examples, dtype=np.int64)[keep], fast=int(keep.sum()) if fast else 0,
+        )  # fmt: skip
+        return self._framed(batch, framed[keep]) if framed.any() else batch
 
-    def _apart(self, example: PromptCompletion) -> Document:
-        """Encode prompt and completion one by one: the prompt's ids are then those of the prompt alone."""
-        prompt, completion = (self._tokenizer.encode(text) for text in (example.prompt, example.completion))
-        if self._tokenizer.decode([*prompt, *completion]) != example.prompt + example.completion:
-            raise RowProblem(
-                "a token reaches over the end of the prompt: its mask cannot be exact", path=("completion",)
-            )
-        ids, cut = np.array([*prompt, *completion], dtype=np.int64), len(prompt)
-        everything = self._train_on == "all"
-        spans = [TokenSpan(0, cut, "prompt"), TokenSpan(cut, len(ids), "completion")]
-        return self._framed(Document(ids, everything | (np.arange(len(ids)) >= cut), cut, spans), everything)
+    def _framed(self, batch: EncodedBatch, framed: npt.NDArray[np.bool_]) -> EncodedBatch:
+        """Put the tokenizer's own tokens around texts, and the end token after them."""
+        prefix, suffix = self._placer.frame
+        lengths = np.diff(batch.offsets)
+        offsets = _edges(lengths + framed * (len(prefix) + len(suffix)))
+        starts = offsets[:-1] + framed * len(prefix)
+        at = np.arange(len(batch.input_ids)) + np.repeat(starts - batch.offsets[:-1], lengths)
+        ids = np.zeros(int(offsets[-1]), dtype=np.uint32)
+        trained = np.zeros(len(ids), dtype=np.bool_)
+        ids[at], trained[at] = batch.input_ids, batch.trained
+        for k, token in enumerate(prefix):
+            ids[offsets[:-1][framed] + k] = token
+            trained[offsets[:-1][framed] + k] = self._train_on == "all"
+        for k, token in enumerate(suffix):
+            ids[offsets[1:][framed] - len(suffix) + k] = token
+            trained[offsets[1:][framed] - len(suffix) + k] = True
+        prompts = (batch.prompt_tokens + framed * len(prefix)).astype(np.uint32)
+        return EncodedBatch(ids, trained, offsets, prompts, batch.rows, fast=batch.fast)
 
-    def _framed(self, document: Document, train_prefix: bool) -> Document:
-        prefix, suffix = self._tokenizer.text_prefix, list(self._tokenizer.text_suffix)
-        end = self._tokenizer.eos_id
-        if end is not None and end not in suffix:
-            suffix.append(end)
-        ids = np.concatenate([prefix, document.input_ids, suffix]).astype(np.int64)
-        ends = (np.full(len(prefix), train_prefix), np.ones(len(suffix), dtype=np.bool_))
-        trained = np.concatenate([ends[0], document.trained, ends[1]]).astype(np.bool_)
-        spans = [TokenSpan(0, len(prefix), "start of text")] if prefix else []
-        spans += [TokenSpan(s.start + len(prefix), s.stop + len(prefix), s.rule) for s in document.spans]
-        spans.append(TokenSpan(len(ids) - len(suffix), len(ids), "end of text"))
-        whole = not any(span.rule == "completion" for span in document.spans)
-        prompt = len(prefix) + (len(document.input_ids) // 2 if whole else document.prompt_tokens)
-        return Document(ids, trained, prompt, spans)
-
-    def _refuse_special(self, text: str, path: tuple[str | int, ...]) -> None:
-        found = self._tokenizer.find_special(text)
-        if found is not None:
-            raise RowProblem(f"the control token {found[0]} is written out in the text", path=path)
+    def _check(self, examples: Sequence[Example], batch: EncodedBatch) -> None:
+        """Place a sample of the rows alone and compare; raises FastEncoderMismatch."""
+        if self._table is None:
+            return  # all were placed alone
+        first = [0, 1] if self._seen == 0 else []
+        later = range(-self._seen % _CHECK_EVERY, len(batch.rows), _CHECK_EVERY)
+        self._seen += len(batch.rows)
+        for k in sorted({*(i for i in first if i < len(batch.rows)), *later}):
+            tokens = slice(int(batch.offsets[k]), int(batch.offsets[k + 1]))
+            try:
+                own = self.explain(examples[int(batch.rows[k])])
+            except RowProblem as problem:
+                raise FastEncoderMismatch(f"row {int(batch.rows[k]) + 1} of the block: {problem.reason}") from problem
+            if not np.array_equal(own.input_ids, batch.input_ids[tokens]) or not np.array_equal(
+                own.trained, batch.trained[tokens]
+            ):
+                raise FastEncoderMismatch(f"row {int(batch.rows[k]) + 1} of the block has other ids or another mask")
 
 
-def _boundary(encoded: Encoded, char: int) -> int | None:
-    """Index of the first token at or after a character, or None where a token straddles it."""
-    index = int(np.searchsorted(encoded.starts, char, side="left"))
-    return None if index and int(encoded.stops[:index].max()) > char else index
+class _Alone:
+    """Documents that are placed one by one, and why others are not."""
+
+    def __init__(self, planner: Planner, placer: Placer) -> None:
+        self.documents: dict[int, Document] = {}
+        self.problems: dict[int, RowProblem] = {}
+        self.escaped = 0
+        self._planner = planner
+        self._placer = placer
+
+    def place(self, i: int, example: Example, plan: Plan | None = None) -> None:
+        """Place example `i`, whose plan may be known."""
+        try:
+            if isinstance(example, Tokens):
+                self.documents[i] = self._placer.tokens(example)
+                return
+            plan = self._planner.plan(example) if plan is None else plan
+            self.documents[i] = self._placer.place(plan, example)
+            self.escaped += plan.escaped
+        except RowProblem as problem:
+            self.problems[i] = problem
 
 
-def _strings(message: dict[str, Any]) -> list[tuple[str, str]]:
-    """Every value of a message as text; nested ones, such as tool calls, as the JSON that templates write."""
-    return [
-        (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-        for name, value in message.items()
-        if name != "role"
-    ]
+@dataclass(frozen=True)
+class _Flat:
+    """The ids of n rows end to end, and the bytes between which each lies."""
+
+    ids: npt.NDArray[np.uint32]
+    lengths: Ints
+    """Tokens of each row."""
+    offsets: Ints
+    edges: Ints
+    """int64[tokens + 1]: bytes, from the first row's first."""
+    unknown: npt.NDArray[np.bool_]
+    """bool[n]: rows whose ids do not stand for their bytes."""
+
+    @staticmethod
+    def of(ids: npt.NDArray[np.uint32], lengths: Ints, table: ByteTable) -> "_Flat":
+        unknown = np.zeros(len(lengths), dtype=np.bool_)
+        return _Flat(ids, lengths, _edges(lengths), _edges(table.lengths[ids]), unknown)
+
+    def sizes(self) -> Ints:
+        """int64[n]: bytes that each row's ids stand for."""
+        return np.diff(self.edges[self.offsets])
+
+    def counts(self, of: npt.NDArray[np.bool_]) -> Ints:
+        """int64[n]: how many ids of each row are marked in `of`, a table by id."""
+        return np.diff(_edges(of[self.ids])[self.offsets])
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """The turns of a batch by tokens."""
+
+    row: Ints
+    first: Ints
+    last: Ints
+    """One after the last token."""
+    straddles: npt.NDArray[np.bool_]
+    """Whether a token reaches over an end."""
+
+    @staticmethod
+    def of(rows: _Rows, flat: _Flat) -> "_Turns":
+        row = np.array(rows.row, dtype=np.int64)
+        base = flat.edges[flat.offsets[:-1]][row]
+        top = len(flat.edges) - 1
+        starts, stops = base + np.array(rows.start, dtype=np.int64), base + np.array(rows.stop, dtype=np.int64)
+        first = np.minimum(np.searchsorted(flat.edges, starts), top)
+        last = np.minimum(np.searchsorted(flat.edges, stops), top)
+        straddles = (flat.edges[first] != starts) | (flat.edges[last] != stops)
+        return _Turns(row, first, last, straddles)
+
+    def follow(self, which: Ints, flat: _Flat, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+        """Whether `ids` stand before each of the turns, in its own row."""
+        before = self.first[which] - len(ids)
+        inside = before >= flat.offsets[:-1][self.row[which]]
+        at = np.maximum(before, 0)[:, None] + np.arange(len(ids))
+        found: npt.NDArray[np.bool_] = inside & (flat.ids[np.minimum(at, len(flat.ids) - 1)] == ids).all(axis=1)
+        return found
+
+    def cover(self, which: npt.NDArray[np.bool_], tokens: int) -> npt.NDArray[np.bool_]:
+        """bool[tokens]: the tokens of the chosen turns."""
+        change = np.bincount(self.first[which], minlength=tokens + 1) - np.bincount(
+            self.last[which], minlength=tokens + 1
+        )
+        covered: npt.NDArray[np.bool_] = np.cumsum(change[:tokens]) > 0
+        return covered
+
+
+def _edges(lengths: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> Ints:
+    edges = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=edges[1:])
+    return edges
+
+
+def _bytes_at(text: str, start: int, stop: int) -> tuple[int, int]:
+    before = len(text[:start].encode())
+    return before, before + len(text[start:stop].encode())
+
+
+def _merge(batch: EncodedBatch | None, documents: dict[int, Document]) -> EncodedBatch:
+    """One batch of documents that were encoded together and others, by the order of their examples."""
+    extra = sorted(documents)
+    ids = [documents[i].input_ids.astype(np.uint32) for i in extra]
+    trained = [documents[i].trained for i in extra]
+    lengths = np.array([len(part) for part in ids], dtype=np.int64)
+    prompts = np.array([documents[i].prompt_tokens for i in extra], dtype=np.uint32)
+    rows = np.array(extra, dtype=np.int64)
+    if batch is not None and not extra:
+        return batch
+    if batch is not None:
+        ids, trained = [batch.input_ids, *ids], [batch.trained, *trained]
+        lengths = np.concatenate([np.diff(batch.offsets), lengths])
+        prompts = np.concatenate([batch.prompt_tokens, prompts])
+        rows = np.concatenate([batch.rows, rows])
+    order = np.argsort(rows, kind="stable")
+    starts = _edges(lengths)[:-1][order]
+    offsets = _edges(lengths[order])
+    at = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths[order])
+    flat_ids = np.concatenate([np.empty(0, dtype=np.uint32), *ids])
+    flat_trained = np.concatenate([np.empty(0, dtype=np.bool_), *trained])
+    return EncodedBatch(
+        flat_ids[at], flat_trained[at], offsets, prompts[order], rows[order], fast=0 if batch is None else batch.fast
+    )

@@ -15,7 +15,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tuner.config.duration import Duration
-from tuner.data.encode import Document, Encoder
+from tuner.data.encode import Encoder
+from tuner.data.place import Document
 from tuner.data.problems import RowProblem
 from tuner.data.rows import parse_row
 from tuner.data.sources import RawRow, SourceFile, read_rows
@@ -141,18 +142,15 @@ def encode_files(
 
 def encode_rows(rows: Sequence[RawRow], encoder: Encoder, format: str) -> list[Document | RowProblem]:  # noqa: A002
     """Parse and encode raw rows, in order; a bad one gives its problem."""
-    results: list[Document | RowProblem | None] = [row.problem for row in rows]
-    examples, places = [], []
-    for i, row in enumerate(rows):
-        if row.value is not None:
-            try:
-                examples.append(parse_row(row.value, format))
-                places.append(i)
-            except RowProblem as problem:
-                results[i] = problem
-    for i, document in zip(places, encoder.encode(examples), strict=True):
-        results[i] = document
-    return [result for result in results if result is not None]
+    results: list[Document | RowProblem] = []
+    for row in rows:
+        try:
+            if row.value is None:
+                raise row.problem or RowProblem("not readable", 1)
+            results.append(encoder.explain(parse_row(row.value, format)))
+        except RowProblem as problem:
+            results.append(problem)
+    return results
 
 
 def row_error(row: RawRow, problem: RowProblem) -> DataError:

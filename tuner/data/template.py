@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
@@ -129,6 +129,14 @@ class ChatTemplate:
             return self._render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], False, None)
         except DataError:
             return ""
+
+
+def parse_template(source: str) -> nodes.Template:
+    """Return the syntax tree of a template's source; DataError where it does not compile."""
+    try:
+        return _environment().parse(source)
+    except TemplateError as error:
+        raise DataError(f"chat template: {error}") from error
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

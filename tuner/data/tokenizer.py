@@ -78,7 +78,12 @@ class TextTokenizer:
             self._files[TEMPLATE_FILE] = chat_template.encode()
         source = chat_template if chat_template is not None else _own_template(files, config)
         self._template = None if source is None else ChatTemplate(source, self.special_tokens)
+        self._model_eos_ids = tuple(model_eos_ids)
         self.eos_ids = self._end_ids(model_eos_ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Workers get the tokenizer once, at their start; the template in use is among the files.
+        return TextTokenizer, (self._files, None, self._model_eos_ids)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -143,6 +148,15 @@ class TextTokenizer:
         """Encode many texts at once, without added special tokens, with character spans."""
         return [_encoded(encoding) for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)]
 
+    def encode_ids(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
+        """Encode many texts at once to ids alone, without added special tokens; faster than with spans."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def encode_escaped(self, text: str) -> Encoded:
+        """Encode a text in which control tokens, where they are written out, are ordinary characters."""
+        return _encoded(self._escaping.encode(text, add_special_tokens=False))
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of `ids`."""
         return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
@@ -161,6 +175,34 @@ class TextTokenizer:
         found = self._special_pattern.search(text) if self._special_pattern else None
         return (found.group(), found.start()) if found else None
 
+    def guard_special(self, text: str, guard: str) -> str:
+        """Put `guard` after the first character of every control token written out in `text`."""
+        if self._special_pattern is None:
+            return text
+        return self._special_pattern.sub(lambda found: found[0][0] + guard + found[0][1:], text)
+
+    def specials(self, text: str) -> list[tuple[int, int]]:
+        """Return the characters [start, stop) of every control token in `text`."""
+        return [found.span() for found in self._special_pattern.finditer(text)] if self._special_pattern else []
+
+    def end_of_turn(self, text: str, start: int, stop: int) -> int | None:
+        """Return where the first end-of-turn token within text[start:stop] ends, or None."""
+        found = self._end_pattern.search(text, start, stop) if self._end_pattern else None
+        return None if found is None else found.end()
+
+    def last_special(self, text: str, start: int, stop: int) -> tuple[int, int] | None:
+        """Return the characters of the last control token within text[start:stop], or None."""
+        last = None
+        if self._special_pattern is not None:
+            for found in self._special_pattern.finditer(text, start, stop):
+                last = found.span()
+        return last
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """The tokenizer directory's files by name, with the template in use."""
+        return self._files
+
     def save(self, directory: Path) -> None:
         """Write the tokenizer's files, with the template in use, so that `AutoTokenizer` loads them."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -169,8 +211,18 @@ class TextTokenizer:
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str] | None:
-        names = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
-        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
+        return _pattern([t.content for t in self._backend.get_added_tokens_decoder().values() if t.special])
+
+    @cached_property
+    def _end_pattern(self) -> re.Pattern[str] | None:
+        added = self._backend.get_added_tokens_decoder()
+        return _pattern([added[i].content for i in self.eos_ids if i in added])
+
+    @cached_property
+    def _escaping(self) -> Tokenizer:
+        backend = Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
 
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
@@ -275,6 +327,10 @@ def _model_eos_ids(directory: Path) -> list[int]:
             value = _parse_json({name: (directory / name).read_bytes()}, name).get("eos_token_id")
             ids += [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and i not in ids]
     return ids
+
+
+def _pattern(words: Sequence[str]) -> re.Pattern[str] | None:
+    return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True)))) if words else None
 
 
 def _encoded(encoding: Encoding) -> Encoded:
