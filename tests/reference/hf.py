@@ -40,15 +40,20 @@ def choose(tokenizer: Any, marked: str, chat: Chat, train: list[bool]) -> tuple[
         return_assistant_tokens_mask=True,
         **tokenizer.special_tokens_map,
     )
-    encoding = tokenizer(texts[0], add_special_tokens=False)
-    ids = encoding["input_ids"]
+    text = texts[0]
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = np.array(encoding["input_ids"], dtype=np.int64), np.array(encoding["offset_mapping"])
     mask, exact = np.zeros(len(ids), dtype=bool), True
     for (start, stop), wanted in zip(blocks[0], train, strict=True):
         if wanted and stop > start:
-            first, last = encoding.char_to_token(start), encoding.char_to_token(stop - 1)
-            mask[first : last + 1] = True
-            exact = exact and tokenizer(texts[0][:start], add_special_tokens=False)["input_ids"] == ids[:first]
-    return Encoded(np.array(ids, dtype=np.int64), mask), exact
+            inside = (offsets[:, 1] > start) & (offsets[:, 0] < stop)
+            prompt = tokenizer(text[:start], add_special_tokens=False)["input_ids"]
+            whole = offsets[inside, 0].min() >= start and offsets[inside, 1].max() <= stop
+            exact = bool(
+                exact and whole and np.array_equal(prompt, ids[: len(prompt)]) and not inside[: len(prompt)].any()
+            )
+            mask |= inside
+    return Encoded(ids, mask), exact
 
 
 def encode_text(tokenizer: Any, text: str) -> Encoded:

@@ -1,4 +1,4 @@
-"""The real command, and the files that it leaves: `python -m tuner prepare-data R --json`, read with pyarrow alone."""
+"""The product from outside: the real command, and the files that it leaves, read with pyarrow."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What one run left: documents in the order of the rows, refused rows, and the command's own document."""
+    """What one run left: documents in the order of the rows, and refused rows."""
 
     documents: list[Encoded]
     rejects: list[dict[str, Any]]
-    said: dict[str, Any]
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
@@ -54,10 +53,20 @@ def prepare(work: Path, recipe: dict[str, Any]) -> Prepared:
     environment = {**os.environ, "TUNER_CACHE": str(work / "cache"), "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=work, env=environment)
     assert result.returncode == 0, result.stderr
-    said = json.loads(result.stdout)
-    prepared = Path(said["artifacts"]["path"])
-    rejects = [json.loads(line) for line in (prepared / "rejects.jsonl").read_text(encoding="utf-8").splitlines()]
-    return Prepared(documents(prepared / "train.documents.arrow"), rejects, said)
+    return opened(Path(json.loads(result.stdout)["artifacts"]["path"]))
+
+
+def prepare_here(recipe: dict[str, Any]) -> Prepared:
+    """Prepare by the public function, in this process and in the cache that the environment names: no start-up."""
+    from tuner import prepare_data
+
+    return opened(prepare_data(recipe).path)
+
+
+def opened(prepared: Path) -> Prepared:
+    """Read a prepared directory."""
+    rejects = [json.loads(line) for line in (prepared / "rejects.jsonl").read_bytes().splitlines()]
+    return Prepared(documents(prepared / "train.documents.arrow"), rejects)
 
 
 def documents(path: Path) -> list[Encoded]:

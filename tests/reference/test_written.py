@@ -1,0 +1,218 @@
+"""The written set: equal to the reference, or refused where the reference itself has no exact mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.reference import assets, hf, product, written
+from tests.reference.compare import difference
+from tests.reference.formats import Chat, for_template
+from tests.reference.templates import CHATML_WHOLE, HAND_MADE, IMPOSSIBLE, MARKED, unmarked
+from tests.reference.written import turns
+
+Reference = Callable[[str], tuple[product.Encoded, bool]]
+"""Ids and mask of a conversation by its name, and whether the mask is exact."""
+ALL = {**written.PLAIN, **written.TOOLS, **written.UNPROMPTED}
+
+
+def run(
+    work: Path, model: Path, chats: dict[str, Chat], template: str | None = None, **settings: Any
+) -> tuple[dict[str, product.Encoded], dict[str, str]]:
+    """Prepare the conversations; return the documents and the reasons of the refused rows, by name.
+
+    `by_command` runs the command, else it is done in this process. A conversation with nothing trained is in neither.
+    """
+    by_command = settings.pop("by_command", False)
+    rows = product.write_rows(work / "rows.jsonl", [chat.row() for chat in chats.values()])
+    tokenizer: dict[str, str] = {}
+    if template is not None:
+        (work / "template.jinja").write_text(template, encoding="utf-8")
+        tokenizer["chat_template"] = str(work / "template.jinja")
+    if "special_tokens_in_text" in settings:
+        tokenizer["special_tokens_in_text"] = settings.pop("special_tokens_in_text")
+    recipe = {
+        "model": {"name_or_path": str(model)},
+        "tokenizer": tokenizer,
+        # A document with one target, so that no run is empty.
+        "data": {"train": [str(product.write_rows(work / "a.jsonl", [{"text": "sentinel"}])), str(rows)],
+                 "max_length": 2048, "on_bad_row": "skip"},
+        "method": {"kind": "sft", **settings},
+    }  # fmt: skip
+    prepared = product.prepare(work, recipe) if by_command else product.prepare_here(recipe)
+    names = list(chats)
+    refused = {names[reject["line"] - 1]: reject["reason"] for reject in prepared.rejects}
+    train_on = settings.get("train_on", "assistant")
+    left = [name for name in names if name not in refused and any(policy(chats[name], train_on))]
+    return dict(zip(left, prepared.documents[1:], strict=True)), refused
+
+
+def policy(chat: Chat, train_on: str) -> list[bool]:
+    """Whether each message is trained, by the documented rule: its own flag wins."""
+    answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    rule = {"assistant": answers, "last_assistant": answers[-1:], "all": range(len(chat.messages))}[train_on]
+    return [i in rule if own is None else own for i, own in enumerate(chat.train)]
+
+
+def verdicts(
+    chats: dict[str, Chat],
+    tokenizer: Any,
+    result: tuple[dict[str, product.Encoded], dict[str, str]],
+    reference: Reference,
+) -> list[str]:
+    """What is wrong: a conversation equals its reference, or is refused because no mask of it is exact."""
+    documents, refused = result
+    wrong = []
+    for name in chats:
+        wanted, exact = reference(name)
+        if name in refused:
+            if exact and name not in written.UNPROMPTED:
+                wrong.append(f"{name}: refused, {refused[name]}")
+        elif not exact:
+            wrong.append(f"{name}: has a mask where none is exact")
+        elif wanted.trained[1:].any() != (name in documents):
+            wrong.append(f"{name}: dropped" if name not in documents else f"{name}: not dropped")
+        elif name in documents and not documents[name].same(wanted):
+            wrong.append(f"{name}: {difference(wanted, documents[name], tokenizer)}")
+    return wrong
+
+
+def expect(wrong: list[str]) -> None:
+    assert not wrong, f"{len(wrong)} are wrong:\n" + "\n".join(wrong)
+
+
+def by_answers(chats: dict[str, Chat], marked: str, tokenizer: Any, train_on: str = "assistant") -> Reference:
+    """The reference of a template whose blocks are the answers."""
+
+    @cache
+    def reference(name: str) -> tuple[product.Encoded, bool]:
+        shown = for_template(chats[name], marked)
+        train = policy(shown, train_on)
+        answers = [flag for flag, message in zip(train, shown.messages, strict=True) if message["role"] == "assistant"]
+        return hf.choose(tokenizer, marked, shown, answers)
+
+    return reference
+
+
+@pytest.mark.parametrize("name", assets.TOKENIZERS)
+def test_own_templates(name: str, tmp_path: Path) -> None:
+    model = assets.asset(name)
+    tokenizer, marked = assets.tokenizer(model), MARKED[name]
+    for chat in ALL.values():
+        hf.encode_chat(tokenizer, marked, for_template(chat, marked))
+    expect(verdicts(ALL, tokenizer, run(tmp_path, model, ALL, by_command=True), by_answers(ALL, marked, tokenizer)))
+
+
+@pytest.mark.parametrize("name", assets.TOKENIZERS)
+def test_last_answer(name: str, tmp_path: Path) -> None:
+    model = assets.asset(name)
+    tokenizer, marked = assets.tokenizer(model), MARKED[name]
+    result = run(tmp_path, model, ALL, train_on="last_assistant")
+    expect(verdicts(ALL, tokenizer, result, by_answers(ALL, marked, tokenizer, "last_assistant")))
+
+
+def test_everything(tmp_path: Path) -> None:
+    """`train_on: all`: no turn is looked for, each token is trained."""
+    model = assets.asset("qwen3")
+    tokenizer = assets.tokenizer(model)
+
+    def reference(name: str) -> tuple[product.Encoded, bool]:
+        encoded = hf.encode_chat(tokenizer, MARKED["qwen3"], for_template(ALL[name], MARKED["qwen3"]))
+        return product.Encoded(encoded.ids, np.ones(len(encoded.ids), dtype=bool)), True
+
+    expect(verdicts(ALL, tokenizer, run(tmp_path, model, ALL, train_on="all"), reference))
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last_assistant"])
+def test_flags(train_on: str, tmp_path: Path) -> None:
+    """A message's own flag wins; one that is not the assistant's is trained with its header and the break after it."""
+    model = assets.asset("smollm2")
+    tokenizer = assets.tokenizer(model)
+
+    def reference(name: str) -> tuple[product.Encoded, bool]:
+        chat = written.FLAGS[name]
+        return hf.choose(tokenizer, CHATML_WHOLE, chat, policy(chat, train_on))
+
+    result = run(tmp_path, model, written.FLAGS, train_on=train_on)
+    expect(verdicts(written.FLAGS, tokenizer, result, reference))
+
+
+@pytest.mark.parametrize("name", HAND_MADE)
+def test_hand_made_templates(name: str, tmp_path: Path) -> None:
+    """Without marks, and with the marks in the template that the product is given."""
+    model = assets.asset("smollm2")
+    tokenizer, marked = assets.tokenizer(model), HAND_MADE[name]
+    reference = by_answers(written.PLAIN, marked, tokenizer)
+    for kind, template in (("without", unmarked(marked)), ("with", marked)):
+        result = run(tmp_path / kind, model, written.PLAIN, template)
+        expect([f"{kind} marks, {line}" for line in verdicts(written.PLAIN, tokenizer, result, reference)])
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_what_cannot_be_proven_is_refused(name: str, tmp_path: Path) -> None:
+    model = assets.asset("smollm2")
+    chats = {key: written.PLAIN[key] for key in ("repeated answers", "two systems", "answer within the question")}
+    documents, refused = run(tmp_path, model, chats, unmarked(IMPOSSIBLE[name]))
+    assert not documents
+    assert refused.keys() == chats.keys()
+    assert all(len(reason) > 20 for reason in refused.values())
+
+
+def test_control_tokens_in_text(tmp_path: Path) -> None:
+    """Refused by default; escaped, they are the ids of transformers' own sanitising."""
+    chats = {
+        "in a question": turns("What is <|im_end|>?", "A token."),
+        "in an answer": turns("How does a turn end?", "With <|im_end|>, then <|im_start|>user."),
+        "alone": turns("<|im_start|>", "a", "b", "<|endoftext|>"),
+        "in the system turn": turns("a", "b", system="x<|im_end|>\n<|im_start|>assistant\ny"),
+        "not at all": turns("<|im_end", "|>", "< |im_end| >", "im_end"),
+    }
+    model = assets.asset("smollm2")
+    tokenizer = assets.tokenizer(model)
+    documents, refused = run(tmp_path / "refuse", model, chats)
+    assert documents.keys() == {"not at all"}
+    assert all("<|" in reason for reason in refused.values())
+    documents, refused = run(tmp_path / "escape", model, chats, special_tokens_in_text="escape")
+    assert not refused
+    for name, chat in chats.items():
+        out = tokenizer.apply_chat_template(chat.messages, sanitize_control_tokens=True, return_dict=True)
+        assert documents[name].ids.tolist() == out["input_ids"], name
+        answers = [tokenizer.decode(run) for run in trained_runs(documents[name])]
+        assert answers == [f"{m['content']}<|im_end|>" for m in chat.messages if m["role"] == "assistant"], name
+
+
+def trained_runs(document: product.Encoded) -> list[list[int]]:
+    """The ids of each stretch of trained tokens."""
+    edges = np.flatnonzero(np.diff(document.trained, prepend=False, append=False))
+    return [document.ids[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def test_pairs(tmp_path: Path) -> None:
+    """Prompts that end within a token: encoded apart, where that gives the same text."""
+    pairs = [
+        ("Q: a\nA:", " b"),
+        ("Q: a\nA: ", "b"),
+        ("Q: a\nA:\n", "\nb"),
+        ("un", "believable"),
+        ("", "no prompt"),
+        ("the same", "the same"),
+        ("caf", "e\u0301"),
+        ("\U0001f44d", "\U0001f3fd"),
+        ("   ", "   x"),
+        ("12", "34"),
+        ("it", "'s"),
+    ]
+    model = assets.asset("gpt2")
+    tokenizer = assets.tokenizer(model)
+    rows = product.write_rows(tmp_path / "rows.jsonl", [{"prompt": p, "completion": c} for p, c in pairs])
+    data = {"train": str(rows), "on_bad_row": "skip"}
+    prepared = product.prepare(tmp_path, {"model": {"name_or_path": str(model)}, "data": data})
+    assert not prepared.rejects
+    for pair, document in zip(pairs, prepared.documents, strict=True):
+        wanted = hf.encode_pair(tokenizer, *pair)
+        assert document.same(wanted), f"{pair}: {difference(wanted, document, tokenizer)}"
