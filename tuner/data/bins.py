@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
 MAX_ITEMS = 1 << 31
 """Items are numbered in 32 bits."""
 _PAIRS_TRIED = 4
@@ -24,19 +25,19 @@ class _Plan:
     n_rows: int
     each: Ints
     count: Ints
-    rows: npt.NDArray[np.int32]
+    rows: Int32s
     """int32[sum of count]: the rows of the first step, then those of the second, and so on."""
 
 
-def pack(lengths: npt.NDArray[np.integer], capacity: int) -> tuple[Ints, Ints]:
-    """Pack items of 1 to `capacity` tokens into rows; returns (item ids row by row, row offsets), both int64.
+def pack(lengths: npt.NDArray[np.integer], capacity: int) -> tuple[Int32s, Ints]:
+    """Pack items of 1 to `capacity` tokens into rows; returns (item ids row by row, int64 offsets of the rows).
 
     The number of rows and what lengths they hold follow from the multiset of lengths alone; items of equal length are
     handed out in their order. Inside a row items are in ascending order. Never more rows than first fit decreasing.
-    Raises ValueError for a length outside 1..capacity.
+    Raises ValueError for a length outside 1..capacity and for 2^31 items or more.
     """
     if len(lengths) == 0:
-        return np.empty(0, np.int64), np.zeros(1, np.int64)
+        return np.empty(0, np.int32), np.zeros(1, np.int64)
     if lengths.min() < 1 or lengths.max() > capacity or len(lengths) >= MAX_ITEMS:
         raise ValueError(f"items of 1 to {capacity} tokens, fewer than 2^31 of them, can be packed")
     counts = np.bincount(lengths, minlength=capacity + 1)
@@ -105,8 +106,10 @@ def _best_fit(counts: Ints) -> _Plan:
     first = np.where(source == capacity, 0, starts[source % capacity]) + source_slot
     taken = _ranges(first, counts_)
     moved = target > 0
+    reached = _ranges((starts[target % capacity] + target_slot)[moved], counts_[moved])
     before = np.arange(slots.sum(), dtype=np.int32)
-    before[_ranges((starts[target % capacity] + target_slot)[moved], counts_[moved])] = taken[np.repeat(moved, counts_)]
+    before[reached] = taken[np.repeat(moved, counts_)]
+    del reached
     while before.max(initial=0) >= served[capacity]:
         before = before[before]
     return _Plan(served[capacity], each_, counts_, before[taken])
@@ -214,29 +217,27 @@ def _up_to(length: int) -> int:
     return (1 << (length + 1)) - 2 if length > 0 else 0
 
 
-def _ranges(first: Ints, count: Ints) -> npt.NDArray[np.int32]:
+def _ranges(first: Ints, count: Ints) -> Int32s:
     """The ranges [first, first + count) end to end."""
     ranges = np.arange(count.sum(), dtype=np.int32)
     ranges += np.repeat((first - (np.cumsum(count) - count)).astype(np.int32), count)
     return ranges
 
 
-def _hand_out(lengths: npt.NDArray[np.integer], capacity: int, plan: _Plan) -> tuple[Ints, Ints]:
+def _hand_out(lengths: npt.NDArray[np.integer], capacity: int, plan: _Plan) -> tuple[Int32s, Ints]:
     """Give each item its row: the longest items to the first steps, equal ones in their order."""
+    longest_first = _sorted_items(
+        np.subtract(capacity, lengths, dtype=np.int64), np.arange(len(lengths), dtype=np.int32)
+    )
     rows = np.repeat(plan.rows, np.repeat(plan.each, plan.count))
     offsets = np.zeros(plan.n_rows + 1, dtype=np.int64)
     np.cumsum(np.bincount(rows, minlength=plan.n_rows), out=offsets[1:])
-    # Sorting (key, item) as one number is much faster than a stable argsort, and in place.
-    width = len(lengths).bit_length()
-    items = np.subtract(capacity, lengths, dtype=np.int64)
-    order = _sorted_items(items, np.arange(len(lengths), dtype=np.int64), width)
-    return _sorted_items(rows.astype(np.int64), order, width), offsets
+    return _sorted_items(rows.astype(np.int64), longest_first), offsets
 
 
-def _sorted_items(keys: Ints, items: Ints, width: int) -> Ints:
-    """The items by (key, item), in the memory of `keys`; an item takes `width` bits."""
-    keys <<= width
+def _sorted_items(keys: Ints, items: Int32s) -> Int32s:
+    """The items by (key, item); overwrites `keys`. One sort of whole numbers is much faster than a stable argsort."""
+    keys <<= 32
     keys |= items
     keys.sort()
-    keys &= (1 << width) - 1
-    return keys
+    return keys.astype(np.int32)  # the lower half

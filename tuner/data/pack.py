@@ -20,7 +20,7 @@ TooLong = Literal["truncate", "split", "drop"]
 NO_TARGET = "no trained token within max_length"
 TOO_LONG = "longer than max_length"
 MAX_DOCUMENTS = 1 << 32
-BATCH_ROWS, BATCH_SEGMENTS = 1 << 16, 1 << 22
+BATCH_ROWS, BATCH_SEGMENTS = 1 << 16, 1 << 19
 """Rows and segments of one record batch: a batch ends before either bound is passed, but holds a row at least."""
 
 U32 = npt.NDArray[np.uint32]
@@ -50,11 +50,12 @@ def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -
 
     Raises DataError for 2^32 documents or more.
     """
-    parts: list[list[U32]] = []
+    segments = _Columns()
     dropped = {TOO_LONG: 0, NO_TARGET: 0}
     base = truncated = n_split = 0
     for batch in batches:
-        offsets, targets = _targets_before(batch)
+        targets = _TrainedBefore(batch)
+        offsets = targets.offsets
         lengths = np.diff(offsets)
         long = lengths > max_length
         document = np.arange(len(lengths), dtype=np.int64)
@@ -78,14 +79,12 @@ def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -
         left = np.zeros(len(lengths), dtype=np.bool_)
         left[document[kept]] = True
         dropped[NO_TARGET] += considered - int(left.sum())
-        parts.append([column[kept].astype(np.uint32) for column in (document + base, start, stop, trained)])
+        segments.append((document[kept] + base, start[kept], stop[kept], trained[kept]))
         base += len(lengths)
         if base > MAX_DOCUMENTS:
             raise DataError(f"more than {MAX_DOCUMENTS:,} documents in one split")
     reasons = {reason: count for reason, count in dropped.items() if count}
-    return Segments(
-        _joined(parts, 0), _joined(parts, 1), _joined(parts, 2), _joined(parts, 3), reasons, truncated, n_split
-    )
+    return Segments(*segments.done(), reasons, truncated, n_split)
 
 
 def rows_table(segments: Segments, max_length: int, packing: bool) -> pa.Table:
@@ -97,8 +96,7 @@ def row_batches(
     segments: Segments, max_length: int, packing: bool, limits: tuple[int, int] = (BATCH_ROWS, BATCH_SEGMENTS)
 ) -> Iterator[pa.RecordBatch]:
     """Yield the packed rows in record batches of at most `limits` rows and segments (but of a row at least)."""
-    count = len(segments.document)
-    order, offsets = pack(segments.tokens, max_length) if packing else (np.arange(count), np.arange(count + 1))
+    order, offsets = pack(segments.tokens, max_length) if packing else _alone(segments)
     max_rows, max_segments = limits
     first, n_rows = 0, len(offsets) - 1
     while first < n_rows:
@@ -108,7 +106,13 @@ def row_batches(
         first = last
 
 
-def _record_batch(segments: Segments, chosen: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> pa.RecordBatch:
+def _alone(segments: Segments) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """A row for each segment."""
+    count = len(segments.document)
+    return np.arange(count, dtype=np.int32), np.arange(count + 1, dtype=np.int64)
+
+
+def _record_batch(segments: Segments, chosen: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> pa.RecordBatch:
     """Rows of the `chosen` segments; row i holds those from `offsets[i]` to `offsets[i + 1]`, less the first offset."""
     starts = offsets[:-1] - offsets[0]
     bounds = pa.array((offsets - offsets[0]).astype(np.int32))
@@ -133,12 +137,26 @@ def _record_batch(segments: Segments, chosen: npt.NDArray[np.int64], offsets: np
     )
 
 
-def _joined(parts: list[list[U32]], column: int) -> U32:
-    """One column of all parts, which let go of theirs: the four columns are never in memory twice."""
-    joined = np.concatenate([np.empty(0, np.uint32), *(part[column] for part in parts)])
-    for part in parts:
-        part[column] = np.empty(0, np.uint32)
-    return joined
+class _Columns:
+    """Four columns that grow in place: not a piece for each record batch, which would leave the heap in holes."""
+
+    def __init__(self) -> None:
+        self._columns = [np.empty(0, dtype=np.uint32) for _ in range(4)]
+        self._length = 0
+
+    def append(self, values: tuple[npt.NDArray[np.int64], ...]) -> None:
+        stop = self._length + len(values[0])
+        for column, part in zip(self._columns, values, strict=True):
+            if stop > len(column):
+                column.resize(max(stop, len(column) + len(column) // 4), refcheck=False)
+            column[self._length : stop] = part
+        self._length = stop
+
+    def done(self) -> tuple[U32, U32, U32, U32]:
+        for column in self._columns:
+            column.resize(self._length, refcheck=False)
+        document, start, stop, trained = self._columns
+        return document, start, stop, trained
 
 
 def _counted(pieces: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -146,11 +164,24 @@ def _counted(pieces: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.arange(pieces.sum(), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
 
 
-def _targets_before(batch: pa.RecordBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Offsets of a batch's documents, from 0, and int32[tokens + 1]: trained tokens before each position."""
-    column = batch.column("trained")
-    offsets = column.offsets.to_numpy().astype(np.int64)
-    flags = column.values.slice(offsets[0], offsets[-1] - offsets[0]).to_numpy(zero_copy_only=False)
-    before = np.zeros(len(flags) + 1, dtype=np.int32)
-    np.cumsum(flags, out=before[1:])
-    return offsets - offsets[0], before
+class _TrainedBefore:
+    """How many tokens of a record batch are trained before a position, from its bits: a count for each byte is kept."""
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        column = batch.column("trained")
+        flags = column.values
+        offsets = column.offsets.to_numpy().astype(np.int64) + flags.offset
+        first, last = int(offsets[0]) >> 3, (int(offsets[-1]) + 7) >> 3
+        bits = flags.buffers()[1]
+        self._bytes = np.frombuffer(b"\0" if bits is None else bits, dtype=np.uint8)[first : max(last, first + 1)]
+        self._before = np.zeros(len(self._bytes) + 1, dtype=np.int32)
+        np.cumsum(np.bitwise_count(self._bytes), out=self._before[1:])
+        self.offsets = offsets - (first << 3)
+        """int64[documents + 1]: where each document's tokens begin, in bits from the first of these bytes."""
+
+    def __getitem__(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        at = positions >> 3
+        below = (1 << (positions & 7)) - 1
+        inside = np.bitwise_count(self._bytes[np.minimum(at, len(self._bytes) - 1)] & below)
+        before: npt.NDArray[np.int64] = np.add(self._before[at], inside, dtype=np.int64)
+        return before
