@@ -28,6 +28,7 @@ NOT_SHOWN = "tools not written by the template"
 CALLS_AS_TEXT = "tool calls written as text: the template has none"
 SHORTENED = "reasoning not written by the template"
 OPEN_ENDED = "end of turn not trained: the template marks it as not generated"
+REWRITTEN = "answers after turns that the template writes otherwise while they are the prompt"
 NO_END = "answers without an end-of-turn token"
 
 
@@ -184,7 +185,7 @@ class _Chat:
             if self._end(start, stop) is None:
                 self.notes.append(OPEN_ENDED)
             return start, stop
-        start = len(self._prefix(self._render(i, prompt=True), i, "when it is a prompt", before=True))
+        start = self._answer_start(i)
         last = i + 1 == len(self.messages)
         limit = len(self.text) if last else self._content_starts.get(i + 1, -1)
         if limit < start:
@@ -195,10 +196,39 @@ class _Chat:
             end = self._without_blanks(start, len(self._through(i)))
         return start, end
 
+    def _answer_start(self, i: int) -> int:
+        prompt = self._render(i, prompt=True)
+        if self.text.startswith(prompt):
+            return len(prompt)
+        # Some templates shorten earlier turns once more follows. The turn before still shows where this one begins.
+        before = self._render(i)
+        header = prompt[len(before) :].lstrip() if prompt.startswith(before) else ""
+        found = self._find([i - 1]) if i else None
+        end = None if found is None else self._end(found[i - 1], len(self.text))
+        if end is not None and header:
+            end += len(self.text[end:]) - len(self.text[end:].lstrip())
+            if self.text.startswith(header, end):
+                self.notes.append(REWRITTEN)
+                return end + len(header)
+        raise RowProblem(
+            f"the template writes the text before message {i} differently when it is a prompt", path=("messages", i)
+        )
+
     def turn(self, i: int) -> tuple[int, int]:
         """Characters that message i adds to the whole text, header and all."""
-        before = self._prefix(self._render(i), i, "when fewer messages follow", before=True) if i else ""
-        return len(before), len(self._through(i))
+        if i == 0:
+            return self._opening(), len(self._through(0))
+        return len(self._prefix(self._render(i), i, "when fewer messages follow", before=True)), len(self._through(i))
+
+    def _opening(self) -> int:
+        """Where message 0 begins: after a turn that the template put before it, such as its own system prompt."""
+        found = self._find([0])
+        if found is None:
+            raise RowProblem("where the template writes message 0 cannot be told", path=("messages", 0))
+        start, content = 0, found[0]
+        while (end := self._end(start, content)) is not None:
+            start = end
+        return start + len(self.text[start:content]) - len(self.text[start:content].lstrip()) if start else 0
 
     def _render(self, count: int, prompt: bool = False) -> str:
         return self._tokenizer.render(self.messages[:count], prompt, self._tools) if count or prompt else ""
