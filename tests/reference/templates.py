@@ -1,8 +1,9 @@
 """Chat templates with {% generation %} written in by hand around what the assistant writes.
 
 A block begins where the generation prompt's text ends and stops after the end-of-turn token; white space that a
-template puts after that token is outside. The three in MARKED are otherwise the models' own: `hf.encode_chat` asserts
-that both render the same text. Those in HAND_MADE, for SmolLM2's tokenizer, are of kinds that are met.
+template puts after that token is outside. Without such a token, the blank line that ends the turn is inside. The three
+in MARKED are otherwise the models' own: `hf.encode_chat` asserts that both render the same text. Those in HAND_MADE,
+for SmolLM2's tokenizer, are of kinds that are met.
 """
 
 from __future__ import annotations
@@ -56,9 +57,14 @@ HAND_MADE = {
     "closes the conversation": _chatml() + _ADDED + "<|im_start|>assistant\n{% else %}<|endoftext|>{% endif %}",
     "a prompt always follows": _chatml() + "{{ '<|im_start|>assistant\n' }}",
     "capital roles": _chatml().replace("m.role }}", "m.role | capitalize }}") + _PROMPT.replace("assis", "Assis"),
+    "counts its messages": "{{ messages | length }} messages\n" + _chatml() + _PROMPT,
     "no control token": (
-        "{% for m in messages %}" + _IF_ANSWER + "Answer:" + _block("{{ ' ' + m.content | trim }}") + "{% else %}"
-        "{{ m.role }}: {{ m.content | trim }}{% endif %}{{ '\n\n' }}{% endfor %}" + _ADDED + "Answer:{% endif %}"
+        "{% for m in messages %}"
+        + _IF_ANSWER
+        + "Answer:"
+        + _block("{{ ' ' + m.content | trim + '\n\n' }}")
+        + "{% else %}"
+        "{{ m.role + ': ' + m.content | trim + '\n\n' }}{% endif %}{% endfor %}" + _ADDED + "Answer:{% endif %}"
     ),
     "a prompt that ends with a blank": (
         "{% for m in messages %}" + _IF_ANSWER + "Answer: " + _block("{{ m.content }}<|im_end|>") + "{% else %}"
@@ -68,7 +74,6 @@ HAND_MADE = {
 
 IMPOSSIBLE = {
     "newest first": _chatml().replace("in messages", "in messages | reverse") + _PROMPT,
-    "counts its messages": "{{ messages | length }} messages\n" + _chatml() + _PROMPT,
     "another prompt": _chatml() + _ADDED + "<|im_start|>model\n{% endif %}",
     "old answers in capitals": _chatml(
         "{% if loop.last %}{{ m.content }}{% else %}{{ m.content | upper }} of {{ messages | length }}{% endif %}"
