@@ -1,0 +1,308 @@
+"""The cache of prepared data: directories named by their content, each built once, under its lock, and renamed.
+
+    <cache>/encoded/<key>/     documents of the first level       <cache>/prepared/<key>/   packed rows, the second
+    <cache>/<level>/.<key>.lock   held by whoever builds or removes that key; the file itself is never removed
+    <cache>/<level>/.tmp-<key>-*, .trash-*<key>-*   leftovers of a builder that was killed
+
+A directory is valid when its manifest is readable and every file has its size; `damages` also compares SHA-256.
+"""
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tuner.data.prepared import PREPARED_SCHEMA
+from tuner.errors import DataError, MachineError, RecipeError
+from tuner.runtime.files import (
+    MANIFEST_NAME,
+    discard_dir,
+    file_entries,
+    machine_error,
+    publish_dir,
+    read_json,
+    verify_entries,
+    write_json,
+)
+from tuner.runtime.lock import FileLock
+
+Level = Literal["prepared", "encoded"]
+LEVELS: tuple[Level, ...] = ("prepared", "encoded")
+ENCODED_SCHEMA = "tuner.encoded/2"
+SCHEMAS: dict[Level, str] = {"prepared": PREPARED_SCHEMA, "encoded": ENCODED_SCHEMA}
+Say = Callable[[str, str], None]
+"""Prints (label, text) for people."""
+_KEY = re.compile(r"[0-9a-f]{16}")
+_LEFTOVER = re.compile(r"\.(?:(?:tmp|trash)-)+([0-9a-f]{16})-.+")
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One directory of the cache."""
+
+    level: Level
+    path: Path
+    manifest: dict[str, Any] | None
+    """None where it is damaged."""
+
+    @property
+    def key(self) -> str:
+        """Its name: the hash of what it was made from."""
+        return self.path.name
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files, those that it shares with other directories included."""
+        return _size(self.path)
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """Something that `collect` removes, or would remove."""
+
+    path: Path
+    reason: str
+    size: int
+
+
+def place(cache_dir: Path, level: Level, key: str) -> Path:
+    """Return where a directory is or would be."""
+    return cache_dir / level / key
+
+
+def valid(path: Path, level: Level) -> dict[str, Any] | None:
+    """The manifest of a whole directory, by its files' sizes; None where there is none or it is damaged."""
+    try:
+        manifest = read_json(path / MANIFEST_NAME)
+        verify_entries(path, manifest["files"], hash=False)
+    except (DataError, KeyError, TypeError, AttributeError):
+        return None
+    return manifest if manifest.get("schema") == SCHEMAS[level] else None
+
+
+def build_once(
+    cache_dir: Path,
+    level: Level,
+    key: str,
+    make: Callable[[Path], dict[str, Any]],
+    say: Say | None = None,
+    use: Callable[[Path], None] | None = None,
+) -> tuple[dict[str, Any], bool]:
+    """Return (manifest, whether it was there already), building the directory when it is missing or damaged.
+
+    One process builds and the others wait for it, on every node that shares the cache. `make` writes into a temporary
+    directory and returns the manifest's body; entries under `files` in it are taken over, other files are hashed.
+    `use` is called with the valid directory while it is locked: nothing removes it meanwhile. Raises MachineError.
+    """
+    final = place(cache_dir, level, key)
+    waiting = None if say is None else (lambda holder: say("waiting", f"{holder} is preparing the same data"))
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise machine_error(final.parent, error) from error
+    with _lock(final, wait=True, on_wait=waiting):
+        for leftover in _leftovers(final):
+            discard_dir(leftover)
+        manifest = valid(final, level)
+        found = manifest is not None
+        if manifest is None:
+            if os.path.lexists(final):
+                if say is not None:
+                    say("warning", f"{final} is damaged; it is built again")
+                discard_dir(final)
+            manifest = _build(final, SCHEMAS[level], make)
+        if use is not None:
+            use(final)
+    return manifest, found
+
+
+def _build(final: Path, schema: str, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    tmp = final.parent / f".tmp-{final.name}-{os.getpid()}"
+    try:
+        tmp.mkdir()
+        body = make(tmp)
+        known = body.pop("files", {})
+        files = {**file_entries(tmp, exclude={MANIFEST_NAME, *known}), **known}
+        manifest = {**body, "schema": schema, "key": final.name, "files": files}
+        write_json(tmp / MANIFEST_NAME, manifest)
+        publish_dir(tmp, final)
+    except OSError as error:
+        raise machine_error(final, error) from error
+    finally:
+        if tmp.exists():
+            discard_dir(tmp)
+    return manifest
+
+
+def entries(cache_dir: Path) -> list[Entry]:
+    """Every directory of the cache, prepared ones first, by key."""
+    found = []
+    for level in LEVELS:
+        names = [name for name in _names(cache_dir / level) if _KEY.fullmatch(name)]
+        paths = [cache_dir / level / name for name in names]
+        found += [Entry(level, path, valid(path, level)) for path in paths if path.is_dir()]
+    return found
+
+
+def find(cache_dir: Path, wanted: str) -> Entry:
+    """The directory that a path or the beginning of a key names. DataError without one, RecipeError with several."""
+    path = Path(wanted).expanduser()
+    if path.is_dir() and ("/" in wanted or not _KEY.match(wanted.ljust(16, "0"))):
+        level: Level = "encoded" if path.absolute().parent.name == "encoded" else "prepared"
+        return Entry(level, path.absolute(), valid(path, level))
+    matching = [entry for entry in entries(cache_dir) if entry.key.startswith(wanted)]
+    if not matching:
+        raise DataError(f"{wanted}: no such directory or key in {cache_dir}", hint="list them: tuner data ls")
+    if len(matching) > 1:
+        listed = ", ".join(f"{entry.level}/{entry.key}" for entry in matching[:5])
+        raise RecipeError(f"{wanted} names {len(matching)} directories: {listed}", hint="give more of the key")
+    return matching[0]
+
+
+def damages(entry: Entry) -> list[str]:
+    """What is wrong with a directory: one sentence for each file that is not as its manifest says, by SHA-256."""
+    try:
+        manifest = read_json(entry.path / MANIFEST_NAME)
+    except DataError as error:
+        return [error.message]
+    files = manifest.get("files")
+    if manifest.get("schema") not in SCHEMAS.values() or not isinstance(files, dict):
+        return [f"{entry.path / MANIFEST_NAME}: not of this version (schema {manifest.get('schema')!r})"]
+    found = []
+    for name, facts in sorted(files.items()):
+        try:
+            verify_entries(entry.path, {name: facts}, hash=True)
+        except DataError as error:
+            found.append(error.message)
+    return found
+
+
+def collect(cache_dir: Path, unused: bool = False, verify: bool = False, dry_run: bool = False) -> list[Garbage]:
+    """Remove leftovers and damaged directories; with `unused` also encoded ones that no prepared one was made from.
+
+    With `verify` damage is looked for by SHA-256, else by size. What somebody is building is left alone, and so are
+    symbolic links and everything that is not named like a part of the cache. With `dry_run` nothing is removed.
+    Raises MachineError where the cache cannot be written.
+    """
+    garbage: list[Garbage] = []
+    for level in LEVELS:
+        needed = _needed(cache_dir, {item.path for item in garbage}) if unused and level == "encoded" else None
+        for key in sorted(_keys(cache_dir / level)):
+            final = place(cache_dir, level, key)
+            if not _condemned(final, level, needed, verify):
+                continue
+            with _free(final, dry_run) as free:
+                # Again, now that nobody else can change it.
+                for item in _condemned(final, level, needed, verify) if free else []:
+                    if not dry_run:
+                        discard_dir(item.path)
+                    garbage.append(item)
+    return garbage
+
+
+def _condemned(final: Path, level: Level, needed: set[str] | None, verify: bool) -> list[Garbage]:
+    """What is to be removed of one key."""
+    found = [Garbage(path, "left by a builder that was killed", _size(path)) for path in _leftovers(final)]
+    if not final.is_dir() or final.is_symlink():
+        return found
+    manifest = valid(final, level)
+    if manifest is None:
+        found.append(Garbage(final, "damaged", _size(final)))
+    elif verify and (wrong := damages(Entry(level, final, manifest))):
+        found.append(Garbage(final, wrong[0], _size(final)))
+    elif needed is not None and final.name not in needed:
+        found.append(Garbage(final, "no prepared data was made from it", _size(final)))
+    return found
+
+
+def _needed(cache_dir: Path, gone: set[Path]) -> set[str]:
+    """Keys of encoded directories that a prepared one was made from."""
+    return {
+        str(entry.manifest.get("encoded_key"))
+        for entry in entries(cache_dir)
+        if entry.level == "prepared" and entry.manifest is not None and entry.path not in gone
+    }
+
+
+@contextmanager
+def _free(final: Path, dry_run: bool) -> Iterator[bool]:
+    """Hold the lock of a key for the length of the block; false where somebody else holds it."""
+    if dry_run and not _lock_path(final).exists():
+        yield True
+        return
+    lock = FileLock(_lock_path(final), wait=False)
+    try:
+        lock.acquire(wait=False)
+    except MachineError as error:
+        if error.__cause__ is not None:  # the lock cannot be taken by anybody
+            raise
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _lock(final: Path, wait: bool, on_wait: Callable[[str], None] | None) -> Iterator[None]:
+    lock = FileLock(_lock_path(final), wait, on_wait)
+    try:
+        lock.acquire(wait)
+    except MachineError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in _NO_LOCKS:
+            raise MachineError(
+                f"{final.parent}: its file system has no locks ({cause.strerror})",
+                hint="set data.cache_dir to a directory on another file system, such as a local disk",
+            ) from cause
+        raise
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _lock_path(final: Path) -> Path:
+    # Dotted, and one lock for each key: other keys are built meanwhile.
+    return final.parent / f".{final.name}.lock"
+
+
+def _leftovers(final: Path) -> list[Path]:
+    """What killed builders and removers of one key left, links excepted."""
+    matches = ((name, _LEFTOVER.fullmatch(name)) for name in _names(final.parent))
+    paths = [final.parent / name for name, match in matches if match is not None and match[1] == final.name]
+    return [path for path in paths if path.is_dir() and not path.is_symlink()]
+
+
+def _keys(root: Path) -> set[str]:
+    """Every key that has a directory or leftovers."""
+    names = _names(root)
+    left = (_LEFTOVER.fullmatch(name) for name in names)
+    return {name for name in names if _KEY.fullmatch(name)} | {match[1] for match in left if match is not None}
+
+
+def _names(root: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(root))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise machine_error(root, error) from error
+
+
+def _size(path: Path) -> int:
+    """Bytes of the files below a directory; what vanishes meanwhile counts nothing."""
+    total = 0
+    for parent, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except OSError:
+                continue
+    return total
