@@ -17,6 +17,7 @@ class FakeRows:
         self._lengths = lengths
         self._rows = [self._make(i) for i in range(len(lengths))]
         self.tokens_per_row = np.array([sum(row) for row in lengths], dtype=np.int64)
+        self.squares_per_row = np.array([sum(n * n for n in row) for row in lengths], dtype=np.int64)
         self.trained_per_row = np.array(
             [int((collate([row]).targets != IGNORED).sum()) for row in self._rows], dtype=np.int64
         )
@@ -97,10 +98,43 @@ def test_ranks_and_micro_batches_make_up_the_global_batch(
             assert (step.trained_count, step.tokens) == (whole.trained_count, whole.tokens)
             # A full micro-batch never holds more rows than asked for.
             assert all(len(set((batch.input_ids // 1000).tolist())) <= micro for batch in step.micro)
+            assert len(step.micro) == -(-len(whole.row_ids) // (micro * world))
+        dealt = [set((b.input_ids // 1000).tolist()) for step in steps for b in step.micro if len(b.trained_positions)]
+        # No row is trained twice. A row without targets may serve as filler.
+        assert sum(map(len, dealt)) == len(set().union(*dealt))
         targets = np.concatenate([b.targets[b.trained_positions] for step in steps for b in step.micro])
         expected = np.concatenate([b.targets[b.trained_positions] for b in whole.micro])
         assert sorted(targets.tolist()) == sorted(expected.tolist())
         assert len(targets) == whole.trained_count
+
+
+def test_the_rows_of_a_step_do_not_depend_on_how_they_are_dealt() -> None:
+    rows = FakeRows([[1 + i % 6] * (1 + i % 3) for i in range(20)])
+    steps = [batches(rows, 8, micro, 0, world) for micro in (1, 2, 8) for world in (1, 2, 3)]
+    for i in range(6):
+        (ids,) = {tuple(one.row_ids(i).tolist()) for one in steps}
+        assert list(ids) == row_order(3, i // 3, 20, True)[i % 3 * 8 :][:8].tolist()
+        assert {tuple(one.step(i).row_ids.tolist()) for one in steps} == {ids}
+        assert len({one.step(i).trained_count for one in steps}) == 1
+
+
+def test_ranks_wait_less_than_with_rows_in_order() -> None:
+    """Rows of 240 tokens in one document cost more than those in many: a rank with two of them waits for nobody."""
+    rows = FakeRows([[240], [240], [40] * 6, [40] * 6, [240], [40] * 6, [240], [40] * 6])
+    ranks = [batches(rows, 8, 1, rank, 2).step(0) for rank in range(2)]
+    longest = [[max(batch.lengths) for batch in rank.micro] for rank in ranks]
+    assert longest == [[240, 240, 40, 40]] * 2
+    two = [batches(rows, 8, 2, rank, 2).step(0) for rank in range(2)]
+    assert [[len(batch.lengths) for batch in rank.micro] for rank in two] == [[7, 7]] * 2
+
+
+def test_an_idle_cell_takes_the_cheapest_row() -> None:
+    rows = FakeRows([[6], [3], [5]])
+    cells = [batches(rows, 3, 1, rank, 2).step(0).micro for rank in range(2)]
+    lengths = [[batch.lengths for batch in rank] for rank in cells]
+    assert sorted(length for rank in lengths for (length,) in rank) == [3, 3, 5, 6]
+    (idle,) = [batch for rank in cells for batch in rank if len(batch.trained_positions) == 0]
+    assert idle.lengths == (3,)
 
 
 def test_an_epoch_visits_every_row_once_and_ends_with_a_partial_batch() -> None:

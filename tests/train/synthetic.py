@@ -24,6 +24,7 @@ class SyntheticRows:
         rng = np.random.default_rng(seed)
         self.trained_per_row = np.array(trained, dtype=np.int64)
         self.tokens_per_row = np.full(len(trained), MAX_LENGTH, dtype=np.int64)
+        self.squares_per_row = np.full(len(trained), (MAX_LENGTH - 10) ** 2 + 10**2, dtype=np.int64)
         self._ids = rng.integers(3, VOCAB, (len(trained), MAX_LENGTH))
 
     def __len__(self) -> int:
