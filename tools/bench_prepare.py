@@ -1,0 +1,235 @@
+"""Measures `tuner prepare-data` against TRL's SFT preparation of the same rows, alternating in one run.
+
+    python tools/bench_prepare.py [--vocabulary smollm2,qwen3] [--size 48] [--slice 12] [--rounds 3] [--workers 1,2]
+
+Ours is the real command with one worker and an empty cache, from the start of its process to its end; the CPU time is
+that of its whole process tree. TRL's is what SFTTrainer does between raw messages and packed rows (bench_trl.py), with
+an empty Hugging Face cache, without its imports. Both get the same rows and template (for TRL with the marks that
+it needs), and before a ratio is printed the ids and masks of every document must be equal: else exit 1. MB/s are bytes
+of JSONL by second of CPU: per core. TRL gets a slice of the rows; ours is measured on that slice and on the whole file.
+A table goes to stderr, one JSON object to stdout. Needs `trl`, apt-get (once, for the rows), and `make assets`.
+
+With --no-fast the command runs where the fast encoder's package cannot be imported. With --workers 1,2 the clock of
+each number of workers on the whole file is compared, alternating too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools import bench_rows  # noqa: E402
+from tools.bench_digests import prepared_digests  # noqa: E402
+
+MARKED = ROOT / "tests" / "reference" / "marked"
+MAX_LENGTH = 4096
+GOALS = {"fast": 8.0, "slow": 2.0, "workers": 1.7}
+BLOCK = '''"""Stands for an environment without the fast encoder's package."""
+import sys
+
+
+class _Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "gigatoken":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, _Absent())
+'''
+
+
+@dataclass(frozen=True)
+class Took:
+    """Seconds of one run and what it said."""
+
+    cpu_s: float
+    wall_s: float
+    said: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where everything is."""
+
+    work: Path
+    fast: bool
+
+    def ours(self, rows: Path, model: Path, workers: int = 1) -> Took:
+        """Run the command on an empty cache; the prepared directory is left until the next run."""
+        cache = self.work / "cache"
+        shutil.rmtree(cache, ignore_errors=True)
+        data = {"train": str(rows), "max_length": MAX_LENGTH, "workers": workers}
+        recipe = self.work / "recipe.yaml"
+        recipe.write_text(json.dumps({"model": {"name_or_path": str(model)}, "data": data}), encoding="utf-8")
+        path = [str(ROOT)] if self.fast else [str(self.work / "without"), str(ROOT)]
+        environment = {**_quiet(), "TUNER_CACHE": str(cache), "PYTHONPATH": os.pathsep.join(path)}
+        return _timed([sys.executable, "-m", "tuner", "prepare-data", str(recipe), "--json"], environment)
+
+    def trl(self, rows: Path, model: Path, name: str) -> Took:
+        """Run TRL on an empty Hugging Face cache; the documents' digests are left in the work directory."""
+        home = self.work / "hf"
+        shutil.rmtree(home, ignore_errors=True)
+        command = [sys.executable, str(ROOT / "tools" / "bench_trl.py"), str(rows), str(model)]
+        command += [str(MARKED / f"{name}.jinja"), str(MAX_LENGTH), str(self.work / "digests")]
+        said = _timed(command, {**_quiet(), "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}).said
+        return Took(said["cpu_s"], said["wall_s"], said)
+
+    def require_equal(self, ours: Took) -> int:
+        """Return the number of documents; SystemExit where one differs from TRL's."""
+        mine = sorted(prepared_digests(Path(ours.said["artifacts"]["path"])))
+        raw = (self.work / "digests").read_bytes()
+        theirs = [raw[i : i + 16] for i in range(0, len(raw), 16)]
+        if mine != theirs:
+            shared = len(set(mine) & set(theirs))
+            raise SystemExit(f"ids or masks differ: {len(mine)} documents, TRL's {len(theirs)}, equal {shared}")
+        return len(mine)
+
+
+def main() -> int:
+    """Parse the command line, measure, print; 1 where a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--vocabulary", default="smollm2,qwen3", help="smollm2, qwen3 or both")
+    parser.add_argument("--size", type=float, default=48, help="MB of the whole file")
+    parser.add_argument("--slice", type=float, default=12, help="MB that TRL gets too")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", default="1", help="1, or 1,2 to compare the clock of both")
+    parser.add_argument("--no-fast", action="store_true", help="without the fast encoder's package")
+    parser.add_argument("--assets", type=Path, default=ROOT / ".demo" / "assets")
+    parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tuner-bench-") as scratch:
+        bench = Bench(Path(scratch), not options.no_fast)
+        (bench.work / "without").mkdir()
+        (bench.work / "without" / "sitecustomize.py").write_text(BLOCK, encoding="utf-8")
+        report = {"data": write_rows(bench.work, options), "fast": bench.fast, "machine": machine()}
+        for name in options.vocabulary.split(","):
+            model = options.smollm2 if name == "smollm2" else options.assets / name
+            report[name] = measure(bench, name, model.resolve(), options)
+    print(json.dumps(report, indent=2))
+    return int(any(report[name]["missed"] for name in options.vocabulary.split(",")))
+
+
+def write_rows(work: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Write the whole file and its slice; return what they are."""
+    docs = bench_rows.documentation(options.assets.resolve())
+    folder = options.assets.resolve() / "llamafactory"
+    facts: dict[str, Any] = {}
+    for name, size in (("whole", options.size), ("slice", options.slice)):
+        path = work / f"{name}.jsonl"
+        rows, written = bench_rows.write(bench_rows.conversations(docs, folder), path, int(size * 1e6))
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        facts[name] = {"rows": rows, "mb": round(written / 1e6, 2), "mean_bytes": written // rows, "sha256": digest}
+        _say(f"{name:8} {rows:,} rows, {written / 1e6:.1f} MB, mean {written / rows:,.0f} bytes, sha256 {digest}")
+    return facts
+
+
+def measure(bench: Bench, name: str, model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Alternate the runs of one vocabulary; return medians, spreads and ratios."""
+    whole, part = bench.work / "whole.jsonl", bench.work / "slice.jsonl"
+    workers = [int(count) for count in options.workers.split(",")]
+    runs: dict[str, Callable[[], Took]] = {
+        "trl, slice": lambda: bench.trl(part, model, name),
+        "tuner, slice": lambda: bench.ours(part, model),
+        "tuner, whole": lambda: bench.ours(whole, model),
+    }
+    for count in workers[1:]:
+        runs[f"tuner, whole, {count} workers"] = lambda count=count: bench.ours(whole, model, count)
+    bench.trl(part, model, name)  # also the warm-up of both sides
+    documents = bench.require_equal(first := bench.ours(part, model))
+    took: dict[str, list[Took]] = {run: [] for run in runs}
+    for _ in range(options.rounds):
+        for run, go in runs.items():
+            took[run].append(go())
+            if run == "tuner, slice":
+                bench.require_equal(took[run][-1])
+    mb = {run: (part if "slice" in run else whole).stat().st_size / 1e6 for run in runs}
+    rates = {run: sorted(mb[run] / one.cpu_s for one in times) for run, times in took.items()}
+    report: dict[str, Any] = {"documents": documents, "equal": True, "fast_path": fast_share(first.said)}
+    report["runs"] = {run: _figures(rates[run], times) for run, times in took.items()}
+    median = {run: statistics.median(rate) for run, rate in rates.items()}
+    report["ratio_same_slice"] = round(median["tuner, slice"] / median["trl, slice"], 2)
+    report["ratio_whole"] = round(median["tuner, whole"] / median["trl, slice"], 2)
+    goal = GOALS["fast" if bench.fast else "slow"]
+    missed = [f"ratio {report['ratio_same_slice']} < {goal}"] * (report["ratio_same_slice"] < goal)
+    for count in workers[1:]:
+        one, more = (
+            statistics.median(t.wall_s for t in took[run]) for run in ("tuner, whole", f"tuner, whole, {count} workers")
+        )
+        report[f"speedup_{count}_workers"] = round(one / more, 2)
+        missed += [f"{count} workers {one / more:.2f} < {GOALS['workers']}"] * (one / more < GOALS["workers"])
+    report["missed"] = missed
+    _table(name, bench.fast, report)
+    return report
+
+
+def fast_share(said: dict[str, Any]) -> float | None:
+    """The share of documents that the command says the fast encoder encoded."""
+    share = said["metrics"]["train"].get("fast_share")
+    return None if share is None else float(share)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were made on."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    return {"cpu": model, "cores": os.cpu_count(), "python": sys.version.split()[0]}
+
+
+def _figures(rates: list[float], times: list[Took]) -> dict[str, Any]:
+    return {
+        "mb_per_s_core": round(statistics.median(rates), 2),
+        "spread": [round(rates[0], 2), round(rates[-1], 2)],
+        "cpu_s": [round(one.cpu_s, 2) for one in times],
+        "wall_s": [round(one.wall_s, 2) for one in times],
+    }
+
+
+def _timed(command: list[str], environment: dict[str, str]) -> Took:
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+    wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if result.returncode != 0:
+        raise SystemExit(f"{' '.join(command)}\n{result.stderr}")
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Took(cpu, wall, json.loads(result.stdout))
+
+
+def _quiet() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+def _table(name: str, fast: bool, report: dict[str, Any]) -> None:
+    _say(f"\n{name}: {report['documents']:,} documents with equal ids and masks; fast path {report['fast_path']}")
+    _say(f"{'run':24} {'MB/s per core':>14} {'spread':>16} {'CPU s':>8} {'clock s':>8}")
+    for run, one in report["runs"].items():
+        cpu, wall = statistics.median(one["cpu_s"]), statistics.median(one["wall_s"])
+        low, high = one["spread"]
+        _say(f"{run:24} {one['mb_per_s_core']:14.2f} {f'{low:.2f} - {high:.2f}':>16} {cpu:8.2f} {wall:8.2f}")
+    for key, value in report.items():
+        if key.startswith(("ratio", "speedup")):
+            _say(f"{key:24} {value:14.2f}")
+    _say("; ".join(report["missed"]) or f"every goal reached ({'with' if fast else 'without'} the fast encoder)")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
