@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tuner.data.bins import pack
-from tuner.data.prepared import ROWS_SCHEMA
+from tuner.data.prepared import ROWS_SCHEMA, Flags, view
 from tuner.errors import DataError
 
 TooLong = Literal["truncate", "split", "drop"]
@@ -169,11 +169,10 @@ class _TrainedBefore:
 
     def __init__(self, batch: pa.RecordBatch) -> None:
         column = batch.column("trained")
-        flags = column.values
-        offsets = column.offsets.to_numpy().astype(np.int64) + flags.offset
+        flags = Flags(column.values)
+        offsets = view(column.offsets).astype(np.int64) + flags.offset
         first, last = int(offsets[0]) >> 3, (int(offsets[-1]) + 7) >> 3
-        bits = flags.buffers()[1]
-        self._bytes = np.frombuffer(b"\0" if bits is None else bits, dtype=np.uint8)[first : max(last, first + 1)]
+        self._bytes = flags.bytes[first:last] if last > first else np.zeros(1, dtype=np.uint8)
         self._before = np.zeros(len(self._bytes) + 1, dtype=np.int32)
         np.cumsum(np.bitwise_count(self._bytes), out=self._before[1:])
         self.offsets = offsets - (first << 3)

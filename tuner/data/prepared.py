@@ -5,9 +5,11 @@ A prepared directory holds `<split>.documents.arrow` (one document per record: `
 `tokens`, `trained`, `squares`), `samples.jsonl` and `manifest.json`. The Arrow files are IPC streams.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +66,11 @@ class Documents:
             raise DataError(f"{path}: not documents: {table.schema.to_string(show_schema_metadata=False)}")
         self._path = path
         self._ids = _list_blocks(table.column("input_ids"))
-        self._trained = _list_blocks(table.column("trained"))
+        self._trained = [(view(chunk.offsets), Flags(chunk.values)) for chunk in table.column("trained").chunks]
         self._starts = _starts(table.column("input_ids"))
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     def read(self, document: int, start: int, stop: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
         """Return token ids (the file's unsigned type) and trained flags of tokens [start, stop) of one document.
@@ -80,8 +82,7 @@ class Documents:
         first, first_flag = int(id_offsets[i]), int(flag_offsets[i])
         if stop > min(int(id_offsets[i + 1]) - first, int(flag_offsets[i + 1]) - first_flag):
             raise DataError(f"{self._path}: document {document} has not the {stop} token ids and flags asked for")
-        trained = flags.slice(first_flag + start, stop - start).to_numpy(zero_copy_only=False)
-        return ids[first + start : first + stop], trained
+        return ids[first + start : first + stop], flags.read(first_flag + start, first_flag + stop)
 
 
 class PackedRows:
@@ -130,7 +131,7 @@ class PackedRows:
         document, start, stop = (blocks[block][1][first:last].tolist() for blocks in self._segments)
         parts = [self._documents.read(*segment) for segment in zip(document, start, stop, strict=True)]
         return Row(
-            input_ids=np.concatenate([ids for ids, _ in parts]).astype(np.int64),
+            input_ids=np.concatenate([ids for ids, _ in parts], dtype=np.int64),
             trained=np.concatenate([trained for _, trained in parts]),
             lengths=np.array([len(ids) for ids, _ in parts], dtype=np.int32),
         )
@@ -139,7 +140,8 @@ class PackedRows:
         return (self.row(i) for i in range(len(self)))
 
     def _counts(self, name: str) -> npt.NDArray[np.int64]:
-        return np.asarray(self._rows.column(name).to_numpy(), dtype=np.int64)
+        chunks = [view(chunk) for chunk in self._rows.column(name).chunks]
+        return np.concatenate([np.empty(0, dtype=np.int64), *chunks], dtype=np.int64, casting="unsafe")
 
 
 @dataclass(frozen=True)
@@ -198,21 +200,41 @@ def _open_rows(path: Path, split: str, max_length: int) -> PackedRows:
     return PackedRows(documents, rows, max_length)
 
 
-def _list_blocks(column: pa.ChunkedArray) -> list[tuple[npt.NDArray[np.int32], Any]]:
-    """(offsets, values) of a list column's record batches, all views of the file; flags stay in Arrow, as bits."""
-    flags = pa.types.is_boolean(column.type.value_type)
-    return [(chunk.offsets.to_numpy(), chunk.values if flags else chunk.values.to_numpy()) for chunk in column.chunks]
+def view(array: pa.Array) -> npt.NDArray[Any]:
+    """A numpy view of an array of numbers without nulls. (`to_numpy` would import pandas, 30 MB of it.)"""
+    return np.from_dlpack(array)
 
 
-def _starts(column: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+class Flags:
+    """A boolean array without nulls, of which any part is read without the rest; its bits stay where they are."""
+
+    def __init__(self, array: pa.BooleanArray) -> None:
+        bits = array.buffers()[1]
+        self.offset: int = array.offset
+        """The bit at which the array begins."""
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(bits if bits is not None else b"", dtype=np.uint8)
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Flags [start, stop), copied."""
+        first, last = self.offset + start, self.offset + stop
+        bits = np.unpackbits(self.bytes[first >> 3 : (last + 7) >> 3], bitorder="little")
+        return bits[first & 7 : (first & 7) + stop - start].view(np.bool_)
+
+
+def _list_blocks(column: pa.ChunkedArray) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[Any]]]:
+    """(offsets, values) of each record batch of a list column, both views of the file."""
+    return [(view(chunk.offsets), view(chunk.values)) for chunk in column.chunks]
+
+
+def _starts(column: pa.ChunkedArray) -> list[int]:
     """The index of each record batch's first record, and the number of all."""
-    return np.cumsum([0, *(len(chunk) for chunk in column.chunks)], dtype=np.int64)
+    return [0, *accumulate(len(chunk) for chunk in column.chunks)]
 
 
-def _place(starts: npt.NDArray[np.int64], i: int) -> tuple[int, int]:
+def _place(starts: list[int], i: int) -> tuple[int, int]:
     """Record i's batch, and its index in there."""
-    block = int(np.searchsorted(starts, i, side="right")) - 1
-    return block, i - int(starts[block])
+    block = bisect_right(starts, i) - 1
+    return block, i - starts[block]
 
 
 def _read_samples(path: Path) -> list[Sample]:
