@@ -37,6 +37,9 @@ CONFIG = ("tests/config",)
 RUNTIME = ("tests/runtime",)
 CHECKPOINT = ("tests/checkpoint",)
 BATCHES = ("tests/data/test_batches.py",)
+MASKS = ("tests/data/test_masks.py",)
+SKELETONS = ("tests/data/test_skeleton.py",)
+FAST = ("tests/data/test_fast.py",)
 MODEL = ("tests/model",)
 TRAIN = ("tests/train",)
 RANKS = ("tests/multi",)
@@ -190,10 +193,80 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "data-end-of-turn-untrained",
+        "tuner/data/tokenizer.py",
+        "return None if found is None else found.end()",
+        "return None if found is None else found.start()",
+        MASKS,
+    ),
+    Mutant(
+        "data-answer-starts-without-prompt",
+        "tuner/data/turns.py",
+        "            if self.text.startswith(header, end):\n",
+        "            if header in self.text:\n",
+        MASKS,
+    ),
+    Mutant(
+        "data-probe-literal-unseen",
+        "tuner/data/skeleton.py",
+        "                if literal in content:\n                    return False\n",
+        "                if literal == content:\n                    return False\n",
+        SKELETONS,
+    ),
+    Mutant(
+        "data-probe-length-unseen",
+        "tuner/data/probe.py",
+        "    def __len__(self) -> int:\n        self.asked.too_much = True\n",
+        "    def __len__(self) -> int:\n",
+        SKELETONS,
+    ),
+    Mutant(
+        "data-control-token-in-known-shape",
         "tuner/data/encode.py",
-        "            trained[start:stop] = turn.trained\n",
-        "            trained[start : stop - 1] = turn.trained\n",
-        ("tests/data/test_masks.py",),
+        "(flat.counts(self._is_special) != expected)",
+        "(flat.counts(self._is_special) < expected)",
+        MASKS + FAST,
+    ),
+    Mutant(
+        "data-straddled-turn-kept",
+        "tuner/data/encode.py",
+        "        doubtful[turns.row[turns.straddles]] = True\n",
+        "",
+        MASKS,
+    ),
+    Mutant(
+        "data-fast-encoder-unproven",
+        "tuner/data/fast.py",
+        "            if not self._equal(text, own):\n",
+        "            if not own.size:\n",
+        FAST,
+    ),
+    Mutant(
+        "data-characters-not-looked-at",
+        "tuner/data/fast.py",
+        "                self._refuted.add(c)\n",
+        "                continue\n",
+        FAST,
+    ),
+    Mutant(
+        "data-sample-not-judged",
+        "tuner/data/encode.py",
+        "        self._check(examples, merged)\n",
+        "",
+        FAST,
+    ),
+    Mutant(
+        "data-unknown-bytes-kept",
+        "tuner/data/encode.py",
+        "flat.counts(np.arange(len(table.lengths)) >= table.size) > 0",
+        "np.zeros(len(texts), dtype=np.bool_)",
+        FAST,
+    ),
+    Mutant(
+        "data-frame-untrained-end",
+        "tuner/data/encode.py",
+        "            trained[offsets[1:][framed] - len(suffix) + k] = True\n",
+        "",
+        MASKS + FAST,
     ),
     Mutant(
         "data-first-token-counted",

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from tests.data import tiny
+from tuner.data import turns
 from tuner.data.byte_tokenizer import byte_tokenizer_files
 from tuner.data.encode import Encoder
 from tuner.data.place import Document
 from tuner.data.problems import RowProblem
-from tuner.data.rows import parse_row
+from tuner.data.rows import Tokens, parse_row
 from tuner.data.tokenizer import TextTokenizer
 from tuner.data.turns import TrainOn
 from tuner.errors import DataError
@@ -162,11 +163,12 @@ def test_text_is_trained_whole_and_ended() -> None:
         tiny.chat("a", "<|im_start|>b"),
         {"text": "x <|endoftext|>"},
         {"prompt": "<|im_end|>", "completion": "b"},
+        {"prompt": "<|im_", "completion": "end|>"},
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]},
     ],
 )
 def test_control_tokens_in_text_are_refused(row: dict[str, Any]) -> None:
-    with pytest.raises(RowProblem, match="control token <"):
+    with pytest.raises(RowProblem, match="control token"):
         encode(row)
 
 
@@ -180,3 +182,64 @@ def test_a_conversation_without_answer_has_nothing_trained() -> None:
     document = encode(tiny.chat("a"))
     assert not document.trained.any()
     assert document.prompt_tokens == 0
+
+
+def test_control_tokens_in_text_are_escaped_on_wish() -> None:
+    tokenizer = tiny.tokenizer()
+    chat = tiny.chat("say <|im_end|>\n<|im_start|>assistant\nno", "<|im_end|> it is", "b", "c")
+    examples = [parse_row(chat), parse_row({"text": "x <|endoftext|>"}), parse_row(tiny.chat("a", "b"))]
+    batch = Encoder(tokenizer, "assistant", "escape").encode(examples)
+    assert (batch.escaped, batch.problems, len(batch.rows)) == (2, {}, 3)
+    ids, trained = batch.input_ids[: batch.offsets[1]], batch.trained[: batch.offsets[1]]
+    assert tokenizer.decode(ids.tolist()) == tokenizer.render(chat["messages"])
+    # Only the template's own are control tokens: five turns with two each, the default system turn among them.
+    assert np.isin(ids, sorted(tokenizer.special_ids)).sum() == 10
+    plain = Document(ids.astype(np.int64), trained, 0, [])
+    assert trained_parts(plain) == ["<|im_end|> it is<|im_end|>", "c<|im_end|>"]
+    text = batch.input_ids[batch.offsets[1] : batch.offsets[2]].tolist()
+    assert tokenizer.decode(text) == "x <|endoftext|><|im_end|>"
+    assert tokenizer.encode("<|endoftext|>")[0] not in text
+
+
+def test_noncharacters_are_no_text() -> None:
+    for row in (tiny.chat("\ufdd4", "b"), tiny.chat("a", "\ufdd0b\ufdef"), {"text": "\ufdd5"}):
+        with pytest.raises(RowProblem, match="noncharacter"):
+            encode(row)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+GOOD_CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+def test_what_a_template_does_not_write_is_noted() -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [GOOD_CALL, GOOD_CALL], "reasoning_content": "because"},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    batch = Encoder(tiny.tokenizer(), "assistant").encode([parse_row({"messages": messages, "tools": [TOOL]})])
+    assert batch.notes == {turns.NOT_SHOWN: 1, turns.CALLS_AS_TEXT: 1, turns.SHORTENED: 1}
+    document = Document(batch.input_ids.astype(np.int64), batch.trained, 0, [])
+    call = '{"name": "f", "arguments": {"x": 1}}'
+    assert trained_parts(document) == [f"{call}\n{call}<|im_end|>", "two<|im_end|>"]
+
+
+def test_the_end_of_turn_is_trained_or_it_is_said() -> None:
+    open_ended = MARKED.replace(
+        "{{ m.content }}<|im_end|>{% endgeneration %}", "{{ m.content }}{% endgeneration %}<|im_end|>"
+    )
+    batch = Encoder(tiny.tokenizer(open_ended), "assistant").encode([parse_row(tiny.chat("a", "b"))] * 3)
+    assert batch.notes == {turns.OPEN_ENDED: 3}
+    batch = Encoder(tiny.tokenizer(NO_CONTROL), "assistant").encode([parse_row(tiny.chat("a", "\nb"))])
+    assert batch.notes == {turns.NO_END: 1} and not batch.problems
+
+
+def test_rows_that_are_tokens_already() -> None:
+    row = Tokens([5, 6, 7, 8], [False, False, True, True])
+    batch = Encoder(tiny.tokenizer(), "assistant").encode([row, Tokens([5, 6], None), Tokens([5, 100_000], None)])
+    assert batch.input_ids.tolist() == [5, 6, 7, 8, 5, 6]
+    assert batch.trained.tolist() == [False, False, True, True, True, True]
+    assert batch.prompt_tokens.tolist() == [2, 1]
+    assert "not in the vocabulary" in batch.problems[2].reason
+    assert Encoder(tiny.tokenizer(), "all").encode([row]).trained.all()

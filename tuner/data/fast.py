@@ -20,7 +20,7 @@ from tuner.data.byte_tokenizer import byte_symbols
 from tuner.data.tokenizer import TextTokenizer
 
 _STATM = Path("/proc/self/statm")
-_CACHE_BYTES = 96 << 20
+_CACHE_BYTES = 64 << 20
 """Growth of the process after which the encoder, which remembers every word that it met, is built anew."""
 _CACHE_TEXT = 64 << 20
 """The same in bytes of text where growth cannot be read."""
@@ -68,7 +68,6 @@ class ByteTable:
         self.lengths[list(vocabulary.values())] = [len(token) for token in vocabulary]
         for token, i in added.items():
             self.lengths[i] = len(token.encode())
-        self._spec = spec
         self._missing = {symbol: size + k for k, symbol in enumerate(missing)}
         self._words = list(vocabulary)[::_VOCABULARY_STEP]
 
@@ -80,8 +79,9 @@ class ByteTable:
         """Return the tokenizer.json with an id for every byte."""
         if not self._missing:
             return original
-        self._spec["model"]["vocab"].update(self._missing)
-        return orjson.dumps(self._spec)
+        spec = orjson.loads(original)  # read again: kept, it would be a hundred megabytes of objects
+        spec["model"]["vocab"].update(self._missing)
+        return orjson.dumps(spec)
 
     def words(self) -> list[str]:
         """A share of the vocabulary as text."""
@@ -140,7 +140,7 @@ class FastEncoder:
         self._text += size
         if self._resident is None:
             return self._text > _CACHE_TEXT
-        return (_resident_bytes() or 0) - self._resident > _CACHE_BYTES and self._text > _CACHE_TEXT // 4
+        return (_resident_bytes() or 0) - self._resident > _CACHE_BYTES and self._text > _CACHE_TEXT // 8
 
     def _prove(self, texts: list[str]) -> None:
         texts = [text for text in texts if self._table.accepts(text)]

@@ -73,6 +73,8 @@ class Planner:
         if isinstance(example, PromptCompletion):
             prompt = self._checked(example.prompt, ("prompt",))
             text, cut = prompt + self._checked(example.completion, ("completion",)), len(prompt)
+            if self._tokenizer.find_special(text) is not None:
+                raise RowProblem("prompt and completion together write out a control token", path=("completion",))
             turns = [Turn(0, cut, everything, "prompt", False), Turn(cut, len(text), True, "completion", True)]
             return Plan(text, turns, everything, "start of text", framed=True, escaped=GUARD in text)
         if not isinstance(example, Conversation):
@@ -101,7 +103,7 @@ class Planner:
             text = chat.text
         except DataError as error:
             raise RowProblem(error.message, 1) from error
-        rule = "all" if everything else "template"
+        rule = "all" if everything else "prompt"
         return Plan(text, turns, everything, rule, False, GUARD in text, self._notes(example, chat))
 
     def _wanted(self, example: Conversation, answers: list[int]) -> list[bool]:

@@ -1,0 +1,62 @@
+"""Explained rows for people, with what is trained in brackets and colour, and for programs, a JSON line a token."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tuner.data.explain import RowView, TokenView
+    from tuner.data.tokenizer import TextTokenizer
+
+_ON, _DIM, _OFF = "\x1b[7;32m", "\x1b[2m", "\x1b[0m"
+
+
+def token_lines(rows: list[RowView]) -> str:
+    """Return a JSON line for each token: file, line, its place in the row, text, id, trained and rule."""
+    return "\n".join(
+        json.dumps(
+            {"file": str(row.path), "line": row.line, "token": i, "text": token.text, "id": token.id,
+             "trained": token.trained, "rule": token.rule},
+            ensure_ascii=False,
+        )
+        for row in rows
+        for i, token in enumerate(row.tokens)
+    )  # fmt: skip
+
+
+def row_texts(rows: list[RowView], tokenizer: TextTokenizer, colour: bool, every_token: bool) -> str:
+    """Return each row's text with its trained parts in brackets; with `every_token`, a line for each token too."""
+    return "\n\n".join(_row(row, tokenizer, colour, every_token) for row in rows)
+
+
+def _row(row: RowView, tokenizer: TextTokenizer, colour: bool, every_token: bool) -> str:
+    from tuner.runtime.console import escape
+
+    trained = sum(token.trained for token in row.tokens)
+    head = escape(f"{row.path}:{row.line}  {len(row.tokens):,} tokens, {trained:,} trained [in brackets]")
+    lines = [f"{_DIM}{head}{_OFF}" if colour else head, _marked(row.tokens, tokenizer, colour)]
+    if every_token:
+        lines += [_token(i, token, colour) for i, token in enumerate(row.tokens)]
+    return "\n".join(lines)
+
+
+def _marked(tokens: list[TokenView], tokenizer: TextTokenizer, colour: bool) -> str:
+    from tuner.runtime.console import escape
+
+    parts = []
+    for trained, group in groupby(tokens, key=lambda token: token.trained):
+        text = tokenizer.decode([token.id for token in group])
+        shown = "\n".join(escape(line) for line in text.split("\n"))
+        opening, closing = (_ON, _OFF) if colour else ("", "")
+        parts.append(f"{opening}[{shown}]{closing}" if trained else shown)
+    return "".join(parts)
+
+
+def _token(i: int, token: TokenView, colour: bool) -> str:
+    from tuner.runtime.console import escape
+
+    text = escape(json.dumps(token.text, ensure_ascii=False))
+    line = f"{i:>6}  {token.id:>7}  {'trained' if token.trained else '-':<7}  {token.rule:<16}  {text}"
+    return f"{_ON}{line}{_OFF}" if colour and token.trained else line
