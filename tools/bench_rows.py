@@ -37,6 +37,8 @@ SYSTEMS = (
 )
 PIECE_CHARS = (120, 2600)
 """Shortest and longest piece of text in one answer."""
+_CONTROL = re.compile(r"<\|?[a-z_]{3,}\|?>")
+"""What may be a control token of some tokenizer, such as <filename>: the command refuses it in text."""
 _GAP = re.compile(r"\n\s*\n")
 Row = dict[str, Any]
 
@@ -57,10 +59,10 @@ def documentation(directory: Path) -> Path:
     return target
 
 
-def pieces(docs: Path) -> list[tuple[str, str]]:
-    """(what it is about, text) of every piece of the documentation and of the standard library."""
-    found = []
-    for path in sorted(docs.rglob("*.txt")):
+def pieces(docs: Path | None) -> list[tuple[str, str]]:
+    """(what it is about, text) of every piece of the documentation, where it is given, and of the standard library."""
+    found: list[tuple[str, str]] = []
+    for path in sorted(docs.rglob("*.txt")) if docs else []:
         found += _cut(path.name.split(".")[0], path.read_text(encoding="utf-8"), fence="")
     library = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(library.rglob("*.py")):
@@ -85,7 +87,7 @@ def _cut(name: str, text: str, fence: str) -> Iterator[tuple[str, str]]:
         if sum(map(len, gathered)) >= goal:
             body = "\n\n".join(gathered).strip()
             about = f"{gathered[0].strip().splitlines()[0][:60]} ({name})"
-            if len(body) <= PIECE_CHARS[1]:
+            if len(body) <= PIECE_CHARS[1] and not _CONTROL.search(body):
                 yield about, f"{fence}\n{body}\n{fence}" if fence else body
             gathered, goal = [], _length(lengths)
 
@@ -124,10 +126,10 @@ def conversations(docs: Path, folder: Path, seed: int = 0) -> Iterator[Row]:
     yield from _told(pool, chance, small, spread)
 
 
-def endless(docs: Path, seed: int = 0) -> Iterator[Row]:
-    """Conversations without end, each distinct by the pieces that meet in it and by a number."""
+def endless(seed: int = 0) -> Iterator[Row]:
+    """Conversations without end about the standard library, each distinct by its pieces and by a number."""
     chance = random.Random(seed)
-    pool = pieces(docs)
+    pool = pieces(None)
     for turn in itertools.count():
         chance.shuffle(pool)
         for i, row in enumerate(_told(pool, chance, [], 1)):

@@ -1,0 +1,105 @@
+"""Measures the peak memory of `tuner prepare-data` on a large JSONL file, process by process.
+
+    python tools/prepare_rss.py [--size 2000] [--workers 1,2] [--model .demo/smollm2]
+
+Writes a file of `--size` MB of distinct conversations under $TMPDIR, prepares it by the real command with an empty
+cache once for each number of workers, reads VmHWM (the kernel's own peak of resident memory, shared pages included) of
+every process of the command's tree until it ends, and deletes everything. Prints one JSON object; exits 1 where a
+process had more than 400 MB. The disk needs about twice the file's size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools import bench_rows  # noqa: E402
+
+LIMIT_MB = 400.0
+INTERVAL_S = 0.02
+
+
+def main() -> int:
+    """Parse the command line, write the file, measure, print; 1 where the limit is broken."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--size", type=float, default=2000, help="MB of the file")
+    parser.add_argument("--workers", default="1,2")
+    parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2", help="directory of the tokenizer")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tuner-rss-") as scratch:
+        work = Path(scratch)
+        rows, written = bench_rows.write(bench_rows.endless(), work / "rows.jsonl", int(options.size * 1e6))
+        print(f"{rows:,} rows, {written / 1e6:,.0f} MB", file=sys.stderr, flush=True)
+        report: dict[str, Any] = {"rows": rows, "mb": round(written / 1e6, 1), "limit_mb": LIMIT_MB}
+        for count in options.workers.split(","):
+            report[f"workers_{count}"] = measure(work, options.model.resolve(), int(count))
+    peaks = [peak for key, value in report.items() if key.startswith("workers") for peak in value["peak_mb"]]
+    print(json.dumps({**report, "worst_mb": max(peaks)}, indent=2))
+    return int(max(peaks) > LIMIT_MB)
+
+
+def measure(work: Path, model: Path, workers: int) -> dict[str, Any]:
+    """Prepare `rows.jsonl` of the work directory; return the peaks of all processes, the largest first."""
+    data = {"train": str(work / "rows.jsonl"), "workers": workers, "max_length": 2048}
+    (work / "recipe.yaml").write_text(json.dumps({"model": {"name_or_path": str(model)}, "data": data}))
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TUNER_CACHE": str(work / "cache"),
+        "TMPDIR": str(work),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "tuner", "prepare-data", str(work / "recipe.yaml"), "--json"]
+    started = time.perf_counter()
+    peaks: dict[int, float] = {}
+    with (work / "stderr").open("w") as errors:
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        while process.poll() is None:
+            for pid in tree(process.pid):
+                peaks[pid] = max(peaks.get(pid, 0.0), peak_mb(pid))
+            time.sleep(INTERVAL_S)
+    seconds = time.perf_counter() - started
+    if process.returncode != 0:
+        raise SystemExit((work / "stderr").read_text())
+    said = json.loads(process.stdout.read()) if process.stdout else {}
+    shutil.rmtree(work / "cache")
+    return {
+        "peak_mb": sorted((round(peak, 1) for peak in peaks.values()), reverse=True),
+        "main_mb": round(peaks[process.pid], 1),
+        "seconds": round(seconds, 1),
+        "mb_per_s": round((work / "rows.jsonl").stat().st_size / 1e6 / seconds, 2),
+        "documents": said["metrics"]["train"]["documents"],
+    }
+
+
+def tree(pid: int) -> list[int]:
+    """The process and all below it that live."""
+    found = [pid]
+    for parent in found:
+        for task in Path(f"/proc/{parent}/task").glob("*/children"):
+            try:
+                found += map(int, task.read_text().split())
+            except OSError:
+                continue  # it ended meanwhile
+    return found
+
+
+def peak_mb(pid: int) -> float:
+    """VmHWM of a process in MB; 0 where it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("VmHWM:")), 0.0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
