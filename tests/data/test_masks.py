@@ -243,3 +243,30 @@ def test_rows_that_are_tokens_already() -> None:
     assert batch.prompt_tokens.tolist() == [2, 1]
     assert "not in the vocabulary" in batch.problems[2].reason
     assert Encoder(tiny.tokenizer(), "all").encode([row]).trained.all()
+
+
+SHORTENS = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}{% if not loop.last %}!{% endif %}<|im_end|>"
+    "{% else %}HEADER{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+)
+
+
+def test_an_answer_after_a_shortened_prompt_begins_after_the_generation_prompt() -> None:
+    tokenizer = tiny.tokenizer(SHORTENS.replace("HEADER", "A:"))
+    batch = Encoder(tokenizer, "assistant").encode([parse_row(tiny.chat("A: hi", "b"))])
+    assert batch.notes == {turns.REWRITTEN: 1}
+    assert trained_parts(Document(batch.input_ids.astype(np.int64), batch.trained, 0, []), tokenizer) == ["b<|im_end|>"]
+    # The words of the prompt stand in the question too; where the answer is, something else does.
+    with pytest.raises(RowProblem, match="differently when it is a prompt"):
+        encode(tiny.chat("A: hi", "b"), tokenizer=tiny.tokenizer(SHORTENS.replace("HEADER", "B:")))
+
+
+def test_a_token_over_the_end_of_an_answer_is_refused() -> None:
+    lines = (
+        "{% for m in messages %}{{ '\n' }}{{ m.role }}:{{ m.content }}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\n' }}assistant:{% endif %}"
+    )
+    tokenizer = tiny.tokenizer(lines)
+    assert trained_parts(encode(tiny.chat(" a", " b"), tokenizer=tokenizer), tokenizer) == [" b\n"]
+    with pytest.raises(RowProblem, match="reaches over an end of the assistant turn"):
+        encode(tiny.chat(" a", " b", " c", " d"), tokenizer=tokenizer)
