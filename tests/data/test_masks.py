@@ -246,8 +246,8 @@ def test_rows_that_are_tokens_already() -> None:
 
 
 SHORTENS = (
-    "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}{% if not loop.last %}!{% endif %}<|im_end|>"
-    "{% else %}HEADER{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}"
+    "{% if not loop.last %}!{% endif %}<|im_end|>{% else %}HEADER{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
 )
 
 
@@ -262,11 +262,9 @@ def test_an_answer_after_a_shortened_prompt_begins_after_the_generation_prompt()
 
 
 def test_a_token_over_the_end_of_an_answer_is_refused() -> None:
-    lines = (
-        "{% for m in messages %}{{ '\n' }}{{ m.role }}:{{ m.content }}{{ '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '\n' }}assistant:{% endif %}"
-    )
+    lines = "{% for m in messages %}er:{{ m.content }}{% endfor %}{% if add_generation_prompt %}er:{% endif %}"
     tokenizer = tiny.tokenizer(lines)
-    assert trained_parts(encode(tiny.chat(" a", " b"), tokenizer=tokenizer), tokenizer) == [" b\n"]
+    assert trained_parts(encode(tiny.chat("(", "us"), tokenizer=tokenizer), tokenizer) == ["us"]
+    # Once more follows, "us" of the answer and "er" of the template are one token.
     with pytest.raises(RowProblem, match="reaches over an end of the assistant turn"):
-        encode(tiny.chat(" a", " b", " c", " d"), tokenizer=tokenizer)
+        encode(tiny.chat("(", "us", "(", ")"), tokenizer=tokenizer)
