@@ -247,7 +247,8 @@ def test_rows_that_are_tokens_already() -> None:
 
 SHORTENS = (
     "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}"
-    "{% if not loop.last %}!{% endif %}<|im_end|>{% else %}HEADER{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    "{% if not loop.last %}!{% endif %}<|im_end|>"
+    "{% else %}HEADER{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
 )
 
 
