@@ -1,277 +1,268 @@
-"""Files to raw rows: JSON lines with exact positions, and plain text in bounded pieces.
+"""Where rows come from: the recipe's sources as files, each with how it is read and a hash of what is in it."""
 
-JSON lines are read here and not by the `jsonlines` reader: a bad row must be named by line and column, lines end at
-`\\n` only (U+2028 is text), duplicate keys, NaN and lone surrogates are errors, and a line's length is bounded.
-"""
-
+import functools
 import glob
 import hashlib
 import json
+import os
 import re
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NoReturn
+from typing import IO, TYPE_CHECKING, Any, Literal
 
-from tuner.data.problems import KeyPath, RowProblem
+from tuner.data.arrow import arrow_batches
+from tuner.data.hub import hub_files
 from tuner.errors import DataError
+from tuner.runtime.files import machine_error
 
 if TYPE_CHECKING:
     from tuner.config.recipe import DataSource
 
-LINE_BYTES = 64 << 20
-"""A longer line is a bad row: memory stays bounded."""
-PIECE_BYTES = 4 << 20
-"""A longer text file becomes several documents, cut at line ends."""
-_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-_TEXT_SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst")
-_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
-_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
-_CONSTANTS = ("NaN", "Infinity", "-Infinity")
+Kind = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow"]
+_KINDS: dict[str, Kind] = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
+    ".arrow": "arrow", ".txt": "text", ".text": "text", ".md": "text", ".markdown": "text", ".rst": "text",
+}  # fmt: skip
+_COMPRESSIONS: dict[str, Literal["gzip", "zstd"]] = {".gz": "gzip", ".zst": "zstd"}
+_MAGIC = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd"}
+_WITH_SPLIT = re.compile(r"(?s)(.+):([A-Za-z0-9][\w.+-]*)(?:\[([^\[\]]*)\])?")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+_BOUND = re.compile(r"(-?\d{1,15})(%)?")
+_COPY_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file and how it is read."""
+    """One file of rows and how it is read; it travels to worker processes with each of its blocks."""
 
     path: Path
-    kind: Literal["jsonl", "text"]
-    format: str
+    """What is read; of a data set, its directory or its first file."""
+    kind: Kind
+    format: str = "auto"
+    columns: tuple[tuple[str, str], ...] = ()
+    """(ours, theirs), sorted."""
+    weight: float = 1.0
+    count: int | None = None
+    source: int = 0
+    """Which of the recipe's sources it belongs to: weight and count are of all its files together."""
+    name: str = ""
+    """What messages call it."""
+    compression: Literal["", "gzip", "zstd"] = ""
+    parts: tuple[Path, ...] = ()
+    """The Arrow files of a data set, in order."""
+    rows: tuple[int, int] | None = None
+    """Rows [start, stop) of a data set that are read; None is all."""
 
-    def identity(self) -> list[str]:
-        """What of the file decides the rows: its kind, the forced format and the SHA-256 of its bytes."""
-        digest = hashlib.sha256()
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Every file that is read."""
+        return self.parts or (self.path,)
+
+    def size(self) -> int:
+        """Bytes on disk. DataError."""
         try:
-            with self.path.open("rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
+            return sum(path.stat().st_size for path in self.paths)
         except OSError as error:
-            raise DataError(f"{self.path}: {error.strerror or error}") from error
-        return [self.kind, self.format, digest.hexdigest()]
+            raise file_error(self, error) from error
+
+    def identity(self) -> list[Any]:
+        """What decides the rows, as JSON values: how it is read, its share, and the SHA-256 of its bytes. DataError.
+
+        Names and places of files do not count.
+        """
+        digest = hashlib.sha256()
+        for path in self.paths:
+            try:
+                with path.open("rb") as file:
+                    own = hashlib.file_digest(file, "sha256").digest()
+            except OSError as error:
+                raise file_error(self, error) from error
+            digest.update(own)
+        shared = self.weight != 1 or self.count is not None
+        return [
+            self.kind, self.compression, self.format, [list(pair) for pair in self.columns],
+            self.weight, self.count, self.source if shared else None,
+            None if self.rows is None else list(self.rows), digest.hexdigest(),
+        ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class RawRow:
-    """A row as read: its value, or the problem that made it unreadable."""
-
-    path: Path
-    line: int
-    text: str
-    value: dict[str, Any] | None
-    problem: RowProblem | None = None
-
-    def place(self, problem: RowProblem) -> tuple[int, int]:
-        """Return line and column (from 1) of a problem in this row."""
-        if problem.col is not None or self.value is None or not problem.path:
-            return self.line, problem.col or 1
-        return self.line, _locate(self.text, problem.path)
+def file_error(file: SourceFile, error: OSError) -> DataError:
+    """The error for a file that cannot be read."""
+    return DataError(f"{file.name}: {error.strerror or error}")
 
 
 def expand(sources: "Sequence[DataSource]") -> list[SourceFile]:
-    """Return the files of the recipe's sources, globs expanded and sorted; DataError for what is not there."""
-    files: list[SourceFile] = []
-    for source in sources:
-        path = Path(source.path).expanduser()
-        if path.is_dir():
-            raise DataError(f"{path}: is a directory", hint=f"write a glob, such as {path}/*.jsonl")
-        found = [path] if path.is_file() else []
-        if not found and glob.has_magic(str(path)):
-            found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
-        if not found:
-            raise DataError(
-                f"{source.path}: no such file", hint="rows are read from local files; fetch a hub data set first"
-            )
-        files += [SourceFile(file, _kind(file, source.format), source.format) for file in found]
-    return files
+    """Return the files of the recipe's sources, in order; those of a directory or a glob are sorted by name.
+
+    Standard input is copied to a temporary file, once for the process. DataError for what is not there or of an unknown
+    kind, MachineError for a hub data set that cannot be fetched.
+    """
+    if sum(source.path == "-" for source in sources) > 1:
+        raise DataError("two sources read standard input", hint="name it once")
+    return [file for index, source in enumerate(sources) for file in _expand(source, index)]
 
 
-def read_rows(file: SourceFile) -> Iterator[RawRow]:
-    """Yield the rows of one file; unreadable ones carry their problem. DataError where the file cannot be read."""
-    try:
-        with file.path.open("rb") as handle:
-            yield from _text_rows(file, handle) if file.kind == "text" else _json_rows(file, handle)
-    except OSError as error:
-        raise DataError(f"{file.path}: {error.strerror or error}") from error
+def _expand(source: "DataSource", index: int) -> list[SourceFile]:
+    if source.path == "-":
+        return [_file(_spooled(), source, index, "-")]
+    path = Path(source.path).expanduser()
+    if path.is_dir():
+        return _directory(path, source, index)
+    if path.is_file():
+        return [_file(path, source, index, str(path))]
+    found = []
+    if glob.has_magic(str(path)):
+        found = [name for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
+    if found:
+        return [_file(Path(name), source, index, name) for name in found]
+    split = _WITH_SPLIT.fullmatch(source.path)
+    if split is not None:
+        return [_data_set(source, index, split)]
+    if path.exists():
+        raise DataError(f"{path}: not a regular file", hint="to read a pipe, write - and redirect standard input to it")
+    hint = "the path starts from the recipe's directory; for a hub data set write owner/name:split, such as :train"
+    raise DataError(f"{source.path}: no such file", hint=hint)
 
 
-def _kind(path: Path, forced: str) -> Literal["jsonl", "text"]:
+def _directory(path: Path, source: "DataSource", index: int) -> list[SourceFile]:
+    if (path / "dataset_dict.json").is_file():
+        names = ", ".join(f"{path.name}:{split}" for split in _read(path / "dataset_dict.json", "splits"))
+        raise DataError(f"{path}: a data set of several splits", hint=f"name one: {names}")
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+        return [_saved(path, source, index, None)]
+    found = [Path(name) for name in sorted(_walk(path)) if _kind_of(Path(name)) is not None]
+    if not found:
+        raise DataError(f"{path}: no file of a known kind in it", hint=f"known: {', '.join(_KINDS)}")
+    return [_file(name, source, index, str(name)) for name in found]
+
+
+def _walk(directory: Path) -> Iterator[str]:
+    for folder, folders, names in os.walk(directory):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
+
+
+def _kind_of(path: Path) -> tuple[Kind, Literal["", "gzip", "zstd"]] | None:
     suffix = path.suffix.lower()
-    if suffix in _JSON_SUFFIXES:
-        return "jsonl"
-    if suffix in _TEXT_SUFFIXES or forced == "text":
-        return "text"
-    if forced != "auto":
-        return "jsonl"
-    raise DataError(
-        f"{path}: unknown kind of file {suffix or '(no suffix)'}",
-        hint=f"known: {', '.join(_JSON_SUFFIXES + _TEXT_SUFFIXES)}; or give {{path, format}}",
-    )
-
-
-def _json_rows(file: SourceFile, handle: BinaryIO) -> Iterator[RawRow]:
-    line = 0
-    while raw := handle.readline(LINE_BYTES + 1):
-        line += 1
-        if len(raw) > LINE_BYTES:
-            shown = raw[:200].decode("utf-8", "replace")
-            while raw and not raw.endswith(b"\n"):
-                raw = handle.readline(LINE_BYTES)
-            problem = RowProblem(f"the line is longer than {LINE_BYTES >> 20} MiB", 1)
-            yield RawRow(file.path, line, shown, None, problem)
-            continue
-        if line == 1:
-            raw = raw.removeprefix(b"\xef\xbb\xbf")
-        raw = raw.rstrip(b"\r\n")
-        if raw.strip(b" \t"):
-            yield _json_row(file.path, line, raw)
-
-
-def _json_row(path: Path, line: int, raw: bytes) -> RawRow:
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        col = len(raw[: error.start].decode("utf-8")) + 1
-        problem = RowProblem(f"not UTF-8: byte 0x{raw[error.start]:02x}", col)
-        return RawRow(path, line, raw.decode("utf-8", "replace"), None, problem)
-    try:
-        return RawRow(path, line, text, parse_json_row(text))
-    except RowProblem as problem:
-        return RawRow(path, line, text, None, problem)
-
-
-def parse_json_row(text: str) -> dict[str, Any]:
-    """Parse one line strictly: an object, no duplicate keys, no NaN, no NUL or lone surrogate. RowProblem."""
-    try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
-    except json.JSONDecodeError as error:
-        raise RowProblem(f"not JSON: {error.msg}", error.colno if error.lineno == 1 else error.pos + 1) from error
-    except RecursionError as error:
-        raise RowProblem("nested too deeply", 1) from error
-    except RowProblem as problem:
-        raise RowProblem(problem.reason, _bad_token(text)) from problem
-    except ValueError as error:  # an integer of thousands of digits
-        raise RowProblem(f"not JSON: {error}", 1) from error
-    if "\\u" in text:
-        _check_escapes(text)
-    if not isinstance(value, dict):
-        hint = "; a JSON array cannot be read line by line: write one object per line" if text[:1] == "[" else ""
-        raise RowProblem(f"a row is an object, got {type(value).__name__}{hint}", 1)
-    return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        seen: set[str] = set()
-        key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise RowProblem(f"duplicate key {key!r}")
-    return value
-
-
-def _constant(name: str) -> NoReturn:
-    raise RowProblem(f"{name} is not JSON")
-
-
-def _check_escapes(text: str) -> None:
-    high: re.Match[str] | None = None
-    for match in _ESCAPE.finditer(text):
-        code = int(match[1], 16) if match[1] else 0x20
-        low_follows = high is not None and match.start() == high.end() and 0xDC00 <= code <= 0xDFFF
-        if high is not None and not low_follows:
-            raise RowProblem(f"lone surrogate {high.group()}", high.start() + 1)
-        high = match if 0xD800 <= code <= 0xDBFF else None
-        if 0xDC00 <= code <= 0xDFFF and not low_follows:
-            raise RowProblem(f"lone surrogate {match.group()}", match.start() + 1)
-        if code == 0:
-            raise RowProblem("NUL character", match.start() + 1)
-    if high is not None:
-        raise RowProblem(f"lone surrogate {high.group()}", high.start() + 1)
-
-
-def _scan(text: str) -> Iterator[tuple[bool, KeyPath, int, str]]:
-    """Walk valid JSON: (whether it is a key, path, column from 1, token) of every key and value."""
-    stack: list[list[Any]] = []
-    key_next = False
-    for match in _JSON_TOKEN.finditer(text):
-        token, col = match.group(), match.start() + 1
-        if token in "}]":
-            stack.pop()
-            key_next = False
-        elif token == ",":
-            key_next = stack[-1][0] == "{"
-            if not key_next:
-                stack[-1][1] += 1
-        elif token == ":":
-            continue
-        elif key_next:
-            stack[-1][1] = json.loads(token)
-            key_next = False
-            yield True, tuple(level[1] for level in stack), col, token
-        else:
-            yield False, tuple(level[1] for level in stack), col, token
-            if token in "{[":
-                stack.append([token, None if token == "{" else 0])
-                key_next = token == "{"
-
-
-def _bad_token(text: str) -> int:
-    seen: set[KeyPath] = set()
-    for is_key, path, col, token in _scan(text):
-        if (is_key and path in seen) or (not is_key and token in _CONSTANTS):
-            return col
-        if is_key:
-            seen.add(path)
-    return 1
-
-
-def _locate(text: str, path: KeyPath) -> int:
-    """Column of the value at `path`, or of the nearest value around it."""
-    best, depth = 1, 0
-    for is_key, here, col, _ in _scan(text):
-        if not is_key and len(here) > depth and path[: len(here)] == here:
-            best, depth = col, len(here)
-    return best
-
-
-def _text_rows(file: SourceFile, handle: BinaryIO) -> Iterator[RawRow]:
-    line, rest = 1, b""
-    while True:
-        block = rest + handle.read(PIECE_BYTES - len(rest))
-        cut = len(block)
-        if len(block) == PIECE_BYTES:
-            cut = block.rfind(b"\n") + 1 or _character_start(block)
-        piece, rest = block[:cut], block[cut:]
-        if not piece:
-            return
-        text_piece = piece.removeprefix(b"\xef\xbb\xbf") if line == 1 else piece
-        row = _text_row(file.path, line, text_piece)
-        if row is not None:
-            yield row
-        line += piece.count(b"\n")
-
-
-def _character_start(block: bytes) -> int:
-    cut = len(block)
-    for _ in range(3):
-        if block[cut - 1] & 0xC0 != 0x80:
-            break
-        cut -= 1
-    return cut - 1
-
-
-def _text_row(path: Path, line: int, piece: bytes) -> RawRow | None:
-    try:
-        text = piece.decode("utf-8")
-    except UnicodeDecodeError as error:
-        before = piece[: error.start]
-        problem = RowProblem(
-            f"not UTF-8: byte 0x{piece[error.start]:02x}", len(before.rpartition(b"\n")[2].decode("utf-8")) + 1
-        )
-        return RawRow(path, line + before.count(b"\n"), piece[:200].decode("utf-8", "replace"), None, problem)
-    if not text.strip():
+    compression: Literal["", "gzip", "zstd"] = _COMPRESSIONS.get(suffix, "")
+    kind = _KINDS.get(Path(path.stem).suffix.lower() if compression else suffix)
+    if kind is None or (compression and kind in {"parquet", "arrow"}):
         return None
-    position = text.find("\0")
-    if position >= 0:
-        before_nul = text[:position]
-        problem = RowProblem("NUL character", len(before_nul.rpartition("\n")[2]) + 1)
-        return RawRow(path, line + before_nul.count("\n"), text[:200], None, problem)
-    return RawRow(path, line, text, {"text": text})
+    return kind, compression
+
+
+def _file(path: Path, source: "DataSource", index: int, name: str) -> SourceFile:
+    known = _kind_of(path)
+    if name == "-" or (known is None and source.format != "auto"):
+        known = ("text" if source.format == "text" else "jsonl"), _sniffed(path)
+    if known is None:
+        raise DataError(
+            f"{path}: unknown kind of file {path.suffix.lower() or '(no suffix)'}",
+            hint=f"known: {', '.join(_KINDS)}, with .gz or .zst after the text ones; or give {{path, format}}",
+        )
+    parts = (path,) if known[0] == "arrow" else ()
+    return _source_file(path, known[0], source, index, name=name, compression=known[1], parts=parts)
+
+
+def _source_file(path: Path, kind: Kind, source: "DataSource", index: int, **more: Any) -> SourceFile:
+    columns = tuple(sorted(source.columns.items()))
+    return SourceFile(path, kind, source.format, columns, source.weight, source.count, index, **more)
+
+
+def _sniffed(path: Path) -> Literal["", "gzip", "zstd"]:
+    try:
+        with path.open("rb") as file:
+            head = file.read(4)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    return "gzip" if head.startswith(_MAGIC["gzip"]) else "zstd" if head == _MAGIC["zstd"] else ""
+
+
+def _data_set(source: "DataSource", index: int, match: re.Match[str]) -> SourceFile:
+    """A split of a saved data set, or of one on the hub."""
+    place, split, part = match[1], match[2], match[3]
+    directory = Path(place).expanduser()
+    if (directory / "dataset_dict.json").is_file():
+        splits = _read(directory / "dataset_dict.json", "splits")
+        if split not in splits:
+            raise DataError(f"{directory}: no split {split}", hint=f"there are {', '.join(splits)}")
+        return _saved(directory / split, source, index, part)
+    if (directory / "state.json").is_file():
+        own = _read(directory / "state.json", "_split")
+        if own != split:
+            raise DataError(f"{directory}: no split {split}", hint=f"it holds the split {own}")
+        return _saved(directory, source, index, part)
+    if directory.exists() or _HUB_NAME.fullmatch(place) is None:
+        raise DataError(
+            f"{source.path}: no data set there",
+            hint="a split is of a directory that datasets' save_to_disk wrote, or of a hub data set owner/name",
+        )
+    files, total = hub_files(place, split)
+    rows = _slice(part, total, source.path)
+    return _source_file(files[0], "arrow", source, index, name=source.path, parts=files, rows=rows)
+
+
+def _saved(directory: Path, source: "DataSource", index: int, part: str | None) -> SourceFile:
+    names = [str(entry["filename"]) for entry in _read(directory / "state.json", "_data_files")]
+    if any(Path(name).name != name for name in names):
+        raise DataError(f"{directory / 'state.json'}: a file name that leaves the directory")
+    files = tuple(directory / name for name in names)
+    rows = None if part is None else _slice(part, _rows_of(files), source.path)
+    return _source_file(directory, "arrow", source, index, name=source.path, parts=files, rows=rows)
+
+
+def _rows_of(files: Sequence[Path]) -> int:
+    return sum(batch.num_rows for path in files for batch in arrow_batches(path))
+
+
+def _slice(part: str | None, total: int, name: str) -> tuple[int, int] | None:
+    """Rows [start, stop) of `[10%:]`, `[:1000]` or `[-5%:]`; percents round to the nearest row, as datasets does."""
+    if part is None:
+        return None
+    first, colon, last = part.replace("_", "").partition(":")
+    if not colon:
+        raise DataError(f"{name}: [{part}] is no slice", hint="write [:5%], [10%:], [:1000] or [100:200]")
+    start, stop = _bound(first.strip(), 0, total, name), _bound(last.strip(), total, total, name)
+    if start >= stop:
+        raise DataError(f"{name}: [{part}] of {total:,} rows leaves none")
+    return start, stop
+
+
+def _bound(text: str, default: int, total: int, name: str) -> int:
+    if not text:
+        return default
+    match = _BOUND.fullmatch(text)
+    if match is None:
+        raise DataError(f"{name}: {text} is no row and no percent", hint="write [:5%], [10%:], [:1000] or [100:200]")
+    number = round(int(match[1]) * total / 100) if match[2] else int(match[1])
+    return min(max(number + total if text.startswith("-") else number, 0), total)
+
+
+def _read(path: Path, key: str) -> Any:
+    try:
+        return json.loads(path.read_bytes())[key]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: not what datasets' save_to_disk writes ({error})") from error
+
+
+@functools.cache
+def _spool() -> IO[bytes]:
+    """Standard input in a temporary file that goes with the process: it is hashed first and read afterwards."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise DataError("-: standard input is a terminal", hint="redirect a file or a pipe to it")
+    place = Path(tempfile.gettempdir())
+    try:
+        file = tempfile.NamedTemporaryFile(prefix="tuner-stdin-")  # noqa: SIM115 (it lives as long as the process)
+        while block := sys.stdin.buffer.read(_COPY_BYTES):
+            file.write(block)
+        file.flush()
+    except OSError as error:
+        raise machine_error(place, error) from error
+    return file
+
+
+def _spooled() -> Path:
+    return Path(_spool().name)
