@@ -229,15 +229,16 @@ def _hand_out(lengths: npt.NDArray[np.integer], capacity: int, plan: _Plan) -> t
     longest_first = _sorted_items(
         np.subtract(capacity, lengths, dtype=np.int64), np.arange(len(lengths), dtype=np.int32)
     )
-    rows = np.repeat(plan.rows, np.repeat(plan.each, plan.count))
+    rows = np.repeat(plan.rows, np.repeat(plan.each, plan.count)).astype(np.int64)
     offsets = np.zeros(plan.n_rows + 1, dtype=np.int64)
     np.cumsum(np.bincount(rows, minlength=plan.n_rows), out=offsets[1:])
-    return _sorted_items(rows.astype(np.int64), longest_first), offsets
+    return _sorted_items(rows, longest_first), offsets
 
 
 def _sorted_items(keys: Ints, items: Int32s) -> Int32s:
     """The items by (key, item); overwrites `keys`. One sort of whole numbers is much faster than a stable argsort."""
     keys <<= 32
     keys |= items
+    del items  # lets go of a temporary before the next is made
     keys.sort()
     return keys.astype(np.int32)  # the lower half

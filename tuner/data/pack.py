@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tuner.data.bins import pack
-from tuner.data.prepared import ROWS_SCHEMA, Flags, view
+from tuner.data.prepared import ROWS_SCHEMA, Flags, arrow, view
 from tuner.errors import DataError
 
 TooLong = Literal["truncate", "split", "drop"]
@@ -115,13 +115,13 @@ def _alone(segments: Segments) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.in
 def _record_batch(segments: Segments, chosen: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> pa.RecordBatch:
     """Rows of the `chosen` segments; row i holds those from `offsets[i]` to `offsets[i + 1]`, less the first offset."""
     starts = offsets[:-1] - offsets[0]
-    bounds = pa.array((offsets - offsets[0]).astype(np.int32))
+    bounds = arrow((offsets - offsets[0]).astype(np.int32))
 
     def column(values: U32) -> pa.Array:
-        return pa.ListArray.from_arrays(bounds, pa.array(values[chosen]))
+        return pa.ListArray.from_arrays(bounds, arrow(values[chosen]))
 
     def sums(values: npt.NDArray[Any], dtype: type[np.unsignedinteger[Any]]) -> pa.Array:
-        return pa.array(np.add.reduceat(values, starts, dtype=np.uint64).astype(dtype))
+        return arrow(np.add.reduceat(values, starts, dtype=np.uint64).astype(dtype))
 
     tokens = segments.stop[chosen] - segments.start[chosen]
     return pa.record_batch(

@@ -201,8 +201,13 @@ def _open_rows(path: Path, split: str, max_length: int) -> PackedRows:
 
 
 def view(array: pa.Array) -> npt.NDArray[Any]:
-    """A numpy view of an array of numbers without nulls. (`to_numpy` would import pandas, 30 MB of it.)"""
+    """A numpy view of an array of numbers without nulls. (`to_numpy` would import pandas: 40 MB and 0.2 s.)"""
     return np.from_dlpack(array)
+
+
+def arrow(values: npt.NDArray[Any]) -> pa.Array:
+    """An Arrow array of a contiguous numpy array of numbers, in its memory. (`pa.array` would import pandas.)"""
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
 class Flags:
