@@ -44,13 +44,13 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def prepare(work: Path, recipe: dict[str, Any]) -> Prepared:
-    """Run the command on a recipe in the directory `work`, with a cache of its own."""
+def prepare(work: Path, recipe: dict[str, Any], cache: Path | None = None) -> Prepared:
+    """Run the command on a recipe in the directory `work`, with a cache of its own unless one is given."""
     work.mkdir(parents=True, exist_ok=True)
     path = work / "recipe.yaml"
     path.write_text(json.dumps(recipe, ensure_ascii=False), encoding="utf-8")
     command = [sys.executable, "-m", "tuner", "prepare-data", str(path), "--json"]
-    environment = {**os.environ, "TUNER_CACHE": str(work / "cache"), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TUNER_CACHE": str(cache or work / "cache"), "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=work, env=environment)
     assert result.returncode == 0, result.stderr
     return opened(Path(json.loads(result.stdout)["artifacts"]["path"]))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.reference import assets, formats, hf, product
-from tests.reference.compare import HEADER, Verdict, judge
+from tests.reference.compare import HEADER, Verdict, difference, judge
 from tests.reference.templates import MARKED
 
 CHATS = (
@@ -32,15 +32,23 @@ def check(name: str, verdicts: list[Verdict]) -> None:
         assert verdict.refused.total() <= verdict.rows * REFUSED_SHARE, verdict.line()
 
 
+Reference = dict[str, list[product.Encoded]]
+"""By file, the reference of each row in order."""
+
+
 @pytest.fixture(scope="module")
-def references() -> dict[str, dict[str, list[product.Encoded]]]:
-    """By tokenizer and file; both ways of giving the files to the command share one reference."""
+def references() -> dict[str, Reference]:
+    """By tokenizer; both ways of giving the files to the command share one reference."""
     return {}
 
 
-def expected(
-    references: dict[str, dict[str, list[product.Encoded]]], name: str, tokenizer: Any
-) -> dict[str, list[product.Encoded]]:
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache for GPT-2's tests: a directory without tokenizer.json is converted once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def expected(references: dict[str, Reference], name: str, tokenizer: Any) -> Reference:
     if name not in references:
         folder, template = assets.asset("llamafactory"), tokenizer.chat_template
         references[name] = {
@@ -49,58 +57,63 @@ def expected(
                 for row in formats.read(folder / file)
             ]
             for file in CHATS
-        }
+        } | texts(tokenizer)
     return references[name]
 
 
+def texts(tokenizer: Any) -> Reference:
+    """The rows of text and the plain text file, which is one document."""
+    folder = assets.asset("llamafactory")
+    found = {
+        "c4_demo.jsonl": [row["text"] for row in formats.read(folder / "c4_demo.jsonl")],
+        "wiki_demo.txt": [(folder / "wiki_demo.txt").read_text(encoding="utf-8")],
+    }
+    return {file: [hf.encode_text(tokenizer, text) for text in rows] for file, rows in found.items()}
+
+
 def recipe(model: Path, sources: list[Path], **method: str) -> dict[str, Any]:
-    data = {"train": [str(path) for path in sources], "max_length": 2048, "on_bad_row": "skip"}
+    data = {"train": [str(path) for path in sources], "max_length": 1024, "on_bad_row": "skip"}
     return {"model": {"name_or_path": str(model)}, "data": data, "method": method or {"kind": "sft"}}
 
 
 @pytest.mark.parametrize("name", assets.TOKENIZERS)
-def test_messages(name: str, references: dict[str, dict[str, list[product.Encoded]]], tmp_path: Path) -> None:
-    """The rows rewritten as messages by the test."""
+def test_as_messages(name: str, references: dict[str, Reference], tmp_path: Path) -> None:
+    """The conversations rewritten as messages by the test; the texts as they are."""
     model, folder = assets.asset(name), assets.asset("llamafactory")
     tokenizer = assets.tokenizer(model)
-    wanted = {Path(file).stem + ".jsonl": rows for file, rows in expected(references, name, tokenizer).items()}
-    sources = [
-        product.write_rows(
-            tmp_path / f"{Path(file).stem}.jsonl",
-            [formats.chat_of(row).row() for row in formats.read(folder / file)],
-        )
-        for file in CHATS
-    ]
+    wanted, sources = {}, []
+    for file, rows in expected(references, name, tokenizer).items():
+        path = folder / file
+        if file in CHATS:
+            path = tmp_path / f"{path.stem}.jsonl"
+            product.write_rows(path, [formats.chat_of(row).row() for row in formats.read(folder / file)])
+        sources.append(path)
+        wanted[path.name] = rows
     check(f"{name}, as messages", judge(wanted, product.prepare(tmp_path, recipe(model, sources)), tokenizer))
 
 
 @pytest.mark.parametrize("name", assets.TOKENIZERS)
-def test_files_as_they_are(name: str, references: dict[str, dict[str, list[product.Encoded]]], tmp_path: Path) -> None:
-    """The files themselves: JSON arrays of alpaca and ShareGPT rows, JSONL of messages with typed parts."""
+def test_as_they_are(name: str, references: dict[str, Reference], tmp_path: Path) -> None:
+    """The files themselves: JSON arrays of alpaca and ShareGPT rows, JSONL of messages with typed parts, text."""
     model, folder = assets.asset(name), assets.asset("llamafactory")
     tokenizer = assets.tokenizer(model)
-    prepared = product.prepare(tmp_path, recipe(model, [folder / file for file in CHATS]))
-    check(f"{name}, as they are", judge(expected(references, name, tokenizer), prepared, tokenizer))
+    wanted = expected(references, name, tokenizer)
+    prepared = product.prepare(tmp_path, recipe(model, [folder / file for file in wanted]))
+    check(f"{name}, as they are", judge(wanted, prepared, tokenizer))
 
 
-@pytest.mark.parametrize("name", [*assets.TOKENIZERS, "gpt2"])
-def test_text(name: str, tmp_path: Path) -> None:
-    """Rows of text and a plain text file, for pre-training."""
-    model, folder = assets.asset(name), assets.asset("llamafactory")
+def test_text(cache: Path, tmp_path: Path) -> None:
+    """Pre-training, with GPT-2."""
+    model, folder = assets.asset("gpt2"), assets.asset("llamafactory")
     tokenizer = assets.tokenizer(model)
-    wiki = folder / "wiki_demo.txt"
-    texts = {
-        "c4_demo.jsonl": [row["text"] for row in formats.read(folder / "c4_demo.jsonl")],
-        wiki.name: [wiki.read_text(encoding="utf-8")],
-    }
-    wanted = {file: [hf.encode_text(tokenizer, text) for text in rows] for file, rows in texts.items()}
-    sources = [folder / file for file in texts]
-    prepared = product.prepare(tmp_path, recipe(model, sources, kind="pretrain"))
-    check(f"{name}, text", judge(wanted, prepared, tokenizer))
+    wanted = texts(tokenizer)
+    sources = [folder / file for file in wanted]
+    prepared = product.prepare(tmp_path, recipe(model, sources, kind="pretrain"), cache)
+    check("gpt2, text", judge(wanted, prepared, tokenizer))
 
 
-def test_prompt_and_completion(tmp_path: Path) -> None:
-    """GPT-2, which has no chat template: the prompt is given, the completion and the end token are trained."""
+def test_prompt_and_completion(cache: Path, tmp_path: Path) -> None:
+    """GPT-2 has no chat template: the prompt is given, the completion and the end token are trained."""
     model, folder = assets.asset("gpt2"), assets.asset("llamafactory")
     tokenizer = assets.tokenizer(model)
     wanted, sources = {}, []
@@ -109,5 +122,30 @@ def test_prompt_and_completion(tmp_path: Path) -> None:
         rows = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
         sources.append(product.write_rows(tmp_path / f"{Path(file).stem}.jsonl", rows))
         wanted[sources[-1].name] = [hf.encode_pair(tokenizer, *pair) for pair in pairs]
-    prepared = product.prepare(tmp_path, recipe(model, sources))
+    prepared = product.prepare(tmp_path, recipe(model, sources), cache)
     check("gpt2, prompt and completion", judge(wanted, prepared, tokenizer))
+
+
+def test_prompts_that_end_within_a_token(cache: Path, tmp_path: Path) -> None:
+    """They are encoded apart from the completion."""
+    pairs = [
+        ("Q: a\nA:", " b"),
+        ("Q: a\nA: ", "b"),
+        ("Q: a\nA:\n", "\nb"),
+        ("un", "believable"),
+        ("", "no prompt"),
+        ("the same", "the same"),
+        ("caf", "e\u0301"),
+        ("\U0001f44d", "\U0001f3fd"),
+        ("   ", "   x"),
+        ("12", "34"),
+        ("it", "'s"),
+    ]
+    model = assets.asset("gpt2")
+    tokenizer = assets.tokenizer(model)
+    rows = product.write_rows(tmp_path / "rows.jsonl", [{"prompt": p, "completion": c} for p, c in pairs])
+    prepared = product.prepare(tmp_path, recipe(model, [rows]), cache)
+    assert not prepared.rejects
+    for pair, document in zip(pairs, prepared.documents, strict=True):
+        wanted = hf.encode_pair(tokenizer, *pair)
+        assert document.same(wanted), f"{pair}: {difference(wanted, document, tokenizer)}"

@@ -190,29 +190,3 @@ def trained_runs(document: product.Encoded) -> list[list[int]]:
     """The ids of each stretch of trained tokens."""
     edges = np.flatnonzero(np.diff(document.trained, prepend=False, append=False))
     return [document.ids[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
-
-
-def test_pairs(tmp_path: Path) -> None:
-    """Prompts that end within a token: encoded apart, where that gives the same text."""
-    pairs = [
-        ("Q: a\nA:", " b"),
-        ("Q: a\nA: ", "b"),
-        ("Q: a\nA:\n", "\nb"),
-        ("un", "believable"),
-        ("", "no prompt"),
-        ("the same", "the same"),
-        ("caf", "e\u0301"),
-        ("\U0001f44d", "\U0001f3fd"),
-        ("   ", "   x"),
-        ("12", "34"),
-        ("it", "'s"),
-    ]
-    model = assets.asset("gpt2")
-    tokenizer = assets.tokenizer(model)
-    rows = product.write_rows(tmp_path / "rows.jsonl", [{"prompt": p, "completion": c} for p, c in pairs])
-    data = {"train": str(rows), "on_bad_row": "skip"}
-    prepared = product.prepare(tmp_path, {"model": {"name_or_path": str(model)}, "data": data})
-    assert not prepared.rejects
-    for pair, document in zip(pairs, prepared.documents, strict=True):
-        wanted = hf.encode_pair(tokenizer, *pair)
-        assert document.same(wanted), f"{pair}: {difference(wanted, document, tokenizer)}"
