@@ -32,7 +32,7 @@ def prepare_data(recipe: RecipeSource) -> PreparedInfo:
 
     wish = _loaded(recipe).recipe
     request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
-    return prepare(request, Console(level=wish.logging.level).say)
+    return prepare(request, Console(level=wish.logging.level))
 
 
 def train(

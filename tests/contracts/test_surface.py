@@ -15,7 +15,11 @@ COMMON = "--json --verbose|-v --debug"
 # Arguments in capitals, those that may be left out in parentheses; what must be given as an option ends in `!`.
 SURFACE = {
     "init": "--model|-m! --data|-d!",
-    "prepare-data": "(RECIPE) --explain --dry-run",
+    "prepare-data": "(RECIPE) --explain --check --dry-run",
+    "data ls": "--cache-dir",
+    "data show": "ENTRY --cache-dir",
+    "data verify": "(WANTED) --cache-dir",
+    "data gc": "--unused --verify --dry-run --cache-dir",
     "train": "(RECIPE) --resume --prepared --no-prepare --dry-run",
     "resume": "RUN_DIR --dry-run",
     "export-hf": "PATH --output --dtype --adapter --shard-size --dry-run",

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,15 @@ import pytest
 from tests.data import tiny
 from tuner.config.recipe import DataSection, ModelSection, SftMethod, TokenizerSection
 from tuner.data.batches import GlobalBatches
+from tuner.data.encode import Encoder, FastEncoderMismatch
+from tuner.data.encoded import record_batches
 from tuner.data.explain import explain
-from tuner.data.prepare import find_prepared, prepare, prepared_path
+from tuner.data.prepare import PreparedInfo, find_prepared, prepare
 from tuner.data.prepared import PackedRows, open_prepared, open_stream
+from tuner.data.progress import Pace
 from tuner.data.request import prepare_request
 from tuner.errors import DataError, RecipeError
+from tuner.runtime.console import Console
 
 
 def rows(n: int, start: int = 0) -> list[dict[str, Any]]:
@@ -73,7 +79,7 @@ def test_preparing_again_is_a_hit_and_a_new_length_does_not_encode(
     assert (first.cached, again.cached) == (False, True)
     assert (again.path, again.report) == (first.path, first.report)
     assert find_prepared(tiny.request(cache, path)) == first.path
-    monkeypatch.setattr("tuner.data.prepare.encode_files", None)
+    monkeypatch.setattr("tuner.data.prepare.build_documents", None)
     other = prepare(tiny.request(cache, path, max_length=256))
     unpacked = prepare(tiny.request(cache, path, packing=False))
     assert len({first.key, other.key, unpacked.key}) == 3
@@ -84,23 +90,6 @@ def test_preparing_again_is_a_hit_and_a_new_length_does_not_encode(
     # Where the rows lie is not part of the key.
     moved = shutil.copy(path, tmp_path / "moved.jsonl")
     assert prepare(tiny.request(cache, moved)).path == first.path
-
-
-def test_every_field_that_changes_the_output_changes_the_key(tmp_path: Path) -> None:
-    path = tiny.write_rows(tmp_path / "r.jsonl", rows(20))
-    other = tiny.write_rows(tmp_path / "o.jsonl", rows(21))
-    cache = tmp_path / "cache"
-    variants: list[dict[str, Any]] = [
-        {}, {"max_length": 65}, {"packing": False}, {"too_long": "truncate"}, {"on_bad_row": "skip"}, {"eval": "10%"},
-        {"eval": "2 documents"}, {"eval": str(other)}, {"pretrain": True}, {"train_on": "all"},
-        {"train_on": "last_assistant"},
-    ]  # fmt: skip
-    keys = [prepared_path(tiny.request(cache, path, **variant)) for variant in variants]
-    keys.append(prepared_path(tiny.request(cache, other)))
-    keys.append(prepared_path(tiny.request(cache, {"path": str(path), "format": "messages"})))
-    assert len(set(keys)) == len(keys)
-    assert prepared_path(tiny.request(cache, path, shuffle=False)) == keys[0]
-    assert not cache.exists()
 
 
 def test_equal_documents_are_never_on_both_sides(tmp_path: Path) -> None:
@@ -121,17 +110,172 @@ def test_equal_documents_are_never_on_both_sides(tmp_path: Path) -> None:
         prepare(tiny.request(tmp_path / "a", path, eval="3 documents"))
 
 
-def test_the_size_of_record_batches_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tiny.write_rows(tmp_path / "r.jsonl", rows(60))
-    whole = open_prepared(prepare(tiny.request(tmp_path / "a", path, eval="5 documents")).path)
-    monkeypatch.setattr("tuner.data.encoded.BATCH_ROWS", 7)
-    pieces = open_prepared(prepare(tiny.request(tmp_path / "b", path, eval="5 documents")).path)
-    assert whole.eval is not None
-    assert pieces.eval is not None
-    assert documents(whole.train) == documents(pieces.train)
-    assert documents(whole.eval) == documents(pieces.eval)
-    assert whole.samples == pieces.samples
-    assert whole.train.trained_per_row.tolist() == pieces.train.trained_per_row.tolist()
+def several(directory: Path, files: int, **more: Any) -> list[dict[str, Any]]:
+    """Sources of some rows each, one a file; the third has a bad row among them."""
+    directory.mkdir(exist_ok=True)
+    sources = []
+    for i in range(files):
+        path = tiny.write_rows(directory / f"r{i}.jsonl", rows(12 + 5 * i, start=100 * i))
+        if i == 2:
+            path.write_text(path.read_text() + '\n{"text": 1}\n')
+        sources.append({"path": str(path), **more})
+    return sources
+
+
+@pytest.fixture
+def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every file be a bundle of its own, so that a few small files keep several workers busy."""
+    monkeypatch.setattr("tuner.data.documents.BUNDLE_BYTES", 1)
+
+
+@pytest.mark.usefixtures("small_bundles")
+@pytest.mark.parametrize(
+    "data",
+    [{}, {"eval": "10%"}, {"eval": "5 documents", "packing": False}, {"train": {"weight": 0.5}, "eval": "10%"},
+     {"train": {"weight": 2.25}}, {"train": {"count": 20}, "pretrain": True, "max_length": 32}],
+    ids=str,
+)  # fmt: skip
+def test_the_number_of_workers_changes_no_byte(tmp_path: Path, data: dict[str, Any]) -> None:
+    data = dict(data)
+    train = several(tmp_path / "rows", 5, **data.pop("train", {}))
+    found = []
+    for workers in (1, 2, 3):
+        request = tiny.request(tmp_path / str(workers), train, workers=workers, on_bad_row="skip", **data)
+        info = prepare(request)
+        levels = (info.path, next((tmp_path / str(workers) / "encoded").glob("[!.]*")))
+        found.append({f"{path.parent.name}/{f.name}": f.read_bytes() for path in levels for f in path.iterdir()})
+    assert found[0] == found[1] == found[2]
+    assert b'"reason"' in found[0]["prepared/rejects.jsonl"]
+
+
+@pytest.mark.usefixtures("small_bundles")
+def test_small_blocks_are_one_bundle_and_shares_keep_them_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = several(tmp_path / "rows", 4)[:2]
+    apart = open_prepared(prepare(tiny.request(tmp_path / "a", train, eval="5 documents")).path)
+    monkeypatch.setattr("tuner.data.documents.BUNDLE_BYTES", 1 << 20)
+    together = open_prepared(prepare(tiny.request(tmp_path / "b", train, eval="5 documents")).path)
+    assert apart.eval is not None
+    assert together.eval is not None
+    assert len(list(record_batches(apart.path / "train.documents.arrow"))) == 2
+    assert len(list(record_batches(together.path / "train.documents.arrow"))) == 1
+    assert documents(apart.train) == documents(together.train)
+    assert documents(apart.eval) == documents(together.eval)
+    assert apart.samples == together.samples
+    assert apart.train.trained_per_row.tolist() == together.train.trained_per_row.tolist()
+    # Two files or a directory of two: the same name, so the same bytes.
+    for source in train:
+        Path(source["path"]).rename(tmp_path / Path(source["path"]).name)
+    for other in (tmp_path / "rows").iterdir():
+        other.unlink()
+    for source in train:
+        (tmp_path / Path(source["path"]).name).rename(source["path"])
+    as_one = prepare(tiny.request(tmp_path / "c", [{"path": str(tmp_path / "rows")}], eval="5 documents"))
+    assert as_one.key == together.key
+    for name in ("train.documents.arrow", "train.rows.arrow", "eval.rows.arrow", "samples.jsonl"):
+        assert (as_one.path / name).read_bytes() == (together.path / name).read_bytes()
+
+
+@pytest.mark.usefixtures("small_bundles")
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_first_bad_row_in_order_is_the_error(tmp_path: Path, workers: int) -> None:
+    train = several(tmp_path / "rows", 6)
+    for i, row in ((1, '{"messages": 1}'), (4, "{")):
+        path = Path(train[i]["path"])
+        path.write_text(path.read_text() + f"\n\n{row}\n")
+    with pytest.raises(DataError) as caught:
+        prepare(tiny.request(tmp_path / "cache", train, workers=workers))
+    assert f"{train[1]['path']}:20:14: messages: " in caught.value.message
+    info = prepare(tiny.request(tmp_path / "cache", train, workers=workers, on_bad_row="skip"))
+    rejects = [json.loads(line) for line in (info.path / "rejects.jsonl").read_text().splitlines()]
+    assert [(Path(r["file"]).name, r["line"]) for r in rejects] == [
+        ("r1.jsonl", 20),
+        ("r2.jsonl", 24),
+        ("r4.jsonl", 35),
+    ]
+    assert rejects[0]["row"] == '{"messages": 1}'
+    assert not list((tmp_path / "cache").glob("*/.tmp-*"))
+
+
+def shares(info: PreparedInfo) -> list[tuple[int, int, int]]:
+    return [(s["documents"], s["sampled"], s["repeated"]) for s in info.report["sources"]["train"]]
+
+
+def test_shares_of_sources_are_exact(tmp_path: Path) -> None:
+    files = [tiny.write_rows(tmp_path / f"{i}.jsonl", rows(n, start=100 * i)) for i, n in enumerate((20, 10, 8))]
+    train = [
+        {"path": str(files[0]), "weight": 0.25},
+        {"path": str(files[1]), "weight": 2.5},
+        {"path": str(files[2]), "count": 3},
+    ]
+    info = prepare(tiny.request(tmp_path / "cache", train))
+    assert shares(info) == [(20, 5, 0), (10, 10, 15), (8, 3, 0)]
+    found = Counter(documents(open_prepared(info.path, verify=True).train))
+    assert sorted(found.values()) == [1] * 8 + [2] * 5 + [3] * 5
+    assert info.report["train"]["documents"] == info.report["train"]["packed_documents"] == 33
+    assert info.report["train"]["duplicates"] == 0
+    assert info.report["train"]["tokens"] == sum(len(document) * often for document, often in found.items())
+    other = prepare(tiny.request(tmp_path / "cache", train, seed=2))
+    assert shares(other) == shares(info)
+    assert other.key != info.key
+    assert Counter(documents(open_prepared(other.path).train)) != found
+    # More than there are, and documents held out of what is drawn: each once, and none of them trained on.
+    more = prepare(tiny.request(tmp_path / "cache", [{"path": str(files[1]), "count": 25}], eval="2 documents"))
+    data = open_prepared(more.path)
+    assert data.eval is not None
+    assert shares(more) == [(10, 10, 15)]
+    held, trained = documents(data.eval), Counter(documents(data.train))
+    assert len(held) == len(set(held)) == 2
+    assert not set(held) & set(trained)
+    assert set(trained.values()) == {2, 3}
+    nothing = [{"path": str(files[2]), "weight": 0.01}]
+    with pytest.raises(DataError, match="no document is taken of 8"):
+        prepare(tiny.request(tmp_path / "cache", nothing))
+    held_file = prepare(tiny.request(tmp_path / "cache", str(files[0]), eval=[{"path": str(files[1]), "weight": 0.3}]))
+    assert held_file.report["eval"]["documents"] == 3
+
+
+class Mismatching:
+    """An encoder whose fast half is refuted by the second bundle."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._fast = arguments[3]
+        self._own = Encoder(*arguments)
+        self._calls = 0
+
+    def encode(self, examples: Any) -> Any:
+        self._calls += 1
+        if self._fast and self._calls == 2:
+            raise FastEncoderMismatch("row 7 differs")
+        return self._own.encode(examples)
+
+
+@pytest.mark.usefixtures("small_bundles")
+def test_a_refuted_fast_encoder_starts_the_work_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = several(tmp_path / "rows", 2)
+    expected = open_prepared(prepare(tiny.request(tmp_path / "a", train)).path)
+    said = io.StringIO()
+    monkeypatch.setattr("tuner.data.encoded.Encoder", Mismatching)
+    info = prepare(tiny.request(tmp_path / "b", train), Console(stream=said))
+    assert info.report["fast_path"] == {"documents": 0, "share": 0.0, "reason": "row 7 differs"}
+    assert "the fast encoder is not used: row 7 differs" in said.getvalue()
+    assert documents(open_prepared(info.path, verify=True).train) == documents(expected.train)
+
+
+def test_progress_is_said_now_and_then(tmp_path: Path) -> None:
+    said, now = io.StringIO(), [0.0]
+    console = Console(stream=said)
+    with console.progress("encode", 100) as bar:
+        pace = Pace(console, bar, 200_000_000, lambda: now[0])
+        for seconds, done in ((10, 20), (31, 30), (32, 30), (70, 60)):
+            now[0] = seconds
+            pace.add(done * 1_000_000)
+    lines = said.getvalue().splitlines()
+    assert [line.split(None, 1)[1] for line in lines] == [
+        "25% of 200 MB  1.6 MB/s  1:33 left",
+        "70% of 200 MB  2.0 MB/s  0:30 left",
+    ]
 
 
 def test_an_eval_file_is_read_and_overlap_is_counted(tmp_path: Path) -> None:
@@ -197,10 +341,10 @@ def test_damage_is_found_and_repaired(tmp_path: Path) -> None:
     target.write_bytes(good[:-9])
     with pytest.raises(DataError, match="train.rows.arrow"):
         open_prepared(info.path)
-    said: list[str] = []
-    again = prepare(request, lambda label, text: said.append(text))
+    said = io.StringIO()
+    again = prepare(request, Console(stream=said))
     assert not again.cached
-    assert "damaged" in said[0]
+    assert "is damaged; it is built again" in said.getvalue()
     assert target.read_bytes() == good
     for broken in ({}, {"schema": "tuner.prepared/0"}, {"schema": "tuner.prepared/1"}):
         (info.path / "manifest.json").write_text(json.dumps(broken))
@@ -210,7 +354,17 @@ def test_damage_is_found_and_repaired(tmp_path: Path) -> None:
         open_prepared(tmp_path)
 
 
-@pytest.mark.parametrize("step", ["encode_files", "split_file", "cut", "write_json", "publish_dir", "_link"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        "documents._read",
+        "documents._write_chosen",
+        "prepare.cut",
+        "cache.write_json",
+        "cache.publish_dir",
+        "prepare._link",
+    ],
+)
 def test_a_builder_that_dies_leaves_nothing_that_looks_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -221,9 +375,9 @@ def test_a_builder_that_dies_leaves_nothing_that_looks_whole(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"tuner.data.prepare.{step}", die)
+        patch.setattr(f"tuner.data.{step}", die)
         # A killed process does not tidy up: only what a new one does counts.
-        patch.setattr("tuner.data.prepare.discard_dir", lambda _: None)
+        patch.setattr("tuner.data.cache.discard_dir", lambda _: None)
         with pytest.raises(KeyboardInterrupt):
             prepare(request)
     assert find_prepared(request) is None
@@ -252,10 +406,10 @@ def test_two_builders_make_one_directory(tmp_path: Path) -> None:
 
 def test_explain_names_text_id_and_rule(tmp_path: Path) -> None:
     path = tiny.write_rows(tmp_path / "r.jsonl", rows(3))
-    first, _ = explain(tiny.request(tmp_path / "cache", path), 2)
+    first, _ = (row.tokens for row in explain(tiny.request(tmp_path / "cache", path), 2))
     assert "".join(token.text for token in first if token.trained) == "answer 0<|im_end|>"
     assert {token.rule for token in first if token.trained} == {"assistant turn"}
-    assert {token.rule for token in first if not token.trained} == {"template"}
+    assert {token.rule for token in first if not token.trained} == {"prompt"}
     assert [token.id for token in first] == tiny.tokenizer().encode(tiny.tokenizer().render(rows(1)[0]["messages"]))
 
 
@@ -271,6 +425,8 @@ def test_request_resolves_the_length_from_the_model(tmp_path: Path, monkeypatch:
         return request.max_length
 
     monkeypatch.setenv("TUNER_CACHE", str(tmp_path / "here"))
+    section = DataSection.model_validate({"train": "x", "cache_dir": str(tmp_path / "own")})
+    assert prepare_request(model, TokenizerSection(), section, SftMethod(), 1).cache_dir == tmp_path / "own"
     assert length(model) == 512
     assert length(model, max_length=100) == 100
     assert length(ModelSection(name_or_path=str(directory), config={"max_position_embeddings": 4096})) == 2048

@@ -48,7 +48,7 @@ def profiled(recipe: Path, limit: int | None = None, adapter: str = "none") -> P
 
     wish = load_recipe(recipe, [Override("adapter.kind", adapter)]).recipe
     request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
-    prepared = open_prepared(prepare(request, lambda label, text: None).path)
+    prepared = open_prepared(prepare(request).path)
     resolved = resolve(wish, request.max_length, SINGLE)
     return measure(resolved, prepared, request.tokenizer, SINGLE, steps=2, limit_bytes=limit)
 

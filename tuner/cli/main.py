@@ -16,6 +16,7 @@ from tuner.errors import ExitCode
 COMMANDS: dict[str, str] = {
     "init": "Look at your rows and write a commented recipe.",
     "prepare-data": "Turn rows into packed, encoded, content-addressed data.",
+    "data": "List, show, verify or clean up prepared data.",
     "train": "Train the recipe's model, or go on where it stopped.",
     "resume": "Go on with a stopped run.",
     "export-hf": "Write a Hugging Face directory and verify it.",
@@ -26,7 +27,7 @@ COMMANDS: dict[str, str] = {
 }
 """Every command and its line of help; its file `tuner/cli/<command>.py` is imported only when it runs."""
 
-GROUPS = frozenset({"config", "recipes"})
+GROUPS = frozenset({"config", "data", "recipes"})
 TAKES_RECIPE = frozenset({"prepare-data", "train", "profile", "config"})
 SHOWS_FLAGS = frozenset({"prepare-data", "train", "profile"})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -33,6 +33,9 @@ def prepare_data(
         int | None,
         typer.Option("--explain", min=1, help="Show the first N rows with their trained parts in brackets, and stop."),
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Print the directory if it is prepared, else exit with 3; build nothing.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be read and built, and stop.")] = False,
     json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -51,6 +54,8 @@ def prepare_data(
         console = Console(level="debug" if verbose else "info")
         if explain is not None:
             return _explained(request, explain, colour)
+        if check:
+            return _checked(request)
         if dry_run:
             return _planned(request, console)
         return _prepared(request, console, str(loaded.path) if loaded.path else None)
@@ -61,12 +66,15 @@ def prepare_data(
 def _prepared(request: PrepareRequest, console: Console, recipe: str | None) -> Outcome:
     from tuner.data.prepare import prepare
 
-    info = prepare(request, console.say)
+    info = prepare(request, console)
     warnings = say_report(info, request, console)
+    metrics = {**info.report, "max_length": request.max_length, "seconds": round(info.seconds, 3)}
+    if not info.cached:
+        metrics["megabytes_per_s"] = round(info.megabytes_per_s, 3)
     return Outcome(
         str(info.path),
         artifacts={"key": info.key, "cached": info.cached},
-        metrics={**info.report, "max_length": request.max_length, "seconds": round(info.seconds, 3)},
+        metrics=metrics,
         warnings=warnings,
         next=f"tuner train {recipe}" if recipe else None,
     )
@@ -74,59 +82,39 @@ def _prepared(request: PrepareRequest, console: Console, recipe: str | None) -> 
 
 def say_report(info: PreparedInfo, request: PrepareRequest, console: Console) -> list[str]:
     """Say what was prepared, as a table; return the warnings that it gives reason for."""
-    report = info.report
+    from tuner.data.report import report_lines, warnings_of
+
     if info.cached:
         console.say("prepared", f"already prepared ({info.seconds:.1f} s)")
-    if request.method.kind == "sft":
-        masks = report["masks"]
-        console.say("masks", f"proven on {masks['proven']:,} of {masks['rows']:,} rows")
-    for split in ("train", "eval"):
-        if report[split] is not None:
-            console.say(split, _split_line(report[split]))
-    train = report["train"]
-    how = f"{train['fill']:.1%} full" if request.data.packing else "one document each"
-    console.say("packing", f"{train['packed_rows']:,} rows of {request.max_length:,}, {how}")
+    for label, text in report_lines(info.report, request.method.kind, request.max_length, request.data.packing):
+        console.say(label, text)
     if not info.cached:
-        console.say("done", f"{info.seconds:.1f} s")
-    warnings = []
-    for split in ("train", "eval"):
-        skipped = (report[split] or {}).get("skipped", {})
-        if skipped:
-            count = sum(skipped.values())
-            warnings.append(f"data.{split}: {count:,} bad rows skipped, see {info.path / 'rejects.jsonl'}")
-    if report["overlap"]:
-        warnings.append(f"data.eval: {report['overlap']:,} of its documents are in data.train too")
-    return warnings
+        size = info.report["bytes"]
+        console.say("done", f"{size / 1e6:,.1f} MB in {info.seconds:.1f} s, {info.megabytes_per_s:.1f} MB/s")
+    return warnings_of(info.report, str(info.path / "rejects.jsonl"))
 
 
-def _split_line(counts: dict[str, Any]) -> str:
-    share = counts["packed_trained"] / max(counts["packed_tokens"], 1)
-    parts = [
-        f"{counts['packed_documents']:,} documents",
-        f"{counts['packed_tokens']:,} tokens",
-        f"{counts['packed_trained']:,} trained ({share:.0%})",
-        f"longest {counts['longest']:,}",
-    ]
-    for word in ("truncated", "split", "duplicates"):
-        if counts[word]:
-            parts.append(f"{counts[word]:,} {word}")
-    for reasons in (counts["dropped"], counts["dropped_rows"]):
-        parts += [f"{count:,} dropped: {reason}" for reason, count in reasons.items()]
-    return "  ".join(parts)
+def _checked(request: PrepareRequest) -> Outcome:
+    from tuner.data.prepare import check_prepared
+
+    path = check_prepared(request)
+    return Outcome(str(path), artifacts={"key": path.name, "cached": True})
 
 
 def _planned(request: PrepareRequest, console: Console) -> Outcome:
-    from tuner.data.prepare import find_prepared, prepared_path
-    from tuner.data.sources import expand
+    from tuner.data.cache import place, valid
+    from tuner.data.keys import keys_of
 
-    files = expand(request.data.train)
-    size = sum(file.path.stat().st_size for file in files)
-    there = find_prepared(request) is not None
+    keys = keys_of(request)
+    path = place(request.cache_dir, "prepared", keys.prepared)
+    there = valid(path, "prepared") is not None
+    files = [file for source in [*keys.train, *(keys.eval or [])] for file in source.files]
+    size = sum(file.size() for file in files)
     console.say("read", f"{len(files):,} files, {size:,} bytes")
     console.say("plan", f"rows of {request.max_length:,} tokens, longer documents: {request.too_long}")
     console.say("prepared", "already prepared" if there else "not yet prepared")
     return Outcome(
-        str(prepared_path(request)),
+        str(path),
         artifacts={"cached": there},
         metrics={"files": len(files), "bytes": size, "max_length": request.max_length},
         is_text=True,

@@ -52,7 +52,7 @@ def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
 
         wish = loaded.recipe
         request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
-        prepared = open_prepared(prepare(request, console.say).path)
+        prepared = open_prepared(prepare(request, console).path)
         resolved = resolve(wish, request.max_length, launch)
         plan = timetable(resolved.recipe, prepared).plan
         facts = resolved.facts

@@ -1,244 +1,227 @@
-"""The first level of prepared data: encoded documents, independent of row length and packing."""
+"""Rows encoded: what a worker does with some blocks of them, and the record batch and counts that it answers with."""
 
-import hashlib
-import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import jsonlines
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tuner.config.duration import Duration
-from tuner.data.encode import Encoder
-from tuner.data.place import Document
+from tuner.data.blocks import Block, RawRow, lines_in, place, rows_of
+from tuner.data.encode import EncodedBatch, Encoder
 from tuner.data.problems import RowProblem
-from tuner.data.rows import parse_row
-from tuner.data.sources import RawRow, SourceFile, read_rows
-from tuner.errors import DataError
+from tuner.data.rows import Example, parse_row
+from tuner.data.selection import Digests, digest
+from tuner.data.tokenizer import TextTokenizer
+from tuner.data.turns import SpecialTokens, TrainOn
 
-BATCH_ROWS = 512
-BATCH_CHARS = 4 << 20
-"""Rows are encoded together up to either bound: memory does not grow with the input."""
-REJECTS = "rejects.jsonl"
+Bundle = tuple[Block, ...]
+"""Blocks that are encoded together: one large one, or consecutive small ones."""
 NO_TRAINED_TOKEN = "no trained token"
-_SHOWN_CHARS = 10_000
+SHOWN_BYTES = 10_000
+"""A longer row is cut in `rejects.jsonl`."""
+
+
+class BadRow(NamedTuple):
+    """A row that cannot be used."""
+
+    line: int
+    """From 1 in its block."""
+    col: int
+    where: str
+    """The value's place in the row, such as `messages[1].content`; may be empty."""
+    reason: str
+    row: str
 
 
 @dataclass
-class SplitCounts:
-    """What became of one split's rows."""
+class Counts:
+    """What became of rows: of one block, one source or one split."""
 
     rows: int = 0
     documents: int = 0
-    tokens: int = 0
-    trained: int = 0
-    longest: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
-    digests: list[bytes] = field(default_factory=list)
-    """16 bytes for each document: its token ids' hash."""
 
-    @property
-    def duplicates(self) -> int:
-        """Documents that equal an earlier one."""
-        return len(self.digests) - len(set(self.digests))
-
-    def report(self) -> dict[str, Any]:
-        """Return the counts as JSON values."""
-        return {
-            "rows": self.rows,
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "trained": self.trained,
-            "longest": self.longest,
-            "duplicates": self.duplicates,
-            "skipped": dict(sorted(self.skipped.items())),
-            "dropped": dict(sorted(self.dropped.items())),
-        }
-
-    def add(self, document: Document) -> None:
-        """Count a document that is kept."""
-        self.documents += 1
-        self.tokens += len(document.input_ids)
-        self.trained += int(document.trained[1:].sum())
-        self.longest = max(self.longest, len(document.input_ids))
-        self.digests.append(_digest(document.input_ids))
+    def add(self, other: "Counts") -> None:
+        """Count what `other` counted too."""
+        self.rows += other.rows
+        self.documents += other.documents
+        self.skipped.update(other.skipped)
+        self.dropped.update(other.dropped)
 
 
-class DocumentWriter:
-    """Writes documents to an Arrow IPC stream file, in record batches."""
+@dataclass(frozen=True)
+class EncodedBlock:
+    """What became of one block's rows; its documents follow those of the block before in the bundle's batch."""
 
-    def __init__(self, path: Path, vocab_size: int) -> None:
-        self._id_type = np.uint16 if vocab_size <= 1 << 16 else np.uint32
-        self.schema = pa.schema(
-            [
-                ("input_ids", pa.list_(pa.from_numpy_dtype(self._id_type))),
-                ("trained", pa.list_(pa.bool_())),
-                ("prompt_tokens", pa.uint32()),
-            ]
-        )
-        self._file = path.open("wb")
-        self._writer = pa.ipc.new_stream(self._file, self.schema)
-
-    def write(self, documents: Sequence[Document]) -> None:
-        """Append one record batch."""
-        if not documents:
-            return
-        offsets = np.concatenate([[0], np.cumsum([len(document.input_ids) for document in documents])])
-        bounds = pa.array(offsets.astype(np.int32))
-        ids = np.concatenate([document.input_ids for document in documents]).astype(self._id_type)
-        trained = np.concatenate([document.trained for document in documents])
-        prompts = pa.array([document.prompt_tokens for document in documents], pa.uint32())
-        lists = [pa.ListArray.from_arrays(bounds, pa.array(values)) for values in (ids, trained)]
-        self._writer.write_batch(pa.record_batch([*lists, prompts], schema=self.schema))
-
-    def write_batch(self, batch: pa.RecordBatch) -> None:
-        """Append a record batch of the same schema."""
-        if batch.num_rows:
-            self._writer.write_batch(batch)
-
-    def __enter__(self) -> "DocumentWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._writer.close()
-        self._file.close()
+    counts: Counts
+    bad: list[BadRow]
+    lines: int
+    """Lines of the block: what follows it in its file counts on from there."""
 
 
-def encode_files(
-    files: Sequence[SourceFile], path: Path, encoder: Encoder, vocab_size: int, on_bad_row: str
-) -> SplitCounts:
-    """Encode every row of `files` to `path`; bad rows are an error or go to `rejects.jsonl` beside it. DataError."""
-    counts = SplitCounts()
-    with DocumentWriter(path, vocab_size) as writer, jsonlines.open(path.parent / REJECTS, "a") as rejects:
-        for file in files:
-            for rows in _batches(read_rows(file)):
-                kept = []
-                for row, document in zip(rows, encode_rows(rows, encoder, file.format), strict=True):
-                    counts.rows += 1
-                    if isinstance(document, RowProblem):
-                        if on_bad_row == "error":
-                            raise row_error(row, document)
-                        counts.skipped[document.reason] += 1
-                        line, col = row.place(document)
-                        rejects.write(
-                            {"file": str(row.path), "line": line, "col": col, "reason": document.reason,
-                             "row": row.text[:_SHOWN_CHARS]}
-                        )  # fmt: skip
-                    elif not document.trained[1:].any():
-                        counts.dropped[NO_TRAINED_TOKEN] += 1
-                    else:
-                        counts.add(document)
-                        kept.append(document)
-                writer.write(kept)
-    return counts
+@dataclass(frozen=True)
+class EncodedBundle:
+    """The n kept documents of a bundle, in order."""
+
+    batch: pa.RecordBatch
+    digests: Digests
+    """uint64[n, 2]"""
+    lengths: npt.NDArray[np.uint32]
+    """uint32[n]: tokens"""
+    targets: npt.NDArray[np.uint32]
+    """uint32[n]: trained tokens, the first of a document never being one"""
+    blocks: list[EncodedBlock]
+    fast: int
+    escaped: int
+    notes: Counter[str]
 
 
-def encode_rows(rows: Sequence[RawRow], encoder: Encoder, format: str) -> list[Document | RowProblem]:  # noqa: A002
-    """Parse and encode raw rows, in order; a bad one gives its problem."""
-    results: list[Document | RowProblem] = []
-    for row in rows:
-        try:
-            if row.value is None:
-                raise row.problem or RowProblem("not readable", 1)
-            results.append(encoder.explain(parse_row(row.value, format)))
-        except RowProblem as problem:
-            results.append(problem)
-    return results
+@dataclass(frozen=True)
+class EncodeJob:
+    """What decides how rows are encoded; a worker gets it once. A `workers.Job`."""
+
+    tokenizer: TextTokenizer
+    train_on: TrainOn
+    special_tokens: SpecialTokens
+    stop_at_bad_row: bool
+    """Whether nothing after a bad row of a bundle is wanted."""
+    fast: bool = True
+
+    def start(self) -> Callable[[Bundle], EncodedBundle]:
+        """Return the function that encodes a bundle; it raises FastEncoderMismatch and DataError."""
+        encoder = Encoder(self.tokenizer, self.train_on, self.special_tokens, self.fast)
+        schema = documents_schema(self.tokenizer.vocab_size)
+        return lambda bundle: _encode(bundle, encoder, schema, self.stop_at_bad_row)
 
 
-def row_error(row: RawRow, problem: RowProblem) -> DataError:
-    """The error for a bad row, with its place."""
-    line, col = row.place(problem)
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem.path).lstrip(".")
-    return DataError(
-        f"{row.path}:{line}:{col}: {where + ': ' if where else ''}{problem.reason}",
-        hint="mend the row, or set data.on_bad_row: skip",
-    )
+class _Found(NamedTuple):
+    """Rows of one block: those with an example, in order, and the bad ones."""
+
+    rows: list[RawRow]
+    bad: list[tuple[RawRow, RowProblem]]
 
 
-def choose_eval(digests: Sequence[bytes], split: Duration, seed: int) -> npt.NDArray[np.bool_]:
-    """Return bool[documents]: those held out. Equal documents go together, so none is on both sides. DataError."""
-    total = len(digests)
-    wanted = math.floor(total * split.count / 100 + 0.5) if split.unit == "%" else int(split.count)
-    wanted = max(wanted, 1)
-    if wanted >= total:
-        raise DataError(
-            f"data.eval: {split} of {total:,} documents leaves none to train on",
-            hint="give data.eval a file of its own",
-        )
-    groups: dict[bytes, list[int]] = {}
-    for i, digest in enumerate(digests):
-        groups.setdefault(digest, []).append(i)
-    key = seed.to_bytes(8, "little")
-    held_out = np.zeros(total, dtype=np.bool_)
-    for digest in sorted(groups, key=lambda d: hashlib.blake2b(d, digest_size=16, key=key).digest()):
-        if len(groups[digest]) <= wanted:
-            held_out[groups[digest]] = True
-            wanted -= len(groups[digest])
-        if wanted == 0:
-            break
-    if not held_out.any():
-        raise DataError("data.eval: the documents repeat too often to hold any out", hint="give data.eval a file")
-    return held_out
-
-
-def split_file(source: Path, held_out: npt.NDArray[np.bool_], vocab_size: int) -> None:
-    """Stream `source` into train.arrow and eval.arrow beside it."""
-    start = 0
-    with (
-        DocumentWriter(source.parent / "train.arrow", vocab_size) as train,
-        DocumentWriter(source.parent / "eval.arrow", vocab_size) as held,
-    ):
-        for batch in record_batches(source):
-            mask = held_out[start : start + batch.num_rows]
-            start += batch.num_rows
-            train.write_batch(batch.filter(pa.array(~mask)))
-            held.write_batch(batch.filter(pa.array(mask)))
+def documents_schema(vocab_size: int) -> pa.Schema:
+    """The columns of a file of documents; token ids in the narrowest unsigned type."""
+    ids = pa.uint16() if vocab_size <= 1 << 16 else pa.uint32()
+    return pa.schema([("input_ids", pa.list_(ids)), ("trained", pa.list_(pa.bool_())), ("prompt_tokens", pa.uint32())])
 
 
 def record_batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """Yield the record batches of an Arrow IPC stream file, memory-mapped."""
-    with pa.memory_map(str(path), "r") as source:
-        yield from pa.ipc.open_stream(source)
+    """Yield the record batches of an Arrow IPC stream file, one at a time in memory."""
+    # Read and not mapped: the pages of a mapped file count as this process's memory until the system wants them back.
+    with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
+        yield from reader
 
 
-def counts_of(path: Path) -> SplitCounts:
-    """Count the documents of an encoded file."""
-    counts = SplitCounts()
-    for batch in record_batches(path):
-        offsets = batch.column("input_ids").offsets.to_numpy().astype(np.int64)
-        ids = batch.column("input_ids").values.to_numpy().astype(np.int64)
-        trained = batch.column("trained").values.to_numpy(zero_copy_only=False)
-        for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
-            counts.add(Document(ids[start:stop], trained[start:stop], 0, []))
-    counts.rows = counts.documents
-    return counts
+def targets_of(trained: npt.NDArray[np.bool_], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return int64[documents]: trained tokens of each, without its first one, which is predicted from nothing."""
+    before = np.zeros(len(trained) + 1, dtype=np.int64)
+    np.cumsum(trained, out=before[1:])
+    return before[offsets[1:]] - before[np.minimum(offsets[:-1] + 1, offsets[1:])]
 
 
-def _batches(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
-    batch: list[RawRow] = []
-    chars = 0
-    for row in rows:
-        batch.append(row)
-        chars += len(row.text)
-        if len(batch) >= BATCH_ROWS or chars >= BATCH_CHARS:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
+def _encode(bundle: Bundle, encoder: Encoder, schema: pa.Schema, stop: bool) -> EncodedBundle:
+    examples: list[Example] = []
+    found: list[_Found] = []
+    for block in bundle:
+        found.append(_parsed(block, examples, stop))
+        if stop and found[-1].bad:
+            break
+    batch = encoder.encode(examples)
+    targets = targets_of(batch.trained, batch.offsets)
+    kept = targets > 0
+    blocks, start = [], 0
+    for block, own in zip(bundle, found, strict=False):
+        stop_at = start + len(own.rows)
+        documents = slice(*np.searchsorted(batch.rows, (start, stop_at)).tolist())
+        bad = own.bad + [
+            (own.rows[i - start], batch.problems[i]) for i in sorted(batch.problems) if start <= i < stop_at
+        ]
+        blocks.append(_encoded_block(block, own, bad, kept[documents]))
+        start = stop_at
+    return _bundle(batch, schema, kept, targets, blocks)
 
 
-def first_rows(files: Sequence[SourceFile], count: int) -> Iterator[tuple[RawRow, SourceFile]]:
-    """Yield the first rows of the files, in order."""
-    return islice(((row, file) for file in files for row in read_rows(file)), count)
+def _parsed(block: Block, examples: list[Example], stop: bool) -> _Found:
+    """Read a block and append its examples; with `stop`, nothing after the first bad row."""
+    rows: list[RawRow] = []
+    bad: list[tuple[RawRow, RowProblem]] = []
+    form, columns = block.file.format, dict(block.file.columns)
+    for row in rows_of(block):
+        problem = row.problem
+        if row.value is not None:
+            try:
+                examples.append(parse_row(row.value, form, columns))
+                rows.append(row)
+            except RowProblem as found:
+                problem = found
+        if problem is not None:
+            bad.append((row, problem))
+            if stop:
+                break
+    return _Found(rows, bad)
 
 
-def _digest(ids: npt.NDArray[np.int64]) -> bytes:
-    return hashlib.blake2b(ids.astype("<u4").tobytes(), digest_size=16).digest()
+def _encoded_block(
+    block: Block, found: _Found, bad: Sequence[tuple[RawRow, RowProblem]], kept: npt.NDArray[np.bool_]
+) -> EncodedBlock:
+    counts = Counts(rows=len(found.rows) + len(found.bad), documents=int(kept.sum()))
+    counts.skipped.update(problem.reason for _, problem in bad)
+    if not kept.all():
+        counts.dropped[NO_TRAINED_TOKEN] = int((~kept).sum())
+    ordered = sorted(bad, key=lambda pair: (pair[0].line, pair[0].col))
+    return EncodedBlock(counts, [_bad_row(row, problem) for row, problem in ordered], lines_in(block))
+
+
+def _bundle(
+    batch: EncodedBatch,
+    schema: pa.Schema,
+    kept: npt.NDArray[np.bool_],
+    targets: npt.NDArray[np.int64],
+    blocks: list[EncodedBlock],
+) -> EncodedBundle:
+    """The kept documents of an encoded batch as a record batch with its tables."""
+    ids, trained, offsets = batch.input_ids, batch.trained, batch.offsets
+    lengths = np.diff(offsets)
+    if not kept.all():
+        tokens = np.repeat(kept, lengths)
+        ids, trained, lengths = ids[tokens], trained[tokens], lengths[kept]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return EncodedBundle(
+        batch=_record_batch(ids, trained, offsets, batch.prompt_tokens[kept], schema),
+        digests=digest(ids, offsets),
+        lengths=lengths.astype(np.uint32),
+        targets=targets[kept].astype(np.uint32),
+        blocks=blocks,
+        fast=batch.fast,
+        escaped=batch.escaped,
+        notes=batch.notes,
+    )
+
+
+def _record_batch(
+    ids: npt.NDArray[np.uint32],
+    trained: npt.NDArray[np.bool_],
+    offsets: npt.NDArray[np.int64],
+    prompts: npt.NDArray[np.uint32],
+    schema: pa.Schema,
+) -> pa.RecordBatch:
+    # Every buffer is made here, of exactly its size: the file's bytes then depend on nothing but the values.
+    bounds = pa.array(offsets.astype(np.int32))
+    narrow = ids.astype(schema.field("input_ids").type.value_type.to_pandas_dtype())
+    bits = pa.py_buffer(np.packbits(trained, bitorder="little"))
+    flags = pa.Array.from_buffers(pa.bool_(), len(trained), [None, bits])
+    lists = [pa.ListArray.from_arrays(bounds, values) for values in (pa.array(narrow), flags)]
+    return pa.record_batch([*lists, pa.array(prompts.astype(np.uint32))], schema=schema)
+
+
+def _bad_row(row: RawRow, problem: RowProblem) -> BadRow:
+    line, col = place(row, problem)
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem.path).lstrip(".")
+    return BadRow(line, col, where, problem.reason, row.raw[:SHOWN_BYTES].decode("utf-8", "replace"))

@@ -1,61 +1,39 @@
 """Prepare data: rows to a content-addressed directory of encoded documents and packed rows.
 
 Two levels under the cache: `encoded/<key>` depends on the bytes of the sources, the tokenizer, the template, the
-method and the hold-out; `prepared/<key>` adds row length and packing, so another `max_length` encodes nothing again.
-Each is built in a temporary directory under a lock, flushed, and renamed.
+method, the shares and the hold-out; `prepared/<key>` adds row length and packing, so another `max_length` encodes
+nothing again. Each is built in a temporary directory under a lock, flushed, and renamed.
 """
 
-import hashlib
-import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jsonlines
 import numpy as np
 import pyarrow as pa
 
-from tuner.config.duration import Duration
+from tuner.data.cache import build_once, place, valid
+from tuner.data.documents import REJECTS, build_documents
 from tuner.data.encode import Encoder
-from tuner.data.encoded import (
-    REJECTS,
-    SplitCounts,
-    choose_eval,
-    counts_of,
-    encode_files,
-    record_batches,
-    split_file,
-)
-from tuner.data.pack import TooLong, cut, rows_table
-from tuner.data.prepared import PREPARED_SCHEMA
-from tuner.data.sources import SourceFile, expand
+from tuner.data.encoded import record_batches
+from tuner.data.keys import Keys, keys_of
+from tuner.data.pack import TooLong, cut, row_batches
+from tuner.data.prepared import ROWS_SCHEMA
 from tuner.data.tokenizer import TextTokenizer
+from tuner.data.turns import TrainOn
 from tuner.errors import DataError, MachineError
-from tuner.runtime.files import (
-    discard_dir,
-    file_entries,
-    machine_error,
-    publish_dir,
-    read_json,
-    sha256_file,
-    verify_entries,
-    write_json,
-)
-from tuner.runtime.lock import FileLock
+from tuner.runtime.files import sha256_file
 
 if TYPE_CHECKING:
     from tuner.config.recipe import DataSection, Method
+    from tuner.runtime.console import Console
 
-FORMAT_VERSION = 1
-"""Counts up when the same input would give other bytes."""
-ENCODED_SCHEMA = "tuner.encoded/1"
 MAX_SAMPLES = 16
-Say = Callable[[str, str], None]
-"""Prints (label, text) for people."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +46,7 @@ class PrepareRequest:
     max_length: int
     seed: int
     cache_dir: Path
+    special_tokens_in_text: Literal["refuse", "escape"] = "refuse"
 
     @property
     def too_long(self) -> TooLong:
@@ -76,9 +55,19 @@ class PrepareRequest:
             return self.data.too_long
         return "split" if self.method.kind == "pretrain" else "drop"
 
+    @property
+    def train_on(self) -> TrainOn:
+        """Which tokens are learned; all of them in pre-training."""
+        return self.method.train_on if self.method.kind == "sft" else "all"
+
+    @property
+    def workers(self) -> int | None:
+        """Processes that encode; None leaves it to the number of cores."""
+        return None if self.data.workers == "auto" else self.data.workers
+
     def encoder(self) -> Encoder:
         """The encoder of the method."""
-        return Encoder(self.tokenizer, self.method.train_on if self.method.kind == "sft" else "all")
+        return Encoder(self.tokenizer, self.train_on, self.special_tokens_in_text)
 
 
 @dataclass(frozen=True)
@@ -91,178 +80,73 @@ class PreparedInfo:
     report: dict[str, Any]
     seconds: float
 
-
-@dataclass(frozen=True)
-class _Keys:
-    encoded: str
-    prepared: str
-    encoded_fields: dict[str, Any]
-    train: list[SourceFile]
-    eval: list[SourceFile] | None
+    @property
+    def megabytes_per_s(self) -> float:
+        """Input bytes, in millions, for each second from start to end; of a cached one, how fast it was checked."""
+        return float(self.report["bytes"]) / 1e6 / max(self.seconds, 1e-9)
 
 
-def prepare(request: PrepareRequest, say: Say | None = None) -> PreparedInfo:
+def prepare(request: PrepareRequest, console: "Console | None" = None) -> PreparedInfo:
     """Return the prepared directory for `request`, building what the cache lacks.
 
     Raises DataError for rows that cannot be used and MachineError where the cache cannot be written.
     """
     started = time.monotonic()
-    keys = _keys(request)
-    final = request.cache_dir / "prepared" / keys.prepared
-    manifest = _valid(final, PREPARED_SCHEMA)
+    keys = keys_of(request)
+    final = place(request.cache_dir, "prepared", keys.prepared)
+    manifest = valid(final, "prepared")
     cached = manifest is not None
     if manifest is None:
-        manifest, cached = _locked(final, PREPARED_SCHEMA, say, lambda tmp: _build_prepared(request, keys, tmp, say))
+        say = None if console is None else console.say
+        manifest, cached = build_once(
+            request.cache_dir, "prepared", keys.prepared, lambda tmp: _build_rows(request, keys, tmp, console), say
+        )
     return PreparedInfo(final, keys.prepared, cached, manifest["report"], time.monotonic() - started)
 
 
 def find_prepared(request: PrepareRequest) -> Path | None:
     """Return the prepared directory for `request` where it exists already; builds nothing."""
     final = prepared_path(request)
-    return final if _valid(final, PREPARED_SCHEMA) is not None else None
+    return final if valid(final, "prepared") is not None else None
+
+
+def check_prepared(request: PrepareRequest) -> Path:
+    """Return the prepared directory for `request`; DataError saying what is missing where it would have to be built."""
+    keys = keys_of(request)
+    path = place(request.cache_dir, "prepared", keys.prepared)
+    if valid(path, "prepared") is not None:
+        return path
+    state = "is damaged" if path.exists() else "is not there"
+    encoded = valid(place(request.cache_dir, "encoded", keys.encoded), "encoded") is not None
+    more = "its rows must be packed" if encoded else "its documents must be encoded and packed"
+    raise DataError(f"not prepared: {path} {state}; {more}", hint="run: tuner prepare-data RECIPE")
 
 
 def prepared_path(request: PrepareRequest) -> Path:
     """Return the directory that `request` has or would have; its sources are read for their hashes."""
-    return request.cache_dir / "prepared" / _keys(request).prepared
+    return place(request.cache_dir, "prepared", keys_of(request).prepared)
 
 
-def _keys(request: PrepareRequest) -> _Keys:
-    data, method = request.data, request.method
-    train = expand(data.train)
-    split = data.eval if isinstance(data.eval, Duration) else None
-    held = None if data.eval is None or isinstance(data.eval, Duration) else expand(data.eval)
-    fields: dict[str, Any] = {
-        "format_version": FORMAT_VERSION,
-        "train": [file.identity() for file in train],
-        "eval": None if held is None else [file.identity() for file in held],
-        "split": None if split is None else [str(split.count), split.unit, request.seed],
-        "tokenizer": request.tokenizer.hash,
-        "template": request.tokenizer.template_hash,
-        "method": method.kind,
-        "train_on": method.train_on if method.kind == "sft" else "all",
-        "on_bad_row": data.on_bad_row,
-    }
-    encoded = _key(fields)
-    prepared = _key(
-        {
-            "encoded": encoded,
-            "max_length": request.max_length,
-            "too_long": request.too_long,
-            "packing": data.packing,
-        }
+def _build_rows(request: PrepareRequest, keys: Keys, tmp: Path, console: "Console | None") -> dict[str, Any]:
+    """The second level: documents linked from the first, which is built where it is missing, and the packed rows."""
+
+    def link(encoded: Path) -> None:
+        for source in encoded.glob("*.arrow"):
+            _link(source, tmp / f"{source.stem}.documents.arrow")
+        _link(encoded / REJECTS, tmp / REJECTS)
+
+    say = None if console is None else console.say
+    encoded, _ = build_once(
+        request.cache_dir, "encoded", keys.encoded, lambda new: build_documents(request, keys, new, console), say, link
     )
-    return _Keys(encoded, prepared, fields, train, held)
-
-
-def _key(fields: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _valid(path: Path, schema: str) -> dict[str, Any] | None:
-    """The manifest of a whole directory, by its files' sizes; None where there is none or it is damaged."""
-    try:
-        manifest = read_json(path / "manifest.json")
-        verify_entries(path, manifest["files"], hash=False)
-    except (DataError, KeyError, TypeError, AttributeError):
-        return None
-    return manifest if manifest.get("schema") == schema else None
-
-
-def _locked(
-    final: Path, schema: str, say: Say | None, build: Callable[[Path], dict[str, Any]]
-) -> tuple[dict[str, Any], bool]:
-    """Build `final` under its lock, or wait for whoever is building it; returns (manifest, was there already)."""
-    parent = final.parent
-    waiting = None if say is None else (lambda holder: say("waiting", f"{holder} is preparing the same data"))
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise machine_error(parent, error) from error
-    # Dotted, and one lock for each key: other keys are built meanwhile, so only this key's leftovers are swept.
-    with FileLock(parent / f".{final.name}.lock", on_wait=waiting):
-        for pattern in (f".tmp-{final.name}-*", f".trash-*{final.name}-*"):
-            for leftover in parent.glob(pattern):
-                discard_dir(leftover)
-        manifest = _valid(final, schema)
-        if manifest is not None:
-            return manifest, True
-        if os.path.lexists(final):
-            if say is not None:
-                say("warning", f"{final} is damaged; it is built again")
-            discard_dir(final)
-        tmp = parent / f".tmp-{final.name}-{os.getpid()}"
-        try:
-            tmp.mkdir()
-            manifest = {**build(tmp), "schema": schema, "key": final.name, "files": {}}
-            manifest["files"] = file_entries(tmp)
-            write_json(tmp / "manifest.json", manifest)
-            publish_dir(tmp, final)
-        except OSError as error:
-            raise machine_error(final, error) from error
-        finally:
-            if tmp.exists():
-                discard_dir(tmp)
-        return manifest, False
-
-
-def _build_encoded(request: PrepareRequest, keys: _Keys, tmp: Path) -> dict[str, Any]:
-    encoder, vocabulary, policy = request.encoder(), request.tokenizer.vocab_size, request.data.on_bad_row
-    (tmp / REJECTS).touch()
-    split = request.data.eval if isinstance(request.data.eval, Duration) else None
-    whole = tmp / ("all.arrow" if split else "train.arrow")
-    read = encode_files(keys.train, whole, encoder, vocabulary, policy)
-    _refuse_nothing(read, keys.train)
-    train, held, overlap = read, None, 0
-    if split is not None:
-        split_file(whole, choose_eval(read.digests, split, request.seed), vocabulary)
-        whole.unlink()
-        train, held = counts_of(tmp / "train.arrow"), counts_of(tmp / "eval.arrow")
-        train.skipped, train.dropped, train.rows = read.skipped, read.dropped, read.rows
-    elif keys.eval is not None:
-        held = encode_files(keys.eval, tmp / "eval.arrow", encoder, vocabulary, policy)
-        _refuse_nothing(held, keys.eval)
-        overlap = len(set(train.digests) & set(held.digests))
-    n_rows = read.rows + (held.rows if held is not None and split is None else 0)
-    return {
-        "masks": {"proven": train.documents + (held.documents if held else 0), "rows": n_rows},
-        "fields": keys.encoded_fields,
-        "sources": {"train": [str(f.path) for f in keys.train], "eval": [str(f.path) for f in keys.eval or []]},
-        "train": train.report(),
-        "eval": None if held is None else held.report(),
-        "overlap": overlap,
-    }
-
-
-def _refuse_nothing(counts: SplitCounts, files: list[SourceFile]) -> None:
-    if counts.documents:
-        return
-    names = ", ".join(str(file.path) for file in files[:3]) + (", ..." if len(files) > 3 else "")
-    if counts.rows == 0:
-        raise DataError(f"{names}: no rows")
-    reasons = counts.skipped + counts.dropped
-    listed = "; ".join(f"{count:,} {reason}" for reason, count in reasons.most_common(3))
-    raise DataError(f"{names}: nothing to train on in {counts.rows:,} rows: {listed}")
-
-
-def _build_prepared(request: PrepareRequest, keys: _Keys, tmp: Path, say: Say | None) -> dict[str, Any]:
-    encoded = request.cache_dir / "encoded" / keys.encoded
-    source = _valid(encoded, ENCODED_SCHEMA)
-    if source is None:
-        source, _ = _locked(encoded, ENCODED_SCHEMA, say, lambda directory: _build_encoded(request, keys, directory))
-    report: dict[str, Any] = {"masks": source["masks"], "overlap": source["overlap"], "eval": None}
+    report = dict(encoded["report"])
     for split in ("train", "eval"):
-        if source[split] is not None:
-            _link(encoded / f"{split}.arrow", tmp / f"{split}.documents.arrow")
-            report[split] = {**source[split], **_write_rows(request, tmp, split)}
-            if report[split]["packed_rows"] == 0:
-                reasons = "; ".join(f"{count:,} {why}" for why, count in report[split]["dropped_rows"].items())
-                raise DataError(
-                    f"data.{split}: nothing is left of {source[split]['documents']:,} documents: {reasons}",
-                    hint=f"raise data.max_length ({request.max_length:,}) or set data.too_long: truncate",
-                )
-    _link(encoded / REJECTS, tmp / REJECTS)
-    samples = _samples(tmp / "eval.documents.arrow", request) if source["eval"] is not None else []
+        if report[split] is not None:
+            rows = _write_rows(request, tmp, split)
+            if rows["packed_rows"] == 0:
+                raise _nothing_left(request, split, report[split]["documents"], rows["dropped_rows"])
+            report[split] = {**report[split], **rows}
+    samples = _samples(tmp / "eval.documents.arrow", request) if report["eval"] is not None else []
     with jsonlines.open(tmp / "samples.jsonl", "w") as writer:
         writer.write_all(samples)
     return {
@@ -276,27 +160,45 @@ def _build_prepared(request: PrepareRequest, keys: _Keys, tmp: Path, say: Say | 
         "vocab_size": request.tokenizer.vocab_size,
         "method": keys.encoded_fields["method"],
         "train_on": keys.encoded_fields["train_on"],
-        "sources": source["sources"],
+        "sources": encoded["sources"],
         "samples": len(samples),
+        # What the first level has hashed is the same file here.
+        "files": {_linked_name(name): entry for name, entry in encoded["files"].items()},
     }
+
+
+def _linked_name(name: str) -> str:
+    """The name in the second level of a file of the first."""
+    return name if name == REJECTS else f"{Path(name).stem}.documents.arrow"
 
 
 def _write_rows(request: PrepareRequest, tmp: Path, split: str) -> dict[str, Any]:
     segments = cut(record_batches(tmp / f"{split}.documents.arrow"), request.max_length, request.too_long)
-    table = rows_table(segments, request.max_length, request.data.packing)
-    with (tmp / f"{split}.rows.arrow").open("wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=1 << 16)
-    tokens = int(segments.tokens.sum())
+    n_rows = 0
+    path = str(tmp / f"{split}.rows.arrow")
+    with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, ROWS_SCHEMA) as writer:
+        for batch in row_batches(segments, request.max_length, request.data.packing):
+            writer.write_batch(batch)
+            n_rows += batch.num_rows
+    tokens = int(segments.tokens.sum(dtype=np.int64))
     return {
-        "packed_rows": table.num_rows,
-        "packed_documents": len(np.unique(segments.document)),
+        "packed_rows": n_rows,
+        "packed_documents": 1 + int(np.count_nonzero(np.diff(segments.document))) if n_rows else 0,
         "packed_tokens": tokens,
-        "packed_trained": int(segments.trained.sum()),
-        "fill": round(tokens / (table.num_rows * request.max_length), 6) if table.num_rows else 0.0,
+        "packed_trained": int(segments.trained.sum(dtype=np.int64)),
+        "fill": round(tokens / (n_rows * request.max_length), 6) if n_rows else 0.0,
         "dropped_rows": segments.dropped,
         "truncated": segments.truncated,
         "split": segments.split,
     }
+
+
+def _nothing_left(request: PrepareRequest, split: str, documents: int, dropped: Mapping[str, int]) -> DataError:
+    reasons = "; ".join(f"{count:,} {why}" for why, count in dropped.items())
+    return DataError(
+        f"data.{split}: nothing is left of {documents:,} documents: {reasons}",
+        hint=f"raise data.max_length ({request.max_length:,}) or set data.too_long: truncate",
+    )
 
 
 def _samples(path: Path, request: PrepareRequest) -> list[dict[str, Any]]:

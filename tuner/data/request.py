@@ -27,6 +27,7 @@ def prepare_request(
 ) -> PrepareRequest:
     """Return the request of a recipe; loads the tokenizer and reads the model's config.json, nothing else.
 
+    The cache is `cache_dir`, else the recipe's `data.cache_dir`, else $TUNER_CACHE, else ~/.cache/tuner.
     Raises DataError and MachineError where these are missing, RecipeError where rows are longer than the model allows.
     """
     return PrepareRequest(
@@ -35,7 +36,8 @@ def prepare_request(
         tokenizer=load_tokenizer(model.name_or_path, model.revision, tokenizer),
         max_length=resolve_max_length(model, data),
         seed=seed,
-        cache_dir=cache_root() if cache_dir is None else cache_dir,
+        cache_dir=cache_dir or (cache_root() if data.cache_dir is None else Path(data.cache_dir)).absolute(),
+        special_tokens_in_text=tokenizer.special_tokens_in_text,
     )
 
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -53,7 +53,7 @@ class WorkerDiedError(Exception):
         self.how = how
 
 
-def answers(job: Job[Item, Answer], items: Iterable[Item], workers: int) -> Iterator[Answer]:
+def answers(job: Job[Item, Answer], items: Iterable[Item], workers: int) -> Generator[Answer, None, None]:
     """Yield the answer to every item, in the items' order, whatever the number of workers and their timing.
 
     One worker is this process itself. At most `(QUEUED + 1) * workers` items are taken ahead of the one yielded. What

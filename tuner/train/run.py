@@ -169,9 +169,7 @@ def _begin(
     return run.begin(record, facts)
 
 
-def _session(
-    run: RunDir, record: dict[str, Any], assembly: Assembly, progress: Progress, console: Console
-) -> Session:
+def _session(run: RunDir, record: dict[str, Any], assembly: Assembly, progress: Progress, console: Console) -> Session:
     recipe, main = assembly.resolved.recipe, assembly.launch.is_main
     limit = recipe.train.stop_after
     total = assembly.timetable.plan.total_steps
@@ -270,7 +268,7 @@ def _data(request: PrepareRequest, options: TrainOptions, console: Console) -> P
         return data
     if options.no_prepare and find_prepared(request) is None:
         raise DataError("the data is not prepared", hint="run tuner prepare-data first, or leave out --no-prepare")
-    return open_prepared(prepare(request, console.say).path)
+    return open_prepared(prepare(request, console).path)
 
 
 def _require_same_data(found: CheckpointInfo, assembly: Assembly) -> None:
@@ -350,7 +348,4 @@ def _result(
 ) -> RunResult:
     state = progress.as_state(status == "finished") if progress is not None else dict(saved.state) if saved else {}
     metrics = {key: value for key, value in state.items() if key != "finished"}
-    return RunResult(
-        run.path, status, int(state.get("step", 0)), total_steps, saved.path if saved else None, metrics
-    )
-
+    return RunResult(run.path, status, int(state.get("step", 0)), total_steps, saved.path if saved else None, metrics)

@@ -1,0 +1,360 @@
+"""Kill the preparation of data with SIGKILL, and let builders race; compare what they leave with an unbroken build.
+
+    python tools/prepare_campaign.py --kills 200 --races 50 --workers 1 2 --seed 0
+    python tools/prepare_campaign.py --workers 2 --replay kill 17        (one trial again, with what it found)
+
+A builder dies before or after one of its system calls (mkdir, fsync, rename, link, unlink, creating a file), each of
+them in turn, and at random moments for the rest of the kills. While it runs and after its death everything that is
+visible under a final name must verify by SHA-256. Then a second builder must finish, and leave the bytes of the
+unbroken build, no leftovers, a free lock, and no worker process. In a race two builders start together, in every other
+one the first is killed; one of them builds, and both see the same bytes. Prints the figures as JSON; exits with 1 when
+a trial failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+CALLS = ("mkdir", "fsync", "rename", "link", "unlink", "open")
+MARK = "TUNER_CAMPAIGN"
+PATIENCE_S = 60.0
+context = multiprocessing.get_context("forkserver")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Where the data is, how it is built, and how many calls an unbroken build makes and how long it takes."""
+
+    directory: Path
+    workers: int
+    mutant: str
+    calls: int = 0
+    seconds: float = 0.0
+
+
+def build(trial: Trial, cache: str, fatal: tuple[int, str] | None, answers: Any) -> None:
+    """Be a builder: prepare the data into `cache`, dying at call number `fatal[0]`, `before` or `after` it."""
+    from tuner.config.recipe import DataSection, SftMethod
+    from tuner.data import documents
+    from tuner.data.byte_tokenizer import byte_tokenizer_files
+    from tuner.data.prepare import PrepareRequest, prepare
+    from tuner.data.tokenizer import TextTokenizer
+
+    os.environ[MARK] = trial.directory.name
+    documents.BUNDLE_BYTES = 1  # every file is work of its own, so that small ones keep several workers busy
+    MUTANTS[trial.mutant]()
+    seen = count_calls(fatal)
+    files = sorted(str(path) for path in trial.directory.glob("rows*.jsonl"))
+    data = DataSection.model_validate({"train": files, "eval": "10%", "workers": trial.workers, "on_bad_row": "skip"})
+    tokenizer = TextTokenizer(byte_tokenizer_files())
+    info = prepare(PrepareRequest(data, SftMethod(), tokenizer, 64, 1, trial.directory / cache))
+    answers.put({"pid": os.getpid(), "calls": seen["calls"], "cached": info.cached, "path": str(info.path)})
+
+
+def count_calls(fatal: tuple[int, str] | None) -> Counter[str]:
+    """Wrap the system calls by which a directory is published; the fatal one kills this process."""
+    seen: Counter[str] = Counter()
+
+    def wrapped(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            if name == "open" and not (len(arguments) > 1 and arguments[1] & os.O_CREAT):
+                return real(*arguments, **keywords)
+            number = seen["calls"]
+            seen["calls"] += 1
+            if fatal == (number, "before"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                return real(*arguments, **keywords)
+            finally:
+                if fatal == (number, "after"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, wrapped(name, getattr(os, name)))
+    return seen
+
+
+def rename_before_manifest() -> None:
+    """A mutant: the directory gets its name first, and its manifest then."""
+    from tuner.data import cache
+
+    late: list[tuple[Path, Any]] = []
+    write, publish = cache.write_json, cache.publish_dir
+    cache.write_json = lambda path, value: late.append((path, value))  # type: ignore[assignment]
+
+    def publish_first(tmp: Path, final: Path) -> None:
+        publish(tmp, final)
+        for path, value in late:
+            write(final / path.name, value)
+        late.clear()
+
+    cache.publish_dir = publish_first
+
+
+def keep_leftovers() -> None:
+    """A mutant: what a killed builder left is never swept."""
+    from tuner.data import cache
+
+    cache._leftovers = lambda final: []
+
+
+def build_without_lock() -> None:
+    """A mutant: builders do not wait for each other."""
+    from contextlib import nullcontext
+
+    from tuner.data import cache
+
+    cache._lock = lambda *_, **__: nullcontext()  # type: ignore[assignment]
+
+
+MUTANTS: dict[str, Callable[[], None]] = {
+    "none": lambda: None,
+    "rename-before-manifest": rename_before_manifest,
+    "keep-leftovers": keep_leftovers,
+    "no-lock": build_without_lock,
+}
+
+
+def write_rows(directory: Path) -> None:
+    """Rows of uneven length in several files, so that several workers have something to do; one row is bad."""
+    rng = random.Random(0)
+    for number in range(4):
+        rows = [{"prompt": f"{number} {i} ", "completion": "ab" * rng.randint(1, 20)} for i in range(40)]
+        lines = [json.dumps(row) for row in rows] + (["{"] if number == 2 else [])
+        (directory / f"rows{number}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def start(trial: Trial, cache: str, fatal: tuple[int, str] | None = None) -> tuple[Any, Any]:
+    """Start a builder; returns the process and the queue that its answer comes by."""
+    answers = context.SimpleQueue()
+    process = context.Process(target=build, args=(trial, cache, fatal, answers))
+    process.start()
+    return process, answers
+
+
+def finish(process: Any, answers: Any) -> dict[str, Any] | None:
+    """Wait for a builder; returns its answer, None where it has none."""
+    process.join(PATIENCE_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        return None
+    return None if answers.empty() else dict(answers.get())
+
+
+def visible_faults(cache: Path) -> list[str]:
+    """What is wrong with the directories that are there under a final name, by SHA-256 of every file."""
+    from tuner.data.cache import LEVELS, Entry, damages
+    from tuner.data.prepared import open_prepared
+    from tuner.errors import DataError
+
+    found = []
+    for level in LEVELS:
+        for path in (cache / level).glob("[0-9a-f]*"):
+            found += damages(Entry(level, path, None))
+            if level == "prepared" and not found:
+                try:
+                    open_prepared(path, verify=True)
+                except DataError as error:
+                    found.append(error.message)
+    return found
+
+
+def contents(cache: Path) -> dict[str, str]:
+    """SHA-256 of every file under a final name."""
+    files = [path for path in cache.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    return {str(path.relative_to(cache)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def left_over(cache: Path) -> list[str]:
+    """Names of what a builder should have removed, and of locks that are held."""
+    from tuner.errors import MachineError
+    from tuner.runtime.lock import FileLock
+
+    found = [path.name for path in cache.glob("*/.t*")]
+    for path in cache.glob("*/.*.lock"):
+        try:
+            with FileLock(path, wait=False):
+                pass
+        except MachineError:
+            found.append(f"{path.name} is held")
+    return found
+
+
+def orphans(trial: Trial) -> list[int]:
+    """Worker processes of this campaign that are still there after a while."""
+    wanted = f"{MARK}={trial.directory.name}".encode()
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        found = []
+        for directory in Path("/proc").glob("[0-9]*"):
+            try:
+                if wanted in (directory / "environ").read_bytes().split(b"\0"):
+                    found.append(int(directory.name))
+            except OSError:
+                continue
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.02)
+
+
+def unbroken(trial: Trial) -> tuple[Trial, dict[str, str]]:
+    """Build twice without a kill: the calls and seconds of one build, and the bytes, which must be the same."""
+    results = []
+    for cache in ("unbroken", "again"):
+        started = time.monotonic()
+        answer = finish(*start(trial, cache))
+        if answer is None:
+            raise RuntimeError("an unbroken build failed")
+        seconds = time.monotonic() - started
+        results.append((contents(trial.directory / cache), answer["calls"]))
+    if results[0][0] != results[1][0]:
+        raise RuntimeError("two unbroken builds differ")
+    return Trial(trial.directory, trial.workers, trial.mutant, results[0][1], seconds), results[0][0]
+
+
+def kill_trial(trial: Trial, expected: dict[str, str], number: int, rng: random.Random) -> dict[str, Any]:
+    """Kill a builder, look at what is there, and let another finish."""
+    step = number % (2 * trial.calls)
+    fatal = (step // 2, ("before", "after")[step % 2]) if number < 2 * trial.calls else None
+    name = f"kill-{number}"
+    cache = trial.directory / name
+    process, answers = start(trial, name, fatal)
+    deadline = time.monotonic() + (rng.uniform(0, trial.seconds) if fatal is None else PATIENCE_S)
+    seen: list[str] = []
+    while process.exitcode is None and time.monotonic() < deadline:
+        seen += visible_faults(cache)
+        process.join(0.001)
+    process.kill()
+    process.join()
+    killed = process.exitcode == -signal.SIGKILL
+    seen += visible_faults(cache)
+    answer = finish(*start(trial, name))
+    found = {
+        "kind": "kill",
+        "trial": number,
+        "at": f"{fatal[1]} call {fatal[0]}" if fatal else "random",
+        "killed": killed,
+        "half_made": sorted(set(seen)),
+        "finished": answer is not None,
+        "identical": contents(cache) == expected,
+        "left_over": left_over(cache),
+        "orphans": orphans(trial),
+    }
+    good = found["finished"] and found["identical"] and (killed or fatal is None)
+    return {**found, "ok": good and not (found["half_made"] or found["left_over"] or found["orphans"])}
+
+
+def race_trial(trial: Trial, expected: dict[str, str], number: int, rng: random.Random) -> dict[str, Any]:
+    """Start two builders together; in every other race the first is killed."""
+    name = f"race-{number}"
+    cache = trial.directory / name
+    builders = [start(trial, name) for _ in range(2)]
+    with_kill = number % 2 == 1
+    deadline = time.monotonic() + rng.uniform(0, 1.5 * trial.seconds)
+    seen: list[str] = []
+    while any(process.exitcode is None for process, _ in builders):
+        seen += visible_faults(cache)
+        if with_kill and time.monotonic() >= deadline:
+            builders[0][0].kill()
+        if time.monotonic() > deadline + PATIENCE_S:
+            break
+        builders[1][0].join(0.001)
+    answers = [finish(*builder) for builder in builders]
+    built = sum(answer is not None and not answer["cached"] for answer in answers)
+    found = {
+        "kind": "race",
+        "trial": number,
+        "killed": builders[0][0].exitcode == -signal.SIGKILL,
+        "half_made": sorted(set(seen)),
+        "built_by": built,
+        "finished": answers[1] is not None and (with_kill or answers[0] is not None),
+        "identical": contents(cache) == expected,
+        "left_over": left_over(cache),
+        "orphans": orphans(trial),
+    }
+    winners = built == 1 or (found["killed"] and built <= 1)
+    good = winners and found["finished"] and found["identical"]
+    return {**found, "ok": good and not (found["half_made"] or found["left_over"] or found["orphans"])}
+
+
+KINDS = {"kill": kill_trial, "race": race_trial}
+
+
+def campaign(
+    directory: Path, workers: int, wanted: list[tuple[str, int]], seed: int, mutant: str = "none"
+) -> list[dict[str, Any]]:
+    """The wanted trials (kind, number) with one number of workers, in `directory`, which is empty."""
+    write_rows(directory)
+    plain, expected = unbroken(Trial(directory, workers, "none"))
+    trial = Trial(directory, workers, mutant, plain.calls, plain.seconds)
+    results = []
+    for kind, number in wanted:
+        rng = random.Random(f"{seed} {workers} {kind} {number}")
+        found = KINDS[kind](trial, expected, number, rng)
+        results.append({"workers": workers, "calls": trial.calls, **found})
+        if not found["ok"]:
+            print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+    return results
+
+
+def main() -> int:
+    """Run the campaign."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--races", type=int, default=50)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mutant", choices=list(MUTANTS), default="none", help="break the builder: trials must fail")
+    parser.add_argument("--replay", nargs=2, metavar=("KIND", "NUMBER"), help="one trial alone, such as: kill 17")
+    options = parser.parse_args()
+    context.set_forkserver_preload(["tuner.data.prepare", "tuner.config.recipe"])
+    wanted = [("kill", i) for i in range(options.kills)] + [("race", i) for i in range(options.races)]
+    if options.replay:
+        wanted = [(options.replay[0], int(options.replay[1]))]
+    results = []
+    for workers in options.workers:
+        with tempfile.TemporaryDirectory(prefix="tuner-campaign-") as directory:
+            results += campaign(Path(directory), workers, wanted, options.seed, options.mutant)
+    if options.replay:
+        print(json.dumps(results, indent=2))
+    kills, races = ([found for found in results if found["kind"] == kind] for kind in KINDS)
+    figures = {
+        "workers": options.workers,
+        "seed": options.seed,
+        "publish_calls": sorted({found["calls"] for found in results}),
+        "kills": len(kills),
+        "killed": sum(found["killed"] for found in kills),
+        "races": len(races),
+        "races_with_a_kill": sum(found["killed"] for found in races),
+        "ok": sum(found["ok"] for found in results),
+        "half_made": sum(bool(found["half_made"]) for found in results),
+        "not_identical": sum(not found["identical"] for found in results),
+        "left_over": sum(bool(found["left_over"]) for found in results),
+        "orphans": sum(bool(found["orphans"]) for found in results),
+    }
+    print(json.dumps(figures))
+    return 0 if figures["ok"] == len(results) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

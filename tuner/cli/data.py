@@ -1,0 +1,205 @@
+"""`tuner data`: the directories of prepared data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tuner.cli.session import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, input_path, run_command
+
+if TYPE_CHECKING:
+    from tuner.data.cache import Entry
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+CacheOption = Annotated[
+    Path | None, typer.Option("--cache-dir", help="Where prepared data is; default $TUNER_CACHE, else ~/.cache/tuner.")
+]
+ENTRY_HELP = "Directory, beginning of a key, or - for a path on stdin."
+
+
+@app.command("ls")
+def list_directories(
+    cache_dir: CacheOption = None, json: JsonOption = False, verbose: VerboseOption = False, debug: DebugOption = False
+) -> None:
+    """List prepared and encoded directories: key, size, documents, tokens, rows and sources."""
+
+    def body() -> Outcome:
+        from tuner.data.cache import entries
+
+        root = _root(cache_dir)
+        rows = [_facts(entry) for entry in entries(root)]
+        return Outcome(
+            _table(rows) if rows else f"nothing is prepared in {root}",
+            artifacts={"cache_dir": str(root), "directories": rows},
+            metrics={"directories": len(rows), "bytes": sum(row["bytes"] for row in rows)},
+            is_text=True,
+        )
+
+    run_command("data ls", OutputOptions(json, verbose, debug), body)
+
+
+@app.command()
+def show(
+    entry: Annotated[str, typer.Argument(help=ENTRY_HELP)],
+    cache_dir: CacheOption = None,
+    json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show what a directory holds and what became of its rows."""
+
+    def body() -> Outcome:
+        from tuner.errors import DataError
+
+        found = _find(entry, cache_dir)
+        if found.manifest is None:
+            raise DataError(f"{found.path} is damaged", hint=f"see what: tuner data verify {found.path}")
+        return Outcome(
+            _shown(found), artifacts={"directory": _facts(found)}, metrics=dict(found.manifest["report"]), is_text=True
+        )
+
+    run_command("data show", OutputOptions(json, verbose, debug), body)
+
+
+@app.command()
+def verify(
+    wanted: Annotated[
+        list[str] | None, typer.Argument(metavar="[ENTRY]...", help=f"{ENTRY_HELP} Default: all.")
+    ] = None,
+    cache_dir: CacheOption = None,
+    json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compare every file with the SHA-256 that its manifest noted; exit 6 names each that differs."""
+
+    def body() -> Outcome:
+        from tuner.data.cache import damages, entries
+        from tuner.errors import VerificationError
+
+        found = [_find(name, cache_dir) for name in wanted] if wanted else entries(_root(cache_dir))
+        damaged = [damage for entry in found for damage in damages(entry)]
+        if damaged:
+            raise VerificationError(
+                "\n  ".join([f"{len(damaged)} damaged:", *damaged]),
+                hint="tuner data gc --verify removes damaged directories; preparing again builds them anew",
+            )
+        files = sum(len(entry.manifest["files"]) for entry in found if entry.manifest is not None)
+        size = sum(entry.size for entry in found)
+        return Outcome(
+            f"{len(found):,} directories, {files:,} files, {size:,} bytes: all as they were written",
+            artifacts={"verified": [str(entry.path) for entry in found]},
+            metrics={"directories": len(found), "files": files, "bytes": size},
+            is_text=True,
+        )
+
+    run_command("data verify", OutputOptions(json, verbose, debug), body)
+
+
+@app.command()
+def gc(
+    unused: Annotated[
+        bool, typer.Option("--unused", help="Also remove encoded directories that no prepared one was made from.")
+    ] = False,
+    hashes: Annotated[
+        bool, typer.Option("--verify", help="Look for damage by SHA-256 of every file, not by sizes alone.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
+    cache_dir: CacheOption = None,
+    json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Remove what killed builders left and what is damaged; never what is being built."""
+
+    def body() -> Outcome:
+        from tuner.data.cache import collect
+
+        removed = collect(_root(cache_dir), unused, hashes, dry_run)
+        word = "would remove" if dry_run else "removed"
+        lines = [f"{word} {item.path}  {item.size:,} bytes: {item.reason}" for item in removed]
+        return Outcome(
+            "\n".join(lines) or "nothing to remove",
+            artifacts={
+                "removed": [{"path": str(item.path), "reason": item.reason, "bytes": item.size} for item in removed]
+            },
+            metrics={"removed": len(removed), "bytes": sum(item.size for item in removed), "dry_run": dry_run},
+            is_text=True,
+        )
+
+    run_command("data gc", OutputOptions(json, verbose, debug), body)
+
+
+def _root(cache_dir: Path | None) -> Path:
+    from tuner.data.tokenizer import cache_root
+
+    return (cache_root() if cache_dir is None else cache_dir.expanduser()).absolute()
+
+
+def _find(wanted: str, cache_dir: Path | None) -> Entry:
+    from tuner.data.cache import find
+
+    return find(_root(cache_dir), str(input_path("-")) if wanted == "-" else wanted)
+
+
+def _facts(entry: Entry) -> dict[str, Any]:
+    """What `ls` shows of a directory, as JSON values."""
+    facts: dict[str, Any] = {
+        "level": entry.level, "key": entry.key, "path": str(entry.path), "bytes": entry.size,
+        "damaged": entry.manifest is None,
+    }  # fmt: skip
+    if entry.manifest is None:
+        return facts
+    splits = [split for split in (entry.manifest["report"][name] for name in ("train", "eval")) if split is not None]
+    facts |= {name: sum(split[name] for split in splits) for name in ("documents", "tokens")}
+    facts["sources"] = [path for paths in entry.manifest["sources"].values() for path in paths]
+    if entry.level == "prepared":
+        facts |= {"rows": sum(split["packed_rows"] for split in splits), "max_length": entry.manifest["max_length"]}
+    return facts
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    """One line for each directory, in columns; numbers to the right."""
+    from tuner.runtime.console import escape
+
+    lines = [("level", "key", "bytes", "documents", "tokens", "rows", "sources")]
+    for row in rows:
+        packed = f"{row['rows']:,} x {row['max_length']:,}" if "rows" in row else ""
+        sources = row.get("sources", [])
+        shown = ", ".join(sources[:2]) + (f" and {len(sources) - 2:,} more" if len(sources) > 2 else "")
+        counts = ("damaged", "") if row["damaged"] else (f"{row['documents']:,}", f"{row['tokens']:,}")
+        lines.append((row["level"], row["key"], f"{row['bytes']:,}", *counts, packed, escape(shown)))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(
+            text.rjust(width) if 2 <= i <= 5 else text.ljust(width)
+            for i, (text, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _shown(entry: Entry) -> str:
+    """A directory's report, line by line."""
+    from tuner.data.report import report_lines
+    from tuner.runtime.console import LABEL_WIDTH, escape
+
+    manifest = dict(entry.manifest or {})
+    lines = [("level", entry.level), ("key", entry.key), ("path", str(entry.path)), ("size", f"{entry.size:,} bytes")]
+    for name in ("train", "eval"):
+        lines += [(f"{name} of", path) for path in manifest["sources"].get(name, [])[:10]]
+    if entry.level == "prepared":
+        lines += [
+            ("from", f"encoded/{manifest['encoded_key']}"),
+            ("method", f"{manifest['method']}, {manifest['train_on']}"),
+        ]
+        lines += report_lines(manifest["report"], manifest["method"], manifest["max_length"], manifest["packing"])
+    else:
+        for name in ("train", "eval"):
+            split = manifest["report"][name]
+            if split is not None:
+                lines.append((name, f"{split['documents']:,} documents  {split['tokens']:,} tokens"))
+    lines += [("sha256", f"{facts['sha256']}  {name}") for name, facts in sorted(manifest["files"].items())]
+    return "\n".join(f"{label:<{LABEL_WIDTH}}{escape(text)}" for label, text in lines)

@@ -1,0 +1,78 @@
+"""What preparation did, as (label, text) lines for people; every number is in the manifest's `report`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+Line = tuple[str, str]
+
+
+def report_lines(report: Mapping[str, Any], method: str, max_length: int, packing: bool) -> list[Line]:
+    """The lines of a prepared directory's report."""
+    lines: list[Line] = []
+    if method == "sft":
+        masks = report["masks"]
+        lines.append(("masks", f"proven on {masks['proven']:,} of {masks['rows']:,} rows"))
+    lines += [("note", f"{note} ({count:,})") for note, count in report["notes"].items()]
+    lines.append(("fast path", _fast(report["fast_path"])))
+    if report["escaped"]:
+        lines.append(("escaped", f"control tokens written out in {report['escaped']:,} documents are plain text"))
+    for side in ("train", "eval"):
+        lines += _source_lines(side, report["sources"].get(side, []))
+    splits = [split for split in ("train", "eval") if report[split] is not None]
+    lines += [(split, _split_text(report[split])) for split in splits]
+    for split in splits:
+        how = f"{report[split]['fill']:.2%} full" if packing else "one document each"
+        text = f"{report[split]['packed_rows']:,} rows of {max_length:,}, {how}"
+        lines.append(("packing", text) if split == "train" else ("", f"{text} (eval)"))
+    return lines
+
+
+def warnings_of(report: Mapping[str, Any], rejects: str) -> list[str]:
+    """What deserves a second look; `rejects` is the path of the file of skipped rows."""
+    warnings = []
+    for split in ("train", "eval"):
+        skipped = (report[split] or {}).get("skipped", {})
+        if skipped:
+            warnings.append(f"data.{split}: {sum(skipped.values()):,} bad rows skipped, see {rejects}")
+    for side, sources in report["sources"].items():
+        for source in sources:
+            if source["documents"] and not source["sampled"]:
+                warnings.append(f"data.{side}: nothing is taken of {source['path']}: its share rounds to no document")
+    if report["overlap"]:
+        warnings.append(f"data.eval: {report['overlap']:,} of its documents are in data.train too")
+    return warnings
+
+
+def _fast(fast: Mapping[str, Any]) -> str:
+    reason = f", {fast['reason']}" if fast["reason"] else ""
+    return f"{fast['share']:.1%} of documents{reason}"
+
+
+def _source_lines(side: str, sources: list[dict[str, Any]]) -> list[Line]:
+    """A line for each source, where there are several or a share is taken."""
+    plain = all(source["sampled"] == source["documents"] and not source["repeated"] for source in sources)
+    if plain and len(sources) < 2:
+        return []
+    lines = []
+    for source in sources:
+        text = f"{source['path']}  {source['documents']:,} documents"
+        if source["sampled"] < source["documents"]:
+            text += f"  {source['sampled']:,} sampled"
+        if source["repeated"]:
+            text += f"  {source['repeated']:,} repeated"
+        lines.append((f"{side} of", text))
+    return lines
+
+
+def _split_text(counts: Mapping[str, Any]) -> str:
+    share = counts["packed_trained"] / max(counts["packed_tokens"], 1)
+    parts = [
+        f"{counts['packed_documents']:,} documents",
+        f"{counts['packed_tokens']:,} tokens",
+        f"{counts['packed_trained']:,} trained ({share:.0%})",
+        f"longest {counts['longest']:,}",
+    ]
+    parts += [f"{counts[word]:,} {word}" for word in ("truncated", "split", "duplicates") if counts[word]]
+    for key in ("skipped", "dropped", "dropped_rows"):
+        parts += [f"{count:,} {key.partition('_')[0]}: {reason}" for reason, count in counts[key].items()]
+    return "  ".join(parts)
