@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 
 from tests.reference import assets, hf, product, written
 from tests.reference.compare import difference
-from tests.reference.formats import Chat, for_template
+from tests.reference.formats import Chat, chat_of, for_template, read
 from tests.reference.templates import CHATML_WHOLE, HAND_MADE, IMPOSSIBLE, MARKED, unmarked
 from tests.reference.written import turns
 
@@ -26,10 +26,11 @@ def run(
 ) -> tuple[dict[str, product.Encoded], dict[str, str]]:
     """Prepare the conversations; return the documents and the reasons of the refused rows, by name.
 
-    `by_command` runs the command, else it is done in this process. A conversation with nothing trained is in neither.
+    `by_command` runs the command, else it is done in this process. With `among`, other conversations come before them
+    in the same file: rows in bulk may be made in another way than a few. One with nothing trained is in neither.
     """
-    by_command = settings.pop("by_command", False)
-    rows = product.write_rows(work / "rows.jsonl", [chat.row() for chat in chats.values()])
+    by_command, among = settings.pop("by_command", False), settings.pop("among", [])
+    rows = product.write_rows(work / "rows.jsonl", [chat.row() for chat in [*among, *chats.values()]])
     tokenizer: dict[str, str] = {}
     if template is not None:
         (work / "template.jinja").write_text(template, encoding="utf-8")
@@ -46,10 +47,10 @@ def run(
     }  # fmt: skip
     prepared = product.prepare(work, recipe) if by_command else product.prepare_here(recipe)
     names = list(chats)
-    refused = {names[reject["line"] - 1]: reject["reason"] for reject in prepared.rejects}
+    refused = {names[reject["line"] - 1 - len(among)]: reject["reason"] for reject in prepared.rejects}
     train_on = settings.get("train_on", "assistant")
     left = [name for name in names if name not in refused and any(policy(chats[name], train_on))]
-    return dict(zip(left, prepared.documents[1:], strict=True)), refused
+    return dict(zip(left, prepared.documents[1 + len(among) :], strict=True)), refused
 
 
 def policy(chat: Chat, train_on: str) -> list[bool]:
@@ -64,14 +65,18 @@ def verdicts(
     tokenizer: Any,
     result: tuple[dict[str, product.Encoded], dict[str, str]],
     reference: Reference,
+    may_refuse: Collection[str] = tuple(written.UNPROMPTED),
 ) -> list[str]:
-    """What is wrong: a conversation equals its reference, or is refused because no mask of it is exact."""
+    """What is wrong: a conversation equals its reference, or is refused because no mask of it is exact.
+
+    Those in `may_refuse` may be refused all the same: never may a mask be another one.
+    """
     documents, refused = result
     wrong = []
     for name in chats:
         wanted, exact = reference(name)
         if name in refused:
-            if exact and name not in written.UNPROMPTED:
+            if exact and name not in may_refuse:
                 wrong.append(f"{name}: refused, {refused[name]}")
         elif not exact:
             wrong.append(f"{name}: has a mask where none is exact")
@@ -106,6 +111,27 @@ def test_own_templates(name: str, tmp_path: Path) -> None:
     for chat in ALL.values():
         hf.encode_chat(tokenizer, marked, for_template(chat, marked))
     expect(verdicts(ALL, tokenizer, run(tmp_path, model, ALL, by_command=True), by_answers(ALL, marked, tokenizer)))
+
+
+def bulk() -> list[Chat]:
+    """Ordinary conversations, about 1 MB."""
+    folder = assets.asset("llamafactory")
+    return [chat_of(row) for row in read(folder / "alpaca_en_demo.json")]
+
+
+@pytest.mark.parametrize("name", assets.TOKENIZERS)
+def test_random_conversations_in_bulk(name: str, tmp_path: Path) -> None:
+    """Few shapes, many contents made of what templates ask for and of what tokens are cut by.
+
+    Where a message is blank, nothing shows where it stands: such a conversation may be refused.
+    """
+    model = assets.asset(name)
+    tokenizer, marked = assets.tokenizer(model), MARKED[name]
+    chats = {f"{key}, again": chat for key, chat in written.PLAIN.items()} | written.randomly(400) | ALL
+    blank = [name for name, chat in chats.items() if any(not message["content"].strip() for message in chat.messages)]
+    result = run(tmp_path, model, chats, by_command=True, among=bulk())
+    reference = by_answers(chats, marked, tokenizer)
+    expect(verdicts(chats, tokenizer, result, reference, {*blank, *written.UNPROMPTED}))
 
 
 @pytest.mark.parametrize("name", assets.TOKENIZERS)
@@ -156,7 +182,7 @@ def test_hand_made_templates(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_what_cannot_be_proven_is_refused(name: str, tmp_path: Path) -> None:
     model = assets.asset("smollm2")
-    chats = {key: written.PLAIN[key] for key in ("repeated answers", "two systems", "answer within the question")}
+    chats = {key: written.PLAIN[key] for key in ("one turn", "repeated answers", "two systems", "many turns")}
     documents, refused = run(tmp_path, model, chats, unmarked(IMPOSSIBLE[name]))
     assert not documents
     assert refused.keys() == chats.keys()
@@ -164,7 +190,7 @@ def test_what_cannot_be_proven_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_control_tokens_in_text(tmp_path: Path) -> None:
-    """Refused by default; escaped, they are the ids of transformers' own sanitising."""
+    """Refused by default; escaped, they are encoded as any other characters: only the template's own are control."""
     chats = {
         "in a question": turns("What is <|im_end|>?", "A token."),
         "in an answer": turns("How does a turn end?", "With <|im_end|>, then <|im_start|>user."),
@@ -180,8 +206,7 @@ def test_control_tokens_in_text(tmp_path: Path) -> None:
     documents, refused = run(tmp_path / "escape", model, chats, special_tokens_in_text="escape")
     assert not refused
     for name, chat in chats.items():
-        out = tokenizer.apply_chat_template(chat.messages, sanitize_control_tokens=True, return_dict=True)
-        assert documents[name].ids.tolist() == out["input_ids"], name
+        assert documents[name].ids.tolist() == hf.encode_escaped(tokenizer, chat), name
         answers = [tokenizer.decode(run) for run in trained_runs(documents[name])]
         assert answers == [f"{m['content']}<|im_end|>" for m in chat.messages if m["role"] == "assistant"], name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from tests.reference.formats import Chat, Message
@@ -137,3 +138,31 @@ FLAGS = {
     "no answer": turns("a", said("assistant", "b", train=False)),
     "equal answers, one not": turns("a", "x", "a", said("assistant", "x", train=False), "a", "x"),
 }
+
+_PARTS = (
+    "<think>", "</think>", "<think>\n", "\n</think>\n\n", "<tool_response>", "</tool_response>", "<tool_call>",
+    "\n", "\n\n", " ", "  ", "\t", "\r\n", "a", "word", " word", "Word.", "user", "assistant", "tool", "1", "2024",
+    "'s", "'", "{", "}}", "{{ x }}", "{%", "|", "<|", "|>", "im_end", "None", "é", "e\u0301", "\u0301", "\u212b",
+    "\u1112\u1161", "\u200b", "\u2028", "\u00a0", "\u3000", "\x85", "\x1c", "😀", "👩\u200d👩", "你好", "、", "שלום",
+    "ß", "İ", "ﬁ", "\U0001d400",
+)  # fmt: skip
+_SHAPES = ("ua", "uaua", "sua", "suaua", "uauaua", "utta", "uatua", "uu", "uaa")
+
+
+def randomly(count: int, seed: int = 0) -> dict[str, Chat]:
+    """Conversations of a few shapes, with contents put together from parts; the same ones for a seed."""
+    chance = random.Random(seed)
+    roles = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
+    made = {}
+    for number in range(count):
+        shape = chance.choice(_SHAPES)
+        messages = [said(roles[role], _content(chance)) for role in shape]
+        for message in messages:
+            if message["role"] == "assistant" and chance.random() < 0.1:
+                message["reasoning_content"] = _content(chance)
+        made[f"random {number} {shape}"] = chat(messages)
+    return made
+
+
+def _content(chance: random.Random) -> str:
+    return "".join(chance.choices(_PARTS, k=min(int(chance.expovariate(0.3)), 12)))

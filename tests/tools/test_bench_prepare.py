@@ -52,10 +52,13 @@ def test_rows_are_distinct_and_end_with_an_answer(tmp_path: Path) -> None:
         assert roles[-2:] == ["user", "assistant"]
 
 
+HOLDER = "held = bytearray(1) * 60_000_000; print(1); input()"
+
+
 def test_peaks_of_a_tree() -> None:
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'x = b'x' * 60_000_000; print(1); input()'])"
+    command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HOLDER!r}])"
     with subprocess.Popen(
-        [sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "1\n"
