@@ -41,7 +41,7 @@ from tuner.data.prepared import arrow  # noqa: E402
 
 CAPACITIES = (4096, 8192, 32768)
 EFFICIENCY, SECONDS, PEAK_MIB = 0.9999, 1.0, 300
-PEER_SLICE = 100_000
+PEER_SLICE = 20_000
 """Documents given to TRL at once: a multiple of its windows of 1,000 rows, so the slices change nothing but memory."""
 MEMORY_DOCUMENTS = 5_000_000
 Packer = Callable[[np.ndarray, int], tuple[int, float]]
@@ -54,10 +54,12 @@ def lognormal(items: int, capacity: int) -> np.ndarray:
 
 
 def hard(items: int, capacity: int) -> np.ndarray:
-    """Two thirds of the lengths above half a row."""
+    """Two thirds of the lengths above half a row, mixed with the others."""
     rng, long = np.random.default_rng(1), 2 * items // 3
-    return np.concatenate(
-        [rng.integers(capacity // 2 + 1, capacity + 1, long), rng.integers(1, capacity // 2 + 1, items - long)]
+    return rng.permutation(
+        np.concatenate(
+            [rng.integers(capacity // 2 + 1, capacity + 1, long), rng.integers(1, capacity // 2 + 1, items - long)]
+        )
     )
 
 
