@@ -23,9 +23,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ class Trial:
     directory: Path
     workers: int
     mutant: str
-    calls: int = 0
+    calls: tuple[str, ...] = ()
     seconds: float = 0.0
 
 
@@ -65,19 +64,19 @@ def build(trial: Trial, cache: str, fatal: tuple[int, str] | None, answers: Any)
     data = DataSection.model_validate({"train": files, "eval": "10%", "workers": trial.workers, "on_bad_row": "skip"})
     tokenizer = TextTokenizer(byte_tokenizer_files())
     info = prepare(PrepareRequest(data, SftMethod(), tokenizer, 64, 1, trial.directory / cache))
-    answers.put({"pid": os.getpid(), "calls": seen["calls"], "cached": info.cached, "path": str(info.path)})
+    answers.put({"pid": os.getpid(), "calls": seen, "cached": info.cached, "path": str(info.path)})
 
 
-def count_calls(fatal: tuple[int, str] | None) -> Counter[str]:
+def count_calls(fatal: tuple[int, str] | None) -> list[str]:
     """Wrap the system calls by which a directory is published; the fatal one kills this process."""
-    seen: Counter[str] = Counter()
+    seen: list[str] = []
 
     def wrapped(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
             if name == "open" and not (len(arguments) > 1 and arguments[1] & os.O_CREAT):
                 return real(*arguments, **keywords)
-            number = seen["calls"]
-            seen["calls"] += 1
+            number = len(seen)
+            seen.append(f"{name} {Path(os.fsdecode(arguments[0])).name}" if name != "fsync" else name)
             if fatal == (number, "before"):
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
@@ -229,13 +228,12 @@ def unbroken(trial: Trial) -> tuple[Trial, dict[str, str]]:
         results.append((contents(trial.directory / cache), answer["calls"]))
     if results[0][0] != results[1][0]:
         raise RuntimeError("two unbroken builds differ")
-    return Trial(trial.directory, trial.workers, trial.mutant, results[0][1], seconds), results[0][0]
+    return Trial(trial.directory, trial.workers, trial.mutant, tuple(results[0][1]), seconds), results[0][0]
 
 
 def kill_trial(trial: Trial, expected: dict[str, str], number: int, rng: random.Random) -> dict[str, Any]:
     """Kill a builder, look at what is there, and let another finish."""
-    step = number % (2 * trial.calls)
-    fatal = (step // 2, ("before", "after")[step % 2]) if number < 2 * trial.calls else None
+    fatal = (number // 2, ("before", "after")[number % 2]) if number < 2 * len(trial.calls) else None
     name = f"kill-{number}"
     cache = trial.directory / name
     process, answers = start(trial, name, fatal)
@@ -252,7 +250,7 @@ def kill_trial(trial: Trial, expected: dict[str, str], number: int, rng: random.
     found = {
         "kind": "kill",
         "trial": number,
-        "at": f"{fatal[1]} call {fatal[0]}" if fatal else "random",
+        "at": f"{fatal[1]} {trial.calls[fatal[0]]}" if fatal else "random",
         "killed": killed,
         "half_made": sorted(set(seen)),
         "finished": answer is not None,
@@ -306,12 +304,12 @@ def campaign(
     """The wanted trials (kind, number) with one number of workers, in `directory`, which is empty."""
     write_rows(directory)
     plain, expected = unbroken(Trial(directory, workers, "none"))
-    trial = Trial(directory, workers, mutant, plain.calls, plain.seconds)
+    trial = replace(plain, mutant=mutant)
     results = []
     for kind, number in wanted:
         rng = random.Random(f"{seed} {workers} {kind} {number}")
         found = KINDS[kind](trial, expected, number, rng)
-        results.append({"workers": workers, "calls": trial.calls, **found})
+        results.append({"workers": workers, "calls": len(trial.calls), **found})
         if not found["ok"]:
             print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     return results
@@ -323,12 +321,13 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--races", type=int, default=50)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--first", type=int, default=0, help="number of the first kill; two for each call come first")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mutant", choices=list(MUTANTS), default="none", help="break the builder: trials must fail")
     parser.add_argument("--replay", nargs=2, metavar=("KIND", "NUMBER"), help="one trial alone, such as: kill 17")
     options = parser.parse_args()
     context.set_forkserver_preload(["tuner.data.prepare", "tuner.config.recipe"])
-    wanted = [("kill", i) for i in range(options.kills)] + [("race", i) for i in range(options.races)]
+    wanted = [("kill", options.first + i) for i in range(options.kills)] + [("race", i) for i in range(options.races)]
     if options.replay:
         wanted = [(options.replay[0], int(options.replay[1]))]
     results = []

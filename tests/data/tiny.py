@@ -80,7 +80,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def request(cache: Path, train: object, *, pretrain: bool = False, max_length: int = 64, **data: Any) -> PrepareRequest:
-    method = PretrainMethod() if pretrain else SftMethod(train_on=data.pop("train_on", "assistant"))
-    seed = data.pop("seed", 1)
+    seed, train_on = data.pop("seed", 1), data.pop("train_on", "assistant")
+    method = PretrainMethod() if pretrain else SftMethod(train_on=train_on)
     section = DataSection.model_validate({"train": train if isinstance(train, (list, dict)) else str(train), **data})
     return PrepareRequest(section, method, tokenizer(), max_length, seed, cache)
