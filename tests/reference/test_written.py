@@ -190,7 +190,7 @@ def test_what_cannot_be_proven_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_control_tokens_in_text(tmp_path: Path) -> None:
-    """Refused by default; escaped, they are encoded as any other characters: only the template's own are control."""
+    """Refused by default; escaped, they are the ids of transformers' own sanitising."""
     chats = {
         "in a question": turns("What is <|im_end|>?", "A token."),
         "in an answer": turns("How does a turn end?", "With <|im_end|>, then <|im_start|>user."),
@@ -206,7 +206,8 @@ def test_control_tokens_in_text(tmp_path: Path) -> None:
     documents, refused = run(tmp_path / "escape", model, chats, special_tokens_in_text="escape")
     assert not refused
     for name, chat in chats.items():
-        assert documents[name].ids.tolist() == hf.encode_escaped(tokenizer, chat), name
+        out = tokenizer.apply_chat_template(chat.messages, sanitize_control_tokens=True, return_dict=True)
+        assert documents[name].ids.tolist() == out["input_ids"], name
         answers = [tokenizer.decode(run) for run in trained_runs(documents[name])]
         assert answers == [f"{m['content']}<|im_end|>" for m in chat.messages if m["role"] == "assistant"], name
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tuner.data.problems import RowProblem
 from tuner.data.rows import Example, PromptCompletion, Tokens
 from tuner.data.tokenizer import Encoded, TextTokenizer
-from tuner.data.turns import GUARD, Plan, TrainOn, Turn
+from tuner.data.turns import BREAK, GUARD, Plan, TrainOn, Turn
 
 _KEPT_PROMPTS, _KEPT_CHARS = 4096, 256
 
@@ -92,7 +92,7 @@ class Placer:
 
     def _prompt_is_exact(self, plan: Plan, encoded: Encoded, turn: Turn, start: int) -> bool:
         """Whether the text before an answer, encoded alone, gives the ids that stand before it."""
-        if start == 0 or plan.escaped:  # cut at the control tokens, the pieces were encoded alone
+        if start == 0:
             return True
         special = np.flatnonzero(np.isin(encoded.ids[:start], self._special))
         # A control token cuts the text: what follows it is encoded without regard to what precedes.
@@ -108,30 +108,30 @@ class Placer:
         return first > 0 and np.array_equal(self._tokenizer.encode(plan.text[: turn.start]), encoded.ids[:start])
 
     def _escaped(self, plan: Plan) -> tuple[Plan, Encoded]:
-        """Encode a guarded text between the template's own control tokens, and take the guards out."""
-        edges = [0, *(edge for span in self._tokenizer.specials(plan.text) for edge in span), len(plan.text)]
-        # An answer's start cuts too: its prompt is encoded by itself, as at inference.
-        edges = sorted({*edges, *(turn.start for turn in plan.turns if turn.is_answer)})
-        control = {start for start, _ in self._tokenizer.specials(plan.text)}
-        ids: list[npt.NDArray[np.int64]] = []
-        starts: list[npt.NDArray[np.int64]] = []
-        stops: list[npt.NDArray[np.int64]] = []
-        pieces, length = [], 0
-        for a, b in zip(edges[:-1], edges[1:], strict=True):
-            piece = plan.text[a:b].replace(GUARD, "")
-            part = self._tokenizer.encode_batch([piece])[0] if a in control else self._tokenizer.encode_escaped(piece)
-            ids.append(part.ids)
-            starts.append(part.starts + length)
-            stops.append(part.stops + length)
-            pieces.append(piece)
+        """Encode a guarded text with the guards taken out.
+
+        As transformers' `sanitize_control_tokens` does: a token that a user wrote out is encoded by itself, as ordinary
+        characters, and what stands between two of them as always.
+        """
+        parts: list[Encoded] = []
+        texts: list[str] = []
+        length = 0
+        for k, piece in enumerate(plan.text.split(GUARD)):
+            if k % 2:  # between an odd guard and the next stands a written-out token
+                if piece.count(BREAK) != 1:
+                    raise RowProblem("the template cuts a control token that is written out in the text", 1)
+                piece = piece.replace(BREAK, "")  # noqa: PLW2901 (the same piece, as it was written)
+            part = self._tokenizer.encode_escaped(piece) if k % 2 else self._tokenizer.encode_batch([piece])[0]
+            parts.append(Encoded(part.ids, part.starts + length, part.stops + length))
+            texts.append(piece)
             length += len(piece)
+        columns = ([getattr(part, name) for part in parts] for name in ("ids", "starts", "stops"))
 
         def clean(position: int) -> int:
-            return position - plan.text.count(GUARD, 0, position)
+            return position - plan.text.count(GUARD, 0, position) - plan.text.count(BREAK, 0, position)
 
         turns = [turn._replace(start=clean(turn.start), stop=clean(turn.stop)) for turn in plan.turns]
-        encoded = Encoded(*(np.concatenate([np.empty(0, np.int64), *parts]) for parts in (ids, starts, stops)))
-        return plan._replace(text="".join(pieces), turns=turns), encoded
+        return plan._replace(text="".join(texts), turns=turns), Encoded(*map(np.concatenate, columns))
 
     def _apart(self, example: PromptCompletion) -> Document:
         """Encode prompt and completion one by one: the prompt's ids are then those of the prompt alone."""

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -175,11 +175,9 @@ class TextTokenizer:
         found = self._special_pattern.search(text) if self._special_pattern else None
         return (found.group(), found.start()) if found else None
 
-    def guard_special(self, text: str, guard: str) -> str:
-        """Put `guard` after the first character of every control token written out in `text`."""
-        if self._special_pattern is None:
-            return text
-        return self._special_pattern.sub(lambda found: found[0][0] + guard + found[0][1:], text)
+    def change_specials(self, text: str, change: Callable[[str], str]) -> str:
+        """Replace every control token written out in `text`."""
+        return self._special_pattern.sub(lambda found: change(found[0]), text) if self._special_pattern else text
 
     def specials(self, text: str) -> list[tuple[int, int]]:
         """Return the characters [start, stop) of every control token in `text`."""

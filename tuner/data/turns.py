@@ -21,8 +21,8 @@ from tuner.errors import DataError
 TrainOn = Literal["assistant", "last_assistant", "all"]
 SpecialTokens = Literal["refuse", "escape"]
 
-GUARD = "\ufdd4"
-"""Stands inside a control token written out by a user while the text is rendered and cut; a noncharacter."""
+GUARD, BREAK = "\ufdd4", "\ufdd3"
+"""GUARDs stand around a control token that a user wrote out, and a BREAK in it, while the text is rendered and cut."""
 _FIRST_MARK, _MARKS = 0xFDD5, 24
 NOT_SHOWN = "tools not written by the template"
 CALLS_AS_TEXT = "tool calls written as text: the template has none"
@@ -140,7 +140,7 @@ class Planner:
         if found is None:
             return text
         if self._escapes:
-            return self._tokenizer.guard_special(text, GUARD)
+            return self._tokenizer.change_specials(text, lambda token: f"{GUARD}{token[0]}{BREAK}{token[1:]}{GUARD}")
         raise RowProblem(f"the control token {found[0]} is written out in the text", path=path)
 
     def _notes(self, example: Conversation, chat: "_Chat") -> tuple[str, ...]:
@@ -187,34 +187,54 @@ class _Chat:
             if self._end(start, stop) is None:
                 self.notes.append(OPEN_ENDED)
             return start, stop
-        start = self._answer_start(i)
+        start = self.answer_start(i)
         last = i + 1 == len(self.messages)
         limit = len(self.text) if last else self._content_starts.get(i + 1, -1)
-        if limit < start:
-            limit = len(self._through(i))
-        end = self._end(start, limit)
+        end = self._end(start, limit) if limit >= start else self._end_as_last(i, start)
         if end is None:
-            self.notes.append(NO_END)
-            end = self._without_blanks(start, len(self._through(i)))
+            through = len(self._through(i))
+            end = self._end(start, through)
+            if end is None:
+                self.notes.append(NO_END)
+                end = self._without_blanks(start, through)
         return start, end
 
-    def _answer_start(self, i: int) -> int:
+    def answer_start(self, i: int) -> int:
+        """The character at which answer i begins; RowProblem where that is not shown."""
         prompt = self._render(i, prompt=True)
         if self.text.startswith(prompt):
             return len(prompt)
         # Some templates shorten earlier turns once more follows. The turn before still shows where this one begins.
         before = self._render(i)
         header = prompt[len(before) :].lstrip() if prompt.startswith(before) else ""
-        found = self._find([i - 1]) if i else None
-        end = None if found is None else self._end(found[i - 1], len(self.text))
-        if end is not None and header:
-            end += len(self.text[end:]) - len(self.text[end:].lstrip())
-            if self.text.startswith(header, end):
-                self.notes.append(REWRITTEN)
-                return end + len(header)
+        starts = [self._after_turn(i - 1), self._after_others(i) - len(header)]
+        start = next((at for at in starts if at >= 0 and header and self.text.startswith(header, at)), None)
+        if start is not None:
+            self.notes.append(REWRITTEN)
+            return start + len(header)
         raise RowProblem(
             f"the template writes the text before message {i} differently when it is a prompt", path=("messages", i)
         )
+
+    def _after_turn(self, i: int) -> int:
+        """Where the text goes on after message i's end-of-turn token and white space; -1 where that is not shown."""
+        found = self._find([i]) if i >= 0 else None
+        end = None if found is None else self._end(found[i], len(self.text))
+        return -1 if end is None else end + len(self.text[end:]) - len(self.text[end:].lstrip())
+
+    def _after_others(self, i: int) -> int:
+        """Where the content of message i begins, when those of the messages before it stand before it; or -1."""
+        wanted = [k for k in range(i + 1) if not str.isspace(self.messages[k]["content"] or " ")][-_MARKS:]
+        found = self._find(wanted) if wanted and wanted[-1] == i else None
+        return -1 if found is None else found[i]
+
+    def _end_as_last(self, i: int, start: int) -> int | None:
+        """The end of answer i by itself: what stands there must end the answer where it comes last, too."""
+        alone = _Chat(self._tokenizer, self.messages[: i + 1], self._tools)
+        first, end = alone.answer_start(i), self._end(start, len(self.text))
+        last = alone._end(first, len(alone.text))
+        same = end is not None and last is not None and alone.text[first:last].endswith(self.text[start:end])
+        return end if same else None
 
     def turn(self, i: int) -> tuple[int, int]:
         """Characters that message i adds to the whole text, header and all."""
@@ -265,6 +285,7 @@ class _Chat:
         return {i: found[i] for i in wanted if (found := self._find([i])) is not None}
 
     def _find(self, wanted: list[int]) -> dict[int, int] | None:
+        """Where the contents of messages begin in the text, or None where marks there change more than the marks."""
         marks = {chr(_FIRST_MARK + k % _MARKS): i for k, i in enumerate(wanted)}
         contents = [self.messages[i]["content"] for i in wanted]
         if len(marks) < len(wanted) or any(not content or str.isspace(content) for content in contents):
