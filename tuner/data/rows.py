@@ -209,7 +209,9 @@ def _from_alpaca(value: Row) -> Example:
             raise RowProblem("history is a list of [question, answer]", path=("history", i))
         for j, role in enumerate(("user", "assistant")):
             messages.append(said_by(role, check_string(pair[j], ("history", i, j))))
-    parts = [check_string(value[key], (key,)) for key in ("instruction", "input") if value.get(key) is not None]
+    parts = [check_string(value["instruction"], ("instruction",))]
+    if value.get("input") is not None:
+        parts.append(check_string(value["input"], ("input",)))
     question = "\n".join(filter(None, parts))
     if not question:
         raise RowProblem("instruction is empty", path=("instruction",))

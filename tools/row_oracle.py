@@ -1,0 +1,294 @@
+"""Whether a line of JSONL is a good row, judged apart from the product: of `tuner` nothing is imported here.
+
+It is written another way: objects are lists of pairs until they are judged, surrogates are looked for in what was
+decoded and depth in the brackets of the text. What makes a row good is docs/data-formats.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+LONGEST_LINE = 64 * 1024 * 1024
+DEEPEST = 256
+BLANK = "blank"
+GOOD = "good"
+
+
+class Pairs(list[tuple[str, Any]]):
+    """An object as it was written."""
+
+
+class Bad(Exception):
+    """Why a line is no good row."""
+
+
+def judge(line: bytes, first: bool) -> str:
+    """`good`, `blank` or what is wrong with a line without its line feed; `first` lines may have a byte order mark."""
+    try:
+        value = parse(line, first)
+    except Bad as bad:
+        return str(bad)
+    return BLANK if value is None else judge_row(value)
+
+
+def parse(line: bytes, first: bool) -> dict[str, Any] | None:
+    """The object of a line, None for a blank one. Bad where there is none."""
+    if len(line) > LONGEST_LINE:
+        raise Bad("long")
+    try:
+        text = line.decode("utf-8-sig" if first else "utf-8")
+    except UnicodeError:
+        raise Bad("utf-8") from None
+    while text.endswith("\r"):
+        text = text[:-1]
+    if all(character in " \t" for character in text):
+        return None
+    if depth(text) > DEEPEST:
+        raise Bad("depth or syntax")
+    decoder = json.JSONDecoder(object_pairs_hook=Pairs, parse_constant=refuse)
+    try:
+        value, end = decoder.raw_decode(text, len(text) - len(text.lstrip(" \t\n\r")))
+    except (ValueError, RecursionError):
+        raise Bad("syntax") from None
+    if text[end:].strip(" \t\n\r"):
+        raise Bad("more than one value")
+    plain = unpaired(value)
+    if not isinstance(plain, dict):
+        raise Bad("no object")
+    return plain
+
+
+def refuse(name: str) -> NoReturn:
+    """NaN and its like are no JSON."""
+    raise ValueError(name)
+
+
+def depth(text: str) -> int:
+    """The deepest nesting of brackets outside of strings."""
+    deepest = now = at = 0
+    while at < len(text):
+        character = text[at]
+        if character == '"':
+            at += 1
+            while at < len(text) and text[at] != '"':
+                at += 2 if text[at] == "\\" else 1
+        elif character in "[{":
+            now += 1
+            deepest = max(deepest, now)
+        elif character in "]}":
+            now -= 1
+        at += 1
+    return deepest
+
+
+def unpaired(value: Any) -> Any:
+    """The value with its objects as dictionaries. Bad for a duplicate key and for text that is none."""
+    if isinstance(value, Pairs):
+        keys = [unpaired(key) for key, _ in value]
+        if len(set(keys)) < len(keys):
+            raise Bad("duplicate key")
+        return {key: unpaired(item) for key, (_, item) in zip(keys, value, strict=True)}
+    if isinstance(value, list):
+        return [unpaired(item) for item in value]
+    if isinstance(value, str):
+        if "\0" in value:
+            raise Bad("NUL")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise Bad("surrogate") from None
+    return value
+
+
+def judge_row(row: dict[str, Any]) -> str:
+    """`good`, or what is wrong with the schema of a row."""
+    there = {key for key, item in row.items() if item is not None}
+    if any(row.get(kind) or row.get(f"{kind}s") for kind in ("image", "audio", "video")):
+        return "media"
+    if {"chosen", "rejected"} <= there or {"chosen_messages", "rejected_messages"} <= there:
+        return "preference"
+    for keys, check in FORMS:
+        if keys <= there:
+            return GOOD if check(row) else "schema"
+    return "no form"
+
+
+def from_text(value: Any) -> Any:
+    """A list may be written as JSON text."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        return (
+            unpaired(json.loads(value, object_pairs_hook=Pairs, parse_constant=refuse))
+            if depth(value) <= DEEPEST
+            else 0
+        )
+    except (ValueError, RecursionError, Bad):
+        return None
+
+
+def good_json(value: Any) -> Any:
+    """The value of a JSON text; None where it is none."""
+    try:
+        return unpaired(json.loads(value, object_pairs_hook=Pairs, parse_constant=refuse))
+    except (ValueError, RecursionError, Bad):
+        return None
+
+
+def tools_good(row: dict[str, Any]) -> bool:
+    tools = from_text(row.get("tools"))
+    return not row.get("tools") or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))
+
+
+def turns_good(turns: Any, sharegpt: bool) -> bool:
+    turns = from_text(turns)
+    return isinstance(turns, list) and len(turns) > 0 and all(turn_good(turn, sharegpt) for turn in turns)
+
+
+def turn_good(turn: Any, sharegpt: bool) -> bool:
+    if not isinstance(turn, dict):
+        return False
+    if "role" not in turn and "from" in turn:
+        return speaker_good(turn) and wishes_good(turn)
+    return not (sharegpt and "role" not in turn) and message_good(turn) and wishes_good(turn)
+
+
+def speaker_good(turn: dict[str, Any]) -> bool:
+    known = "system human user gpt assistant chatgpt bing bard model function_call observation tool function_response"
+    speaker, said = turn["from"], turn.get("value")
+    if not isinstance(speaker, str) or speaker not in known.split() or not isinstance(said, str):
+        return False
+    if speaker != "function_call":
+        return True
+    calls = good_json(said)
+    return all(map(call_good, calls if isinstance(calls, list) else [calls]))
+
+
+def message_good(message: dict[str, Any]) -> bool:
+    role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
+    if not isinstance(role, str) or role not in ["system", "user", "assistant", "tool", "developer", "function"]:
+        return False
+    if isinstance(calls, str):
+        calls = good_json(calls)
+        if calls is None and message["tool_calls"] != "null":
+            return False
+    if calls is not None and not (isinstance(calls, list) and all(map(call_good, calls))):
+        return False
+    inside = (
+        [part for part in content if isinstance(part, dict) and part.get("type") == "tool_call"]
+        if isinstance(content, list)
+        else []
+    )
+    if (calls or inside) and role != "assistant":
+        return False
+    if isinstance(content, list):
+        return all(map(part_good, content))
+    return isinstance(content, str) or (content is None and bool(calls))
+
+
+def part_good(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return False
+    kind = part.get("type")
+    if kind == "tool_call":
+        call = part if part.get("value") is None and part.get("tool_call") is None else None
+        call = call or (part["tool_call"] if part.get("value") is None else part["value"])
+        return call_good(good_json(call) if isinstance(call, str) else call)
+    names = {"text": ("text", "value"), "reasoning": ("reasoning", "text", "value")}
+    names["thinking"] = ("thinking", "text", "value")
+    if not isinstance(kind, str) or kind not in names:
+        return False
+    return isinstance(next((part[name] for name in names[kind] if part.get(name) is not None), None), str)
+
+
+def call_good(call: Any) -> bool:
+    if not isinstance(call, dict):
+        return False
+    function = call["function"] if isinstance(call.get("function"), dict) else call
+    arguments = function.get("arguments", function.get("parameters"))
+    return isinstance(function.get("name"), str) and (arguments is None or isinstance(arguments, (dict, str)))
+
+
+def wishes_good(turn: dict[str, Any]) -> bool:
+    wishes = {name: turn[name] for name in ("train", "loss_weight", "weight") if turn.get(name) is not None}
+    if "train" in wishes and wishes["train"] not in (True, False):
+        return False
+    if "train" in wishes and not isinstance(wishes["train"], bool):
+        return False
+    return all(isinstance(wish, (int, float)) and wish in (0, 1) for wish in wishes.values()) and (
+        len(set(map(bool, wishes.values()))) < 2
+    )
+
+
+def messages_good(row: dict[str, Any]) -> bool:
+    return turns_good(row["messages"], False) and tools_good(row)
+
+
+def conversations_good(row: dict[str, Any]) -> bool:
+    if not turns_good(row["conversations"], True) or not tools_good(row):
+        return False
+    first = from_text(row["conversations"])[0]
+    speaks = first["role"] if "role" in first else first["from"]
+    return not row.get("system") or (isinstance(row["system"], str) and speaks not in ("system", "developer"))
+
+
+def prompt_good(row: dict[str, Any]) -> bool:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return turns_good(prompt, False) and turns_good(completion, False) and tools_good(row)
+    return isinstance(prompt, str) and isinstance(completion, str) and completion != ""
+
+
+def alpaca_good(row: dict[str, Any]) -> bool:
+    history = from_text(row.get("history")) if row.get("history") else []
+    asked = [row["instruction"], "" if row.get("input") is None else row["input"]]
+    return (
+        all(isinstance(part, str) for part in asked)
+        and "".join(asked) != ""
+        and isinstance(row["output"], str)
+        and row["output"] != ""
+        and isinstance(history, list)
+        and all(isinstance(pair, list) and [type(said) for said in pair] == [str, str] for pair in history)
+        and (not row.get("system") or isinstance(row["system"], str))
+        and tools_good(row)
+    )
+
+
+def text_good(row: dict[str, Any]) -> bool:
+    return isinstance(row["text"], str) and row["text"] != ""
+
+
+def tokens_good(row: dict[str, Any]) -> bool:
+    ids = from_text(row["input_ids"])
+    if not isinstance(ids, list) or not ids or not all(type(token) is int and 0 <= token < 2**32 for token in ids):
+        return False
+    masks = []
+    for name in ("attention_mask", "loss_mask", "trained", "assistant_masks", "completion_mask"):
+        mask = from_text(row.get(name))
+        if row.get(name) is None:
+            continue
+        if not isinstance(mask, list) or len(mask) != len(ids) or any(type(flag) not in (int, bool) for flag in mask):
+            return False
+        if any(flag not in (0, 1) for flag in mask) or (name == "attention_mask" and not all(mask)):
+            return False
+        masks += [[bool(flag) for flag in mask]] if name != "attention_mask" else []
+    if row.get("labels") is not None:
+        labels = from_text(row["labels"])
+        if not isinstance(labels, list) or len(labels) != len(ids) or any(type(label) is not int for label in labels):
+            return False
+        if any(label not in (-100, token) for label, token in zip(labels, ids, strict=True)):
+            return False
+        masks.append([label != -100 for label in labels])
+    return all(mask == masks[0] for mask in masks)
+
+
+FORMS: list[tuple[set[str], Callable[[dict[str, Any]], bool]]] = [
+    ({"messages"}, messages_good),
+    ({"conversations"}, conversations_good),
+    ({"prompt", "completion"}, prompt_good),
+    ({"instruction", "output"}, alpaca_good),
+    ({"text"}, text_good),
+    ({"input_ids"}, tokens_good),
+]
