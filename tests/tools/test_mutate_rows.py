@@ -1,0 +1,86 @@
+"""Broken lines and the oracle's verdicts agree with the product's, and the comparison sees a product that is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.mutate_rows import compare, main
+from tools.row_mutations import MUTATIONS, lines
+from tools.row_oracle import judge
+from tuner.data import jsonl
+
+FAULTS = ("disagreements", "values_differ", "problems_without_a_place", "exceptions")
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mutated") / "rows.jsonl"
+    path.write_bytes(b"".join(line.replace(b"\n", b" ") + b"\n" for line in lines(2000, 11, 0)))
+    return path
+
+
+def test_two_thousand_lines_are_judged_alike(broken: Path) -> None:
+    figures = compare(broken, 2000, command=False)
+    assert {name: figures[name] for name in FAULTS} == dict.fromkeys(FAULTS, 0), figures["examples"]
+    assert figures["lines"] == 2000
+    assert 1000 < figures["bad_by_oracle"] == figures["bad_by_product"] < 1800
+    assert len(figures["kinds_of_bad"]) >= 10
+
+
+def test_the_command_counts_the_same_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    import sys
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["mutate_rows.py", "--lines", "600", "--seed", "5", "--long", "0", "--command"])
+        assert main() == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert {name: figures[name] for name in FAULTS} == dict.fromkeys(FAULTS, 0)
+    assert figures["bad_by_product"] > 300
+
+
+def test_a_wrong_product_is_found(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "strict_json_row", lambda raw: {"text": "anything"})
+    assert compare(broken, 2000, command=False)["disagreements"] > 100
+    monkeypatch.undo()
+    monkeypatch.setattr(jsonl, "_object", dict)
+    assert compare(broken, 2000, command=False)["disagreements"] > 0
+
+
+def test_every_mutation_breaks_some_line_or_is_meant_to_break_none() -> None:
+    import random
+
+    from tools.row_mutations import good_row, written
+
+    r = random.Random(3)
+    verdicts: dict[str, set[str]] = {}
+    for name, mutate in MUTATIONS.items():
+        for _ in range(60):
+            line = written(r, good_row(r))
+            assert judge(line, False) == "good", line
+            verdicts.setdefault(name, set()).add(judge(mutate(r, line).replace(b"\n", b" "), False))
+    assert {name for name, seen in verdicts.items() if seen == {"good"}} == {"nothing", "carriage returns"}
+
+
+@pytest.mark.parametrize(
+    ("line", "verdict"),
+    [
+        (b'{"text": "x"}', "good"),
+        (b" \t\r", "blank"),
+        (b'\xef\xbb\xbf{"text": "x"}', "syntax"),
+        (b'{"text": "x", "text": "x"}', "duplicate key"),
+        (b'{"text": "\\ud800"}', "surrogate"),
+        (b'{"text": "\\u0000"}', "NUL"),
+        (b'{"text": "\xff"}', "utf-8"),
+        (b'{"text": "x", "n": ' + b"[" * 256 + b"]" * 256 + b"}", "depth or syntax"),
+        (b'{"text": "x", "n": ' + b"[" * 255 + b"]" * 255 + b"}", "good"),
+        (b'{"text": ""}', "schema"),
+        (b"{}", "no form"),
+    ],
+)
+def test_the_oracle_itself(line: bytes, verdict: str) -> None:
+    assert judge(line, False) == verdict
+    if verdict == "syntax":
+        assert judge(line, True) == "good"
