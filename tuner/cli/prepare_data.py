@@ -21,7 +21,6 @@ from tuner.cli.session import (
 )
 
 if TYPE_CHECKING:
-    from tuner.data.explain import TokenView
     from tuner.data.prepare import PreparedInfo, PrepareRequest
     from tuner.runtime.console import Console
 
@@ -31,7 +30,11 @@ def prepare_data(
     recipe: RecipeArgument = None,
     explain: Annotated[
         int | None,
-        typer.Option("--explain", min=1, help="Show the first N rows with their trained parts in brackets, and stop."),
+        typer.Option(
+            "--explain",
+            min=1,
+            help="Show the first N rows, what is trained in brackets (piped: a JSON line a token), and stop.",
+        ),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Print the directory if it is prepared, else exit with 3; build nothing.")
@@ -42,7 +45,6 @@ def prepare_data(
     debug: DebugOption = False,
 ) -> None:
     """Turn rows into packed, encoded data; print its directory. Again, it is already prepared."""
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
     def body() -> Outcome:
         from tuner.data.request import prepare_request
@@ -53,7 +55,7 @@ def prepare_data(
         request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
         console = Console(level="debug" if verbose else "info")
         if explain is not None:
-            return _explained(request, explain, colour)
+            return _explained(request, explain, OutputOptions(json, verbose, debug))
         if check:
             return _checked(request)
         if dry_run:
@@ -121,26 +123,15 @@ def _planned(request: PrepareRequest, console: Console) -> Outcome:
     )
 
 
-def _explained(request: PrepareRequest, count: int, colour: bool) -> Outcome:
+def _explained(request: PrepareRequest, count: int, options: OutputOptions) -> Outcome:
     from dataclasses import asdict
 
+    from tuner.cli.token_view import row_texts, token_lines
     from tuner.data.explain import explain
 
     rows = list(explain(request, count))
-    text = "\n\n".join(_marked(request, row, colour) for row in rows)
-    return Outcome(text, artifacts={"rows": [[asdict(token) for token in row] for row in rows]}, is_text=True)
-
-
-def _marked(request: PrepareRequest, row: list[TokenView], colour: bool) -> str:
-    """The row's text with its trained parts in brackets, in reverse green on a terminal."""
-    from itertools import groupby
-
-    from tuner.runtime.console import escape
-
-    parts = []
-    for trained, tokens in groupby(row, key=lambda token: token.trained):
-        text = request.tokenizer.decode([token.id for token in tokens])
-        shown = "\n".join(escape(line) for line in text.split("\n"))
-        opening, closing = ("\x1b[7;32m", "\x1b[0m") if colour else ("", "")
-        parts.append(f"{opening}[{shown}]{closing}" if trained else shown)
-    return "".join(parts)
+    artifacts = {"rows": [[asdict(token) for token in row.tokens] for row in rows]}
+    if not sys.stdout.isatty():
+        return Outcome(token_lines(rows), artifacts=artifacts, is_text=True)
+    text = row_texts(rows, request.tokenizer, not os.environ.get("NO_COLOR"), options.verbose)
+    return Outcome(text, artifacts=artifacts, is_text=True)

@@ -176,7 +176,7 @@ def _encoded_block(
     if not kept.all():
         counts.dropped[NO_TRAINED_TOKEN] = int((~kept).sum())
     ordered = sorted(bad, key=lambda pair: (pair[0].line, pair[0].col))
-    return EncodedBlock(counts, [_bad_row(row, problem) for row, problem in ordered], lines_in(block))
+    return EncodedBlock(counts, [bad_row(row, problem) for row, problem in ordered], lines_in(block))
 
 
 def _bundle(
@@ -221,7 +221,8 @@ def _record_batch(
     return pa.record_batch([*lists, pa.array(prompts.astype(np.uint32))], schema=schema)
 
 
-def _bad_row(row: RawRow, problem: RowProblem) -> BadRow:
+def bad_row(row: RawRow, problem: RowProblem) -> BadRow:
+    """Return what is said of a row that cannot be used."""
     line, col = place(row, problem)
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem.path).lstrip(".")
     return BadRow(line, col, where, problem.reason, row.raw[:SHOWN_BYTES].decode("utf-8", "replace"))

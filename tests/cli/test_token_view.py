@@ -1,0 +1,69 @@
+"""Explained rows as people see them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data import tiny
+from tuner.cli.token_view import row_texts, token_lines
+from tuner.data.explain import explain
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> Path:
+    return tiny.write_rows(
+        tmp_path / "rows.jsonl", [tiny.chat("say \x1b[2Jhello\n\u202ex", "h\u00e9"), tiny.chat("b", "c")]
+    )
+
+
+def test_what_is_trained_is_in_brackets_and_control_characters_are_escaped(rows_file: Path, tmp_path: Path) -> None:
+    rows = list(explain(tiny.request(tmp_path / "cache", rows_file), 2))
+    text = row_texts(rows, tiny.tokenizer(), colour=False, every_token=False)
+    assert "\x1b" not in text and "\u202e" not in text
+    assert "[h\u00e9<|im_end|>]" in text and "[c<|im_end|>]" in text
+    assert f"{rows_file}:1  " in text and f"{rows_file}:2  " in text
+    assert "\x1b[7;32m[c<|im_end|>]\x1b[0m" in row_texts(rows, tiny.tokenizer(), colour=True, every_token=False)
+
+
+def test_every_token_has_a_line(rows_file: Path, tmp_path: Path) -> None:
+    rows = list(explain(tiny.request(tmp_path / "cache", rows_file), 1))
+    lines = row_texts(rows, tiny.tokenizer(), colour=False, every_token=True).splitlines()[-len(rows[0].tokens) :]
+    assert [line.split()[2] == "trained" for line in lines] == [token.trained for token in rows[0].tokens]
+    assert [int(line.split()[1]) for line in lines] == [token.id for token in rows[0].tokens]
+    parsed = [json.loads(line) for line in token_lines(rows).splitlines()]
+    assert [line["text"] for line in parsed] == [token.text for token in rows[0].tokens]
+
+
+def test_a_terminal_gets_text_and_colour(rows_file: Path, tmp_path: Path) -> None:
+    model = tiny.write_directory(tmp_path / "model")
+    (tmp_path / "recipe.yaml").write_text(
+        f"model: {{name_or_path: {model}}}\ndata: {{train: {rows_file}, max_length: 64}}\n"
+    )
+    main, terminal = pty.openpty()
+    environment = {**os.environ, "TUNER_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    environment.pop("NO_COLOR", None)
+    command = [sys.executable, "-m", "tuner", "prepare-data", "recipe.yaml", "--explain", "1"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=terminal, stderr=subprocess.PIPE, env=environment) as process:
+        os.close(terminal)
+        shown = b""
+        while True:
+            try:
+                part = os.read(main, 4096)
+            except OSError:  # the other side is closed
+                break
+            if not part:
+                break
+            shown += part
+    os.close(main)
+    assert process.returncode == 0
+    assert "\x1b[7;32m[h\u00e9<|im_end|>]\x1b[0m" in shown.decode()
