@@ -24,10 +24,10 @@ class Verdict:
     def line(self) -> str:
         """One line of the table."""
         reasons = "; ".join(f"{count} {reason}" for reason, count in self.refused.most_common(3))
-        return f"{self.file:32} {self.rows:6} {self.refused.total():8} {len(self.differing):10}  {reasons}".rstrip()
+        return f"{self.file:42} {self.rows:6} {self.refused.total():8} {len(self.differing):10}  {reasons}".rstrip()
 
 
-HEADER = f"{'file':32} {'rows':>6} {'refused':>8} {'differing':>10}"
+HEADER = f"{'file':42} {'rows':>6} {'refused':>8} {'differing':>10}"
 
 
 def judge(expected: dict[str, list[Encoded]], prepared: Prepared, tokenizer: Any) -> list[Verdict]:

@@ -56,19 +56,6 @@ def choose(tokenizer: Any, marked: str, chat: Chat, train: list[bool]) -> tuple[
     return Encoded(ids, mask), exact
 
 
-def encode_escaped(tokenizer: Any, chat: Chat) -> list[int]:
-    """ChatML put together by hand: the template's own control tokens as ids, all else with none recognised."""
-    system = {"role": "system", "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}
-    messages = chat.messages if chat.messages[0]["role"] == "system" else [system, *chat.messages]
-    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    ids: list[int] = []
-    for message in messages:
-        text = f"{message['role']}\n{message['content']}"
-        inner = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        ids += [start, *inner, end, *tokenizer("\n", add_special_tokens=False)["input_ids"]]
-    return ids
-
-
 def encode_text(tokenizer: Any, text: str) -> Encoded:
     """A plain document: the tokenizer's own ids and the end token, all trained."""
     ids = np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], dtype=np.int64)

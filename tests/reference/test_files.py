@@ -20,6 +20,7 @@ CHATS = (
     "v1_sft_demo.jsonl",
     "reason_tool_use_demo_50.jsonl",
 )
+TEXTS = ("c4_demo.jsonl", "wiki_demo.txt")
 REFUSED_SHARE = 0.005
 """Refused rows of a file, at most."""
 
@@ -37,38 +38,19 @@ Reference = dict[str, list[product.Encoded]]
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[str, Reference]:
-    """By tokenizer; both ways of giving the files to the command share one reference."""
-    return {}
-
-
-@pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One cache for GPT-2's tests: a directory without tokenizer.json is converted once."""
     return tmp_path_factory.mktemp("cache")
 
 
-def expected(references: dict[str, Reference], name: str, tokenizer: Any) -> Reference:
-    if name not in references:
-        folder, template = assets.asset("llamafactory"), tokenizer.chat_template
-        references[name] = {
-            file: [
-                hf.encode_chat(tokenizer, MARKED[name], formats.for_template(formats.chat_of(row), template))
-                for row in formats.read(folder / file)
-            ]
-            for file in CHATS
-        } | texts(tokenizer)
-    return references[name]
-
-
 def texts(tokenizer: Any) -> Reference:
     """The rows of text and the plain text file, which is one document."""
     folder = assets.asset("llamafactory")
-    found = {
-        "c4_demo.jsonl": [row["text"] for row in formats.read(folder / "c4_demo.jsonl")],
-        "wiki_demo.txt": [(folder / "wiki_demo.txt").read_text(encoding="utf-8")],
-    }
-    return {file: [hf.encode_text(tokenizer, text) for text in rows] for file, rows in found.items()}
+    found = (
+        [row["text"] for row in formats.read(folder / TEXTS[0])],
+        [(folder / TEXTS[1]).read_text(encoding="utf-8")],
+    )
+    return {file: [hf.encode_text(tokenizer, text) for text in rows] for file, rows in zip(TEXTS, found, strict=True)}
 
 
 def recipe(model: Path, sources: list[Path], **method: str) -> dict[str, Any]:
@@ -77,29 +59,24 @@ def recipe(model: Path, sources: list[Path], **method: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", assets.TOKENIZERS)
-def test_as_messages(name: str, references: dict[str, Reference], tmp_path: Path) -> None:
-    """The conversations rewritten as messages by the test; the texts as they are."""
+def test_every_row(name: str, tmp_path: Path) -> None:
+    """The files as they are (JSON arrays of alpaca and ShareGPT rows, JSONL of messages with typed parts, text).
+
+    And the same conversations as the test writes them: plain messages.
+    """
     model, folder = assets.asset(name), assets.asset("llamafactory")
     tokenizer = assets.tokenizer(model)
     wanted, sources = {}, []
-    for file, rows in expected(references, name, tokenizer).items():
-        path = folder / file
-        if file in CHATS:
-            path = tmp_path / f"{path.stem}.jsonl"
-            product.write_rows(path, [formats.chat_of(row).row() for row in formats.read(folder / file)])
-        sources.append(path)
-        wanted[path.name] = rows
-    check(f"{name}, as messages", judge(wanted, product.prepare(tmp_path, recipe(model, sources)), tokenizer))
-
-
-@pytest.mark.parametrize("name", assets.TOKENIZERS)
-def test_as_they_are(name: str, references: dict[str, Reference], tmp_path: Path) -> None:
-    """The files themselves: JSON arrays of alpaca and ShareGPT rows, JSONL of messages with typed parts, text."""
-    model, folder = assets.asset(name), assets.asset("llamafactory")
-    tokenizer = assets.tokenizer(model)
-    wanted = expected(references, name, tokenizer)
-    prepared = product.prepare(tmp_path, recipe(model, [folder / file for file in wanted]))
-    check(f"{name}, as they are", judge(wanted, prepared, tokenizer))
+    for file in CHATS:
+        chats = [formats.chat_of(row) for row in formats.read(folder / file)]
+        shown = [formats.for_template(chat, tokenizer.chat_template) for chat in chats]
+        rewritten = product.write_rows(tmp_path / f"as_messages_{Path(file).stem}.jsonl", [c.row() for c in chats])
+        wanted[file] = [hf.encode_chat(tokenizer, MARKED[name], chat) for chat in shown]
+        wanted[rewritten.name] = wanted[file]
+        sources += [folder / file, rewritten]
+    wanted |= texts(tokenizer)
+    sources += [folder / file for file in TEXTS]
+    check(name, judge(wanted, product.prepare(tmp_path, recipe(model, sources)), tokenizer))
 
 
 def test_text(cache: Path, tmp_path: Path) -> None:
@@ -107,7 +84,7 @@ def test_text(cache: Path, tmp_path: Path) -> None:
     model, folder = assets.asset("gpt2"), assets.asset("llamafactory")
     tokenizer = assets.tokenizer(model)
     wanted = texts(tokenizer)
-    sources = [folder / file for file in wanted]
+    sources = [folder / file for file in TEXTS]
     prepared = product.prepare(tmp_path, recipe(model, sources, kind="pretrain"), cache)
     check("gpt2, text", judge(wanted, prepared, tokenizer))
 

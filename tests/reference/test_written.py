@@ -110,7 +110,7 @@ def test_own_templates(name: str, tmp_path: Path) -> None:
     tokenizer, marked = assets.tokenizer(model), MARKED[name]
     for chat in ALL.values():
         hf.encode_chat(tokenizer, marked, for_template(chat, marked))
-    expect(verdicts(ALL, tokenizer, run(tmp_path, model, ALL, by_command=True), by_answers(ALL, marked, tokenizer)))
+    expect(verdicts(ALL, tokenizer, run(tmp_path, model, ALL), by_answers(ALL, marked, tokenizer)))
 
 
 def bulk() -> list[Chat]:
