@@ -46,6 +46,8 @@ def prepare_data(
 ) -> None:
     """Turn rows into packed, encoded data; print its directory. Again, it is already prepared."""
 
+    terminal = sys.stdout.isatty()  # the command's body sees another stdout
+
     def body() -> Outcome:
         from tuner.data.request import prepare_request
         from tuner.runtime.console import Console
@@ -55,7 +57,7 @@ def prepare_data(
         request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
         console = Console(level="debug" if verbose else "info")
         if explain is not None:
-            return _explained(request, explain, OutputOptions(json, verbose, debug))
+            return _explained(request, explain, terminal, verbose)
         if check:
             return _checked(request)
         if dry_run:
@@ -123,7 +125,7 @@ def _planned(request: PrepareRequest, console: Console) -> Outcome:
     )
 
 
-def _explained(request: PrepareRequest, count: int, options: OutputOptions) -> Outcome:
+def _explained(request: PrepareRequest, count: int, terminal: bool, every_token: bool) -> Outcome:
     from dataclasses import asdict
 
     from tuner.cli.token_view import row_texts, token_lines
@@ -131,7 +133,7 @@ def _explained(request: PrepareRequest, count: int, options: OutputOptions) -> O
 
     rows = list(explain(request, count))
     artifacts = {"rows": [[asdict(token) for token in row.tokens] for row in rows]}
-    if not sys.stdout.isatty():
+    if not terminal:
         return Outcome(token_lines(rows), artifacts=artifacts, is_text=True)
-    text = row_texts(rows, request.tokenizer, not os.environ.get("NO_COLOR"), options.verbose)
+    text = row_texts(rows, request.tokenizer, not os.environ.get("NO_COLOR"), every_token)
     return Outcome(text, artifacts=artifacts, is_text=True)
