@@ -62,8 +62,9 @@ Mutation = Callable[[Random, bytes], bytes]
 
 
 def words(r: Random, least: int = 1) -> str:
-    """Some text."""
-    return " ".join(r.choices(WORDS, k=r.randint(least, 12)))
+    """Some text, of more than blanks: whether a trained blank turn can be told from its frame is not asked here."""
+    chosen = r.choices(WORDS, k=r.randint(least, 12))
+    return " ".join(["so", *chosen] if chosen else chosen)
 
 
 def conversation(r: Random) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.data import tiny
@@ -353,3 +354,47 @@ def test_a_terminal_is_no_source(tmp_path: Path) -> None:
     os.close(ours)
     os.close(theirs)
     assert (done.returncode, done.stderr) == (1, "-: standard input is a terminal\n")
+
+
+def prepared(tmp_path: Path, source: str, data: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "TUNER_CACHE": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, "-m", "tuner", "prepare-data", "--json", "--data.train", source]
+    return subprocess.run(command, cwd=tmp_path, input=data, capture_output=True, env=environment, check=False)
+
+
+def test_the_command_reads_every_kind_of_source(tmp_path: Path) -> None:
+    tiny.write_directory(tmp_path / "model")
+    (tmp_path / "recipe.yaml").write_text("model: {name_or_path: ./model}\ndata: {train: x}\n")
+    rows = [{"prompt": f"hello {i}", "completion": "world"} for i in range(3)]
+    plain = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (tmp_path / "a.jsonl").write_bytes(plain)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(plain))
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "a.csv").write_text("prompt,completion\n" + "".join(f"hello {i},world\n" for i in range(3)))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    save(tmp_path / "saved", rows)
+    named = "[{path: a.arrow, columns: {prompt: q, completion: a}}]"
+    table = pa.Table.from_pylist([{"q": row["prompt"], "a": row["completion"]} for row in rows])
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    seen = set()
+    for source in ("a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.parquet", "saved", "-", named):
+        done = prepared(tmp_path, source, plain if source == "-" else b"")
+        assert done.returncode == 0, done.stderr
+        train = json.loads(done.stdout)["metrics"]["train"]
+        seen.add((train["documents"], train["tokens"], train["trained"]))
+    assert len(seen) == 1
+    for source, code, reason in [
+        ("owner/none:train[:5%]", 4, b"Couldn't reach 'owner/none'"),
+        ("none.jsonl", 3, b"no such file"),
+        ("saved:test", 3, b"no split test"),
+    ]:
+        done = prepared(tmp_path, source)
+        assert done.returncode == code
+        assert reason in done.stderr
+        assert b"Traceback" not in done.stderr
