@@ -117,7 +117,6 @@ class Encoder:
         self._fast: FastEncoder | None = None
         self._table: ByteTable | None = None
         self._separator = ""
-        self._seen = 0
         self._prompts: dict[str, npt.NDArray[np.uint32]] = {}
         self.not_fast: str | None = None if fast else "switched off"
         """Why the fast encoder is not used, where it was tried."""
@@ -263,7 +262,9 @@ class Encoder:
         return _Flat.of(ids[keep], np.diff(separators, prepend=-1) - 1, table)
 
     def _fast_for(self, size: int) -> FastEncoder | None:
-        if self._fast is None and self.not_fast is None and size >= FAST_FROM_BYTES and self._table is not None:
+        if size < FAST_FROM_BYTES:
+            return None  # whatever came before: which batches meet in a process is not to be seen in the counts
+        if self._fast is None and self.not_fast is None and self._table is not None:
             try:
                 self._fast = FastEncoder(self._tokenizer, self._table)
             except Unproven as error:
@@ -322,10 +323,8 @@ class Encoder:
         """Place a sample of the rows alone and compare; raises FastEncoderMismatch."""
         if self._table is None:
             return  # all were placed alone
-        first = [0, 1] if self._seen == 0 else []
-        later = range(-self._seen % _CHECK_EVERY, len(batch.rows), _CHECK_EVERY)
-        self._seen += len(batch.rows)
-        for k in sorted({*(i for i in first if i < len(batch.rows)), *later}):
+        # The same rows in any process: a function of the batch alone.
+        for k in sorted({*range(min(2, len(batch.rows))), *range(0, len(batch.rows), _CHECK_EVERY)}):
             tokens = slice(int(batch.offsets[k]), int(batch.offsets[k + 1]))
             try:
                 own = self.explain(examples[int(batch.rows[k])])
