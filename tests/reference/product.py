@@ -31,10 +31,11 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What one run left: documents in the order of the rows, and refused rows."""
+    """What one run left: documents in the order of the rows, refused rows, and its report."""
 
     documents: list[Encoded]
     rejects: list[dict[str, Any]]
+    report: dict[str, Any]
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
@@ -66,7 +67,8 @@ def prepare_here(recipe: dict[str, Any]) -> Prepared:
 def opened(prepared: Path) -> Prepared:
     """Read a prepared directory."""
     rejects = [json.loads(line) for line in (prepared / "rejects.jsonl").read_bytes().splitlines()]
-    return Prepared(documents(prepared / "train.documents.arrow"), rejects)
+    report = json.loads((prepared / "manifest.json").read_bytes())["report"]
+    return Prepared(documents(prepared / "train.documents.arrow"), rejects, report)
 
 
 def documents(path: Path) -> list[Encoded]:

@@ -18,39 +18,43 @@ from tests.reference.written import turns
 
 Reference = Callable[[str], tuple[product.Encoded, bool]]
 """Ids and mask of a conversation by its name, and whether the mask is exact."""
+Result = tuple[dict[str, product.Encoded], dict[str, str]]
+"""Documents, and the reasons of the refused rows, by the conversations' names."""
 ALL = {**written.PLAIN, **written.TOOLS, **written.UNPROMPTED}
 
 
 def run(
-    work: Path, model: Path, chats: dict[str, Chat], template: str | None = None, **settings: Any
-) -> tuple[dict[str, product.Encoded], dict[str, str]]:
-    """Prepare the conversations; return the documents and the reasons of the refused rows, by name.
-
-    `by_command` runs the command, else it is done in this process. With `among`, other conversations come before them
-    in the same file: rows in bulk may be made in another way than a few. One with nothing trained is in neither.
-    """
-    by_command, among = settings.pop("by_command", False), settings.pop("among", [])
-    rows = product.write_rows(work / "rows.jsonl", [chat.row() for chat in [*among, *chats.values()]])
-    tokenizer: dict[str, str] = {}
+    work: Path,
+    model: Path,
+    chats: dict[str, Chat],
+    *,
+    template: str | None = None,
+    train_on: str = "assistant",
+    special_tokens: str = "refuse",
+) -> Result:
+    """Prepare the conversations in this process. One in which nothing is trained is dropped, and in neither part."""
+    rows = product.write_rows(work / "rows.jsonl", [chat.row() for chat in chats.values()])
+    tokenizer = {"special_tokens_in_text": special_tokens}
     if template is not None:
         (work / "template.jinja").write_text(template, encoding="utf-8")
         tokenizer["chat_template"] = str(work / "template.jinja")
-    if "special_tokens_in_text" in settings:
-        tokenizer["special_tokens_in_text"] = settings.pop("special_tokens_in_text")
+    # A document of its own comes first, so that no run is empty.
+    first = product.write_rows(work / "first.jsonl", [{"text": "not empty"}])
     recipe = {
         "model": {"name_or_path": str(model)},
         "tokenizer": tokenizer,
-        # A document with one target, so that no run is empty.
-        "data": {"train": [str(product.write_rows(work / "a.jsonl", [{"text": "sentinel"}])), str(rows)],
-                 "max_length": 2048, "on_bad_row": "skip"},
-        "method": {"kind": "sft", **settings},
-    }  # fmt: skip
-    prepared = product.prepare(work, recipe) if by_command else product.prepare_here(recipe)
+        "data": {"train": [str(first), str(rows)], "max_length": 2048, "on_bad_row": "skip"},
+        "method": {"kind": "sft", "train_on": train_on},
+    }
+    return named(chats, product.prepare_here(recipe), 1, train_on)
+
+
+def named(chats: dict[str, Chat], prepared: product.Prepared, skip: int, train_on: str = "assistant") -> Result:
+    """The documents after the first `skip`, and the refused rows of the last file, by the conversations' names."""
     names = list(chats)
-    refused = {names[reject["line"] - 1 - len(among)]: reject["reason"] for reject in prepared.rejects}
-    train_on = settings.get("train_on", "assistant")
+    refused = {names[reject["line"] - 1]: reject["reason"] for reject in prepared.rejects}
     left = [name for name in names if name not in refused and any(policy(chats[name], train_on))]
-    return dict(zip(left, prepared.documents[1 + len(among) :], strict=True)), refused
+    return dict(zip(left, prepared.documents[skip:], strict=True)), refused
 
 
 def policy(chat: Chat, train_on: str) -> list[bool]:
@@ -63,7 +67,7 @@ def policy(chat: Chat, train_on: str) -> list[bool]:
 def verdicts(
     chats: dict[str, Chat],
     tokenizer: Any,
-    result: tuple[dict[str, product.Encoded], dict[str, str]],
+    result: Result,
     reference: Reference,
     may_refuse: Collection[str] = tuple(written.UNPROMPTED),
 ) -> list[str]:
@@ -113,24 +117,25 @@ def test_own_templates(name: str, tmp_path: Path) -> None:
     expect(verdicts(ALL, tokenizer, run(tmp_path, model, ALL), by_answers(ALL, marked, tokenizer)))
 
 
-def bulk() -> list[Chat]:
-    """Ordinary conversations, about 1 MB."""
-    folder = assets.asset("llamafactory")
-    return [chat_of(row) for row in read(folder / "alpaca_en_demo.json")]
-
-
 @pytest.mark.parametrize("name", assets.TOKENIZERS)
 def test_random_conversations_in_bulk(name: str, tmp_path: Path) -> None:
-    """Few shapes, many contents made of what templates ask for and of what tokens are cut by.
+    """Few shapes, many contents made of what templates ask for and of what tokens are cut by, after ordinary rows.
 
-    Where a message is blank, nothing shows where it stands: such a conversation may be refused.
+    Rows in bulk are made in another way than a few. Where a message is blank, nothing shows where it stands: such a
+    conversation may be refused.
     """
-    model = assets.asset(name)
+    model, ordinary = assets.asset(name), assets.asset("llamafactory") / "alpaca_en_demo.json"
     tokenizer, marked = assets.tokenizer(model), MARKED[name]
     chats = {f"{key}, again": chat for key, chat in written.PLAIN.items()} | written.randomly(400) | ALL
-    blank = [name for name, chat in chats.items() if any(not message["content"].strip() for message in chat.messages)]
-    result = run(tmp_path, model, chats, by_command=True, among=bulk())
-    reference = by_answers(chats, marked, tokenizer)
+    before = [chat_of(row).row() for row in read(ordinary)]
+    rows = product.write_rows(tmp_path / "rows.jsonl", [*before, *(chat.row() for chat in chats.values())])
+    data = {"train": str(rows), "max_length": 2048, "on_bad_row": "skip"}
+    prepared = product.prepare(tmp_path, {"model": {"name_or_path": str(model)}, "data": data})
+    assert prepared.report["fast_path"]["documents"] > len(before) / 2, "the fast encoder was not in use"
+    for reject in prepared.rejects:
+        reject["line"] -= len(before)
+    blank = [key for key, chat in chats.items() if any(not message["content"].strip() for message in chat.messages)]
+    result, reference = named(chats, prepared, len(before)), by_answers(chats, marked, tokenizer)
     expect(verdicts(chats, tokenizer, result, reference, {*blank, *written.UNPROMPTED}))
 
 
@@ -175,7 +180,7 @@ def test_hand_made_templates(name: str, tmp_path: Path) -> None:
     tokenizer, marked = assets.tokenizer(model), HAND_MADE[name]
     reference = by_answers(written.PLAIN, marked, tokenizer)
     for kind, template in (("without", unmarked(marked)), ("with", marked)):
-        result = run(tmp_path / kind, model, written.PLAIN, template)
+        result = run(tmp_path / kind, model, written.PLAIN, template=template)
         expect([f"{kind} marks, {line}" for line in verdicts(written.PLAIN, tokenizer, result, reference)])
 
 
@@ -183,7 +188,7 @@ def test_hand_made_templates(name: str, tmp_path: Path) -> None:
 def test_what_cannot_be_proven_is_refused(name: str, tmp_path: Path) -> None:
     model = assets.asset("smollm2")
     chats = {key: written.PLAIN[key] for key in ("one turn", "repeated answers", "two systems", "many turns")}
-    documents, refused = run(tmp_path, model, chats, unmarked(IMPOSSIBLE[name]))
+    documents, refused = run(tmp_path, model, chats, template=unmarked(IMPOSSIBLE[name]))
     assert not documents
     assert refused.keys() == chats.keys()
     assert all(len(reason) > 20 for reason in refused.values())
@@ -203,7 +208,7 @@ def test_control_tokens_in_text(tmp_path: Path) -> None:
     documents, refused = run(tmp_path / "refuse", model, chats)
     assert documents.keys() == {"not at all"}
     assert all("<|" in reason for reason in refused.values())
-    documents, refused = run(tmp_path / "escape", model, chats, special_tokens_in_text="escape")
+    documents, refused = run(tmp_path / "escape", model, chats, special_tokens="escape")
     assert not refused
     for name, chat in chats.items():
         out = tokenizer.apply_chat_template(chat.messages, sanitize_control_tokens=True, return_dict=True)
