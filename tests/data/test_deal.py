@@ -71,6 +71,10 @@ def test_equal_rows_stay_in_their_order(n: int, world: int, room: int) -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
+def test_the_costliest_row_is_dealt_first() -> None:
+    assert dealt([1, 1, 2], 2, 2) == [[[2], [0, 1]]]
+
+
 @pytest.mark.parametrize(("world", "room"), [(2, 1), (4, 1), (8, 1), (2, 4), (4, 4), (8, 2)])
 def test_waiting_nearly_vanishes_on_packed_rows(world: int, room: int) -> None:
     rng = np.random.default_rng(3)

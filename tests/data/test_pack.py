@@ -48,6 +48,19 @@ def test_split_counts_equal_a_plain_count(masks: list[list[bool]], size: int) ->
     assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
 
 
+@pytest.mark.parametrize("first", [0, 3, 8, 11])
+def test_masks_that_begin_inside_a_byte_are_counted(first: int) -> None:
+    """Offsets and flags may both be parts of larger arrays: of a sliced batch, or of one written that way."""
+    flags = [i % 3 != 1 for i in range(60)]
+    lists = pa.ListArray.from_arrays(pa.array([0, 4, 9, 10, 30, 40], pa.int32()), pa.array(flags).slice(first))
+    whole = pa.record_batch([lists], names=["trained"])
+    masks = lists.to_pylist()
+    for start in range(len(masks)):
+        segments = cut(iter([whole.slice(start)]), 7, "truncate")
+        expected = [(i, sum(mask[1:7])) for i, mask in enumerate(masks[start:]) if any(mask[1:7])]
+        assert list(zip(segments.document.tolist(), segments.trained.tolist(), strict=True)) == expected
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_rows_count_tokens_and_targets(packing: bool) -> None:
     segments = cut(iter([batch([[True] * 3, [False, True], [True] * 5])]), 5, "drop")

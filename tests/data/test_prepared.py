@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from tuner.data.pack import cut, row_batches
-from tuner.data.prepared import PREPARED_SCHEMA, Documents, PackedRows, open_prepared, open_stream
+from tuner.data.prepared import PREPARED_SCHEMA, Documents, Flags, PackedRows, arrow, open_prepared, open_stream, view
 from tuner.errors import DataError
 from tuner.runtime.files import file_entries
 
@@ -134,3 +134,21 @@ def test_prepared_data_of_another_version_is_refused(tmp_path: Path) -> None:
     (directory / "manifest.json").write_text(json.dumps({**manifest, "schema": "tuner.prepared/1"}))
     with pytest.raises(DataError, match="not prepared data of this version"):
         open_prepared(directory)
+
+
+@pytest.mark.parametrize("first", [0, 1, 8, 13])
+def test_any_part_of_flags_is_read(first: int) -> None:
+    values = [i % 3 == 0 or i % 7 == 2 for i in range(40)]
+    flags = Flags(pa.array(values).slice(first))
+    for start in range(len(values) - first):
+        for stop in range(start, len(values) - first + 1):
+            assert flags.read(start, stop).tolist() == values[first + start : first + stop]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.uint64])
+def test_arrays_are_shared_with_arrow(dtype: type) -> None:
+    values = np.arange(5, dtype=dtype)
+    array = arrow(values)
+    assert (array.type, array.to_pylist()) == (pa.from_numpy_dtype(dtype), [0, 1, 2, 3, 4])
+    values[1] = 9
+    assert view(array.slice(1)).tolist() == [9, 2, 3, 4]
