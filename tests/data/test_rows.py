@@ -172,7 +172,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"content": "x"}]}, "unknown role null; known: system, user", '{"content"'),
     ({"messages": [{"role": "human", "content": "x"}]}, "unknown role 'human'", '"human"'),
     ({"messages": [{"role": ["user"], "content": "x"}]}, "unknown role a list", '["user"]'),
-    ({"messages": [{"role": "x" * 99, "content": "x"}]}, "...; known", '"xxx'),
+    ({"messages": [{"role": "x" * 99, "content": "x"}]}, "...'; known", '"xxx'),
     ({"messages": [{"role": "user"}]}, "content is a string, got null", '{"role"'),
     ({"messages": [user({"a": 1})]}, "content is a string, got an object", '{"a"'),
     ({"messages": [user([{"type": "image_url", "image_url": {}}])]}, "only text parts can be trained, got 'image", "{"),
@@ -270,6 +270,28 @@ def test_problems_of_columns_are_named_as_the_row_has_them() -> None:
     with pytest.raises(RowProblem) as caught:
         parse_row(row, columns={"messages": "chat.turns"})
     assert caught.value.path == ("chat", "turns", 1, "role")
+
+
+def test_reasons_are_short_and_of_few_kinds() -> None:
+    kinds = set()
+    for i in range(300):
+        key = f"k'\"{i}" * (1 + i * 100)
+        for row in (
+            {"messages": [{"role": f"r{i}", "content": "x"}]},
+            {key: i, "n": 1},
+            {"conversations": [turn(key, "x")]},
+            {"input_ids": [1] * (i + 2), "loss_mask": [1]},
+            {"prompt": key, "chosen": "x", "rejected": "y"},
+        ):
+            with pytest.raises(RowProblem) as caught:
+                parse_row(row)
+            assert len(caught.value.reason) < 400
+            kinds.add(caught.value.kind)
+    assert len(kinds) <= 10
+    with pytest.raises(RowProblem) as caught:
+        parse_json_row(json.dumps({"k" * 9999: 1}).replace("1", '1, "' + "k" * 9999 + '": 2').encode())
+    assert caught.value.reason == f"duplicate key '{'k' * 37}...'"
+    assert caught.value.kind == "duplicate key '...'"
 
 
 def test_the_commonest_rows_are_taken_as_they_are() -> None:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-from tuner.data.problems import KeyPath, RowProblem
+from tuner.data.problems import KeyPath, RowProblem, quoted
 
 MAX_DEPTH = 256
 """A row nested deeper is a bad row."""
@@ -139,7 +139,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) != len(pairs):
         seen: set[str] = set()
         key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise RowProblem(f"duplicate key {key!r}")
+        raise RowProblem(f"duplicate key {quoted(key)}")
     return value
 
 

@@ -7,7 +7,7 @@ arguments are objects where they parse to one; keys that are not ours are kept. 
 from typing import Any
 
 from tuner.data.jsonl import strict_json
-from tuner.data.problems import KeyPath, RowProblem
+from tuner.data.problems import KeyPath, RowProblem, quoted
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
@@ -94,8 +94,7 @@ def _last_key(path: KeyPath) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value) if isinstance(value, str) else type_name(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return quoted(value) if isinstance(value, str) else type_name(value)
 
 
 def _with_wish(message: Message, value: dict[str, Any], path: KeyPath) -> Message:

@@ -1,7 +1,17 @@
 """Why one row cannot be used: the one error of reading, parsing and encoding a row."""
 
+import re
+
 KeyPath = tuple[str | int, ...]
 """Keys and indexes from a row's top to one of its values."""
+_QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
+_NUMBER = re.compile(r"\b\d+\b")
+_QUOTED_CHARS = 40
+
+
+def quoted(text: str) -> str:
+    """Text of a row as a reason quotes it: in quotes, escaped, and short."""
+    return repr(text if len(text) <= _QUOTED_CHARS else f"{text[: _QUOTED_CHARS - 3]}...")
 
 
 class RowProblem(Exception):
@@ -12,6 +22,11 @@ class RowProblem(Exception):
         self.reason = reason
         self.col = col
         self.path = path
+
+    @property
+    def kind(self) -> str:
+        """The reason without what it quotes and counts of the row, for counting: a file has few kinds of bad rows."""
+        return _NUMBER.sub("N", _QUOTED.sub("'...'", self.reason))
 
     def __reduce__(self) -> tuple[type["RowProblem"], tuple[str, int | None, KeyPath]]:
         """Survive the way between two processes whole."""

@@ -20,7 +20,7 @@ from tuner.data.messages import (
     turn_of,
     type_name,
 )
-from tuner.data.problems import RowProblem
+from tuner.data.problems import RowProblem, quoted
 
 __all__ = ["ROLES", "SPEAKERS", "Conversation", "Example", "PlainText", "PromptCompletion", "Tokens", "parse_row"]
 NOT_TRAINED = -100
@@ -126,8 +126,8 @@ def _parse(value: Row, format: str, columns: Mapping[str, str]) -> Example:  # n
 def _unknown(value: Row, wanted: list[tuple[str, ...]]) -> RowProblem:
     known = [key for keys in wanted for key in keys]
     matches = {key: get_close_matches(key, known, 1, 0.7) for key in list(value)[:64] if key not in known}
-    near = [f"{key!r} (did you mean {match[0]!r}?)" for key, match in matches.items() if match]
-    names = ", ".join(near or [repr(key) for key in list(value)[:8]]) or "no keys"
+    near = [f"{quoted(key)} (did you mean {match[0]!r}?)" for key, match in matches.items() if match]
+    names = ", ".join(near[:8] or [quoted(key) for key in list(value)[:8]]) or "no keys"
     return RowProblem(f"no {' or '.join(' + '.join(keys) for keys in wanted)}; the row has {names}", 1)
 
 
@@ -140,7 +140,7 @@ def _renamed(value: Row, columns: Mapping[str, str]) -> Row:
             view[ours] = item
         elif ours not in _OPTIONAL:
             near = get_close_matches(theirs, list(value)[:64], 1, 0.6)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {quoted(near[0])}?" if near else ""
             raise RowProblem(f"no {theirs!r}, which columns names for {ours}{hint}", 1)
     return view
 
