@@ -32,6 +32,7 @@ from tuner.data.encoded import (
     record_batches,
 )
 from tuner.data.keys import Keys, Source
+from tuner.data.prepared import arrow_bits
 from tuner.data.progress import pace
 from tuner.data.selection import Digests, copies, distinct, hold_out, shared
 from tuner.data.workers import WorkerDiedError, answers
@@ -39,7 +40,7 @@ from tuner.errors import DataError, MachineError
 from tuner.runtime.process import cores
 
 if TYPE_CHECKING:
-    from tuner.data.prepare import PrepareRequest
+    from tuner.data.request import PrepareRequest
     from tuner.runtime.console import Console
 
 REJECTS = "rejects.jsonl"
@@ -341,7 +342,7 @@ def _filtered(path: Path, kept: npt.NDArray[np.bool_]) -> Iterator[pa.RecordBatc
     for batch in record_batches(path):
         mask = kept[start : start + batch.num_rows]
         start += batch.num_rows
-        yield batch if mask.all() else batch.filter(pa.array(mask))
+        yield batch if mask.all() else batch.filter(arrow_bits(mask))
 
 
 def _body(

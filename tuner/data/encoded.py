@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from tuner.data.blocks import Block, RawRow, lines_in, place, rows_of
 from tuner.data.encode import EncodedBatch, Encoder
+from tuner.data.prepared import arrow, arrow_bits
 from tuner.data.problems import RowProblem
 from tuner.data.rows import Example, parse_row
 from tuner.data.selection import Digests, digest
@@ -213,12 +214,10 @@ def _record_batch(
     schema: pa.Schema,
 ) -> pa.RecordBatch:
     # Every buffer is made here, of exactly its size: the file's bytes then depend on nothing but the values.
-    bounds = pa.array(offsets.astype(np.int32))
-    narrow = ids.astype(schema.field("input_ids").type.value_type.to_pandas_dtype())
-    bits = pa.py_buffer(np.packbits(trained, bitorder="little"))
-    flags = pa.Array.from_buffers(pa.bool_(), len(trained), [None, bits])
-    lists = [pa.ListArray.from_arrays(bounds, values) for values in (pa.array(narrow), flags)]
-    return pa.record_batch([*lists, pa.array(prompts.astype(np.uint32))], schema=schema)
+    bounds = arrow(offsets.astype(np.int32))
+    narrow = ids.astype(np.uint16 if schema.field("input_ids").type.value_type == pa.uint16() else np.uint32)
+    lists = [pa.ListArray.from_arrays(bounds, values) for values in (arrow(narrow), arrow_bits(trained))]
+    return pa.record_batch([*lists, arrow(prompts.astype(np.uint32))], schema=schema)
 
 
 def bad_row(row: RawRow, problem: RowProblem) -> BadRow:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jsonlines
 import numpy as np
@@ -19,55 +19,18 @@ import pyarrow as pa
 
 from tuner.data.cache import build_once, place, valid
 from tuner.data.documents import REJECTS, build_documents
-from tuner.data.encode import Encoder
 from tuner.data.encoded import record_batches
 from tuner.data.keys import Keys, keys_of
-from tuner.data.pack import TooLong, cut, row_batches
-from tuner.data.prepared import ROWS_SCHEMA
-from tuner.data.tokenizer import TextTokenizer
-from tuner.data.turns import TrainOn
+from tuner.data.pack import cut, row_batches
+from tuner.data.prepared import ROWS_SCHEMA, view
+from tuner.data.request import PrepareRequest
 from tuner.errors import DataError, MachineError
 from tuner.runtime.files import sha256_file
 
 if TYPE_CHECKING:
-    from tuner.config.recipe import DataSection, Method
     from tuner.runtime.console import Console
 
 MAX_SAMPLES = 16
-
-
-@dataclass(frozen=True)
-class PrepareRequest:
-    """Everything that decides the prepared data, and where the cache is."""
-
-    data: "DataSection"
-    method: "Method"
-    tokenizer: TextTokenizer
-    max_length: int
-    seed: int
-    cache_dir: Path
-    special_tokens_in_text: Literal["refuse", "escape"] = "refuse"
-
-    @property
-    def too_long(self) -> TooLong:
-        """The policy for long documents, `auto` resolved."""
-        if self.data.too_long != "auto":
-            return self.data.too_long
-        return "split" if self.method.kind == "pretrain" else "drop"
-
-    @property
-    def train_on(self) -> TrainOn:
-        """Which tokens are learned; all of them in pre-training."""
-        return self.method.train_on if self.method.kind == "sft" else "all"
-
-    @property
-    def workers(self) -> int | None:
-        """Processes that encode; None leaves it to the number of cores."""
-        return None if self.data.workers == "auto" else self.data.workers
-
-    def encoder(self) -> Encoder:
-        """The encoder of the method."""
-        return Encoder(self.tokenizer, self.train_on, self.special_tokens_in_text)
 
 
 @dataclass(frozen=True)
@@ -205,9 +168,9 @@ def _samples(path: Path, request: PrepareRequest) -> list[dict[str, Any]]:
     """Up to 16 different held-out prompts that leave room in a row, with what the data answers."""
     samples: dict[tuple[int, ...], dict[str, Any]] = {}
     for batch in record_batches(path):
-        ids, prompts = batch.column("input_ids"), batch.column("prompt_tokens").to_pylist()
+        ids, prompts = batch.column("input_ids"), view(batch.column("prompt_tokens")).tolist()
         for i, count in enumerate(prompts):
-            document = ids[i].values.to_numpy().tolist() if 0 < count < request.max_length else []
+            document = view(ids[i].values).tolist() if 0 < count < request.max_length else []
             prompt = tuple(document[:count])
             if prompt and prompt not in samples:
                 samples[prompt] = {

@@ -210,6 +210,12 @@ def arrow(values: npt.NDArray[Any]) -> pa.Array:
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
+def arrow_bits(values: npt.NDArray[np.bool_]) -> pa.BooleanArray:
+    """An Arrow array of booleans, a bit each, of exactly its size."""
+    bits = pa.py_buffer(np.packbits(values, bitorder="little"))
+    return pa.Array.from_buffers(pa.bool_(), len(values), [None, bits])
+
+
 class Flags:
     """A boolean array without nulls, of which any part is read without the rest; its bits stay where they are."""
 
