@@ -53,7 +53,8 @@ def build(trial: Trial, cache: str, fatal: tuple[int, str] | None, answers: Any)
     from tuner.config.recipe import DataSection, SftMethod
     from tuner.data import documents
     from tuner.data.byte_tokenizer import byte_tokenizer_files
-    from tuner.data.prepare import PrepareRequest, prepare
+    from tuner.data.prepare import prepare
+    from tuner.data.request import PrepareRequest
     from tuner.data.tokenizer import TextTokenizer
 
     os.environ[MARK] = trial.directory.name

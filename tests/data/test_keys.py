@@ -11,7 +11,8 @@ import pytest
 from tests.data import tiny
 from tuner.config import recipe
 from tuner.data.keys import FIELDS, keys_of
-from tuner.data.prepare import PrepareRequest, prepare
+from tuner.data.prepare import prepare
+from tuner.data.request import PrepareRequest
 from tuner.data.tokenizer import TextTokenizer
 
 ROWS = [tiny.chat(f"question {i}", f"answer {i}" + " very" * (i % 7)) for i in range(30)]

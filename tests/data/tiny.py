@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tuner.config.recipe import DataSection, PretrainMethod, SftMethod
-from tuner.data.prepare import PrepareRequest
+from tuner.data.request import PrepareRequest
 from tuner.data.tokenizer import TextTokenizer
 
 CHATML = (

@@ -21,7 +21,8 @@ from tuner.cli.session import (
 )
 
 if TYPE_CHECKING:
-    from tuner.data.prepare import PreparedInfo, PrepareRequest
+    from tuner.data.prepare import PreparedInfo
+    from tuner.data.request import PrepareRequest
     from tuner.runtime.console import Console
 
 

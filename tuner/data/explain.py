@@ -9,8 +9,8 @@ from tuner.data.blocks import RawRow, blocks, lines_in, rows_of
 from tuner.data.documents import bad_row_error
 from tuner.data.encoded import bad_row
 from tuner.data.place import Document
-from tuner.data.prepare import PrepareRequest
 from tuner.data.problems import RowProblem
+from tuner.data.request import PrepareRequest
 from tuner.data.rows import parse_row
 from tuner.data.sources import SourceFile, expand
 

@@ -12,7 +12,7 @@ from tuner.data.sources import SourceFile, expand
 
 if TYPE_CHECKING:
     from tuner.config.recipe import DataSource
-    from tuner.data.prepare import PrepareRequest
+    from tuner.data.request import PrepareRequest
 
 FORMAT_VERSION = 2
 """Counts up when the same input would give other bytes."""

@@ -1,11 +1,14 @@
-"""From a recipe's sections to what is to be prepared: the one place where `auto` becomes a number."""
+"""What is to be prepared, and how a recipe's sections become it: the one place where `auto` becomes a number."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.data.prepare import PrepareRequest
-from tuner.data.tokenizer import cache_root, load_tokenizer, tokenizer_directory
+from tuner.data.encode import Encoder
+from tuner.data.pack import TooLong
+from tuner.data.tokenizer import TextTokenizer, cache_root, load_tokenizer, tokenizer_directory
+from tuner.data.turns import SpecialTokens, TrainOn
 from tuner.errors import RecipeError
 from tuner.runtime.files import read_json
 
@@ -15,6 +18,40 @@ if TYPE_CHECKING:
 AUTO_MAX_LENGTH = 2048
 """`data.max_length: auto` is at most this many tokens."""
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+@dataclass(frozen=True)
+class PrepareRequest:
+    """Everything that decides the prepared data, and where the cache is."""
+
+    data: "DataSection"
+    method: "Method"
+    tokenizer: TextTokenizer
+    max_length: int
+    seed: int
+    cache_dir: Path
+    special_tokens_in_text: SpecialTokens = "refuse"
+
+    @property
+    def too_long(self) -> TooLong:
+        """The policy for long documents, `auto` resolved."""
+        if self.data.too_long != "auto":
+            return self.data.too_long
+        return "split" if self.method.kind == "pretrain" else "drop"
+
+    @property
+    def train_on(self) -> TrainOn:
+        """Which tokens are learned; all of them in pre-training."""
+        return self.method.train_on if self.method.kind == "sft" else "all"
+
+    @property
+    def workers(self) -> int | None:
+        """Processes that encode; None leaves it to the number of cores."""
+        return None if self.data.workers == "auto" else self.data.workers
+
+    def encoder(self) -> Encoder:
+        """The encoder of the method."""
+        return Encoder(self.tokenizer, self.train_on, self.special_tokens_in_text)
 
 
 def prepare_request(
