@@ -199,18 +199,24 @@ def test_without_the_library_all_is_as_before(monkeypatch: pytest.MonkeyPatch) -
     assert batch.fast == 0 and len(batch.rows) == 30 and "not installed" in str(encoder.not_fast)
 
 
-def test_memory_is_given_back_by_building_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("readable", [False, True])
+def test_memory_is_given_back_by_building_anew(monkeypatch: pytest.MonkeyPatch, readable: bool) -> None:
     tokenizer = tiny.tokenizer()
     encoder = FastEncoder(tokenizer, ByteTable(tokenizer))
     built = []
     monkeypatch.setattr(encoder, "_load", lambda json_text: built.append(1) or gigatoken_rs.load_hf_json(json_text))
-    monkeypatch.setattr(fast, "_CACHE_TEXT", 1000)
-    monkeypatch.setattr(fast, "_resident_bytes", lambda: None)
-    encoder._resident = None
+    sizes = iter(range(0, 1 << 20, 300))
+    monkeypatch.setattr(fast, "_resident_bytes", lambda: next(sizes) if readable else None)
+    for name, value in (("_CACHE_TEXT", 1000), ("_CACHE_BYTES", 0), ("_MEASURED_CHARS", 100)):
+        monkeypatch.setattr(fast, name, value)
     expected = tokenizer.encode("hello world" * 10)
     for _ in range(25):
         assert encoder.encode("hello world" * 10).tolist() == expected
-    assert len(built) == 2
+    # 110 characters a call; or 300 bytes, less the ids' own.
+    assert len(built) == (24 if readable else 2)
+    for _ in range(25):
+        encoder.encode("hello world")
+    assert len(built) == (25 if readable else 2)
 
 
 def test_conversations_with_other_keys_are_rendered() -> None:

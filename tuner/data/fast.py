@@ -21,9 +21,11 @@ from tuner.data.tokenizer import TextTokenizer
 
 _STATM = Path("/proc/self/statm")
 _CACHE_BYTES = 64 << 20
-"""Growth of the process after which the encoder, which remembers every word that it met, is built anew."""
+"""Growth of the process in its calls after which the encoder, which remembers every word it met, is built anew."""
 _CACHE_TEXT = 64 << 20
-"""The same in bytes of text where growth cannot be read."""
+"""The same in characters of text, where growth cannot be read."""
+_MEASURED_CHARS = 1 << 16
+"""Growth in a call with a shorter text is not measured."""
 _ALPHABET = (
     "a",
     "S",
@@ -110,10 +112,19 @@ class FastEncoder:
         self._prove([*("".join(p) for p in product(_ALPHABET, repeat=3)), *table.words()])
 
     def encode(self, text: str) -> npt.NDArray[np.uint32]:
-        """Return the ids of a text that `accepts` was true for; ids from the table's size on are unknown bytes."""
-        if self._is_full(len(text)):
+        """Return the ids of a text without `refuted` characters; ids from the table's size on are unknown bytes."""
+        if self._grown > _CACHE_BYTES or self._text > _CACHE_TEXT:
             self._rebuild()
-        ids: npt.NDArray[np.uint32] = self._backend.encode(text)
+        if len(text) < _MEASURED_CHARS:
+            ids: npt.NDArray[np.uint32] = self._backend.encode(text)
+            return ids
+        before = _resident_bytes()
+        ids = self._backend.encode(text)
+        after = _resident_bytes()
+        if before is None or after is None:
+            self._text += len(text)
+        else:
+            self._grown += max(0, after - before - ids.nbytes)
         return ids
 
     def refuted(self, texts: Sequence[str]) -> set[str]:
@@ -133,14 +144,7 @@ class FastEncoder:
             self._backend = self._load(self._json)
         except Exception as error:  # gigatoken raises several kinds, also bare ones
             raise Unproven(f"gigatoken cannot read the tokenizer: {str(error).splitlines()[0]}") from error
-        self._resident = _resident_bytes()
-        self._text = 0
-
-    def _is_full(self, size: int) -> bool:
-        self._text += size
-        if self._resident is None:
-            return self._text > _CACHE_TEXT
-        return (_resident_bytes() or 0) - self._resident > _CACHE_BYTES and self._text > _CACHE_TEXT // 8
+        self._grown = self._text = 0
 
     def _prove(self, texts: list[str]) -> None:
         texts = [text for text in texts if self._table.accepts(text)]
