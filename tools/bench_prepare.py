@@ -1,17 +1,17 @@
 """Measures `tuner prepare-data` against TRL's SFT preparation of the same rows, alternating in one run.
 
-    python tools/bench_prepare.py [--vocabulary smollm2,qwen3] [--size 48] [--slice 24] [--rounds 3] [--workers 1,2]
+    python tools/bench_prepare.py [--vocabulary smollm2,qwen3] [--slice 48] [--size 400] [--rounds 3] [--workers 1,2]
 
 Ours is the real command with one worker and an empty cache, from the start of its process to its end; the CPU time is
 that of its whole process tree. TRL's is what SFTTrainer does between raw messages and packed rows (bench_trl.py), with
 an empty Hugging Face cache. Its imports are left out, in its favour; the ratio `with_start` counts them. Both get the
 same rows and template (for TRL with the marks that it needs), and before a ratio is printed the ids and masks of every
-document must be equal: else exit 1. MB/s are bytes of JSONL by second of CPU: per core. TRL gets a slice of the rows;
-ours is measured on that slice and on the whole file. A table goes to stderr, one JSON object to stdout. Needs `trl`,
-apt-get (once, for the rows), and `make assets`.
+document must be equal: else exit 1. MB/s are bytes of JSONL by second of CPU: per core. Both get a slice of rows in
+which no text comes twice; ours also gets a large file, whose rows are distinct too but draw on the same text over and
+over. A table goes to stderr, one JSON object to stdout. Needs `trl`, apt-get (once, for the rows), and `make assets`.
 
 With --no-fast the command runs where the fast encoder's package cannot be imported. With --workers 1,2 the clock of
-each number of workers on the whole file is compared, alternating too.
+each number of workers on the large file is compared, alternating too.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def main() -> int:
     """Parse the command line, measure, print; 1 where a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--vocabulary", default="smollm2,qwen3", help="smollm2, qwen3 or both")
-    parser.add_argument("--size", type=float, default=48, help="MB of the whole file")
-    parser.add_argument("--slice", type=float, default=24, help="MB that TRL gets too")
+    parser.add_argument("--slice", type=float, default=48, help="MB of distinct text, for both; at most 48")
+    parser.add_argument("--size", type=float, default=400, help="MB of the large file, for ours alone")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", default="1", help="1, or 1,2 to compare the clock of both")
     parser.add_argument("--no-fast", action="store_true", help="without the fast encoder's package")
@@ -128,14 +128,15 @@ def main() -> int:
 
 
 def write_rows(work: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Write the whole file and its slice; return what they are."""
+    """Write the slice and the large file; return what they are."""
     docs = bench_rows.documentation(options.assets.resolve())
-    folder = options.assets.resolve() / "llamafactory"
+    distinct = bench_rows.conversations(docs, options.assets.resolve() / "llamafactory")
     facts: dict[str, Any] = {}
-    for name, size in (("whole", options.size), ("slice", options.slice)):
+    for name, source, size in (("slice", distinct, options.slice), ("large", bench_rows.endless(), options.size)):
         path = work / f"{name}.jsonl"
-        rows, written = bench_rows.write(bench_rows.conversations(docs, folder), path, int(size * 1e6))
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        rows, written = bench_rows.write(source, path, int(size * 1e6))
+        with path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()[:12]
         facts[name] = {"rows": rows, "mb": round(written / 1e6, 2), "mean_bytes": written // rows, "sha256": digest}
         _say(f"{name:8} {rows:,} rows, {written / 1e6:.1f} MB, mean {written / rows:,.0f} bytes, sha256 {digest}")
     return facts
@@ -143,15 +144,15 @@ def write_rows(work: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def measure(bench: Bench, name: str, model: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Alternate the runs of one vocabulary; return medians, spreads and ratios."""
-    whole, part = bench.work / "whole.jsonl", bench.work / "slice.jsonl"
+    large, part = bench.work / "large.jsonl", bench.work / "slice.jsonl"
     workers = [int(count) for count in options.workers.split(",")]
     runs: dict[str, Callable[[], Took]] = {
         "trl, slice": lambda: bench.trl(part, model, name),
         "tuner, slice": lambda: bench.ours(part, model),
-        "tuner, whole": lambda: bench.ours(whole, model),
+        "tuner, large": lambda: bench.ours(large, model),
     }
     for count in workers[1:]:
-        runs[f"tuner, whole, {count} workers"] = lambda count=count: bench.ours(whole, model, count)
+        runs[f"tuner, large, {count} workers"] = lambda count=count: bench.ours(large, model, count)
     bench.trl(part, model, name)  # also the warm-up of both sides
     documents = bench.require_equal(first := bench.ours(part, model))
     share = fast_share(first.said)
@@ -163,20 +164,20 @@ def measure(bench: Bench, name: str, model: Path, options: argparse.Namespace) -
             took[run].append(go())
             if run == "tuner, slice":
                 bench.require_equal(took[run][-1])
-    mb = {run: (part if "slice" in run else whole).stat().st_size / 1e6 for run in runs}
+    mb = {run: (part if "slice" in run else large).stat().st_size / 1e6 for run in runs}
     rates = {run: sorted(mb[run] / one.cpu_s for one in times) for run, times in took.items()}
     report: dict[str, Any] = {"documents": documents, "equal": True, "fast_path": share}
     report["runs"] = {run: _figures(rates[run], times) for run, times in took.items()}
     median = {run: statistics.median(rate) for run, rate in rates.items()}
     report["ratio_same_slice"] = round(median["tuner, slice"] / median["trl, slice"], 2)
-    report["ratio_whole"] = round(median["tuner, whole"] / median["trl, slice"], 2)
+    report["ratio_large"] = round(median["tuner, large"] / median["trl, slice"], 2)
     from_start = sorted(mb["trl, slice"] / one.said["process_cpu_s"] for one in took["trl, slice"])
     report["ratio_same_slice_with_start"] = round(median["tuner, slice"] / statistics.median(from_start), 2)
     goal = GOALS["fast" if bench.fast else "slow"]
     missed = [f"ratio {report['ratio_same_slice']} < {goal}"] * (report["ratio_same_slice"] < goal)
     for count in workers[1:]:
         one, more = (
-            statistics.median(t.wall_s for t in took[run]) for run in ("tuner, whole", f"tuner, whole, {count} workers")
+            statistics.median(t.wall_s for t in took[run]) for run in ("tuner, large", f"tuner, large, {count} workers")
         )
         report[f"speedup_{count}_workers"] = round(one / more, 2)
         missed += [f"{count} workers {one / more:.2f} < {GOALS['workers']}"] * (one / more < GOALS["workers"])
