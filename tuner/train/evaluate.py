@@ -39,9 +39,7 @@ def evaluate(learner: Learner, rows: PackedRows, micro_batch_size: int, max_rows
     return float(loss_sum / max(1.0, count))
 
 
-def answer_samples(
-    learner: Learner, samples: list[Sample], eos_ids: list[int], max_new_tokens: int
-) -> list[list[int]]:
+def answer_samples(learner: Learner, samples: list[Sample], eos_ids: list[int], max_new_tokens: int) -> list[list[int]]:
     """Greedy answers, as token ids, to held-out prompts. Collective: every rank decodes the same prompts.
 
     An answer ends at an end token, after ``max_new_tokens``, or at the model's last position.

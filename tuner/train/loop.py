@@ -171,4 +171,3 @@ def restore_position(assembly: Assembly, progress: Progress, state: dict[str, An
     progress.eval_loss, progress.first_eval_loss = state["eval_loss"], state["first_eval_loss"]
     progress.loss = state["loss"]
     set_step_count(assembly.learner.optimizer, progress.step)
-

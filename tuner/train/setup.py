@@ -165,9 +165,7 @@ def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenize
     )
     learner = Learner(root, parameters, optimizer, numerics)
     probes = probe_inputs(prepared.train)
-    return Assembly(
-        resolved, learner, batches, timetable(recipe, prepared), prepared, tokenizer, launch, probes
-    )
+    return Assembly(resolved, learner, batches, timetable(recipe, prepared), prepared, tokenizer, launch, probes)
 
 
 def _spec(recipe: Recipe) -> ModelSpec:
