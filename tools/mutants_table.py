@@ -201,8 +201,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "data-answer-starts-without-prompt",
         "tuner/data/turns.py",
-        "            if self.text.startswith(header, end):\n",
-        "            if header in self.text:\n",
+        "header and self.text.startswith(header, at)",
+        "header in self.text",
         MASKS,
     ),
     Mutant(

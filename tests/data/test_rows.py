@@ -209,6 +209,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [3], "completion": [answer()]}, "a message is an object", "3"),
     ({"prompt": "x", "chosen": "y", "rejected": "z"}, "a preference row (chosen, rejected)", '"z"'),
     ({"chosen_messages": [], "rejected_messages": []}, "a preference row", "[]"),
+    ({"messages": [{"role": "user", "content": "x"}], "label": False}, "makes this a preference row", "false"),
     ({"text": ""}, "text is empty", '""'),
     ({"text": ["x"]}, "text is a string, got a list", '["x"]'),
     ({"input_ids": []}, "input_ids is empty", "[]"),

@@ -12,7 +12,7 @@ from tools.mutants_table import MUTANTS, Mutant
 
 
 def test_there_are_forty_different_faults() -> None:
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) == 40
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 50
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -28,7 +28,7 @@ NOT_TRAINED = -100
 _MAX_ID = 2**32 - 1
 _MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 _PREFERENCES = (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
-_UNUSUAL = frozenset(("tools", *_MEDIA, *(key for pair in _PREFERENCES for key in pair)))
+_UNUSUAL = frozenset(("tools", "label", *_MEDIA, *(key for pair in _PREFERENCES for key in pair)))
 """Keys beside `messages` that need a look."""
 _PLAIN_ROLES = frozenset(("system", "user", "assistant"))
 _NO_COLUMNS: Mapping[str, str] = {}
@@ -113,6 +113,12 @@ def _parse(value: Row, format: str, columns: Mapping[str, str]) -> Example:  # n
                     f"answers name them, such as columns: {{completion: {chosen}}}",
                     path=(rejected,),
                 )
+        if isinstance(value.get("label"), bool):
+            raise RowProblem(
+                "a true or false label makes this a preference row: answers labelled false would be learned too; "
+                "to train all of them, say format: messages (or the form it is)",
+                path=("label",),
+            )
     forms = _FORMS if format == "auto" else {format: _FORMS[format]}
     for keys, parse in forms.values():
         if all(value.get(key) is not None for key in keys):
