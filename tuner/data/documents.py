@@ -75,9 +75,10 @@ class _Side:
     is_split: bool = False
     """Whether documents are held out of it."""
     counts: list[Counts] = field(default_factory=list)
-    digests: list[Digests] = field(default_factory=list)
-    lengths: list[npt.NDArray[np.uint32]] = field(default_factory=list)
-    targets: list[npt.NDArray[np.uint32]] = field(default_factory=list)
+    digests: bytearray = field(default_factory=bytearray)
+    lengths: bytearray = field(default_factory=bytearray)
+    targets: bytearray = field(default_factory=bytearray)
+    """Tables of all bundles so far, as bytes: they grow in place."""
     fast: int = 0
     escaped: int = 0
     notes: Counter[str] = field(default_factory=Counter)
@@ -111,9 +112,9 @@ class _Side:
 
     def add(self, bundle: EncodedBundle) -> None:
         """Keep what is needed of a bundle."""
-        self.digests.append(bundle.digests)
-        self.lengths.append(bundle.lengths)
-        self.targets.append(bundle.targets)
+        self.digests += bundle.digests.tobytes()
+        self.lengths += bundle.lengths.tobytes()
+        self.targets += bundle.targets.tobytes()
         self.fast += bundle.fast
         self.escaped += bundle.escaped
         self.notes.update(bundle.notes)
@@ -131,19 +132,19 @@ class _Chosen:
     @property
     def present(self) -> Digests:
         """The digests of the documents that are there."""
-        return self.digests[self.copies > 0]
+        return self.digests if self.copies.all() else self.digests[self.copies > 0]
 
     def report(self, counts: Counts) -> dict[str, Any]:
         """The split's counts as JSON values; documents and tokens as often as they are trained on."""
         there = self.copies > 0
-        lengths, often = self.lengths[there].astype(np.int64), self.copies[there]
+        tokens, targets = (np.multiply(column, self.copies, dtype=np.int64) for column in (self.lengths, self.targets))
         return {
             "rows": counts.rows,
-            "documents": int(often.sum()),
-            "tokens": int((lengths * often).sum()),
-            "trained": int((self.targets[there].astype(np.int64) * often).sum()),
-            "longest": int(lengths.max(initial=0)),
-            "duplicates": int(there.sum()) - distinct(self.present),
+            "documents": int(self.copies.sum()),
+            "tokens": int(tokens.sum()),
+            "trained": int(targets.sum()),
+            "longest": int(self.lengths.max(initial=0, where=there)),
+            "duplicates": int(np.count_nonzero(there)) - distinct(self.present),
             "skipped": dict(sorted(counts.skipped.items())),
             "dropped": dict(sorted(counts.dropped.items())),
         }
@@ -308,14 +309,18 @@ def _taken(side: _Side, seed: int) -> _Chosen:
         copies(source.share, counts.documents, seed, base + number)
         for number, (source, counts) in enumerate(zip(side.sources, side.counts, strict=True))
     ]
-    return _Chosen(_joined(side.digests), _joined(side.lengths), _joined(side.targets), np.concatenate(often))
+    return _Chosen(
+        np.frombuffer(side.digests, dtype=np.uint64).reshape(-1, 2),
+        np.frombuffer(side.lengths, dtype=np.uint32),
+        np.frombuffer(side.targets, dtype=np.uint32),
+        np.concatenate(often),
+    )
 
 
 def _hold_out(chosen: _Chosen, split: Duration, seed: int) -> list[_Chosen]:
     """Hold documents out of those that are taken; what is held out is there once and not trained on."""
-    there = np.flatnonzero(chosen.copies)
     held = np.zeros(len(chosen.copies), dtype=np.bool_)
-    held[there] = hold_out(chosen.digests[there], split, seed)
+    held[chosen.copies > 0] = hold_out(chosen.present, split, seed)
     sides = (np.where(held, 0, chosen.copies), held.astype(np.int32))
     return [replace(chosen, copies=side.astype(np.int32)) for side in sides]
 
@@ -442,10 +447,6 @@ def _worker_died(places: Sequence[_Place], lines: int, death: WorkerDiedError) -
         f"{places[0].name}: a worker {death.how} while it encoded the rows from line {first:,} on{more}",
         hint="where the machine ran out of memory, set data.workers to fewer",
     )
-
-
-def _joined(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    return np.concatenate(parts) if parts else np.zeros((0, 2), dtype=np.uint64)
 
 
 def _sum(counts: Iterable[Counts]) -> Counts:

@@ -18,6 +18,7 @@ from tuner.errors import DataError
 Digests = npt.NDArray[np.uint64]
 """uint64[documents, 2]"""
 _MASK64 = (1 << 64) - 1
+_CHUNK = 1 << 16
 _SAMPLE_STREAM = 1 << 63
 """Philox keys of samples are apart from those of epochs, which count from 0."""
 
@@ -65,10 +66,14 @@ def copies(share: Share, documents: int, seed: int, source: int) -> npt.NDArray[
 
 def distinct(digests: Digests) -> int:
     """The number of different documents."""
-    if len(digests) == 0:
-        return 0
-    ordered = digests[np.lexsort((digests[:, 1], digests[:, 0]))]
-    return 1 + int(np.any(ordered[1:] != ordered[:-1], axis=1).sum())
+    first = np.sort(digests[:, 0])
+    again = np.unique(first[1:][first[1:] == first[:-1]])
+    if len(again) == 0:
+        return len(digests)
+    # Only those that share their first half with another can be equal: seldom more than a few.
+    some = digests[np.isin(digests[:, 0], again)]
+    ordered = some[np.lexsort((some[:, 1], some[:, 0]))]
+    return len(digests) - len(some) + 1 + int(np.any(ordered[1:] != ordered[:-1], axis=1).sum())
 
 
 def shared(left: Digests, right: Digests) -> int:
@@ -91,7 +96,7 @@ def hold_out(digests: Digests, split: Duration, seed: int) -> npt.NDArray[np.boo
             hint="give data.eval a file of its own",
         )
     order, group = _keyed_order(digests, seed)
-    sizes = np.bincount(group)
+    sizes = np.bincount(group).astype(np.int32)
     chosen = np.zeros(len(sizes), dtype=np.bool_)
     left = np.arange(len(sizes))
     while wanted and len(left):
@@ -118,15 +123,19 @@ def digest(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64]) -> Diges
     return np.frombuffer(hashes, dtype="<u8").astype(np.uint64).reshape(-1, 2)
 
 
-def _keyed_order(digests: Digests, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _keyed_order(digests: Digests, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
     """The documents in the order of their keyed hash, and of each the number of its group of equal ones, from 0."""
     key = np.frombuffer(hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=16).digest(), dtype="<u8")
-    first, second = digests[:, 0], digests[:, 1]
-    hashed = _mixed(_mixed(first ^ key[0]) ^ second ^ key[1])
-    order = np.lexsort((second, first, hashed)).astype(np.int64)
-    ordered = digests[order]
-    begins = np.any(ordered[1:] != ordered[:-1], axis=1)
-    return order, np.concatenate([[0], np.cumsum(begins)]).astype(np.int64)
+    hashed = np.empty(len(digests), dtype=np.uint64)
+    for start in range(0, len(digests), _CHUNK):
+        part = digests[start : start + _CHUNK]
+        hashed[start : start + _CHUNK] = _mixed(_mixed(part[:, 0] ^ key[0]) ^ part[:, 1] ^ key[1])
+    order = np.argsort(hashed, kind="stable").astype(np.int64, copy=False)
+    hashed = hashed[order]
+    group = np.zeros(len(digests), dtype=np.int32)
+    # Two different documents of one hash would merely stay together.
+    np.cumsum(hashed[1:] != hashed[:-1], out=group[1:])
+    return order, group
 
 
 def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
