@@ -40,6 +40,7 @@ BATCHES = ("tests/data/test_batches.py",)
 MASKS = ("tests/data/test_masks.py",)
 SKELETONS = ("tests/data/test_skeleton.py",)
 FAST = ("tests/data/test_fast.py",)
+PREPARE = ("tests/data/test_prepare.py",)
 MODEL = ("tests/model",)
 TRAIN = ("tests/train",)
 RANKS = ("tests/multi",)
@@ -235,14 +236,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "data-fast-encoder-unproven",
-        "tuner/data/fast.py",
+        "tuner/data/proven.py",
         "            if not self._equal(text, own):\n",
         "            if not own.size:\n",
         FAST,
     ),
     Mutant(
         "data-characters-not-looked-at",
-        "tuner/data/fast.py",
+        "tuner/data/proven.py",
         "                self._refuted.add(c)\n",
         "                continue\n",
         FAST,
@@ -267,6 +268,55 @@ MUTANTS: tuple[Mutant, ...] = (
         "            trained[offsets[1:][framed] - len(suffix) + k] = True\n",
         "",
         MASKS + FAST,
+    ),
+    Mutant(
+        "data-duplicate-keys-unseen",
+        "tuner/data/jsonl.py",
+        'spare = raw.count(b":") - keys',
+        "spare = 0",
+        ("tests/data/test_jsonl.py",),
+    ),
+    Mutant(
+        "data-lines-of-blocks-uncounted",
+        "tuner/data/documents.py",
+        "                lines += block.lines\n",
+        "",
+        PREPARE,
+    ),
+    Mutant(
+        "data-share-is-the-beginning",
+        "tuner/data/selection.py",
+        'taken[np.argsort(words, kind="stable")[:rest]] += 1',
+        "taken[:rest] += 1",
+        ("tests/data/test_selection.py",),
+    ),
+    Mutant(
+        "data-equal-documents-on-both-sides",
+        "tuner/data/selection.py",
+        "    held[order] = chosen[group]\n",
+        "    held[order[: len(chosen)]] = chosen\n",
+        ("tests/data/test_selection.py",),
+    ),
+    Mutant(
+        "data-field-not-in-key",
+        "tuner/data/keys.py",
+        '        "special_tokens_in_text": request.special_tokens_in_text,\n',
+        "",
+        ("tests/data/test_keys.py",),
+    ),
+    Mutant(
+        "data-damage-unseen",
+        "tuner/data/cache.py",
+        '        verify_entries(path, manifest["files"], hash=False)\n',
+        "",
+        ("tests/data/test_cache.py",),
+    ),
+    Mutant(
+        "data-micro-batches-by-chance",
+        "tuner/data/deal.py",
+        "by_cost = sorted(range(n_cells), key=lambda cell: -loads[cell])",
+        "by_cost = list(range(n_cells))",
+        ("tests/data/test_deal.py",),
     ),
     Mutant(
         "data-first-token-counted",

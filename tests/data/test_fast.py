@@ -12,9 +12,11 @@ from gigatoken import gigatoken_rs
 from tokenizers import Tokenizer, normalizers
 
 from tests.data import tiny
-from tuner.data import encode, fast
+from tuner.data import encode, fast, words
+from tuner.data.byte_table import ByteTable, Unproven
 from tuner.data.encode import Encoder, FastEncoderMismatch
-from tuner.data.fast import ByteTable, FastEncoder, Unproven
+from tuner.data.fast import FastEncoder
+from tuner.data.proven import ProvenEncoder
 from tuner.data.rows import Conversation, Example, PlainText, PromptCompletion, parse_row
 from tuner.data.tokenizer import TextTokenizer
 
@@ -83,12 +85,16 @@ def test_bytes_of_tokens() -> None:
         assert table.lengths[tokenizer.encode(text)].sum() == len(text.encode())
 
 
+def proven(tokenizer: TextTokenizer) -> ProvenEncoder:
+    table = ByteTable(tokenizer)
+    return ProvenEncoder(FastEncoder(tokenizer, table), tokenizer, table)
+
+
 def test_an_encoder_that_errs_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = tiny.tokenizer()
-    FastEncoder(tokenizer, ByteTable(tokenizer))
+    proven(tiny.tokenizer())
     lie(monkeypatch, "S1!")
     with pytest.raises(Unproven, match="other ids"):
-        FastEncoder(tokenizer, ByteTable(tokenizer))
+        proven(tiny.tokenizer())
 
 
 def test_a_tokenizer_that_cannot_be_read_is_not_taken() -> None:
@@ -100,8 +106,7 @@ def test_a_tokenizer_that_cannot_be_read_is_not_taken() -> None:
 
 def test_characters_are_looked_at_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     lie(monkeypatch, "\u03b1")
-    tokenizer = tiny.tokenizer()
-    encoder = FastEncoder(tokenizer, ByteTable(tokenizer))
+    encoder = proven(tiny.tokenizer())
     assert encoder.refuted(["abc", "\u00e9t\u00e9"]) == set()
     assert encoder.refuted(["\u03b1\u03b2"]) == {"\u03b1"}
     assert encoder.refuted(["abc"]) == set()
@@ -182,8 +187,8 @@ def test_small_batches_are_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert Encoder(tiny.tokenizer(), "assistant").encode(rows(10)).fast == 0
 
 
-@pytest.mark.usefixtures("always_fast")
-def test_without_the_library_all_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     import builtins
 
     real = builtins.__import__
@@ -194,9 +199,58 @@ def test_without_the_library_all_is_as_before(monkeypatch: pytest.MonkeyPatch) -
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
+
+
+@pytest.mark.usefixtures("always_fast", "no_library")
+def test_without_the_library_words_are_remembered() -> None:
     encoder = Encoder(tiny.tokenizer(), "assistant")
-    batch = encoder.encode(rows(10))
-    assert batch.fast == 0 and len(batch.rows) == 30 and "not installed" in str(encoder.not_fast)
+    assert encoder.encode(rows(10)).fast == 0 and "not installed" in str(encoder.not_fast)
+    odd = [parse_row(tiny.chat("a\u0301 \u4e2d\n\n", "<|im_end|>")), PlainText("  x  \r\n\t <|im_ end|>")]
+    assert same(tiny.tokenizer(), [*rows(300), *odd, *rows(5)]).fast == 0
+    examples = [parse_row(tiny.chat("a", "quite")), *rows(3), PlainText("aqua"), PlainText("q")]
+    same(without_byte("q"), examples)
+
+
+@pytest.mark.usefixtures("always_fast", "no_library")
+def test_words_are_forgotten_before_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "_MAX_WORDS", 40)
+    tokenizer = tiny.tokenizer()
+    encoder = words.WordEncoder(tokenizer, ByteTable(tokenizer))
+    for start in range(0, 600, 20):
+        text = " ".join(f"w{i}" for i in range(start, start + 30)) + "<|im_end|>"
+        assert encoder.encode(text).tolist() == tokenizer.encode(text)
+    assert len(encoder._place) <= 40 + 35
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"type": "Split", "pattern": {"Regex": "[a-m]+|[0-9]"}, "behavior": "Isolated", "invert": False},
+        {"type": "Split", "pattern": {"Regex": "\\s+"}, "behavior": "Isolated", "invert": False},
+        {"type": "Digits", "individual_digits": True},
+    ],
+)
+def test_words_are_cut_as_the_tokenizer_cuts_them(cut: dict[str, Any]) -> None:
+    bare = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    tokenizer = changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [cut, bare]})
+    table = ByteTable(tokenizer)
+    encoder = ProvenEncoder(words.WordEncoder(tokenizer, table), tokenizer, table)
+    for text in ("hello 1234 the answer", "x\n\n 12 a", "", "say 1 word\n"):
+        assert encoder.encode(text).tolist() == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("cut", "reason"),
+    [
+        ({"type": "UnicodeScripts"}, "UnicodeScripts"),
+        ({"type": "Split", "pattern": {"Regex": "(a)|b"}, "behavior": "Isolated", "invert": False}, "groups"),
+    ],
+)
+def test_words_that_are_cut_otherwise_are_not_remembered(cut: dict[str, Any], reason: str) -> None:
+    bare = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [cut, bare]})
+    with pytest.raises(Unproven, match=reason):
+        words.WordEncoder(tokenizer, ByteTable(tokenizer))
 
 
 @pytest.mark.parametrize("readable", [False, True])

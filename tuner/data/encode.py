@@ -15,14 +15,17 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from tuner.data.fast import ByteTable, FastEncoder, Unproven
+from tuner.data.byte_table import ByteTable, Unproven
+from tuner.data.fast import FastEncoder
 from tuner.data.place import Document, Placer
 from tuner.data.probe import has_reserved
 from tuner.data.problems import RowProblem
+from tuner.data.proven import ProvenEncoder
 from tuner.data.rows import Conversation, Example, Tokens
 from tuner.data.skeleton import Skeleton, Skeletons
 from tuner.data.tokenizer import TextTokenizer
 from tuner.data.turns import Plan, Planner, SpecialTokens, TrainOn
+from tuner.data.words import WordEncoder
 
 FAST_FROM_BYTES = 256 << 10
 """A batch of fewer bytes is not worth building and proving the fast encoder for."""
@@ -113,8 +116,8 @@ class Encoder:
         self._planner = Planner(tokenizer, train_on, special_tokens)
         self._placer = Placer(tokenizer, train_on)
         self._skeletons = Skeletons(tokenizer, self._planner)
-        self._allow_fast = fast
-        self._fast: FastEncoder | None = None
+        self._proven: ProvenEncoder | None = None
+        self._chosen = False
         self._table: ByteTable | None = None
         self._separator = ""
         self._prompts: dict[str, npt.NDArray[np.uint32]] = {}
@@ -233,25 +236,25 @@ class Encoder:
     def _flat(self, rows: _Rows, table: ByteTable) -> "tuple[_Flat, bool]":
         """The rows' ids, and whether the fast encoder gave them."""
         sizes = np.array(rows.sizes, dtype=np.int64)
-        fast = self._fast_for(int(sizes.sum()))
+        proven = self._proven_for(int(sizes.sum()), table)
         texts = ["".join(rows.pieces[a:b]) for a, b in zip([0, *rows.piece_stops], rows.piece_stops, strict=False)]
-        if fast is None:
+        if proven is None:
             parts = self._tokenizer.encode_ids(texts)
             flat = _Flat.of(np.concatenate(parts), np.array([len(part) for part in parts]), table)
             return replace(flat, unknown=flat.sizes() != sizes), False
-        refuted = fast.refuted(texts)
-        flat = self._together(fast, texts, sizes, table)
+        refuted = proven.refuted(texts)
+        flat = self._together(proven, texts, sizes, table)
         unknown = flat.counts(np.arange(len(table.lengths)) >= table.size) > 0
         if refuted:
             unknown |= np.array([any(c in text for c in refuted) for text in texts])
-        return replace(flat, unknown=unknown), True
+        return replace(flat, unknown=unknown), proven.name == FastEncoder.name
 
-    def _together(self, fast: FastEncoder, texts: list[str], sizes: Ints, table: ByteTable) -> "_Flat":
+    def _together(self, proven: ProvenEncoder, texts: list[str], sizes: Ints, table: ByteTable) -> "_Flat":
         if not self._separator:
-            parts = [fast.encode(text) for text in texts]
+            parts = [proven.encode(text) for text in texts]
             return _Flat.of(np.concatenate(parts), np.array([len(part) for part in parts]), table)
         # A control token between two texts: neither sees the other, and one call takes them all.
-        ids = fast.encode(self._separator.join([*texts, ""]))
+        ids = proven.encode(self._separator.join([*texts, ""]))
         edges = _edges(table.lengths[ids])
         ends = np.cumsum(sizes + len(self._separator.encode()))
         separators = np.searchsorted(edges, ends) - 1
@@ -261,20 +264,23 @@ class Encoder:
         keep[separators] = False
         return _Flat.of(ids[keep], np.diff(separators, prepend=-1) - 1, table)
 
-    def _fast_for(self, size: int) -> FastEncoder | None:
+    def _proven_for(self, size: int, table: ByteTable) -> ProvenEncoder | None:
+        """The fastest encoder that is proven, for a batch of so many bytes; it is chosen for the first such batch."""
         if size < FAST_FROM_BYTES:
             return None  # whatever came before: which batches meet in a process is not to be seen in the counts
-        if self._fast is None and self.not_fast is None and self._table is not None:
+        for kind in () if self._chosen else (FastEncoder, WordEncoder):
             try:
-                self._fast = FastEncoder(self._tokenizer, self._table)
+                self._proven = ProvenEncoder(kind(self._tokenizer, table), self._tokenizer, table)
+                break
             except Unproven as error:
-                self.not_fast = str(error)
-        return self._fast
+                self.not_fast = self.not_fast or str(error)
+        self._chosen = True
+        return self._proven
 
     def _prompt_ids(self, prompt: str) -> npt.NDArray[np.uint32]:
         ids = self._prompts.get(prompt)
         if ids is None:
-            ids = self._tokenizer.encode_ids([prompt])[0] if self._fast is None else self._fast.encode(prompt)
+            ids = self._tokenizer.encode_ids([prompt])[0] if self._proven is None else self._proven.encode(prompt)
             if len(self._prompts) < _KEPT_PROMPTS and len(prompt) < _KEPT_CHARS:
                 self._prompts[prompt] = ids
         return ids
