@@ -43,6 +43,10 @@ _GAP = re.compile(r"\n\s*\n")
 Row = dict[str, Any]
 
 
+MAX_BYTES = 8000
+"""A row has at most so many tokens: peers truncate a longer one where we drop it, and nothing could be compared."""
+
+
 def documentation(directory: Path) -> Path:
     """Return the folder of Python's documentation sources, fetched once into `directory` with apt-get."""
     target = directory / PACKAGE
@@ -152,11 +156,13 @@ def _told(pool: list[tuple[str, str]], chance: random.Random, small: list[Row], 
 
 
 def write(rows: Iterator[Row], path: Path, size: int) -> tuple[int, int]:
-    """Write rows as JSONL up to `size` bytes; return (rows, bytes)."""
+    """Write rows as JSONL up to `size` bytes, without those that may not fit a row; return (rows, bytes)."""
     count = written = 0
     with path.open("wb") as stream:
         for row in rows:
             line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+            if len(line) > MAX_BYTES:
+                continue
             if written + len(line) > size:
                 break
             stream.write(line)

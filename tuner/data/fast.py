@@ -1,7 +1,5 @@
 """The fast encoder: gigatoken, its memory bounded."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,10 +7,12 @@ import numpy.typing as npt
 
 from tuner.data.byte_table import ByteTable, Unproven
 from tuner.data.tokenizer import TextTokenizer
+from tuner.runtime.memory import give_back, resident_bytes
 
-_STATM = Path("/proc/self/statm")
 _CACHE_BYTES = 64 << 20
-"""Growth of the process in its calls after which the encoder, which remembers every word it met, is built anew."""
+"""Growth of the process after which the encoder, which remembers every word that it met, is built anew."""
+_WARM_CALLS = 2
+"""By then what is not the encoder's has its size."""
 _CACHE_TEXT = 64 << 20
 """The same in characters of text, where growth cannot be read."""
 _MEASURED_CHARS = 1 << 16
@@ -36,19 +36,21 @@ class FastEncoder:
 
     def encode(self, text: str) -> npt.NDArray[np.uint32]:
         """Return the ids of a text."""
-        if self._grown > _CACHE_BYTES or self._text > _CACHE_TEXT:
+        if len(text) >= _MEASURED_CHARS and self._is_full(len(text)):
             self._rebuild()
-        if len(text) < _MEASURED_CHARS:
-            ids: npt.NDArray[np.uint32] = self._backend.encode(text)
-            return ids
-        before = _resident_bytes()
-        ids = self._backend.encode(text)
-        after = _resident_bytes()
-        if before is None or after is None:
-            self._text += len(text)
-        else:
-            self._grown += max(0, after - before - ids.nbytes)
+        ids: npt.NDArray[np.uint32] = self._backend.encode(text)
         return ids
+
+    def _is_full(self, size: int) -> bool:
+        """Whether the process grew too much since the encoder was warm: its memory cannot be asked for alone."""
+        self._calls += 1
+        self._text += size
+        resident = resident_bytes()
+        if resident is None:
+            return self._text > _CACHE_TEXT
+        if self._calls <= _WARM_CALLS:
+            self._resident = resident
+        return resident - self._resident > _CACHE_BYTES
 
     def _rebuild(self) -> None:
         self._backend: Any = None
@@ -56,13 +58,5 @@ class FastEncoder:
             self._backend = self._load(self._json)
         except Exception as error:  # gigatoken raises several kinds, also bare ones
             raise Unproven(f"gigatoken cannot read the tokenizer: {str(error).splitlines()[0]}") from error
-        self._grown = self._text = 0
-
-
-def _resident_bytes() -> int | None:
-    if sys.platform != "linux":
-        return None
-    try:
-        return int(_STATM.read_text().split()[1]) * 4096
-    except (OSError, ValueError, IndexError):
-        return None
+        give_back()
+        self._calls = self._text = self._resident = 0
