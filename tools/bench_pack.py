@@ -34,9 +34,9 @@ import pyarrow as pa
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tuner.data.bins import lower_bound, pack  # noqa: E402
+from tuner.data.building.bins import lower_bound, pack  # noqa: E402
+from tuner.data.building.pack import cut, row_batches  # noqa: E402
 from tuner.data.deal import deal, row_costs  # noqa: E402
-from tuner.data.pack import cut, row_batches  # noqa: E402
 from tuner.data.prepared import arrow  # noqa: E402
 
 CAPACITIES = (4096, 8192, 32768)

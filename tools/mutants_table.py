@@ -37,10 +37,10 @@ CONFIG = ("tests/config",)
 RUNTIME = ("tests/runtime",)
 CHECKPOINT = ("tests/checkpoint",)
 BATCHES = ("tests/data/test_batches.py",)
-MASKS = ("tests/data/test_masks.py",)
-SKELETONS = ("tests/data/test_skeleton.py",)
-FAST = ("tests/data/test_fast.py",)
-PREPARE = ("tests/data/test_prepare.py",)
+MASKS = ("tests/data/encoding/test_masks.py",)
+SKELETONS = ("tests/data/encoding/test_skeleton.py",)
+FAST = ("tests/data/encoding/test_fast.py",)
+PREPARE = ("tests/data/building/test_prepare.py",)
 MODEL = ("tests/model",)
 TRAIN = ("tests/train",)
 RANKS = ("tests/multi",)
@@ -194,122 +194,122 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "data-end-of-turn-untrained",
-        "tuner/data/tokenizer.py",
+        "tuner/data/encoding/tokenizer.py",
         "return None if found is None else found.end()",
         "return None if found is None else found.start()",
         MASKS,
     ),
     Mutant(
         "data-answer-starts-without-prompt",
-        "tuner/data/turns.py",
+        "tuner/data/encoding/turns.py",
         "header and self.text.startswith(header, at)",
         "header in self.text",
         MASKS,
     ),
     Mutant(
         "data-probe-literal-unseen",
-        "tuner/data/skeleton.py",
+        "tuner/data/encoding/skeleton.py",
         "                if literal in content:\n                    return False\n",
         "                if literal == content:\n                    return False\n",
         SKELETONS,
     ),
     Mutant(
         "data-probe-length-unseen",
-        "tuner/data/probe.py",
+        "tuner/data/encoding/probe.py",
         "    def __len__(self) -> int:\n        self.asked.too_much = True\n",
         "    def __len__(self) -> int:\n",
         SKELETONS,
     ),
     Mutant(
         "data-control-token-in-known-shape",
-        "tuner/data/encode.py",
+        "tuner/data/encoding/encode.py",
         "(flat.counts(self._is_special) != expected)",
         "(flat.counts(self._is_special) < expected)",
         MASKS + FAST,
     ),
     Mutant(
         "data-straddled-turn-kept",
-        "tuner/data/encode.py",
+        "tuner/data/encoding/encode.py",
         "        doubtful[turns.row[turns.straddles]] = True\n",
         "",
         MASKS,
     ),
     Mutant(
         "data-fast-encoder-unproven",
-        "tuner/data/proven.py",
+        "tuner/data/encoding/proven.py",
         "            if not self._equal(text, own):\n",
         "            if not own.size:\n",
         FAST,
     ),
     Mutant(
         "data-characters-not-looked-at",
-        "tuner/data/proven.py",
+        "tuner/data/encoding/proven.py",
         "                self._refuted.add(c)\n",
         "                continue\n",
         FAST,
     ),
     Mutant(
         "data-sample-not-judged",
-        "tuner/data/encode.py",
+        "tuner/data/encoding/encode.py",
         "        self._check(examples, merged)\n",
         "",
         FAST,
     ),
     Mutant(
         "data-unknown-bytes-kept",
-        "tuner/data/encode.py",
+        "tuner/data/encoding/encode.py",
         "flat.counts(np.arange(len(table.lengths)) >= table.size) > 0",
         "np.zeros(len(texts), dtype=np.bool_)",
         FAST,
     ),
     Mutant(
         "data-frame-untrained-end",
-        "tuner/data/encode.py",
+        "tuner/data/encoding/encode.py",
         "            trained[offsets[1:][framed] - len(suffix) + k] = True\n",
         "",
         MASKS + FAST,
     ),
     Mutant(
         "data-duplicate-keys-unseen",
-        "tuner/data/jsonl.py",
+        "tuner/data/reading/jsonl.py",
         'spare = raw.count(b":") - keys',
         "spare = 0",
-        ("tests/data/test_jsonl.py",),
+        ("tests/data/reading/test_jsonl.py",),
     ),
     Mutant(
         "data-lines-of-blocks-uncounted",
-        "tuner/data/documents.py",
+        "tuner/data/building/documents.py",
         "                lines += block.lines\n",
         "",
         PREPARE,
     ),
     Mutant(
         "data-share-is-the-beginning",
-        "tuner/data/selection.py",
+        "tuner/data/building/selection.py",
         'taken[np.argsort(words, kind="stable")[:rest]] += 1',
         "taken[:rest] += 1",
-        ("tests/data/test_selection.py",),
+        ("tests/data/building/test_selection.py",),
     ),
     Mutant(
         "data-equal-documents-on-both-sides",
-        "tuner/data/selection.py",
+        "tuner/data/building/selection.py",
         "    held[order] = chosen[group]\n",
         "    held[order[: len(chosen)]] = chosen\n",
-        ("tests/data/test_selection.py",),
+        ("tests/data/building/test_selection.py",),
     ),
     Mutant(
         "data-field-not-in-key",
-        "tuner/data/keys.py",
+        "tuner/data/building/keys.py",
         '        "special_tokens_in_text": request.special_tokens_in_text,\n',
         "",
-        ("tests/data/test_keys.py",),
+        ("tests/data/building/test_keys.py",),
     ),
     Mutant(
         "data-damage-unseen",
-        "tuner/data/cache.py",
+        "tuner/data/building/cache.py",
         '        verify_entries(path, manifest["files"], hash=False)\n',
         "",
-        ("tests/data/test_cache.py",),
+        ("tests/data/building/test_cache.py",),
     ),
     Mutant(
         "data-micro-batches-by-chance",
@@ -320,10 +320,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "data-first-token-counted",
-        "tuner/data/pack.py",
+        "tuner/data/building/pack.py",
         "offsets[document] + start + 1, offsets[-1]",
         "offsets[document] + start, offsets[-1]",
-        ("tests/data/test_pack.py",),
+        ("tests/data/building/test_pack.py",),
     ),
     # The model.
     Mutant(

@@ -49,10 +49,10 @@ class Verdicts:
 def by_functions(path: Path) -> Verdicts:
     """Read a file as a worker of the product does, without encoding."""
     from tuner.config.recipe import DataSource
-    from tuner.data.blocks import blocks, lines_in, place, rows_of
-    from tuner.data.problems import RowProblem
-    from tuner.data.rows import parse_row
-    from tuner.data.sources import expand
+    from tuner.data.reading.blocks import blocks, lines_in, place, rows_of
+    from tuner.data.reading.problems import RowProblem
+    from tuner.data.reading.rows import parse_row
+    from tuner.data.reading.sources import expand
 
     verdicts, before, started = Verdicts(), 0, time.process_time()
     for block in blocks(expand([DataSource(path=str(path))])[0]):

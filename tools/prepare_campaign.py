@@ -51,11 +51,11 @@ class Trial:
 def build(trial: Trial, cache: str, fatal: tuple[int, str] | None, answers: Any) -> None:
     """Be a builder: prepare the data into `cache`, dying at call number `fatal[0]`, `before` or `after` it."""
     from tuner.config.recipe import DataSection, SftMethod
-    from tuner.data import documents
-    from tuner.data.byte_tokenizer import byte_tokenizer_files
-    from tuner.data.prepare import prepare
-    from tuner.data.request import PrepareRequest
-    from tuner.data.tokenizer import TextTokenizer
+    from tuner.data.building import documents
+    from tuner.data.building.prepare import prepare
+    from tuner.data.building.request import PrepareRequest
+    from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
+    from tuner.data.encoding.tokenizer import TextTokenizer
 
     os.environ[MARK] = trial.directory.name
     documents.BUNDLE_BYTES = 1  # every file is work of its own, so that small ones keep several workers busy
@@ -95,7 +95,7 @@ def count_calls(fatal: tuple[int, str] | None) -> list[str]:
 
 def rename_before_manifest() -> None:
     """A mutant: the directory gets its name first, and its manifest then."""
-    from tuner.data import cache
+    from tuner.data.building import cache
 
     late: list[tuple[Path, Any]] = []
     write, publish = cache.write_json, cache.publish_dir
@@ -112,7 +112,7 @@ def rename_before_manifest() -> None:
 
 def keep_leftovers() -> None:
     """A mutant: what a killed builder left is never swept."""
-    from tuner.data import cache
+    from tuner.data.building import cache
 
     cache._leftovers = lambda final: []
 
@@ -121,7 +121,7 @@ def build_without_lock() -> None:
     """A mutant: builders do not wait for each other."""
     from contextlib import nullcontext
 
-    from tuner.data import cache
+    from tuner.data.building import cache
 
     cache._lock = lambda *_, **__: nullcontext()  # type: ignore[assignment]
 
@@ -163,7 +163,7 @@ def finish(process: Any, answers: Any) -> dict[str, Any] | None:
 
 def visible_faults(cache: Path) -> list[str]:
     """What is wrong with the directories that are there under a final name, by SHA-256 of every file."""
-    from tuner.data.cache import LEVELS, Entry, damages
+    from tuner.data.building.cache import LEVELS, Entry, damages
     from tuner.data.prepared import open_prepared
     from tuner.errors import DataError
 
@@ -327,7 +327,7 @@ def main() -> int:
     parser.add_argument("--mutant", choices=list(MUTANTS), default="none", help="break the builder: trials must fail")
     parser.add_argument("--replay", nargs=2, metavar=("KIND", "NUMBER"), help="one trial alone, such as: kill 17")
     options = parser.parse_args()
-    context.set_forkserver_preload(["tuner.data.prepare", "tuner.config.recipe"])
+    context.set_forkserver_preload(["tuner.data.building.prepare", "tuner.config.recipe"])
     wanted = [("kill", options.first + i) for i in range(options.kills)] + [("race", i) for i in range(options.races)]
     if options.replay:
         wanted = [(options.replay[0], int(options.replay[1]))]

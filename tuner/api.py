@@ -11,7 +11,7 @@ from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.numbers import parse_bytes
 
 if TYPE_CHECKING:
-    from tuner.data.prepare import PreparedInfo
+    from tuner.data.building.prepare import PreparedInfo
     from tuner.export.hf import ExportReport
     from tuner.train.run import RunResult
 
@@ -26,8 +26,8 @@ def prepare_data(recipe: RecipeSource) -> PreparedInfo:
 
     Raises RecipeError, DataError and MachineError as `tuner prepare-data` reports them.
     """
-    from tuner.data.prepare import prepare
-    from tuner.data.request import prepare_request
+    from tuner.data.building.prepare import prepare
+    from tuner.data.building.request import prepare_request
     from tuner.runtime.console import Console
 
     wish = _loaded(recipe).recipe

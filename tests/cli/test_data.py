@@ -14,7 +14,7 @@ import pytest
 
 from tests.data import tiny
 from tuner.cli.document import SCHEMA_PATH
-from tuner.data.prepare import PreparedInfo, prepare
+from tuner.data.building.prepare import PreparedInfo, prepare
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = json.loads(SCHEMA_PATH.read_text())

@@ -13,8 +13,7 @@ import pytest
 
 from tests.data import tiny
 from tuner.cli.token_view import row_texts, token_lines
-from tuner.data.explain import explain
-
+from tuner.data.building.explain import explain
 
 ROOT = Path(__file__).parents[2]
 

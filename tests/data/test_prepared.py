@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tuner.data.pack import cut, row_batches
+from tuner.data.building.pack import cut, row_batches
 from tuner.data.prepared import PREPARED_SCHEMA, Documents, Flags, PackedRows, arrow, open_prepared, open_stream, view
 from tuner.errors import DataError
 from tuner.runtime.files import file_entries

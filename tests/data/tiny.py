@@ -11,8 +11,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tuner.config.recipe import DataSection, PretrainMethod, SftMethod
-from tuner.data.request import PrepareRequest
-from tuner.data.tokenizer import TextTokenizer
+from tuner.data.building.request import PrepareRequest
+from tuner.data.encoding.tokenizer import TextTokenizer
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"

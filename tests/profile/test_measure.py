@@ -12,9 +12,9 @@ import torch
 
 from tests.export.runs import write_base
 from tuner.config.load import load_recipe
-from tuner.data.prepare import prepare
+from tuner.data.building.prepare import prepare
+from tuner.data.building.request import prepare_request
 from tuner.data.prepared import open_prepared
-from tuner.data.request import prepare_request
 from tuner.errors import MemoryLimitError, RecipeError
 from tuner.profile.measure import ProfileReport, _out_of_memory, duration_text, measure
 from tuner.runtime.launch import Launch

@@ -10,7 +10,7 @@ import pytest
 from tools.mutate_rows import compare, main
 from tools.row_mutations import MUTATIONS, lines
 from tools.row_oracle import judge
-from tuner.data import jsonl
+from tuner.data.reading import jsonl
 
 FAULTS = ("disagreements", "values_differ", "problems_without_a_place", "exceptions")
 

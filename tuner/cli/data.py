@@ -10,7 +10,7 @@ import typer
 from tuner.cli.session import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, input_path, run_command
 
 if TYPE_CHECKING:
-    from tuner.data.cache import Entry
+    from tuner.data.building.cache import Entry
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 CacheOption = Annotated[
@@ -26,7 +26,7 @@ def list_directories(
     """List prepared and encoded directories: key, size, documents, tokens, rows and sources."""
 
     def body() -> Outcome:
-        from tuner.data.cache import entries
+        from tuner.data.building.cache import entries
 
         root = _root(cache_dir)
         rows = [_facts(entry) for entry in entries(root)]
@@ -76,7 +76,7 @@ def verify(
     """Compare every file with the SHA-256 that its manifest noted; exit 6 names each that differs."""
 
     def body() -> Outcome:
-        from tuner.data.cache import damages, entries
+        from tuner.data.building.cache import damages, entries
         from tuner.errors import VerificationError
 
         found = [_find(name, cache_dir) for name in wanted] if wanted else entries(_root(cache_dir))
@@ -115,7 +115,7 @@ def gc(
     """Remove what killed builders left and what is damaged; never what is being built."""
 
     def body() -> Outcome:
-        from tuner.data.cache import collect
+        from tuner.data.building.cache import collect
 
         removed = collect(_root(cache_dir), unused, hashes, dry_run)
         word = "would remove" if dry_run else "removed"
@@ -133,13 +133,13 @@ def gc(
 
 
 def _root(cache_dir: Path | None) -> Path:
-    from tuner.data.tokenizer import cache_root
+    from tuner.data.encoding.tokenizer import cache_root
 
     return (cache_root() if cache_dir is None else cache_dir.expanduser()).absolute()
 
 
 def _find(wanted: str, cache_dir: Path | None) -> Entry:
-    from tuner.data.cache import find
+    from tuner.data.building.cache import find
 
     return find(_root(cache_dir), str(input_path("-")) if wanted == "-" else wanted)
 
@@ -183,7 +183,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 def _shown(entry: Entry) -> str:
     """A directory's report, line by line."""
-    from tuner.data.report import report_lines
+    from tuner.data.building.report import report_lines
     from tuner.runtime.console import LABEL_WIDTH, escape
 
     manifest = dict(entry.manifest or {})

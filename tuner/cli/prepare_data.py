@@ -21,8 +21,8 @@ from tuner.cli.session import (
 )
 
 if TYPE_CHECKING:
-    from tuner.data.prepare import PreparedInfo
-    from tuner.data.request import PrepareRequest
+    from tuner.data.building.prepare import PreparedInfo
+    from tuner.data.building.request import PrepareRequest
     from tuner.runtime.console import Console
 
 
@@ -50,7 +50,7 @@ def prepare_data(
     terminal = sys.stdout.isatty()  # the command's body sees another stdout
 
     def body() -> Outcome:
-        from tuner.data.request import prepare_request
+        from tuner.data.building.request import prepare_request
         from tuner.runtime.console import Console
 
         loaded = load_for_command(recipe, overrides_of(ctx))
@@ -69,7 +69,7 @@ def prepare_data(
 
 
 def _prepared(request: PrepareRequest, console: Console, recipe: str | None) -> Outcome:
-    from tuner.data.prepare import prepare
+    from tuner.data.building.prepare import prepare
 
     info = prepare(request, console)
     warnings = say_report(info, request, console)
@@ -87,7 +87,7 @@ def _prepared(request: PrepareRequest, console: Console, recipe: str | None) -> 
 
 def say_report(info: PreparedInfo, request: PrepareRequest, console: Console) -> list[str]:
     """Say what was prepared, as a table; return the warnings that it gives reason for."""
-    from tuner.data.report import report_lines, warnings_of
+    from tuner.data.building.report import report_lines, warnings_of
 
     if info.cached:
         console.say("prepared", f"already prepared ({info.seconds:.1f} s)")
@@ -100,15 +100,15 @@ def say_report(info: PreparedInfo, request: PrepareRequest, console: Console) ->
 
 
 def _checked(request: PrepareRequest) -> Outcome:
-    from tuner.data.prepare import check_prepared
+    from tuner.data.building.prepare import check_prepared
 
     path = check_prepared(request)
     return Outcome(str(path), artifacts={"key": path.name, "cached": True})
 
 
 def _planned(request: PrepareRequest, console: Console) -> Outcome:
-    from tuner.data.cache import place, valid
-    from tuner.data.keys import keys_of
+    from tuner.data.building.cache import place, valid
+    from tuner.data.building.keys import keys_of
 
     keys = keys_of(request)
     path = place(request.cache_dir, "prepared", keys.prepared)
@@ -130,7 +130,7 @@ def _explained(request: PrepareRequest, count: int, terminal: bool, every_token:
     from dataclasses import asdict
 
     from tuner.cli.token_view import row_texts, token_lines
-    from tuner.data.explain import explain
+    from tuner.data.building.explain import explain
 
     rows = list(explain(request, count))
     artifacts = {"rows": [[asdict(token) for token in row.tokens] for row in rows]}

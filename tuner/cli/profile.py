@@ -43,9 +43,9 @@ def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
         limit = _bytes(memory)
         launch = Launch.from_environment()
         console = Console(main=launch.is_main, level="debug" if verbose else "info")
-        from tuner.data.prepare import prepare
+        from tuner.data.building.prepare import prepare
+        from tuner.data.building.request import prepare_request
         from tuner.data.prepared import open_prepared
-        from tuner.data.request import prepare_request
         from tuner.profile.measure import measure
         from tuner.runtime.process import process_group
         from tuner.train.setup import resolve, timetable

@@ -7,8 +7,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tuner.data.explain import RowView, TokenView
-    from tuner.data.tokenizer import TextTokenizer
+    from tuner.data.building.explain import RowView, TokenView
+    from tuner.data.encoding.tokenizer import TextTokenizer
 
 _ON, _DIM, _OFF = "\x1b[7;32m", "\x1b[2m", "\x1b[0m"
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
-from tuner.data.tokenizer import TextTokenizer
 from tuner.errors import MemoryLimitError, RecipeError
 from tuner.profile.memory import MemoryPeak, StorageLog, gradient_tensors, model_tensors, optimizer_tensors
 from tuner.runtime.files import gib

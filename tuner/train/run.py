@@ -14,9 +14,9 @@ from tuner.checkpoint.save import CheckpointDir
 from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import Recipe
-from tuner.data.prepare import find_prepared, prepare, prepared_path
+from tuner.data.building.prepare import find_prepared, prepare, prepared_path
+from tuner.data.building.request import PrepareRequest, prepare_request
 from tuner.data.prepared import PreparedData, open_prepared
-from tuner.data.request import PrepareRequest, prepare_request
 from tuner.errors import DataError, MachineError, MemoryLimitError, RecipeError
 from tuner.runtime.console import Console
 from tuner.runtime.files import sweep, write_json

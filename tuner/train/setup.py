@@ -12,8 +12,8 @@ from transformers import GenerationConfig, PretrainedConfig
 from tuner.checkpoint.agree import Ranks
 from tuner.config.recipe import LoraAdapter, Recipe
 from tuner.data.batches import GlobalBatches
+from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
-from tuner.data.tokenizer import TextTokenizer
 from tuner.errors import MachineError, RecipeError
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import (

@@ -1,0 +1,230 @@
+"""The cache: one builder at a time, leftovers, damage, and what may be removed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data import tiny
+from tuner.data.building.cache import Entry, build_once, collect, damages, entries, find
+from tuner.data.building.prepare import PreparedInfo, check_prepared, prepare
+from tuner.data.prepared import open_prepared
+from tuner.errors import DataError, MachineError, RecipeError
+from tuner.runtime.lock import FileLock
+
+ROOT = Path(__file__).parents[3]
+KEY = "0123456789abcdef"
+MUTANT = "rename-before-manifest"
+
+
+def rows(n: int, start: int = 0) -> list[dict[str, Any]]:
+    return [tiny.chat(f"question {i}", f"answer {i}") for i in range(start, start + n)]
+
+
+def prepared(tmp_path: Path, **data: Any) -> PreparedInfo:
+    return prepare(tiny.request(tmp_path / "cache", tiny.write_rows(tmp_path / "r.jsonl", rows(20)), **data))
+
+
+def flip(path: Path) -> None:
+    """Change one bit of a file without changing its size, links to it included."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    with path.open("r+b") as file:
+        file.write(content)
+
+
+def test_entries_and_how_they_are_found(tmp_path: Path) -> None:
+    info, other = prepared(tmp_path), prepared(tmp_path, max_length=65)
+    cache = tmp_path / "cache"
+    found = entries(cache)
+    assert [entry.level for entry in found] == ["prepared", "prepared", "encoded"]
+    assert {entry.key for entry in found[:2]} == {info.key, other.key}
+    assert find(cache, info.key[:9]).path == info.path
+    assert find(cache, str(info.path)).manifest is not None
+    with pytest.raises(DataError, match="no such directory or key"):
+        find(cache, "f" * 17)
+    with pytest.raises(RecipeError, match="names 3 directories"):
+        find(cache, "")
+    assert entries(tmp_path / "none") == []
+
+
+def test_damage_is_named_file_by_file(tmp_path: Path) -> None:
+    info = prepared(tmp_path, eval="3 documents")
+    entry = Entry("prepared", info.path, None)
+    assert damages(entry) == []
+    flip(info.path / "train.rows.arrow")
+    (info.path / "samples.jsonl").unlink()
+    assert damages(entry) == [
+        f"{info.path / 'samples.jsonl'}: missing",
+        f"{info.path / 'train.rows.arrow'}: its SHA-256 differs from the manifest's",
+    ]
+    (info.path / "manifest.json").write_text("{")
+    assert "not valid JSON" in damages(entry)[0]
+
+
+def test_leftovers_and_damage_go_and_nothing_else(tmp_path: Path) -> None:
+    info = prepared(tmp_path)
+    cache, parent = tmp_path / "cache", info.path.parent
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("1")
+    leftovers = [f".tmp-{KEY}-12", f".trash-{KEY}-ab", f".trash-tmp-{info.key}-1-cd", f".trash-trash-{KEY}-1"]
+    for name in leftovers:
+        (parent / name).mkdir()
+        (parent / name / "link").symlink_to(outside)
+    (parent / "fedcba9876543210").mkdir()
+    kept = [parent / name for name in ("notes", f".tmp-{KEY}", "fedcba987654321")]
+    for path in kept:
+        path.mkdir()
+    (parent / f".tmp-{KEY}-99").symlink_to(outside)
+    (parent / "aaaaaaaaaaaaaaaa").symlink_to(outside)
+    before = sorted(path.name for path in parent.iterdir())
+    would = collect(cache, dry_run=True)
+    assert sorted(path.name for path in parent.iterdir()) == before
+    removed = collect(cache)
+    assert [(item.path, item.reason) for item in removed] == [(item.path, item.reason) for item in would]
+    assert sorted(item.path.name for item in removed) == sorted([*leftovers, "fedcba9876543210"])
+    assert not any(item.path.exists() for item in removed)
+    assert all(path.is_dir() for path in kept)
+    assert (parent / f".tmp-{KEY}-99").is_symlink()
+    assert (parent / "aaaaaaaaaaaaaaaa").is_symlink()
+    assert (outside / "precious").read_text() == "1"
+    open_prepared(info.path, verify=True)
+    assert collect(cache) == []
+    assert collect(tmp_path / "none") == []
+
+
+def test_what_is_being_built_is_left_alone(tmp_path: Path) -> None:
+    info = prepared(tmp_path)
+    cache = tmp_path / "cache"
+    (info.path.parent / f".tmp-{KEY}-12").mkdir()
+    with FileLock(info.path.parent / f".{KEY}.lock"):
+        assert collect(cache) == collect(cache, dry_run=True) == []
+        assert (info.path.parent / f".tmp-{KEY}-12").is_dir()
+    assert [item.path.name for item in collect(cache)] == [f".tmp-{KEY}-12"]
+
+
+def test_silent_damage_is_looked_for_on_request(tmp_path: Path) -> None:
+    info = prepared(tmp_path)
+    flip(info.path / "train.rows.arrow")
+    assert collect(tmp_path / "cache") == []
+    assert [item.path for item in collect(tmp_path / "cache", verify=True)] == [info.path]
+
+
+def test_unused_documents_go_on_request(tmp_path: Path) -> None:
+    info, cache = prepared(tmp_path), tmp_path / "cache"
+    tiny.write_rows(tmp_path / "other.jsonl", rows(5, 50))
+    other = prepare(tiny.request(cache, tmp_path / "other.jsonl"))
+    encoded = json.loads((other.path / "manifest.json").read_text())["encoded_key"]
+    assert collect(cache, unused=True) == []
+    for path in sorted(other.path.iterdir()):
+        path.unlink()
+    other.path.rmdir()
+    assert collect(cache) == []
+    assert [item.path.name for item in collect(cache, unused=True)] == [encoded]
+    open_prepared(info.path, verify=True)
+
+
+def test_documents_are_not_removed_before_they_are_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the building of the two levels, the first is held by nobody's manifest."""
+    from tuner.data.building import prepare as module
+
+    cache, removed, link = tmp_path / "cache", [], module._link
+
+    def collect_then_link(source: Path, target: Path) -> None:
+        removed.extend(collect(cache, unused=True))
+        link(source, target)
+
+    monkeypatch.setattr(module, "_link", collect_then_link)
+    open_prepared(prepared(tmp_path).path, verify=True)
+    assert removed == []
+
+
+def test_a_file_system_without_locks_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(MachineError, match="its file system has no locks") as caught:
+        build_once(tmp_path, "prepared", KEY, lambda directory: {})
+    assert "data.cache_dir" in str(caught.value.hint)
+
+
+def test_check_says_what_is_missing(tmp_path: Path) -> None:
+    request = tiny.request(tmp_path / "cache", tiny.write_rows(tmp_path / "r.jsonl", rows(20)))
+    with pytest.raises(DataError, match="is not there; its documents must be encoded and packed"):
+        check_prepared(request)
+    assert not (tmp_path / "cache").exists()
+    info = prepare(request)
+    assert check_prepared(request) == info.path
+    with pytest.raises(DataError, match="is not there; its rows must be packed"):
+        check_prepared(tiny.request(tmp_path / "cache", tmp_path / "r.jsonl", max_length=65))
+    (info.path / "train.rows.arrow").unlink()
+    with pytest.raises(DataError, match="is damaged"):
+        check_prepared(request)
+
+
+def _build(cache: Path, path: Path) -> tuple[str, bool, dict[str, bytes]]:
+    info = prepare(tiny.request(cache, path))
+    open_prepared(info.path, verify=True)
+    return info.key, info.cached, {file.name: file.read_bytes() for file in info.path.iterdir()}
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "one each"])
+def test_two_processes_share_a_cache_or_build_the_same_bytes(tmp_path: Path, shared: bool) -> None:
+    path = tiny.write_rows(tmp_path / "r.jsonl", rows(300))
+    caches = [tmp_path / ("cache" if shared else f"node{i}") for i in range(2)]
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        results = pool.starmap(_build, [(cache, path) for cache in caches], chunksize=1)
+    assert results[0][0] == results[1][0]
+    assert results[0][2] == results[1][2]
+    assert sorted(cached for _, cached, _ in results) == [False, shared]
+    assert not list(tmp_path.glob("*/*/.tmp-*"))
+
+
+def test_a_second_builder_waits_and_names_the_first(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = tmp_path / "prepared" / f".{KEY}.lock"
+    path.parent.mkdir()
+    code = (
+        "import sys; from pathlib import Path; from tuner.runtime.lock import FileLock\n"
+        "with FileLock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.readline()"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+
+        def say(label: str, text: str) -> None:
+            said.append(text)
+            assert holder.stdin is not None
+            holder.stdin.close()
+
+        _, found = build_once(tmp_path, "prepared", KEY, lambda directory: {}, say)
+    assert not found
+    assert said[0].startswith(f"process {holder.pid} on ")
+
+
+def test_the_campaign_finds_nothing_and_its_mutants_turn_it_red() -> None:
+    def run(*words: str) -> tuple[int, dict[str, Any]]:
+        command = [sys.executable, str(ROOT / "tools" / "prepare_campaign.py"), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        return done.returncode, json.loads(done.stdout.splitlines()[-1])
+
+    # The calls around the first level's rename.
+    code, figures = run("--kills", "6", "--races", "2", "--workers", "1", "2", "--first", "36")
+    assert (code, figures["ok"], figures["killed"]) == (0, 16, 12), figures
+    code, figures = run("--kills", "6", "--races", "0", "--workers", "1", "--first", "28", "--mutant", MUTANT)
+    assert code == 1
+    assert figures["half_made"] > 0

@@ -1,0 +1,117 @@
+"""The names of directories: every field of the recipe is classified, and behaves as it is classified."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data import tiny
+from tuner.config import recipe
+from tuner.data.building.keys import FIELDS, keys_of
+from tuner.data.building.prepare import prepare
+from tuner.data.building.request import PrepareRequest
+from tuner.data.encoding.tokenizer import TextTokenizer
+
+ROWS = [tiny.chat(f"question {i}", f"answer {i}" + " very" * (i % 7)) for i in range(30)]
+# A value for each field that differs from the base request's; None where a test below changes what it leads to.
+CHANGED: dict[str, dict[str, Any]] = {
+    "DataSection": {
+        "train": None, "eval": "3 documents", "max_length": 65, "too_long": "truncate", "packing": False,
+        "shuffle": False, "on_bad_row": "skip", "workers": 2, "cache_dir": "elsewhere",
+    },
+    "DataSource": {"path": None, "format": "messages", "columns": {"messages": "messages"}, "weight": 2.0, "count": 30},
+    "TokenizerSection": {"name_or_path": None, "chat_template": None, "special_tokens_in_text": "escape"},
+    "SftMethod": {"kind": "pretrain", "train_on": "all"},
+    "PretrainMethod": {"kind": None},
+}  # fmt: skip
+
+
+def write(directory: Path) -> Path:
+    return tiny.write_rows(directory / "rows.jsonl", ROWS)
+
+
+def request(tmp_path: Path, section: str = "", **change: Any) -> PrepareRequest:
+    source = {"path": str(write(tmp_path)), **(change if section == "DataSource" else {})}
+    data = {k: v for k, v in change.items() if section == "DataSection" and k != "max_length"}
+    method = change if section == "SftMethod" else {}
+    built = tiny.request(
+        tmp_path / "cache", [source], pretrain=method.get("kind") == "pretrain",
+        max_length=change.get("max_length", 64), train_on=method.get("train_on", "assistant"), **data,
+    )  # fmt: skip
+    special = change.get("special_tokens_in_text", "refuse") if section == "TokenizerSection" else "refuse"
+    return PrepareRequest(built.data, built.method, built.tokenizer, built.max_length, 1, built.cache_dir, special)
+
+
+def test_every_field_is_classified_and_has_a_change() -> None:
+    for section, parts in FIELDS.items():
+        assert set(parts) == set(getattr(recipe, section).model_fields), section
+        assert set(parts) == set(CHANGED[section]), section
+
+
+@pytest.mark.parametrize(
+    ("section", "field"), [(s, f) for s, fields in CHANGED.items() for f, value in fields.items() if value is not None]
+)
+def test_a_field_decides_what_it_is_said_to(tmp_path: Path, section: str, field: str) -> None:
+    base, changed = keys_of(request(tmp_path)), keys_of(request(tmp_path, section, **{field: CHANGED[section][field]}))
+    part = FIELDS[section][field]
+    assert (base.encoded != changed.encoded) == (part == "documents"), part
+    assert (base.prepared != changed.prepared) == (part in {"documents", "rows"}), part
+
+
+def swapped_merges() -> bytes:
+    """The tokenizer with two of its merges in the other order: the same vocabulary, other ids for some text."""
+    tokenizer = json.loads(tiny.tokenizer_json())
+    merges = tokenizer["model"]["merges"]
+    merges[-1], merges[-2] = merges[-2], merges[-1]
+    return json.dumps(tokenizer).encode()
+
+
+def test_one_byte_of_source_template_or_tokenizer_builds_anew(tmp_path: Path) -> None:
+    first = prepare(request(tmp_path))
+    template = tiny.CHATML.replace("You are helpful", "You are helpfux")
+    base = request(tmp_path)
+    for tokenizer in (tiny.tokenizer(template), TextTokenizer({**tiny.files(), "tokenizer.json": swapped_merges()})):
+        info = prepare(PrepareRequest(base.data, base.method, tokenizer, 64, 1, base.cache_dir))
+        assert not info.cached
+        assert info.key != first.key
+    text = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "changed.jsonl").write_text(text.replace("question 7", "question 8", 1))
+    changed = prepare(tiny.request(tmp_path / "cache", tmp_path / "changed.jsonl"))
+    assert not changed.cached
+    assert changed.key != first.key
+
+
+def test_what_decides_nothing_is_a_hit(tmp_path: Path) -> None:
+    first = prepare(request(tmp_path))
+    assert not first.cached
+    (tmp_path / "moved").mkdir()
+    moved = tiny.write_rows(tmp_path / "moved" / "other.jsonl", ROWS)
+    for again in (
+        tiny.request(tmp_path / "cache", moved),
+        tiny.request(tmp_path / "cache", moved.parent),
+        tiny.request(tmp_path / "cache", str(moved.parent / "*.jsonl")),
+        tiny.request(tmp_path / "cache", moved, workers=2, shuffle=False),
+        tiny.request(tmp_path / "cache", moved, seed=2),
+        tiny.request(tmp_path / "cache", moved, cache_dir=str(tmp_path / "unused")),
+    ):
+        info = prepare(again)
+        assert info.cached
+        assert info.path == first.path
+    elsewhere = prepare(tiny.request(tmp_path / "elsewhere", moved))
+    assert elsewhere.key == first.key
+
+
+def test_the_seed_counts_where_it_is_used(tmp_path: Path) -> None:
+    path = str(write(tmp_path))
+
+    def key(seed: int, **data: Any) -> str:
+        source = {"path": path, **{name: data.pop(name) for name in ("weight", "count") if name in data}}
+        return keys_of(tiny.request(tmp_path / "cache", [source], seed=seed, **data)).encoded
+
+    assert key(1) == key(2)
+    assert key(1, weight=2.0) == key(2, weight=2.0)
+    for data in ({"weight": 0.5}, {"weight": 2.5}, {"count": 7}, {"eval": "10%"}):
+        assert key(1, **data) != key(2, **data), data

@@ -1,0 +1,436 @@
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data import tiny
+from tuner.config.recipe import DataSection, ModelSection, SftMethod, TokenizerSection
+from tuner.data.batches import GlobalBatches
+from tuner.data.building.encoded import record_batches
+from tuner.data.building.explain import explain
+from tuner.data.building.prepare import PreparedInfo, find_prepared, prepare
+from tuner.data.building.progress import Pace
+from tuner.data.building.request import prepare_request
+from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
+from tuner.data.prepared import PackedRows, open_prepared, open_stream
+from tuner.errors import DataError, RecipeError
+from tuner.runtime.console import Console
+
+
+def rows(n: int, start: int = 0) -> list[dict[str, Any]]:
+    return [tiny.chat(f"question {i}", f"answer {i}" + " very" * (i % 7)) for i in range(start, start + n)]
+
+
+def documents(packed: PackedRows) -> list[tuple[int, ...]]:
+    found = []
+    for row in packed:
+        ends = np.cumsum(row.lengths)[:-1]
+        found += [tuple(part.tolist()) for part in np.split(row.input_ids, ends)]
+    return found
+
+
+def test_prepared_rows_hold_every_document_once(tmp_path: Path) -> None:
+    path = tiny.write_rows(tmp_path / "r.jsonl", rows(50))
+    request = tiny.request(tmp_path / "cache", path, eval="10%", max_length=128)
+    info = prepare(request)
+    data = open_prepared(info.path, verify=True)
+    assert data.eval is not None
+    assert data.key == info.key == info.path.name
+    train, held = documents(data.train), documents(data.eval)
+    assert (len(train), len(held)) == (45, 5)
+    tokenizer = request.tokenizer
+    expected = [tokenizer.encode(tokenizer.render(row["messages"])) for row in rows(50)]
+    assert sorted(train + held) == sorted(map(tuple, expected))
+    assert all(data.train.row(i).input_ids.size <= 128 for i in range(len(data.train)))
+    for i, row in enumerate(data.train):
+        ends = np.cumsum(row.lengths) - row.lengths
+        targets = row.trained.copy()
+        targets[ends] = False
+        assert data.train.trained_per_row[i] == targets.sum()
+        assert data.train.tokens_per_row[i] == len(row.input_ids) == row.lengths.sum()
+    batches = GlobalBatches(data.train, seed=1, shuffle=True, global_batch_size=3, micro_batch_size=2)
+    steps = [batches.step(i) for i in range(batches.steps_per_epoch)]
+    assert sum(step.trained_count for step in steps) == info.report["train"]["packed_trained"]
+    assert info.report["train"]["packed_tokens"] == sum(map(len, train))
+    assert len(data.samples) == 5
+    for sample in data.samples:
+        assert sample.prompt_text.endswith("<|im_start|>assistant\n")
+        assert tokenizer.encode(sample.prompt_text) == sample.prompt_ids
+        assert sample.reference.startswith("answer ")
+        assert "<|im_end|>" not in sample.reference
+
+
+def test_preparing_again_is_a_hit_and_a_new_length_does_not_encode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny.write_rows(tmp_path / "r.jsonl", rows(20))
+    cache = tmp_path / "cache"
+    assert find_prepared(tiny.request(cache, path)) is None
+    first = prepare(tiny.request(cache, path))
+    again = prepare(tiny.request(cache, path))
+    assert (first.cached, again.cached) == (False, True)
+    assert (again.path, again.report) == (first.path, first.report)
+    assert find_prepared(tiny.request(cache, path)) == first.path
+    monkeypatch.setattr("tuner.data.building.prepare.build_documents", None)
+    other = prepare(tiny.request(cache, path, max_length=256))
+    unpacked = prepare(tiny.request(cache, path, packing=False))
+    assert len({first.key, other.key, unpacked.key}) == 3
+    assert unpacked.report["train"]["packed_rows"] == 20
+    assert len(list((cache / "encoded").glob("[!.]*"))) == 1
+    linked = (other.path / "train.documents.arrow").stat()
+    assert linked.st_ino == (first.path / "train.documents.arrow").stat().st_ino
+    # Where the rows lie is not part of the key.
+    moved = shutil.copy(path, tmp_path / "moved.jsonl")
+    assert prepare(tiny.request(cache, moved)).path == first.path
+
+
+def test_equal_documents_are_never_on_both_sides(tmp_path: Path) -> None:
+    path = tiny.write_rows(
+        tmp_path / "r.jsonl", [row for row in rows(30) for _ in range(1 + len(str(row)) % 3)] + rows(30)
+    )
+    infos = [prepare(tiny.request(tmp_path / cache, path, eval="20 documents")) for cache in ("a", "b")]
+    data = open_prepared(infos[0].path)
+    assert data.eval is not None
+    train, held = documents(data.train), documents(data.eval)
+    assert 15 <= len(held) <= 20
+    assert not set(train) & set(held)
+    assert infos[0].report["train"]["duplicates"] > 0
+    files = [{entry.name: entry.read_bytes() for entry in info.path.iterdir()} for info in infos]
+    assert files[0] == files[1]
+    path = tiny.write_rows(tmp_path / "few.jsonl", rows(3))
+    with pytest.raises(DataError, match="leaves none to train on"):
+        prepare(tiny.request(tmp_path / "a", path, eval="3 documents"))
+
+
+def several(directory: Path, files: int, **more: Any) -> list[dict[str, Any]]:
+    """Sources of some rows each, one a file; the third has a bad row among them."""
+    directory.mkdir(exist_ok=True)
+    sources = []
+    for i in range(files):
+        path = tiny.write_rows(directory / f"r{i}.jsonl", rows(12 + 5 * i, start=100 * i))
+        if i == 2:
+            path.write_text(path.read_text() + '\n{"text": 1}\n')
+        sources.append({"path": str(path), **more})
+    return sources
+
+
+@pytest.fixture
+def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every file be a bundle of its own, so that a few small files keep several workers busy."""
+    monkeypatch.setattr("tuner.data.building.documents.BUNDLE_BYTES", 1)
+
+
+@pytest.mark.usefixtures("small_bundles")
+@pytest.mark.parametrize(
+    "data",
+    [{}, {"eval": "10%"}, {"eval": "5 documents", "packing": False}, {"train": {"weight": 0.5}, "eval": "10%"},
+     {"train": {"weight": 2.25}}, {"train": {"count": 20}, "pretrain": True, "max_length": 32}],
+    ids=str,
+)  # fmt: skip
+def test_the_number_of_workers_changes_no_byte(tmp_path: Path, data: dict[str, Any]) -> None:
+    data = dict(data)
+    train = several(tmp_path / "rows", 5, **data.pop("train", {}))
+    found = []
+    for workers in (1, 2, 3):
+        request = tiny.request(tmp_path / str(workers), train, workers=workers, on_bad_row="skip", **data)
+        info = prepare(request)
+        levels = (info.path, next((tmp_path / str(workers) / "encoded").glob("[!.]*")))
+        found.append({f"{path.parent.name}/{f.name}": f.read_bytes() for path in levels for f in path.iterdir()})
+    assert found[0] == found[1] == found[2]
+    assert b'"reason"' in found[0]["prepared/rejects.jsonl"]
+
+
+@pytest.mark.usefixtures("small_bundles")
+def test_small_blocks_are_one_bundle_and_shares_keep_them_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = several(tmp_path / "rows", 4)[:2]
+    apart = open_prepared(prepare(tiny.request(tmp_path / "a", train, eval="5 documents")).path)
+    monkeypatch.setattr("tuner.data.building.documents.BUNDLE_BYTES", 1 << 20)
+    together = open_prepared(prepare(tiny.request(tmp_path / "b", train, eval="5 documents")).path)
+    assert apart.eval is not None
+    assert together.eval is not None
+    assert len(list(record_batches(apart.path / "train.documents.arrow"))) == 2
+    assert len(list(record_batches(together.path / "train.documents.arrow"))) == 1
+    assert documents(apart.train) == documents(together.train)
+    assert documents(apart.eval) == documents(together.eval)
+    assert apart.samples == together.samples
+    assert apart.train.trained_per_row.tolist() == together.train.trained_per_row.tolist()
+    # Two files or a directory of two: the same name, so the same bytes.
+    for source in train:
+        Path(source["path"]).rename(tmp_path / Path(source["path"]).name)
+    for other in (tmp_path / "rows").iterdir():
+        other.unlink()
+    for source in train:
+        (tmp_path / Path(source["path"]).name).rename(source["path"])
+    as_one = prepare(tiny.request(tmp_path / "c", [{"path": str(tmp_path / "rows")}], eval="5 documents"))
+    assert as_one.key == together.key
+    for name in ("train.documents.arrow", "train.rows.arrow", "eval.rows.arrow", "samples.jsonl"):
+        assert (as_one.path / name).read_bytes() == (together.path / name).read_bytes()
+
+
+@pytest.mark.usefixtures("small_bundles")
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_first_bad_row_in_order_is_the_error(tmp_path: Path, workers: int) -> None:
+    train = several(tmp_path / "rows", 6)
+    for i, row in ((1, '{"messages": 1}'), (4, "{")):
+        path = Path(train[i]["path"])
+        path.write_text(path.read_text() + f"\n\n{row}\n")
+    with pytest.raises(DataError) as caught:
+        prepare(tiny.request(tmp_path / "cache", train, workers=workers))
+    assert f"{train[1]['path']}:20:14: messages: " in caught.value.message
+    info = prepare(tiny.request(tmp_path / "cache", train, workers=workers, on_bad_row="skip"))
+    rejects = [json.loads(line) for line in (info.path / "rejects.jsonl").read_text().splitlines()]
+    assert [(Path(r["file"]).name, r["line"]) for r in rejects] == [
+        ("r1.jsonl", 20),
+        ("r2.jsonl", 24),
+        ("r4.jsonl", 35),
+    ]
+    assert rejects[0]["row"] == '{"messages": 1}'
+    assert not list((tmp_path / "cache").glob("*/.tmp-*"))
+
+
+def shares(info: PreparedInfo) -> list[tuple[int, int, int]]:
+    return [(s["documents"], s["sampled"], s["repeated"]) for s in info.report["sources"]["train"]]
+
+
+def test_shares_of_sources_are_exact(tmp_path: Path) -> None:
+    files = [tiny.write_rows(tmp_path / f"{i}.jsonl", rows(n, start=100 * i)) for i, n in enumerate((20, 10, 8))]
+    train = [
+        {"path": str(files[0]), "weight": 0.25},
+        {"path": str(files[1]), "weight": 2.5},
+        {"path": str(files[2]), "count": 3},
+    ]
+    info = prepare(tiny.request(tmp_path / "cache", train))
+    assert shares(info) == [(20, 5, 0), (10, 10, 15), (8, 3, 0)]
+    found = Counter(documents(open_prepared(info.path, verify=True).train))
+    assert sorted(found.values()) == [1] * 8 + [2] * 5 + [3] * 5
+    assert info.report["train"]["documents"] == info.report["train"]["packed_documents"] == 33
+    assert info.report["train"]["duplicates"] == 0
+    assert info.report["train"]["tokens"] == sum(len(document) * often for document, often in found.items())
+    other = prepare(tiny.request(tmp_path / "cache", train, seed=2))
+    assert shares(other) == shares(info)
+    assert other.key != info.key
+    assert Counter(documents(open_prepared(other.path).train)) != found
+    # More than there are, and documents held out of what is drawn: each once, and none of them trained on.
+    more = prepare(tiny.request(tmp_path / "cache", [{"path": str(files[1]), "count": 25}], eval="2 documents"))
+    data = open_prepared(more.path)
+    assert data.eval is not None
+    assert shares(more) == [(10, 10, 15)]
+    held, trained = documents(data.eval), Counter(documents(data.train))
+    assert len(held) == len(set(held)) == 2
+    assert not set(held) & set(trained)
+    assert set(trained.values()) == {2, 3}
+    nothing = [{"path": str(files[2]), "weight": 0.01}]
+    with pytest.raises(DataError, match="no document is taken of 8"):
+        prepare(tiny.request(tmp_path / "cache", nothing))
+    held_file = prepare(tiny.request(tmp_path / "cache", str(files[0]), eval=[{"path": str(files[1]), "weight": 0.3}]))
+    assert held_file.report["eval"]["documents"] == 3
+
+
+class Mismatching:
+    """An encoder whose fast half is refuted by the second bundle."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._fast = arguments[3]
+        self._own = Encoder(*arguments)
+        self._calls = 0
+
+    def encode(self, examples: Any) -> Any:
+        self._calls += 1
+        if self._fast and self._calls == 2:
+            raise FastEncoderMismatch("row 7 differs")
+        return self._own.encode(examples)
+
+
+@pytest.mark.usefixtures("small_bundles")
+def test_a_refuted_fast_encoder_starts_the_work_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = several(tmp_path / "rows", 2)
+    expected = open_prepared(prepare(tiny.request(tmp_path / "a", train)).path)
+    said = io.StringIO()
+    monkeypatch.setattr("tuner.data.building.encoded.Encoder", Mismatching)
+    info = prepare(tiny.request(tmp_path / "b", train), Console(stream=said))
+    assert info.report["fast_path"] == {"documents": 0, "share": 0.0, "reason": "row 7 differs"}
+    assert "the fast encoder is not used: row 7 differs" in said.getvalue()
+    assert documents(open_prepared(info.path, verify=True).train) == documents(expected.train)
+
+
+def test_progress_is_said_now_and_then(tmp_path: Path) -> None:
+    said, now = io.StringIO(), [0.0]
+    console = Console(stream=said)
+    with console.progress("encode", 100) as bar:
+        pace = Pace(console, bar, 200_000_000, lambda: now[0])
+        for seconds, done in ((10, 20), (31, 30), (32, 30), (70, 60)):
+            now[0] = seconds
+            pace.add(done * 1_000_000)
+    lines = said.getvalue().splitlines()
+    assert [line.split(None, 1)[1] for line in lines] == [
+        "25% of 200 MB  1.6 MB/s  1:33 left",
+        "70% of 200 MB  2.0 MB/s  0:30 left",
+    ]
+
+
+def test_an_eval_file_is_read_and_overlap_is_counted(tmp_path: Path) -> None:
+    train = tiny.write_rows(tmp_path / "t.jsonl", rows(10))
+    held = tiny.write_rows(tmp_path / "e.jsonl", rows(4, start=8))
+    info = prepare(tiny.request(tmp_path / "cache", train, eval=str(held)))
+    assert info.report["overlap"] == 2
+    assert (info.report["train"]["documents"], info.report["eval"]["documents"]) == (10, 4)
+
+
+def test_pretraining_on_text_splits_long_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello world " * 100)
+    (tmp_path / "b.md").write_text("def f(x):\n  return x\n")
+    request = tiny.request(tmp_path / "cache", [str(tmp_path / "a.txt"), str(tmp_path / "b.md")], pretrain=True)
+    info = prepare(request)
+    data = open_prepared(info.path)
+    assert info.report["train"]["split"] == 1
+    ids = [i for path in ("a.txt", "b.md") for i in [*request.tokenizer.encode((tmp_path / path).read_text()), 2]]
+    assert sorted(i for row in data.train for i in row.input_ids.tolist()) == sorted(ids)
+    assert all(row.trained.all() for row in data.train)
+    half = prepare(
+        tiny.request(tmp_path / "cache", str(tmp_path / "a.txt"), eval=str(tmp_path / "b.md"), pretrain=True)
+    )
+    (sample,) = open_prepared(half.path).samples
+    assert "def f(x):\n  return x\n".startswith(sample.prompt_text)
+    assert sample.reference
+
+
+def test_rows_without_target_are_dropped_and_counted(tmp_path: Path) -> None:
+    path = tiny.write_rows(tmp_path / "r.jsonl", [*rows(5), tiny.chat("only a question"), *rows(2, 90)])
+    long = prepare(tiny.request(tmp_path / "cache", path, max_length=50)).report["train"]
+    assert long["dropped"] == {"no trained token": 1}
+    with pytest.raises(DataError, match="nothing is left") as caught:
+        prepare(tiny.request(tmp_path / "cache", path, max_length=8))
+    assert "data.max_length" in str(caught.value.hint)
+    tiny.write_rows(path, [tiny.chat("only a question")])
+    with pytest.raises(DataError, match="nothing to train on in 1 rows: 1 no trained token"):
+        prepare(tiny.request(tmp_path / "cache", path))
+    path.write_text("\n\n")
+    with pytest.raises(DataError, match="no rows"):
+        prepare(tiny.request(tmp_path / "cache", path))
+    assert not list((tmp_path / "cache").glob("*/.tmp-*"))
+
+
+def test_arrow_files_open_with_datasets(tmp_path: Path) -> None:
+    import datasets
+
+    info = prepare(tiny.request(tmp_path / "cache", tiny.write_rows(tmp_path / "r.jsonl", rows(5))))
+    opened = datasets.Dataset.from_file(str(info.path / "train.documents.arrow"))
+    assert opened.num_rows == 5
+    assert str(open_stream(info.path / "train.documents.arrow").schema.field("input_ids").type) == "list<item: uint16>"
+
+
+def test_damage_is_found_and_repaired(tmp_path: Path) -> None:
+    path = tiny.write_rows(tmp_path / "r.jsonl", rows(20))
+    request = tiny.request(tmp_path / "cache", path)
+    info = prepare(request)
+    target = info.path / "train.rows.arrow"
+    good = target.read_bytes()
+    target.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    with pytest.raises(DataError, match="train.rows.arrow"):
+        open_prepared(info.path, verify=True)
+    target.write_bytes(good[:-9])
+    with pytest.raises(DataError, match="train.rows.arrow"):
+        open_prepared(info.path)
+    said = io.StringIO()
+    again = prepare(request, Console(stream=said))
+    assert not again.cached
+    assert "is damaged; it is built again" in said.getvalue()
+    assert target.read_bytes() == good
+    for broken in ({}, {"schema": "tuner.prepared/0"}, {"schema": "tuner.prepared/1"}):
+        (info.path / "manifest.json").write_text(json.dumps(broken))
+        with pytest.raises(DataError):
+            open_prepared(info.path)
+    with pytest.raises(DataError, match="not a prepared data directory"):
+        open_prepared(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "documents._read",
+        "documents._write_chosen",
+        "prepare.cut",
+        "cache.write_json",
+        "cache.publish_dir",
+        "prepare._link",
+    ],
+)
+def test_a_builder_that_dies_leaves_nothing_that_looks_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    path = tiny.write_rows(tmp_path / "r.jsonl", rows(20))
+    request = tiny.request(tmp_path / "cache", path, eval="10%")
+
+    def die(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"tuner.data.building.{step}", die)
+        # A killed process does not tidy up: only what a new one does counts.
+        patch.setattr("tuner.data.building.cache.discard_dir", lambda _: None)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(request)
+    assert find_prepared(request) is None
+    info = prepare(request)
+    assert not info.cached
+    other = prepare(tiny.request(tmp_path / "clean", path, eval="10%"))
+    assert {f.name: f.read_bytes() for f in info.path.iterdir()} == {
+        f.name: f.read_bytes() for f in other.path.iterdir()
+    }
+
+
+def _build(arguments: tuple[Path, Path]) -> tuple[str, bool]:
+    info = prepare(tiny.request(arguments[0], arguments[1]))
+    open_prepared(info.path, verify=True)
+    return str(info.path), info.cached
+
+
+def test_two_builders_make_one_directory(tmp_path: Path) -> None:
+    path = tiny.write_rows(tmp_path / "r.jsonl", rows(200))
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        results = pool.map(_build, [(tmp_path / "cache", path)] * 2, chunksize=1)
+    assert len({path for path, _ in results}) == 1
+    assert sorted(cached for _, cached in results) == [False, True]
+    assert not list((tmp_path / "cache").glob("*/.tmp-*"))
+
+
+def test_explain_names_text_id_and_rule(tmp_path: Path) -> None:
+    path = tiny.write_rows(tmp_path / "r.jsonl", rows(3))
+    first, _ = (row.tokens for row in explain(tiny.request(tmp_path / "cache", path), 2))
+    assert "".join(token.text for token in first if token.trained) == "answer 0<|im_end|>"
+    assert {token.rule for token in first if token.trained} == {"assistant turn"}
+    assert {token.rule for token in first if not token.trained} == {"prompt"}
+    assert [token.id for token in first] == tiny.tokenizer().encode(tiny.tokenizer().render(rows(1)[0]["messages"]))
+
+
+def test_request_resolves_the_length_from_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tiny.write_directory(tmp_path / "model")
+    (directory / "config.json").write_text('{"max_position_embeddings": 512}')
+    model = ModelSection(name_or_path=str(directory))
+
+    def length(model: ModelSection, **data: Any) -> int:
+        section = DataSection.model_validate({"train": "x", **data})
+        request = prepare_request(model, TokenizerSection(), section, SftMethod(), 1)
+        assert request.cache_dir == tmp_path / "here"
+        return request.max_length
+
+    monkeypatch.setenv("TUNER_CACHE", str(tmp_path / "here"))
+    section = DataSection.model_validate({"train": "x", "cache_dir": str(tmp_path / "own")})
+    assert prepare_request(model, TokenizerSection(), section, SftMethod(), 1).cache_dir == tmp_path / "own"
+    assert length(model) == 512
+    assert length(model, max_length=100) == 100
+    assert length(ModelSection(name_or_path=str(directory), config={"max_position_embeddings": 4096})) == 2048
+    with pytest.raises(RecipeError, match="more than the model's 512 positions"):
+        length(model, max_length=513)
+    (directory / "config.json").unlink()
+    assert length(model) == 2048

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.data import tiny
+from tuner.data.building.cache import collect
+from tuner.data.prepared import open_prepared
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.write_directory(tmp_path / "model")
+    tiny.write_rows(tmp_path / "rows.jsonl", [tiny.chat(f"question {i}", f"answer {i}") for i in range(20)])
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: {name_or_path: ./model}\ndata: {train: rows.jsonl, eval: 2 documents}\n")
+    return path
+
+
+def run(recipe: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tuner.cli.main", "prepare-data", *arguments]
+    environment = {"PYTHONPATH": str(Path(__file__).parents[3]), "TUNER_CACHE": str(recipe.parent / "cache")}
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=recipe.parent, env=environment)
+
+
+def test_the_path_goes_to_stdout_and_the_table_to_stderr(recipe: Path) -> None:
+    first = run(recipe)
+    assert first.returncode == 0, first.stderr
+    (path,) = first.stdout.splitlines()
+    assert (Path(path) / "manifest.json").is_file()
+    assert "18 documents" in first.stderr
+    assert "masks     proven on 20 of 20 rows" in first.stderr
+    again = run(recipe, "recipe.yaml", "--json")
+    document = json.loads(again.stdout)
+    assert (document["status"], document["artifacts"]["path"], document["artifacts"]["cached"]) == ("ok", path, True)
+    assert "already prepared" in again.stderr
+    assert document["metrics"]["train"]["documents"] == 18
+
+
+def test_explain_marks_what_is_trained_and_builds_nothing(recipe: Path) -> None:
+    shown = run(recipe, "--explain", "1")
+    assert shown.returncode == 0, shown.stderr
+    tokens = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert set(tokens[0]) == {"file", "line", "token", "text", "id", "trained", "rule"}
+    assert "".join(token["text"] for token in tokens if token["trained"]) == "answer 0<|im_end|>"
+    assert {token["rule"] for token in tokens if token["trained"]} == {"assistant turn"}
+    assert (tokens[0]["line"], [token["token"] for token in tokens]) == (1, list(range(len(tokens))))
+    rows = json.loads(run(recipe, "--explain", "2", "--json").stdout)["artifacts"]["rows"]
+    assert len(rows) == 2
+    assert set(rows[0][0]) == {"text", "id", "trained", "rule"}
+    planned = run(recipe, "--dry-run", "--data.max_length", "128")
+    assert planned.returncode == 0
+    assert "not yet prepared" in planned.stderr
+    assert not (recipe.parent / "cache").exists()
+
+
+def test_bad_input_is_one_line_and_its_code(recipe: Path) -> None:
+    with (recipe.parent / "rows.jsonl").open("a") as file:
+        file.write('{"text": "a", "text": "b"}\n')
+    failed = run(recipe, "--json")
+    assert failed.returncode == 3
+    assert "rows.jsonl:21:15: duplicate key 'text'" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert json.loads(failed.stdout)["exit_code"] == 3
+    skipped = run(recipe, "--data.on_bad_row", "skip")
+    assert skipped.returncode == 0
+    assert "1 bad rows skipped" in skipped.stderr
+    missing = run(recipe, "--data.train", "none.jsonl")
+    assert missing.returncode == 3
+    assert "no such file" in missing.stderr
+
+
+def test_check_builds_nothing_and_says_with_its_code_what_is_missing(recipe: Path) -> None:
+    missing = run(recipe, "--check", "--json")
+    assert missing.returncode == 3
+    assert "its documents must be encoded and packed" in json.loads(missing.stdout)["error"]["message"]
+    assert not (recipe.parent / "cache").exists()
+    path = run(recipe).stdout
+    there = run(recipe, "--check")
+    assert (there.returncode, there.stdout) == (0, path)
+    longer = run(recipe, "--check", "--data.max_length", "77")
+    assert longer.returncode == 3
+    assert "its rows must be packed" in longer.stderr
+
+
+def test_the_report_has_every_figure(recipe: Path) -> None:
+    done = run(recipe, "--json")
+    metrics = json.loads(done.stdout)["metrics"]
+    assert metrics["bytes"] == (recipe.parent / "rows.jsonl").stat().st_size
+    assert metrics["megabytes_per_s"] > 0
+    assert metrics["fast_path"] == {"documents": 0, "share": 0.0, "reason": None}
+    assert metrics["masks"] == {"proven": 20, "rows": 20}
+    assert set(metrics["train"]) == {
+        "rows", "documents", "tokens", "trained", "longest", "duplicates", "skipped", "dropped", "packed_rows",
+        "packed_documents", "packed_tokens", "packed_trained", "fill", "dropped_rows", "truncated", "split",
+    }  # fmt: skip
+    (source,) = metrics["sources"]["train"]
+    assert (source["path"], source["documents"]) == (str(recipe.parent / "rows.jsonl"), 20)
+    assert (source["sampled"], source["repeated"]) == (20, 0)
+    assert " MB/s" in done.stderr
+    again = json.loads(run(recipe, "--json").stdout)["metrics"]
+    assert "megabytes_per_s" not in again
+    assert again["train"] == metrics["train"]
+
+
+def test_shares_are_shown_source_by_source(recipe: Path) -> None:
+    recipe.write_text(
+        "model: {name_or_path: ./model}\ndata: {cache_dir: mine, train: [{path: rows.jsonl, weight: 0.5}, "
+        "{path: rows.jsonl, weight: 1.25}]}\n"
+    )
+    done = run(recipe)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).parents[1] == recipe.parent / "mine"
+    assert "20 documents  10 sampled" in done.stderr
+    assert "20 documents  5 repeated" in done.stderr
+
+
+COMMAND = """
+import sys
+from tuner.data.building import documents
+documents.BUNDLE_BYTES = 1  # every file is work of its own
+from tuner.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def many_files(recipe: Path) -> Path:
+    """A recipe of enough small files that two workers are busy for a while."""
+    (recipe.parent / "rows").mkdir()
+    for number in range(30):
+        rows = [tiny.chat(f"question {number} {i}", f"answer {i}") for i in range(400)]
+        tiny.write_rows(recipe.parent / "rows" / f"{number:02}.jsonl", rows)
+    recipe.write_text("model: {name_or_path: ./model}\ndata: {train: rows, eval: 2%, workers: 2}\n")
+    return recipe
+
+
+def start(recipe: Path) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(recipe.parent / "cache")}
+    command = [sys.executable, "-c", COMMAND, "prepare-data", str(recipe)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def workers_of(pid: int) -> list[int]:
+    """Wait for both workers of a command; returns their process ids."""
+    deadline = time.monotonic() + 60
+    while True:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        if len(children) == 2:
+            return children
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_leaves_nothing_behind_that_counts(many_files: Path, number: signal.Signals) -> None:
+    cache = many_files.parent / "cache"
+    with start(many_files) as command:
+        workers = workers_of(command.pid)
+        command.send_signal(number)
+        out, err = command.communicate(timeout=60)
+    assert out == ""
+    assert "Traceback" not in err
+    assert command.returncode == (130 if number == signal.SIGINT else -number)
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not list(cache.glob("*/[0-9a-f]*"))
+    assert len(collect(cache, dry_run=True)) == (0 if number == signal.SIGINT else 2)
+    with start(many_files) as command:
+        path, err = command.communicate(timeout=120)
+    assert command.returncode == 0, err
+    open_prepared(Path(path.strip()), verify=True)
+    assert collect(cache, dry_run=True) == []
+
+
+def test_a_killed_worker_is_one_line_with_its_place(many_files: Path) -> None:
+    with start(many_files) as command:
+        for worker in workers_of(command.pid):
+            os.kill(worker, signal.SIGKILL)
+        out, err = command.communicate(timeout=60)
+    assert (command.returncode, out) == (4, "")
+    assert ".jsonl: a worker was killed by signal 9 while it encoded the rows from line 1 on" in err
+    assert "data.workers" in err
+    assert "Traceback" not in err
+
+
+def test_a_script_without_a_guard_is_not_run_again_by_workers(many_files: Path) -> None:
+    script = many_files.parent / "script.py"
+    script.write_text(
+        "from tuner.data.building import documents\ndocuments.BUNDLE_BYTES = 1\n"
+        "from tuner import prepare_data\nprint('once')\n"
+        f"print(prepare_data({str(many_files)!r}).path)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(many_files.parent / "cache")}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    once, path = done.stdout.splitlines()
+    assert once == "once"
+    open_prepared(Path(path), verify=True)

@@ -1,0 +1,281 @@
+"""The fast encoder is used only where it gives the tokenizer's own ids."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gigatoken import gigatoken_rs
+from tokenizers import Tokenizer, normalizers
+
+from tests.data import tiny
+from tuner.data.encoding import encode, fast, words
+from tuner.data.encoding.byte_table import ByteTable, Unproven
+from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
+from tuner.data.encoding.fast import FastEncoder
+from tuner.data.encoding.proven import ProvenEncoder
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.reading.rows import Conversation, Example, PlainText, PromptCompletion, parse_row
+
+
+class Liar:
+    """An encoder that is right but for one word, which it spells backwards."""
+
+    def __init__(self, word: str, true: Any) -> None:
+        self._word = word
+        self._true = true
+
+    def encode(self, text: str) -> npt.NDArray[np.uint32]:
+        letters = [self._true.encode(letter) for letter in self._word]
+        backwards = np.concatenate(letters)[::-1]
+        parts = [self._true.encode(part) for part in text.split(self._word)]
+        mixed = [piece for part in parts for piece in (part, backwards)][:-1]
+        return np.concatenate(mixed)
+
+
+def lie(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    load = gigatoken_rs.load_hf_json
+    monkeypatch.setattr(gigatoken_rs, "load_hf_json", lambda json_text: Liar(word, load(json_text)))
+
+
+def changed(**changes: Any) -> TextTokenizer:
+    spec = json.loads(tiny.tokenizer_json())
+    for path, value in changes.items():
+        *parents, key = path.split("__")
+        place = spec
+        for parent in parents:
+            place = place[int(parent) if parent.isdigit() else parent]
+        place[key] = value
+    return TextTokenizer({**tiny.files(), "tokenizer.json": json.dumps(spec).encode()})
+
+
+def without_byte(symbol: str) -> TextTokenizer:
+    spec = json.loads(tiny.tokenizer_json())
+    spec["model"]["vocab"].pop(symbol)
+    spec["model"]["merges"] = [merge for merge in spec["model"]["merges"] if symbol not in "".join(merge)]
+    kept = {"".join(merge) for merge in spec["model"]["merges"]}
+    vocabulary = spec["model"]["vocab"]
+    spec["model"]["vocab"] = {k: v for k, v in vocabulary.items() if len(k) == 1 or k in kept or v < 3}
+    return TextTokenizer({**tiny.files(), "tokenizer.json": json.dumps(spec).encode()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model__unk_token": "x"}, "unk_token"),
+        ({"model__byte_fallback": True}, "byte fallback"),
+        ({"normalizer": {"type": "Lowercase"}}, "normalizer"),
+        ({"pre_tokenizer__add_prefix_space": True}, "space before"),
+        ({"added_tokens__1__lstrip": True}, "surroundings"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "byte-level"),
+    ],
+)
+def test_other_kinds_of_tokenizers_are_told_apart(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Unproven, match=reason):
+        ByteTable(changed(**changes))
+
+
+def test_bytes_of_tokens() -> None:
+    tokenizer = tiny.tokenizer()
+    table = ByteTable(tokenizer)
+    for text in ("hello \u00e9\u4e2d\U0001f600\n\x00", "a<|im_end|>b"):
+        assert table.lengths[tokenizer.encode(text)].sum() == len(text.encode())
+
+
+def proven(tokenizer: TextTokenizer) -> ProvenEncoder:
+    table = ByteTable(tokenizer)
+    return ProvenEncoder(FastEncoder(tokenizer, table), tokenizer, table)
+
+
+def test_an_encoder_that_errs_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    proven(tiny.tokenizer())
+    lie(monkeypatch, "S1!")
+    with pytest.raises(Unproven, match="other ids"):
+        proven(tiny.tokenizer())
+
+
+def test_a_tokenizer_that_cannot_be_read_is_not_taken() -> None:
+    own = json.loads(tiny.tokenizer_json())["pre_tokenizer"]
+    tokenizer = changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "UnicodeScripts"}, own]})
+    with pytest.raises(Unproven, match="cannot read"):
+        FastEncoder(tokenizer, ByteTable(tokenizer))
+
+
+def test_characters_are_looked_at_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    lie(monkeypatch, "\u03b1")
+    encoder = proven(tiny.tokenizer())
+    assert encoder.refuted(["abc", "\u00e9t\u00e9"]) == set()
+    assert encoder.refuted(["\u03b1\u03b2"]) == {"\u03b1"}
+    assert encoder.refuted(["abc"]) == set()
+    assert encoder.refuted(["\u00e9\u03b1"]) == {"\u03b1"}
+
+
+def rows(count: int) -> list[Example]:
+    texts = [f"say {i} {'word' * (i % 7)}\n" for i in range(count)]
+    chats = [parse_row(tiny.chat(text, f"answer {text}")) for text in texts]
+    texts_alone: list[Example] = [PlainText(text) for text in texts[:20]]
+    return [*chats, *texts_alone, *(PromptCompletion(text, f" yes {i}") for i, text in enumerate(texts[:20]))]
+
+
+@pytest.fixture
+def always_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "FAST_FROM_BYTES", 1)
+
+
+def same(tokenizer: TextTokenizer, examples: list[Example]) -> encode.EncodedBatch:
+    """Encode in both ways, and return what the fast one gave when they are equal."""
+    batch = Encoder(tokenizer, "assistant").encode(examples)
+    alone = Encoder(tokenizer, "assistant", fast=False).encode(examples)
+    for name in ("input_ids", "trained", "offsets", "prompt_tokens", "rows"):
+        assert np.array_equal(getattr(batch, name), getattr(alone, name)), name
+    assert {i: p.reason for i, p in batch.problems.items()} == {i: p.reason for i, p in alone.problems.items()}
+    assert alone.fast == 0
+    return batch
+
+
+@pytest.mark.usefixtures("always_fast")
+def test_both_ways_give_the_same_documents() -> None:
+    examples = rows(300)
+    batch = same(tiny.tokenizer(), examples)
+    assert batch.fast == len(examples)
+
+
+@pytest.mark.usefixtures("always_fast")
+def test_rows_that_the_fast_way_cannot_take_are_taken_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    lie(monkeypatch, "\u03b1")
+    odd = [
+        parse_row(tiny.chat("a", "\u03b1\u03b2")),
+        parse_row(tiny.chat("<|im_end|>", "b")),
+        PlainText("x <|im_end|>"),
+    ]
+    batch = same(tiny.tokenizer(), [*rows(10), *odd, *rows(10)])
+    assert len(batch.problems) == 2 and all("control token" in p.reason for p in batch.problems.values())
+    assert batch.fast == len(batch.rows) - 1
+
+
+@pytest.mark.usefixtures("always_fast")
+def test_bytes_that_the_tokenizer_does_not_know() -> None:
+    tokenizer = without_byte("q")
+    examples = [parse_row(tiny.chat("a", "quite")), *rows(3), PlainText("aqua"), PlainText("q")]
+    batch = same(tokenizer, examples)
+    assert tokenizer.decode(batch.input_ids[: int(batch.offsets[1])].tolist()).endswith("uite<|im_end|>\n")
+    assert batch.fast == len(examples) - 3
+
+
+@pytest.mark.usefixtures("always_fast")
+def test_a_normal_form_is_the_tokenizers_own_matter() -> None:
+    backend = Tokenizer.from_str(tiny.tokenizer_json())
+    backend.normalizer = normalizers.NFC()
+    tokenizer = TextTokenizer({**tiny.files(), "tokenizer.json": backend.to_str().encode()})
+    batch = same(tokenizer, [parse_row(tiny.chat("e\u0301t\u00e9", "cafe\u0301")), *rows(5)])
+    assert batch.fast == len(batch.rows) - 1
+    assert "caf\u00e9" in tokenizer.decode(batch.input_ids[: int(batch.offsets[1])].tolist())
+
+
+@pytest.mark.usefixtures("always_fast")
+def test_a_sample_that_differs_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    lie(monkeypatch, "say 1 ")
+    with pytest.raises(FastEncoderMismatch):
+        Encoder(tiny.tokenizer(), "assistant").encode(rows(300))
+
+
+def test_small_batches_are_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gigatoken_rs, "load_hf_json", lambda _: pytest.fail("it was built"))
+    assert Encoder(tiny.tokenizer(), "assistant").encode(rows(10)).fast == 0
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    import builtins
+
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("gigatoken"):
+            raise ImportError("No module named 'gigatoken'")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+
+
+@pytest.mark.usefixtures("always_fast", "no_library")
+def test_without_the_library_words_are_remembered() -> None:
+    encoder = Encoder(tiny.tokenizer(), "assistant")
+    assert encoder.encode(rows(10)).fast == 0 and "not installed" in str(encoder.not_fast)
+    odd = [parse_row(tiny.chat("a\u0301 \u4e2d\n\n", "<|im_end|>")), PlainText("  x  \r\n\t <|im_ end|>")]
+    assert same(tiny.tokenizer(), [*rows(300), *odd, *rows(5)]).fast == 0
+    examples = [parse_row(tiny.chat("a", "quite")), *rows(3), PlainText("aqua"), PlainText("q")]
+    same(without_byte("q"), examples)
+
+
+@pytest.mark.usefixtures("always_fast", "no_library")
+def test_words_are_forgotten_before_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "_MAX_WORDS", 40)
+    tokenizer = tiny.tokenizer()
+    encoder = words.WordEncoder(tokenizer, ByteTable(tokenizer))
+    for start in range(0, 600, 20):
+        text = " ".join(f"w{i}" for i in range(start, start + 30)) + "<|im_end|>"
+        assert encoder.encode(text).tolist() == tokenizer.encode(text)
+    assert len(encoder._place) <= 40 + 35
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"type": "Split", "pattern": {"Regex": "[a-m]+|[0-9]"}, "behavior": "Isolated", "invert": False},
+        {"type": "Split", "pattern": {"Regex": "\\s+"}, "behavior": "Isolated", "invert": False},
+        {"type": "Digits", "individual_digits": True},
+    ],
+)
+def test_words_are_cut_as_the_tokenizer_cuts_them(cut: dict[str, Any]) -> None:
+    bare = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    tokenizer = changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [cut, bare]})
+    table = ByteTable(tokenizer)
+    encoder = ProvenEncoder(words.WordEncoder(tokenizer, table), tokenizer, table)
+    for text in ("hello 1234 the answer", "x\n\n 12 a", "", "say 1 word\n"):
+        assert encoder.encode(text).tolist() == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("cut", "reason"),
+    [
+        ({"type": "UnicodeScripts"}, "UnicodeScripts"),
+        ({"type": "Split", "pattern": {"Regex": "(a)|b"}, "behavior": "Isolated", "invert": False}, "groups"),
+    ],
+)
+def test_words_that_are_cut_otherwise_are_not_remembered(cut: dict[str, Any], reason: str) -> None:
+    bare = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [cut, bare]})
+    with pytest.raises(Unproven, match=reason):
+        words.WordEncoder(tokenizer, ByteTable(tokenizer))
+
+
+@pytest.mark.parametrize("readable", [False, True])
+def test_memory_is_given_back_by_building_anew(monkeypatch: pytest.MonkeyPatch, readable: bool) -> None:
+    tokenizer = tiny.tokenizer()
+    encoder = FastEncoder(tokenizer, ByteTable(tokenizer))
+    built = []
+    monkeypatch.setattr(encoder, "_load", lambda json_text: built.append(1) or gigatoken_rs.load_hf_json(json_text))
+    sizes = iter(range(0, 1 << 20, 300))
+    monkeypatch.setattr(fast, "resident_bytes", lambda: next(sizes) if readable else None)
+    for name, value in (("_CACHE_TEXT", 1000), ("_CACHE_BYTES", 900), ("_MEASURED_CHARS", 100)):
+        monkeypatch.setattr(fast, name, value)
+    expected = tokenizer.encode("hello world" * 10)
+    for _ in range(28):
+        assert encoder.encode("hello world" * 10).tolist() == expected
+    # Two calls to be warm, three more of 300 bytes, and one too many; or 110 characters a call.
+    assert len(built) == (4 if readable else 2)
+    for _ in range(28):
+        encoder.encode("hello world")
+    assert len(built) == (4 if readable else 2)
+
+
+def test_conversations_with_other_keys_are_rendered() -> None:
+    row = tiny.chat("a", "b")
+    row["messages"][0]["name"] = "ann"
+    example = parse_row(row)
+    assert isinstance(example, Conversation)
+    same(tiny.tokenizer(), [example, *rows(3)])

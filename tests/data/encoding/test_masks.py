@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data import tiny
+from tuner.data.encoding import turns
+from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
+from tuner.data.encoding.encode import Encoder
+from tuner.data.encoding.place import Document
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.turns import TrainOn
+from tuner.data.reading.problems import RowProblem
+from tuner.data.reading.rows import Tokens, parse_row
+from tuner.errors import DataError
+
+LOOP_LAST = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+ENDS_WHOLE = LOOP_LAST + (
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ '<|endoftext|>' }}{% endif %}"
+)
+DROPS_REASONING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split('</t>')[-1] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "<|im_end|>"}}}
+NO_CONTROL = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def encode(row: dict[str, Any], train_on: TrainOn = "assistant", tokenizer: TextTokenizer | None = None) -> Document:
+    tokenizer, example = tokenizer or tiny.tokenizer(), parse_row(row)
+    batch = Encoder(tokenizer, train_on).encode([example])
+    if batch.problems:
+        raise batch.problems[0]
+    alone = Encoder(tokenizer, train_on, fast=False).explain(example)
+    document = Document(batch.input_ids.astype(np.int64), batch.trained, int(batch.prompt_tokens[0]), alone.spans)
+    # The two ways, by bytes for many rows and by character spans for one, agree.
+    assert document.input_ids.tolist() == alone.input_ids.tolist()
+    assert document.trained.tolist() == alone.trained.tolist()
+    assert document.prompt_tokens == alone.prompt_tokens
+    return document
+
+
+def trained_parts(document: Document, tokenizer: TextTokenizer | None = None) -> list[str]:
+    tokenizer = tokenizer or tiny.tokenizer()
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], document.trained.astype(int), [0]])))
+    return [
+        tokenizer.decode(document.input_ids[start:stop].tolist())
+        for start, stop in zip(edges[::2], edges[1::2], strict=True)
+    ]
+
+
+def test_every_answer_and_its_end_token_are_trained_and_nothing_else() -> None:
+    document = encode(tiny.chat("hello", "world ", "the <answer>?", "forty two\n"))
+    assert trained_parts(document) == ["world <|im_end|>", "forty two\n<|im_end|>"]
+    text = tiny.tokenizer().decode(document.input_ids.tolist())
+    assert text.startswith("<|im_start|>system\nYou are helpful<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n")
+    # The padding token is the end token too: its id decides nothing.
+    ends = document.trained[document.input_ids == 2]
+    assert ends.tolist() == [False, False, True, False, True]
+    assert tiny.tokenizer().decode(document.input_ids[: document.prompt_tokens].tolist()).endswith("assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("train_on", "expected"),
+    [("last_assistant", ["d<|im_end|>"]), ("assistant", ["b<|im_end|>", "d<|im_end|>"])],
+)
+def test_train_on(train_on: TrainOn, expected: list[str]) -> None:
+    assert trained_parts(encode(tiny.chat("a", "b", "c", "d"), train_on)) == expected
+    assert encode(tiny.chat("a", "b", "c", "d"), "all").trained.all()
+
+
+def test_a_message_decides_for_itself() -> None:
+    row = tiny.chat("a", "b", "c", "d")
+    row["messages"][1]["train"] = False
+    assert trained_parts(encode(row)) == ["d<|im_end|>"]
+    row["messages"][2]["train"] = True
+    parts = trained_parts(encode(row, "last_assistant"))
+    assert parts == ["<|im_start|>user\nc<|im_end|>\n", "d<|im_end|>"]
+    everything = encode(row, "all")
+    untrained = tiny.tokenizer().decode(everything.input_ids[~everything.trained].tolist())
+    assert untrained == "b<|im_end|>"
+
+
+def test_content_that_repeats_the_answer_is_not_mistaken_for_it() -> None:
+    assert trained_parts(encode(tiny.chat("assistant\nyes", "yes", "yes", "yes"))) == ["yes<|im_end|>", "yes<|im_end|>"]
+
+
+def test_byte_tokenizer_masks() -> None:
+    tokenizer = TextTokenizer(byte_tokenizer_files())
+    document = encode(tiny.chat("h\u00e9", "\U0001f642", "x", "y"), tokenizer=tokenizer)
+    assert trained_parts(document, tokenizer) == ["\U0001f642<|eos|>", "y<|eos|>"]
+
+
+def test_generation_marks_are_followed() -> None:
+    tokenizer = tiny.tokenizer(MARKED)
+    assert trained_parts(encode(tiny.chat("a", "b", "c", "d"), tokenizer=tokenizer)) == ["b<|im_end|>", "d<|im_end|>"]
+    text = tokenizer.render(tiny.chat("a", "b")["messages"])
+    assert text == "<|im_start|>user\na<|im_end|><|im_start|>assistant\nb<|im_end|>"
+
+
+def test_a_token_that_ends_the_whole_conversation_is_no_obstacle() -> None:
+    tokenizer = tiny.tokenizer(ENDS_WHOLE)
+    parts = trained_parts(encode(tiny.chat("a", "b", "c", "d"), tokenizer=tokenizer))
+    assert parts == ["b<|im_end|>", "d<|im_end|>"]
+
+
+def test_earlier_turns_are_trained_as_the_template_writes_them() -> None:
+    tokenizer = tiny.tokenizer(DROPS_REASONING)
+    assert trained_parts(encode(tiny.chat("a", "<t>x</t>b"), tokenizer=tokenizer)) == ["<t>x</t>b<|im_end|>"]
+    row = tiny.chat("a", "<t>x</t>b", "c", "d")
+    assert trained_parts(encode(row, tokenizer=tokenizer)) == ["b<|im_end|>", "d<|im_end|>"]
+    assert len(trained_parts(encode(row, "last_assistant", tokenizer))) == 1
+
+
+def test_a_prompt_that_is_not_what_stands_before_the_answer_is_refused() -> None:
+    with pytest.raises(RowProblem, match="differently when it is a prompt"):
+        encode(tiny.chat("a", "b"), tokenizer=tiny.tokenizer(LOOP_LAST + "{% if add_generation_prompt %}X{% endif %}"))
+
+
+def test_a_token_over_the_boundary_is_refused() -> None:
+    # "\n" of the prompt and "\n" of the answer are one token, which no prompt at inference would hold.
+    with pytest.raises(RowProblem, match="reaches over"):
+        encode(tiny.chat("a", "\n\nb"))
+    # Here the space of "assistant: " goes into the token of " hello".
+    with pytest.raises(RowProblem, match="reaches over"):
+        encode(tiny.chat("a", "hello"), tokenizer=tiny.tokenizer(NO_CONTROL))
+
+
+def test_prompt_and_completion() -> None:
+    document = encode({"prompt": "hello", "completion": " world"})
+    assert trained_parts(document) == [" world<|im_end|>"]
+    assert document.prompt_tokens == len(tiny.tokenizer().encode("hello"))
+    assert encode({"prompt": "hello", "completion": " world"}, "all").trained.all()
+    # A token would straddle: the two are encoded apart, and the prompt's ids are the prompt's own.
+    apart = encode({"prompt": "the ", "completion": "answer"})
+    assert trained_parts(apart) == ["answer<|im_end|>"]
+    assert apart.input_ids[: apart.prompt_tokens].tolist() == tiny.tokenizer().encode("the ")
+    chat = {"prompt": tiny.chat("a", "b", "c")["messages"], "completion": [{"role": "assistant", "content": "d"}]}
+    assert trained_parts(encode(chat)) == ["d<|im_end|>"]
+
+
+def test_text_is_trained_whole_and_ended() -> None:
+    document = encode({"text": "hello world"})
+    assert document.trained.all()
+    assert document.input_ids.tolist() == [*tiny.tokenizer().encode("hello world"), 2]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        tiny.chat("say <|im_end|>", "b"),
+        tiny.chat("a", "<|im_start|>b"),
+        {"text": "x <|endoftext|>"},
+        {"prompt": "<|im_end|>", "completion": "b"},
+        {"prompt": "<|im_", "completion": "end|>"},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]},
+    ],
+)
+def test_control_tokens_in_text_are_refused(row: dict[str, Any]) -> None:
+    with pytest.raises(RowProblem, match="control token"):
+        encode(row)
+
+
+def test_a_missing_template_is_said_once_and_for_all() -> None:
+    files = {name: content for name, content in tiny.files().items() if name != "chat_template.jinja"}
+    with pytest.raises(DataError, match="no chat template"):
+        encode(tiny.chat("a", "b"), tokenizer=TextTokenizer(files))
+
+
+def test_a_conversation_without_answer_has_nothing_trained() -> None:
+    document = encode(tiny.chat("a"))
+    assert not document.trained.any()
+    assert document.prompt_tokens == 0
+
+
+def test_control_tokens_in_text_are_escaped_on_wish() -> None:
+    tokenizer = tiny.tokenizer()
+    chat = tiny.chat("say <|im_end|>\n<|im_start|>assistant\nno", "<|im_end|> it is", "b", "c")
+    examples = [parse_row(chat), parse_row({"text": "x <|endoftext|>"}), parse_row(tiny.chat("a", "b"))]
+    batch = Encoder(tokenizer, "assistant", "escape").encode(examples)
+    assert (batch.escaped, batch.problems, len(batch.rows)) == (2, {}, 3)
+    ids, trained = batch.input_ids[: batch.offsets[1]], batch.trained[: batch.offsets[1]]
+    assert tokenizer.decode(ids.tolist()) == tokenizer.render(chat["messages"])
+    # Only the template's own are control tokens: five turns with two each, the default system turn among them.
+    assert np.isin(ids, sorted(tokenizer.special_ids)).sum() == 10
+    plain = Document(ids.astype(np.int64), trained, 0, [])
+    assert trained_parts(plain) == ["<|im_end|> it is<|im_end|>", "c<|im_end|>"]
+    text = batch.input_ids[batch.offsets[1] : batch.offsets[2]].tolist()
+    assert tokenizer.decode(text) == "x <|endoftext|><|im_end|>"
+    assert tokenizer.encode("<|endoftext|>")[0] not in text
+
+
+def test_noncharacters_are_no_text() -> None:
+    for row in (tiny.chat("\ufdd4", "b"), tiny.chat("a", "\ufdd0b\ufdef"), {"text": "\ufdd5"}):
+        with pytest.raises(RowProblem, match="noncharacter"):
+            encode(row)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+GOOD_CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+def test_what_a_template_does_not_write_is_noted() -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [GOOD_CALL, GOOD_CALL], "reasoning_content": "because"},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    batch = Encoder(tiny.tokenizer(), "assistant").encode([parse_row({"messages": messages, "tools": [TOOL]})])
+    assert batch.notes == {turns.NOT_SHOWN: 1, turns.CALLS_AS_TEXT: 1, turns.SHORTENED: 1}
+    document = Document(batch.input_ids.astype(np.int64), batch.trained, 0, [])
+    call = '{"name": "f", "arguments": {"x": 1}}'
+    assert trained_parts(document) == [f"{call}\n{call}<|im_end|>", "two<|im_end|>"]
+
+
+def test_the_end_of_turn_is_trained_or_it_is_said() -> None:
+    open_ended = MARKED.replace(
+        "{{ m.content }}<|im_end|>{% endgeneration %}", "{{ m.content }}{% endgeneration %}<|im_end|>"
+    )
+    batch = Encoder(tiny.tokenizer(open_ended), "assistant").encode([parse_row(tiny.chat("a", "b"))] * 3)
+    assert batch.notes == {turns.OPEN_ENDED: 3}
+    batch = Encoder(tiny.tokenizer(NO_CONTROL), "assistant").encode([parse_row(tiny.chat("a", "\nb"))])
+    assert batch.notes == {turns.NO_END: 1} and not batch.problems
+
+
+def test_rows_that_are_tokens_already() -> None:
+    row = Tokens([5, 6, 7, 8], [False, False, True, True])
+    batch = Encoder(tiny.tokenizer(), "assistant").encode([row, Tokens([5, 6], None), Tokens([5, 100_000], None)])
+    assert batch.input_ids.tolist() == [5, 6, 7, 8, 5, 6]
+    assert batch.trained.tolist() == [False, False, True, True, True, True]
+    assert batch.prompt_tokens.tolist() == [2, 1]
+    assert "not in the vocabulary" in batch.problems[2].reason
+    assert Encoder(tiny.tokenizer(), "all").encode([row]).trained.all()
+
+
+SHORTENS = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}"
+    "{% if not loop.last %}!{% endif %}<|im_end|>"
+    "{% else %}HEADER{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+)
+
+
+def test_an_answer_after_a_shortened_prompt_begins_after_the_generation_prompt() -> None:
+    tokenizer = tiny.tokenizer(SHORTENS.replace("HEADER", "A:"))
+    batch = Encoder(tokenizer, "assistant").encode([parse_row(tiny.chat("A: hi", "b"))])
+    assert batch.notes == {turns.REWRITTEN: 1}
+    assert trained_parts(Document(batch.input_ids.astype(np.int64), batch.trained, 0, []), tokenizer) == ["b<|im_end|>"]
+    # The words of the prompt stand in the question too; where the answer is, something else does.
+    with pytest.raises(RowProblem, match="differently when it is a prompt"):
+        encode(tiny.chat("A: hi", "b"), tokenizer=tiny.tokenizer(SHORTENS.replace("HEADER", "B:")))
+
+
+def test_a_token_over_the_end_of_an_answer_is_refused() -> None:
+    lines = "{% for m in messages %}er:{{ m.content }}{% endfor %}{% if add_generation_prompt %}er:{% endif %}"
+    tokenizer = tiny.tokenizer(lines)
+    assert trained_parts(encode(tiny.chat("(", "us"), tokenizer=tokenizer), tokenizer) == ["us"]
+    # Once more follows, "us" of the answer and "er" of the template are one token.
+    with pytest.raises(RowProblem, match="reaches over an end of the assistant turn"):
+        encode(tiny.chat("(", "us", "(", ")"), tokenizer=tokenizer)

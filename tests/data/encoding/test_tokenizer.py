@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from tests.data import tiny
+from tuner.config.recipe import TokenizerSection
+from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
+from tuner.data.encoding.template import ChatTemplate
+from tuner.data.encoding.tokenizer import TextTokenizer, load_tokenizer
+from tuner.errors import DataError
+
+TEXTS = [
+    "hello world",
+    "  two  spaces\n\nand lines \n",
+    "h\u00e9 \U0001f642 \u65e5\u672c",
+    "def f(x):\n\treturn 1\r\n",
+    "",
+]
+LLAMA = (
+    "{{ bos_token }}{%- for m in messages %}\n    {%- if m.role == 'user' -%}\n [I] {{ m['content'] | trim }} [/I]"
+    "{%- else %}\n  {% generation %}{{ ' ' ~ m.content ~ eos_token }}{% endgeneration %}\n{% endif %}{%- endfor %}"
+)
+TOOLS = (
+    "{%- set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% if loop.last %}{{ ns.n }}"
+    "{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}{% break %}{% endif %}{{ m | tojson }}\n{% endfor %}"
+    "{{ strftime_now('%Y') }}{{ dict(a=1) }}"
+)
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "hi"}],
+    [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yo"},
+    ],
+    [
+        {"role": "user", "content": "<&> \u00e9 \U0001f642"},
+        {"role": "assistant", "content": "a\n\nb", "reasoning": "why"},
+    ],
+]
+
+
+@pytest.mark.parametrize("template", [tiny.CHATML, LLAMA, TOOLS])
+def test_ids_equal_those_of_transformers(tmp_path: Path, template: str) -> None:
+    from transformers import AutoTokenizer
+
+    ours = load_tokenizer(str(tiny.write_directory(tmp_path, template)), None, TokenizerSection())
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for chat in CHATS:
+        for generation in (False, True):
+            for given_tools in (None, tools):
+                options: dict[str, Any] = {"add_generation_prompt": generation, "tools": given_tools}
+                text = ours.render(chat, generation, given_tools)
+                assert text == theirs.apply_chat_template(chat, tokenize=False, **options)
+                assert ours.encode(text) == theirs.apply_chat_template(chat, return_dict=False, **options)
+    for text in TEXTS:
+        assert ours.encode(text, add_special_tokens=True) == theirs(text)["input_ids"]
+        assert ours.decode(ours.encode(text)) == text
+    assert (ours.eos_id, ours.pad_id, ours.bos_id) == (theirs.eos_token_id, theirs.pad_token_id, theirs.bos_token_id)
+    assert ours.vocab_size == len(theirs)
+
+
+@pytest.mark.parametrize("single", ["$A", "<|im_start|> $A", "<|im_start|> $A <|im_end|>"])
+@pytest.mark.parametrize("add", [True, False])
+def test_tokens_around_a_text_equal_those_of_transformers(tmp_path: Path, single: str, add: bool) -> None:
+    from transformers import AutoTokenizer
+
+    tiny.write_directory(tmp_path, add_bos_token=add, add_eos_token=add)
+    backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    specials = [("<|im_start|>", 1), ("<|im_end|>", 2)]
+    backend.post_processor = TemplateProcessing(single=single, special_tokens=specials)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(str(tmp_path), None, TokenizerSection())
+    assert (
+        ours.encode("hello", add_special_tokens=True) == AutoTokenizer.from_pretrained(tmp_path)("hello")["input_ids"]
+    )
+    assert ours.encode("hello") == tiny.tokenizer().encode("hello")
+
+
+def test_byte_tokenizer_loads_in_transformers_with_the_same_ids(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    ours = load_tokenizer("nowhere/needed", None, TokenizerSection(name_or_path="byte"))
+    ours.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert (ours.vocab_size, len(theirs)) == (259, 259)
+    assert (ours.bos_id, ours.eos_id, ours.pad_id, ours.eos_ids) == (256, 257, 258, (257,))
+    for text in TEXTS:
+        assert ours.encode(text) == list(text.encode()) == theirs(text)["input_ids"]
+        assert theirs.decode(ours.encode(text)) == text
+    for chat in CHATS:
+        assert ours.encode(ours.render(chat, True)) == theirs.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=False
+        )
+    again = load_tokenizer(str(tmp_path), None, TokenizerSection())
+    assert (again.hash, again.template_hash) == (ours.hash, ours.template_hash)
+
+
+@given(st.text())
+def test_bytes_round_trip(text: str) -> None:
+    tokenizer = TextTokenizer(byte_tokenizer_files())
+    if tokenizer.find_special(text) is None:
+        assert tokenizer.encode(text) == list(text.encode())
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_template_of_the_recipe_wins_and_is_saved(tmp_path: Path) -> None:
+    directory = tiny.write_directory(tmp_path / "model")
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}!")
+    section = TokenizerSection(chat_template=str(tmp_path / "mine.jinja"))
+    tokenizer = load_tokenizer(str(directory), None, section)
+    assert tokenizer.render([{"role": "user", "content": "a"}]) == "a!"
+    tokenizer.save(tmp_path / "out")
+    assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages[0].content }}!"
+    plain = load_tokenizer(str(directory), None, TokenizerSection())
+    assert (tokenizer.hash, tokenizer.template_hash == plain.template_hash) == (plain.hash, False)
+
+
+def test_end_ids_join_tokenizer_model_and_template(tmp_path: Path) -> None:
+    tiny.write_directory(tmp_path, eos_token="<|endoftext|>")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
+    assert load_tokenizer(str(tmp_path), None, TokenizerSection()).eos_ids == (0, 7, 2)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__subclasses__() }}",
+        "{% set ns = namespace(__init__=1) %}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('no') }}",
+        "{{ undefined.attribute.deeper }}",
+        "{{ 1 / 0 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_templates_that_escape_or_fail_are_data_errors(source: str) -> None:
+    template = ChatTemplate(source, {})
+    with pytest.raises(DataError, match="chat template"):
+        template.render([{"role": "user", "content": "a"}])
+
+
+def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such directory"):
+        load_tokenizer(str(tmp_path / "none"), None, TokenizerSection())
+    with pytest.raises(DataError, match="holds no tokenizer"):
+        load_tokenizer(str(tmp_path), None, TokenizerSection())
+    with pytest.raises(DataError, match="tokenizer.json"):
+        TextTokenizer({"tokenizer.json": b"{}"})
+    with pytest.raises(DataError, match="chat template line 2"):
+        ChatTemplate("a\n{% if %}", {})
+    no_template = {name: content for name, content in tiny.files().items() if name != "chat_template.jinja"}
+    with pytest.raises(DataError, match="no chat template"):
+        TextTokenizer(no_template).render([])
+
+
+def test_data_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, tuner.data.building.request, tuner.data.building.explain;"
+        "import tuner.data.batches, tuner.cli.prepare_data;"
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

@@ -1,0 +1,438 @@
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data import tiny
+from tuner.config.recipe import DataSource
+from tuner.data.reading import block as block_module
+from tuner.data.reading import csv_blocks, elements, json_blocks, streams, tables, text_blocks
+from tuner.data.reading.block import Block, RawRow
+from tuner.data.reading.blocks import blocks, lines_in, place, rows_of
+from tuner.data.reading.sources import SourceFile, expand
+from tuner.errors import DataError
+
+SIZED = (block_module, json_blocks, csv_blocks, text_blocks, tables)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 64 bytes, rows of at most 200."""
+    resize(monkeypatch, 64, 200)
+
+
+def resize(patch: pytest.MonkeyPatch, block: int, line: int) -> None:
+    for module in SIZED:
+        patch.setattr(module, "BLOCK_BYTES", block, raising=False)
+        patch.setattr(module, "LINE_BYTES", line, raising=False)
+
+
+def one(path: Path, **more: Any) -> SourceFile:
+    (file,) = expand([DataSource(path=str(path), **more)])
+    return file
+
+
+def all_rows(file: SourceFile) -> Iterator[tuple[int, RawRow]]:
+    """Each row with its line in the file."""
+    before = 0
+    for block in blocks(file):
+        for row in rows_of(block):
+            yield before + row.line, row
+        before += lines_in(block)
+
+
+def values(file: SourceFile) -> list[Any]:
+    return [row.value if row.problem is None else row.problem.reason for _, row in all_rows(file)]
+
+
+def zstd(path: Path, data: bytes) -> None:
+    with pa.CompressedOutputStream(str(path), "zstd") as sink:
+        sink.write(data)
+
+
+def write(path: Path, data: bytes) -> SourceFile:
+    """Write a file as its suffix says."""
+    if path.suffix == ".zst":
+        zstd(path, data)
+    else:
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return one(path)
+
+
+COMPRESSED = pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+
+
+@COMPRESSED
+def test_json_lines(tmp_path: Path, suffix: str, small: None) -> None:
+    rows = [{"text": f"row {i} " + "x" * (i % 40)} for i in range(60)]
+    lines = [json.dumps(row) for row in rows]
+    lines[7:7] = ["", "  \t", "{", '{"text": "' + "y" * 300 + '"}', '{"text": "\u2028\u0085"}']
+    data = b"\xef\xbb\xbf" + "\r\n".join(lines).encode()
+    for ending in (b"", b"\n", b"\n\n"):
+        file = write(tmp_path / f"rows.jsonl{suffix}", data + ending)
+        cut = list(blocks(file))
+        assert len(cut) > 10
+        assert [block.index for block in cut] == list(range(len(cut)))
+        found = list(all_rows(file))
+        assert [row.value for _, row in found if row.problem is None] == [
+            *rows[:7],
+            {"text": "\u2028\u0085"},
+            *rows[7:],
+        ]
+        assert [(line, row.problem.reason[:22]) for line, row in found if row.problem] == [
+            (10, "not JSON: Expecting pr"),
+            (11, "the row is longer than"),
+        ]
+        assert [line for line, _ in found] == [*range(1, 8), *range(10, len(lines) + 1)]
+
+
+def test_blocks_of_a_plain_file_carry_no_rows(tmp_path: Path) -> None:
+    from multiprocessing.reduction import ForkingPickler
+
+    tiny.write_rows(tmp_path / "rows.jsonl", [{"text": "x" * 1000}] * 10_000)
+    cut = list(blocks(one(tmp_path / "rows.jsonl")))
+    assert len(cut) == 3
+    assert all(len(ForkingPickler.dumps(block)) < 1500 for block in cut)
+    assert sum(1 for block in cut for _ in rows_of(block)) == 10_000
+    assert [block.stop - block.start < (4 << 20) + 2000 for block in cut] == [True] * 3
+
+
+def test_a_line_of_many_blocks_is_passed_over_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tracemalloc
+
+    resize(monkeypatch, 1 << 16, 1 << 18)
+    text = json.dumps({"text": "ok"}).encode()
+    for suffix in ("jsonl", "json", "jsonl.gz"):
+        long = b'{"text": "' + b"x" * (40 << 20) + b'"}'
+        body = (
+            b"[" + text + b",\n" + long + b",\n" + text + b"]" if suffix == "json" else b"\n".join([text, long, text])
+        )
+        file = write(tmp_path / f"rows.{suffix}", body)
+        del body, long
+        tracemalloc.start()
+        found = [(line, row.value, row.problem and row.problem.reason) for line, row in all_rows(file)]
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert [line for line, *_ in found] == [1, 2, 3]
+        assert [value for _, value, _ in found] == [{"text": "ok"}, None, {"text": "ok"}]
+        assert "longer than" in str(found[1][2])
+        assert peak < 6 << 20, suffix
+
+
+@COMPRESSED
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_array(tmp_path: Path, suffix: str, indent: int | None, small: None) -> None:
+    rows: list[Any] = [{"text": f'é "{i}" ]}}, \\', "n": [i, {"a": "[{"}]} for i in range(40)]
+    file = write(tmp_path / f"rows.json{suffix}", json.dumps(rows, indent=indent, ensure_ascii=False).encode())
+    assert values(file) == rows
+    assert len(list(blocks(file))) > 5
+    places = [(line, row.col) for line, row in all_rows(file)]
+    text = json.dumps(rows, indent=indent, ensure_ascii=False)
+    for (line, col), row in zip(places, rows, strict=True):
+        here = text.split("\n")[line - 1][col - 1 :]
+        assert here.startswith("{")
+        assert indent or here.startswith(json.dumps(row, ensure_ascii=False))
+
+
+def test_bad_elements_of_an_array_are_rows_of_their_own(tmp_path: Path, small: None) -> None:
+    data = (
+        b'\n[ {"a": 1},\n  {"b" 2}, 3, "x]", {"a": {\n"c": 1, "c": 2}},[{}],\n {"d": "'
+        + b"y" * 300
+        + b'"}, {"z":0} ]\n'
+    )
+    (tmp_path / "rows.json").write_bytes(data)
+    found = [
+        (line, row.col, row.value if row.problem is None else row.problem.reason)
+        for line, row in all_rows(one(tmp_path / "rows.json"))
+    ]
+    assert found == [
+        (2, 3, {"a": 1}),
+        (3, 3, "not JSON: Expecting ':' delimiter"),
+        (3, 12, "a row is an object, got int"),
+        (3, 15, "a row is an object, got str"),
+        (3, 21, "duplicate key 'c'"),
+        (4, 18, "a row is an object, got list; a JSON array cannot be read line by line: write one object per line"),
+        (5, 2, "the row is longer than 0 MiB"),
+        (5, 313, {"z": 0}),
+    ]
+    rows = {row.col: row for line, row in all_rows(one(tmp_path / "rows.json")) if row.problem}
+    assert place(rows[21], rows[21].problem) == (4, 9)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b'[{"a": 1} {"a": 2}]', "1:11: not JSON: expected ']', got '{'"),
+        (b'[{"a": 1},]', "1:11: not JSON: expected a value, got ']'"),
+        (b'[{"a": 1},\n', "2:1: not JSON: expected a value, got the end of the file"),
+        (b'[{"a": 1}', "1:10: not JSON: expected ']', got the end of the file"),
+        (b'[{"a": 1}] []', "1:12: not JSON: expected the end of the file after the array, got '['"),
+        (b'[{"a": 1},\n {"a": [1, "]"}', "2:2: not JSON: the value that starts here never ends"),
+        (b'[{"a": 1}, "x', "1:12: not JSON: the value that starts here never ends"),
+        (b'[{"a": 1}, "' + b"x" * 500, "1:12: not JSON: the value that starts here never ends"),
+        (b"[,]", "1:2: not JSON: expected a value, got ','"),
+        (b"[", "1:2: not JSON: expected a value, got the end of the file"),
+    ],
+)
+def test_a_broken_array_is_an_error_at_its_place(tmp_path: Path, data: bytes, reason: str, small: None) -> None:
+    (tmp_path / "rows.json").write_bytes(data)
+    with pytest.raises(DataError) as caught:
+        values(one(tmp_path / "rows.json"))
+    assert caught.value.message == f"{tmp_path}/rows.json:{reason}"
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", []),
+        (b"\xef\xbb\xbf[]\n", []),
+        (b'\xef\xbb\xbf[{"a": 1}]', [{"a": 1}]),
+        (b'{"a": 1}', [{"a": 1}]),
+        (b'{"a": 1}\n{"a": 2}\n', [{"a": 1}, {"a": 2}]),
+        (b'{"a": 1}  \n{"a" 2}\n{"a": 3}', [{"a": 1}, "not JSON: Expecting ':' delimiter", {"a": 3}]),
+        (b'{"a": 1}{"a": 2} {"a": 3}', [{"a": 1}, {"a": 2}, {"a": 3}]),
+        (b'{"a":\n 1}\n{"a": 2}\n\n', [{"a": 1}, {"a": 2}]),
+        (b'\xef\xbb\xbf{\n"a": 1}{\n"a": 2}', [{"a": 1}, {"a": 2}]),
+        (b'{"a": \n{"b": 1}\n', ["not JSON: Expecting value", {"b": 1}]),
+    ],
+)
+def test_the_layouts_of_a_json_file(tmp_path: Path, data: bytes, expected: list[Any]) -> None:
+    (tmp_path / "rows.json").write_bytes(data)
+    assert values(one(tmp_path / "rows.json")) == expected
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('ab"\\]}', max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(JSON, max_size=8), st.sampled_from([None, 2]), st.booleans(), st.integers(1, 40))
+def test_elements_are_found_whatever_is_in_them(
+    tmp_path_factory: pytest.TempPathFactory, items: list[Any], indent: int | None, ascii_only: bool, step: int
+) -> None:
+    import io
+
+    data = json.dumps(items, indent=indent, ensure_ascii=ascii_only).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(elements, "_READ_BYTES", step)
+        found = list(elements.Elements(io.BytesIO(data), "x", True, 1 << 20))
+        assert [json.loads(element.raw) for element in found] == items
+        assert all(data[e.offset : e.offset + len(e.raw)] == e.raw for e in found)
+        short = list(elements.Elements(io.BytesIO(data), "x", True, 5))
+    assert [e.too_long for e in short] == [len(e.raw) > 5 and e.raw[:1] in (b"{", b"[", b'"') for e in found]
+    assert [(e.offset, e.line, e.col) for e in short] == [(e.offset, e.line, e.col) for e in found]
+
+
+@COMPRESSED
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_csv(tmp_path: Path, suffix: str, kind: str, small: None) -> None:
+    import csv
+    import io
+
+    rows = [[f"q{i}, \t", f'say "a"\r\nline {i}\n' if i % 3 else ""] for i in range(30)]
+    text = io.StringIO()
+    csv.writer(text, delimiter="," if kind == "csv" else "\t").writerows([["prompt", "completion"], *rows])
+    file = write(tmp_path / f"rows.{kind}{suffix}", b"\xef\xbb\xbf" + text.getvalue().encode())
+    assert len(list(blocks(file))) > 5
+    assert values(file) == [{"prompt": one, "completion": two} for one, two in rows]
+    lines = [line for line, _ in all_rows(file)]
+    starts = [i + 1 for i, line in enumerate(text.getvalue().split("\n")) if line.startswith(("q", '"q'))]
+    assert lines == starts
+
+
+def test_bad_records_of_a_csv_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b'a,b\n1,2\n\n1\n1,2,3\n"x\ny",\xff\n1,\x00\n3,4\n')
+    assert [(line, row.value if row.problem is None else row.problem.reason) for line, row in all_rows(one(path))] == [
+        (2, {"a": "1", "b": "2"}),
+        (4, "1 fields for 2 columns"),
+        (5, "3 fields for 2 columns"),
+        (6, "not UTF-8: byte 0xff"),
+        (8, "NUL character"),
+        (9, {"a": "3", "b": "4"}),
+    ]
+    for data, reason in [
+        (b"a,a\n1,2\n", "1:1: the first line names"),
+        (b"a,\n1,2\n", "1:1: the first line names"),
+        (b'a,b\n"1"2,3\n', "2:1: not CSV: ',' expected after"),
+        (b'a,b\n"1,2\n3,4\n', "3:1: not CSV: unexpected end of data"),
+    ]:
+        path.write_bytes(data)
+        with pytest.raises(DataError) as caught:
+            values(one(path))
+        assert f"rows.csv:{reason}" in caught.value.message
+    path.write_bytes(b"")
+    assert values(one(path)) == []
+
+
+def test_a_quote_that_is_not_closed_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(csv_blocks, "FIELD_CHARS", 1000)
+    (tmp_path / "rows.csv").write_text('a,b\n"1,2\n' + "3,4\n" * 1000)
+    with pytest.raises(DataError, match="field larger than field limit"):
+        values(one(tmp_path / "rows.csv"))
+
+
+@COMPRESSED
+def test_text_is_documents_in_bounded_pieces(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert values(write(tmp_path / f"a.md{suffix}", b"\xef\xbb\xbfone\ntwo\n")) == [{"text": "one\ntwo\n"}]
+    assert values(write(tmp_path / f"b.txt{suffix}", b"\n  \n")) == []
+    resize(monkeypatch, 16, 200)
+    text = "line one\nline two\n\u00e9\u00e9\u00e9\u00e9\u00e9\u00e9\u00e9\u00e9\u00e9\u00e9\U0001f642\n"
+    found = list(all_rows(write(tmp_path / f"c.txt{suffix}", text.encode())))
+    assert "".join(row.value["text"] for _, row in found if row.value) == text
+    assert [line for line, _ in found][:3] == [1, 2, 3]
+    ((line, row),) = all_rows(write(tmp_path / f"d.txt{suffix}", b"ok\nab\xff"))
+    assert row.problem is not None
+    assert (line, place(row, row.problem), row.problem.reason) == (2, (2, 3), "not UTF-8: byte 0xff")
+    ((line, row),) = all_rows(write(tmp_path / f"e.txt{suffix}", b"ok\n\nab\0"))
+    assert row.problem is not None
+    assert (line, row.problem.col, row.problem.reason) == (3, 3, "NUL character")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60), st.integers(16, 40))
+def test_pieces_join_to_the_whole(tmp_path_factory: pytest.TempPathFactory, text: str, size: int) -> None:
+    path = tmp_path_factory.mktemp("pieces") / "a.txt"
+    text = "x" + text.replace("\0", "") + "y"
+    path.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        resize(patch, size, 200)
+        rows = [row for _, row in all_rows(one(path))]
+    joined = "".join(row.value["text"] for row in rows if row.value)
+    assert all(row.problem is None for row in rows)
+    assert joined.replace("\ufeff", "").split() == text.replace("\ufeff", "").split()
+
+
+ROWS = [{"messages": [{"role": "user", "content": f"é {i}"}], "score": i / 7, "tags": None} for i in range(50)]
+
+
+def test_parquet(tmp_path: Path, small: None) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet", row_group_size=7)
+    file = one(tmp_path / "rows.parquet")
+    assert values(file) == ROWS
+    assert [line for line, _ in all_rows(file)] == list(range(1, 51))
+    assert len(list(blocks(file))) > 5
+    row = next(rows_of(next(blocks(file))))
+    assert json.loads(row.raw) == row.value
+
+
+def test_arrow_files_and_streams(tmp_path: Path, small: None) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+    with pa.ipc.new_file(str(tmp_path / "b.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=50)
+    for name in ("a", "b"):
+        assert values(one(tmp_path / f"{name}.arrow")) == ROWS
+    assert one(tmp_path / "a.arrow").kind == "arrow"
+
+
+def test_bad_values_of_a_table_are_bad_rows(tmp_path: Path) -> None:
+    texts = pa.array([b"ok", b"\xff", b"a\0", b"end"], pa.binary()).cast(pa.large_binary()).view(pa.large_string())
+    pq.write_table(pa.table({"text": texts}), tmp_path / "rows.parquet")
+    assert values(one(tmp_path / "rows.parquet")) == [
+        {"text": "ok"}, "not UTF-8: byte 0xff", "NUL character", {"text": "end"}
+    ]  # fmt: skip
+
+
+def test_json_columns_are_parsed(tmp_path: Path) -> None:
+    rows = [{"a": [{"x": 1}, None]}, {"a": None}, {"a": [{"y": ["z"]}]}]
+    storage = [None if row["a"] is None else [item and json.dumps(item) for item in row["a"]] for row in rows]
+    table = pa.table({"a": pa.array(storage, pa.list_(pa.string())).cast(pa.list_(pa.json_()))})
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    assert values(one(tmp_path / "a.arrow")) == rows
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.jsonl.gz", "rows.txt.zst", "rows.json.gz"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "other", "empty"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    path = tmp_path / name
+    data = json.dumps(ROWS).encode() if ".json." in name else b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+    if name == "rows.parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), path)
+    elif name == "rows.arrow":
+        with pa.ipc.new_file(str(path), pa.Table.from_pylist(ROWS).schema) as writer:
+            writer.write_table(pa.Table.from_pylist(ROWS))
+    else:
+        write(path, data * 2000 if ".json." not in name else data)
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    damaged = {
+        "cut": whole[:middle],
+        "flip": whole[:4] + bytes(256) + whole[260:-9] + bytes(9),
+        "other": b"PK\x03\x04 not this",
+        "empty": b"",
+    }[damage]
+    path.write_bytes(damaged)
+    with pytest.raises(DataError) as caught:
+        values(one(path))
+    assert caught.value.message.startswith(str(path))
+    assert "\n" not in caught.value.message
+
+
+def test_several_frames_are_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"a": 1}\n{"a"') + gzip.compress(b": 2}\n"))
+    assert values(one(path)) == [{"a": 1}, {"a": 2}]
+    path.write_bytes(path.read_bytes() + b"more")
+    with pytest.raises(DataError, match="damaged or cut off gzip file"):
+        values(one(path))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_decompression_bomb_is_refused(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "RATIO_FROM", 8 << 20)
+    monkeypatch.setattr(streams, "MAX_RATIO", 100)
+    file = write(tmp_path / f"rows.jsonl{suffix}", b" " * (64 << 20))
+    with pytest.raises(DataError, match=r"rows\.jsonl\.\w+: .* inflate to more than .*: a decompression bomb"):
+        values(file)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.csv", "a.jsonl.gz", "a.parquet", "a.arrow"])
+def test_a_file_that_vanishes_is_named(tmp_path: Path, name: str) -> None:
+    file = write(tmp_path / name, b'{"a": 1}\n')
+    file.path.unlink()
+    with pytest.raises(DataError, match=name.replace(".", r"\.")):
+        list(blocks(file))
+    plain = Block(file, 0, 0, 9)
+    if name in {"a.jsonl", "a.txt"}:
+        with pytest.raises(DataError, match="No such file"):
+            list(rows_of(plain))
+        with pytest.raises(DataError, match="No such file"):
+            lines_in(Block(file, 0, 0, 9))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.binary(max_size=30), max_size=12), st.integers(1, 60))
+def test_lines_do_not_depend_on_how_they_are_cut(
+    tmp_path_factory: pytest.TempPathFactory, lines: Sequence[bytes], size: int
+) -> None:
+    directory = tmp_path_factory.mktemp("lines")
+    data = b"\n".join(lines)
+    seen = []
+    for name, block in (("a.jsonl", size), ("a.jsonl", 4 << 20), ("a.jsonl.gz", size)):
+        file = write(directory / name, data)
+        with pytest.MonkeyPatch.context() as patch:
+            resize(patch, block, 100)
+            seen.append(
+                [
+                    (line, row.raw, row.value, row.problem and (row.problem.reason, row.problem.col))
+                    for line, row in all_rows(file)
+                ]
+            )
+    assert seen[0] == seen[1] == seen[2]

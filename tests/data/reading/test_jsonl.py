@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tuner.data.reading.jsonl import MAX_DEPTH, fast_json_row, locate, parse_json_row, strict_json, strict_json_row
+from tuner.data.reading.problems import RowProblem
+
+
+def nested(depth: int) -> bytes:
+    """An object with a list inside a list, `depth` containers in all."""
+    return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
+
+
+BAD = [
+    (b'{"a": [}', 8, "not JSON"),
+    (b"", 1, "not JSON"),
+    (b'{"a": 1} x', 10, "not JSON"),
+    (b'{"a": 1,}', 9, "not JSON"),
+    (b'{"a": 01}', 8, "not JSON"),
+    (b'{"a": "\\x"}', 8, "not JSON"),
+    (b"[1]", 1, "got list; a JSON array"),
+    (b'"a"', 1, "got str"),
+    (b'{"a": "\xff"}', 8, "not UTF-8: byte 0xff"),
+    ('{"é": "'.encode() + b"\xed\xa0\x80", 8, "not UTF-8: byte 0xed"),
+    (b'{"a": "\x00"}', 8, "not JSON: Invalid control character"),
+    (b'{"a": "\\u0000"}', 8, "NUL character"),
+    (b'{"\\u0000": 1}', 3, "NUL character"),
+    (b'{"a": "\\ud800"}', 8, "lone surrogate \\ud800"),
+    (b'{"a": "\\udc00\\ud800"}', 8, "lone surrogate \\udc00"),
+    (b'{"a": 1, "a": 1}', 10, "duplicate key 'a'"),
+    (b'{"a": 1, "\\u0061": 1}', 10, "duplicate key 'a'"),
+    (b'{"a": [{"b" :":", "b":"\\u003a"}]}', 19, "duplicate key 'b'"),
+    (b'{"a": NaN}', 7, "NaN is not JSON"),
+    (b'{"a": [1, -Infinity]}', 11, "-Infinity is not JSON"),
+    (nested(MAX_DEPTH + 1), 1, "nested too deeply"),
+    (nested(100_000), 1, "nested too deeply"),
+    (b'{"a": ' + b"1" * 5000 + b"}", 1, "not JSON: Exceeds the limit"),
+]
+
+
+@pytest.mark.parametrize(("raw", "col", "reason"), BAD, ids=lambda value: str(value)[:30])
+def test_bad_rows_have_a_reason_and_a_column(raw: bytes, col: int, reason: str) -> None:
+    assert fast_json_row(raw) is None
+    for parse in (parse_json_row, strict_json_row):
+        with pytest.raises(RowProblem) as caught:
+            parse(raw)
+        assert caught.value.reason.startswith(reason) or reason in caught.value.reason
+        assert caught.value.col == col
+
+
+GOOD: list[tuple[bytes, bool]] = [
+    (b"{}", True),
+    (b'{"a": "b"}', True),
+    (b'{"a" : "b"}', True),
+    (b' { "a"\t:\r\n"b" } ', True),
+    (b'{"a": "see: http://b", "c:d": [":", {"e": 1}]}', True),
+    (b'{"a": "\\"b\\": \\\\"}', True),
+    (b'{"a\\\\": "b"}', True),
+    (b'{"a": "\\u00e9\\ud83d\\ude42"}', True),
+    ('{"a": "\u2028\u0085\x7f"}'.encode(), True),
+    (b'{"a": [1, -0, 1.5, 1e-9, -9223372036854775808, 18446744073709551615, true, null]}', True),
+    (b'{"a": "\\u003a"}', True),
+    (b'{"a": "\\u003a:"}', False),
+    (b'{"a": 18446744073709551616}', False),
+    (b'{"a": -9223372036854775809}', False),
+    (b'{"a": "\\\\u0000"}', True),
+    (nested(20), True),
+    (nested(MAX_DEPTH), False),
+]
+
+
+@pytest.mark.parametrize(("raw", "fast"), GOOD, ids=lambda value: str(value)[:30])
+def test_good_rows_equal_json_on_either_route(raw: bytes, fast: bool) -> None:
+    expected = json.loads(raw)
+    assert repr(parse_json_row(raw)) == repr(strict_json_row(raw)) == repr(expected)
+    assert (fast_json_row(raw) is not None) == fast
+
+
+def test_the_commonest_rows_take_the_fast_route() -> None:
+    content = 'Sort it: use `sorted(x)`.\n\n```json\n{"key": "value", "n": 1}\n```\tC:\\dir\\ é\u2028'
+    row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": content}]}
+    for ascii_only in (True, False):
+        for separators in ((",", ":"), (", ", ": ")):
+            assert fast_json_row(json.dumps(row, ensure_ascii=ascii_only, separators=separators).encode()) == row
+
+
+def agree(raw: bytes) -> bool:
+    """Whether the fast route answered; if it did, the strict one gives the very same value."""
+    value = fast_json_row(raw)
+    if value is not None:
+        assert repr(strict_json_row(raw)) == repr(value)
+    return value is not None
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(VALUES, st.booleans(), st.sampled_from([None, 1]))
+def test_both_routes_give_what_was_written(value: object, ascii_only: bool, indent: int | None) -> None:
+    try:
+        raw = json.dumps({"v": value}, ensure_ascii=ascii_only, indent=indent).encode()
+    except UnicodeEncodeError:
+        return
+    agree(raw)
+    try:
+        assert parse_json_row(raw) == {"v": value}
+    except RowProblem as problem:
+        assert any(word in problem.reason for word in ("NUL", "surrogate", "NaN", "Infinity"))
+
+
+PIECES = st.lists(
+    st.sampled_from(
+        ["a", ":", '\\":', '\\"', "\\\\", "\\u003a", "\\u003A", "\\u0022", "\\u0000", "\\ud83d\\ude42", "\\ud83d", "é"]
+    ),
+    max_size=4,
+).map("".join)
+SCALARS = st.sampled_from(["1", "-0", "1.5e3", "9" * 25, "1e400", "NaN", "true", "null", "-9223372036854775809"])
+BLANKS = st.sampled_from(["", "", " ", "\t"])
+MEMBERS = st.tuples(st.sampled_from(["a", "b", "c:", "d\\\\", "\\u0061", "e\\u003a", '\\"']), BLANKS, BLANKS)
+TEXTS = st.recursive(
+    PIECES.map(lambda text: f'"{text}"') | SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3).map(lambda items: f"[{','.join(items)}]")
+        | st.lists(st.tuples(MEMBERS, inner), max_size=4).map(
+            lambda pairs: "{" + ",".join(f'"{key}"{one}:{two}{item}' for (key, one, two), item in pairs) + "}"
+        )
+    ),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(MEMBERS, TEXTS), max_size=4))
+@example([(("a", "", ""), '"\\u003a"'), (("a", "", ""), "1")])
+def test_the_fast_route_never_overlooks_what_the_strict_one_sees(pairs: list[tuple[tuple[str, str, str], str]]) -> None:
+    agree(("{" + ",".join(f'"{key}"{one}:{two}{item}' for (key, one, two), item in pairs) + "}").encode())
+
+
+def test_damaged_rows_never_pass_the_fast_route_alone() -> None:
+    generator = random.Random(7)
+    rows = [raw for raw, _ in GOOD + [(raw, False) for raw, *_ in BAD if len(raw) < 200] if raw]
+    answered = 0
+    for _ in range(5000):
+        raw = bytearray(generator.choice(rows) if generator.random() < 0.5 else b"".join(generator.sample(rows, 2)))
+        for _ in range(generator.randrange(3)):
+            raw[generator.randrange(len(raw))] = generator.choice(b'":,{}[]\\ \x00ab0\xc3')
+        answered += agree(bytes(raw))
+    assert answered > 200
+
+
+def test_any_value_is_parsed_strictly() -> None:
+    assert strict_json("[1, 2]") == [1, 2]
+    assert math.isinf(strict_json("1e400"))
+    with pytest.raises(RowProblem, match="duplicate key"):
+        strict_json('[{"a": 1, "a": 2}]')
+
+
+@pytest.mark.parametrize(
+    ("path", "position"),
+    [
+        (("a",), 6),
+        (("a", 1), 10),
+        (("a", 1, "b"), 16),
+        (("a", 9), 6),
+        (("c",), 32),
+        (("none",), 0),
+        ((), 0),
+    ],
+)
+def test_a_path_is_located(path: tuple[str | int, ...], position: int) -> None:
+    assert locate('{"a": [1, {"b": "x,\\"}:"}], "c":3}', path) == position
+
+
+def test_a_problem_survives_the_way_between_processes() -> None:
+    problem = RowProblem("why", 3, ("a", 1))
+    made, arguments = problem.__reduce__()
+    copy = made(*arguments)
+    assert (copy.reason, copy.col, copy.path, str(copy)) == ("why", 3, ("a", 1), "why")

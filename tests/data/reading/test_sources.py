@@ -1,0 +1,400 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data import tiny
+from tuner.config.recipe import DataSource
+from tuner.data.building.prepare import prepare
+from tuner.data.reading.blocks import blocks, rows_of
+from tuner.data.reading.hub import hub_files
+from tuner.data.reading.sources import SourceFile, expand
+from tuner.errors import DataError, MachineError
+
+GOOD = json.dumps(tiny.chat("hi", "hello")).encode()
+BAD_LINES = [
+    (b'{"messages": [}', 15, "not JSON"),
+    (b"[1, 2]", 1, "got list; a JSON array"),
+    (b'"text"', 1, "got str"),
+    (b'{"text": "a\xff"}', 12, "not UTF-8: byte 0xff"),
+    (b'{"text": "a\x00"}', 12, "Invalid control character"),
+    (b'{"text": "a\\u0000"}', 12, "NUL character"),
+    (b'{"text": "a\\ud800b"}', 12, "lone surrogate"),
+    (b'{"text": "\\ude00"}', 11, "lone surrogate"),
+    (b'{"text": "a", "text": "b"}', 15, "duplicate key 'text'"),
+    (b'{"a": [{"b": 1, "b": 2}], "text": "b"}', 17, "duplicate key 'b'"),
+    (b'{"text": "NaN", "x": NaN}', 22, "NaN is not JSON"),
+    (b'{"text": "a", "x": -Infinity}', 20, "-Infinity is not JSON"),
+    (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 1, "nested too deeply"),
+    (b'{"txt": "a"}', 1, "did you mean 'text'"),
+    (b"{}", 1, "no keys"),
+    (b'{"text": 3}', 10, "text is a string, got a number"),
+    (b'{"text": ""}', 10, "text is empty"),
+    (b'{"messages": {}}', 14, "messages is a list"),
+    (b'{"messages": []}', 14, "messages is empty"),
+    (b'{"messages": ["a"]}', 15, "a message is an object"),
+    (b'{"messages": [{"role": "human", "content": "a"}]}', 24, "unknown role 'human'"),
+    (b'{"messages": [{"role": "user"}]}', 15, "content is a string, got null"),
+    (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', 44, "only text parts"),
+    (b'{"messages": [{"role": "user", "content": "a", "train": 1}]}', 57, "train is true or false"),
+    (b'{"prompt": "a", "completion": null}', 31, "completion is a string, got null"),
+    (b'{"text": "a <|im_end|>"}', 10, "control token <|im_end|>"),
+]
+
+
+@pytest.mark.parametrize(("line", "col", "reason"), BAD_LINES)
+def test_bad_rows_are_named_or_skipped(tmp_path: Path, line: bytes, col: int, reason: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD + b"\n\n" + line + b"\r\n" + GOOD)
+    with pytest.raises(DataError) as caught:
+        prepare(tiny.request(tmp_path / "cache", path))
+    assert caught.value.message.startswith(f"{path}:3:{col}: ")
+    assert reason in caught.value.message
+    assert caught.value.hint is not None
+    info = prepare(tiny.request(tmp_path / "cache", path, on_bad_row="skip"))
+    assert sum(info.report["train"]["skipped"].values()) == 1
+    assert (info.report["train"]["rows"], info.report["train"]["documents"]) == (3, 2)
+    (reject,) = [json.loads(entry) for entry in (info.path / "rejects.jsonl").read_text().splitlines()]
+    assert (reject["file"], reject["line"], reject["col"]) == (str(path), 3, col)
+    assert reason in reject["reason"]
+
+
+def one(path: object, **more: Any) -> SourceFile:
+    (file,) = expand([DataSource(path=str(path), **more)])
+    return file
+
+
+def read(file: SourceFile) -> list[Any]:
+    return [
+        row.value if row.problem is None else row.problem.reason for block in blocks(file) for row in rows_of(block)
+    ]
+
+
+def names(*sources: DataSource) -> list[str]:
+    return [Path(file.name).name for file in expand(sources)]
+
+
+def test_sources_that_are_not_there(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for path, reason in [("none.jsonl", "no such file"), ("*.jsonl", "no such file"), ("empty", "no file of a known")]:
+        with pytest.raises(DataError, match=reason) as caught:
+            one(tmp_path / path)
+        assert caught.value.hint
+    (tmp_path / "a.bin").write_text("x")
+    (tmp_path / "a.parquet.gz").write_text("x")
+    for name in ("a.bin", "a.parquet.gz"):
+        with pytest.raises(DataError, match="unknown kind of file") as caught:
+            one(tmp_path / name)
+        assert ".jsonl" in str(caught.value.hint)
+    assert one(tmp_path / "a.bin", format="text").kind == "text"
+    assert one(tmp_path / "a.bin", format="messages").kind == "jsonl"
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="not a regular file"):
+        one(tmp_path / "pipe")
+
+
+def test_kinds_follow_from_names(tmp_path: Path) -> None:
+    kinds = {
+        "a.jsonl": ("jsonl", ""),
+        "a.NDJSON.GZ": ("jsonl", "gzip"),
+        "a.json.zst": ("json", "zstd"),
+        "a.csv": ("csv", ""),
+        "a.tsv.gz": ("tsv", "gzip"),
+        "a.md.zst": ("text", "zstd"),
+        "a.parquet": ("parquet", ""),
+        "a.arrow": ("arrow", ""),
+    }
+    for name, (kind, compression) in kinds.items():
+        (tmp_path / name).write_bytes(b"x")
+        file = one(tmp_path / name)
+        assert (file.kind, file.compression, file.name) == (kind, compression, str(tmp_path / name))
+
+
+def test_directories_and_globs_are_sorted_and_leave_out_what_is_hidden(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.txt", "sub/c.csv", "sub/.hidden.jsonl", ".git/d.jsonl", ".e.jsonl", "README", "a.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert names(DataSource(path=str(tmp_path))) == ["a.txt", "b.jsonl", "c.csv"]
+    assert names(DataSource(path=f"{tmp_path}/*.*l")) == ["b.jsonl"]
+    assert names(DataSource(path=f"{tmp_path}/**/*.[ct]*")) == ["a.txt", "c.csv"]
+    (tmp_path / "[odd].jsonl").write_text("x")
+    assert names(DataSource(path=f"{tmp_path}/[odd].jsonl")) == ["[odd].jsonl"]
+    files = expand([DataSource(path=f"{tmp_path}/a.txt"), DataSource(path=str(tmp_path / "sub"), weight=2)])
+    assert [(file.source, file.weight) for file in files] == [(0, 1.0), (1, 2.0)]
+
+
+def test_an_identity_is_of_bytes_and_of_how_they_are_read(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl", "a.ndjson", "a.txt", "a.json"):
+        (tmp_path / name).write_bytes(b'{"text": "x"}\n')
+    (tmp_path / "other.jsonl").write_bytes(b'{"text": "y"}\n')
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb") as zipped:
+        zipped.write(b'{"text": "x"}\n')
+    plain = one(tmp_path / "a.jsonl").identity()
+    assert json.loads(json.dumps(plain)) == plain
+    assert one(tmp_path / "b.jsonl").identity() == one(tmp_path / "a.ndjson").identity() == plain
+    second = expand([DataSource(path=str(tmp_path / name)) for name in ("other.jsonl", "a.jsonl")])[1]
+    assert second.identity() == plain
+    others = [
+        one(tmp_path / "other.jsonl"),
+        one(tmp_path / "a.txt"),
+        one(tmp_path / "a.json"),
+        one(tmp_path / "a.jsonl.gz"),
+        one(tmp_path / "a.jsonl", format="text"),
+        one(tmp_path / "a.jsonl", columns={"text": "x"}),
+        one(tmp_path / "a.jsonl", columns={"text": "y"}),
+        one(tmp_path / "a.jsonl", weight=2),
+        one(tmp_path / "a.jsonl", count=5),
+        replace(one(tmp_path / "a.jsonl", count=5), source=1),
+        replace(one(tmp_path / "a.jsonl"), rows=(0, 1)),
+    ]
+    identities = [json.dumps(file.identity()) for file in others]
+    assert len({json.dumps(plain), *identities}) == len(others) + 1
+    assert one(tmp_path / "a.jsonl").size() == 14
+    gone = one(tmp_path / "a.jsonl")
+    gone.path.unlink()
+    for ask in (gone.identity, gone.size):
+        with pytest.raises(DataError, match=r"a\.jsonl: No such file"):
+            ask()
+
+
+ROWS = [{"text": f"row {i}"} for i in range(40)]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A directory as datasets' save_to_disk leaves it, written with pyarrow: two files of 25 and 15 rows."""
+    return save(tmp_path / "saved", ROWS)
+
+
+def save(directory: Path, rows: list[dict[str, Any]], split: str = "train") -> Path:
+    directory.mkdir(parents=True)
+    for i, part in enumerate((rows[:25], rows[25:])):
+        table = pa.Table.from_pylist(part)
+        with pa.ipc.new_stream(str(directory / f"data-{i}.arrow"), table.schema) as writer:
+            writer.write_table(table, max_chunksize=10)
+    files = [{"filename": f"data-{i}.arrow"} for i in range(2)]
+    (directory / "state.json").write_text(json.dumps({"_data_files": files, "_split": split}))
+    (directory / "dataset_info.json").write_text("{}")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ("", ROWS),
+        (":train", ROWS),
+        (":train[:10]", ROWS[:10]),
+        (":train[20:30]", ROWS[20:30]),
+        (":train[:5%]", ROWS[:2]),
+        (":train[90%:]", ROWS[36:]),
+        (":train[-10%:]", ROWS[36:]),
+        (":train[-3:]", ROWS[-3:]),
+        (":train[:-30]", ROWS[:10]),
+        (":train[ 1_0 : 1000 ]", ROWS[10:]),
+        (":train[:]", ROWS),
+    ],
+)
+def test_a_saved_data_set_and_its_slices(saved: Path, part: str, expected: list[Any]) -> None:
+    file = one(f"{saved}{part}")
+    assert read(file) == expected
+    first = ROWS.index(expected[0]) + 1
+    assert [row.line for block in list(blocks(file))[:1] for row in rows_of(block)][0] == first
+
+
+def test_slices_are_in_the_identity(saved: Path) -> None:
+    identities = {json.dumps(one(f"{saved}{part}").identity()) for part in ("", ":train[:5]", ":train[5:]")}
+    assert len(identities) == 3
+    assert one(f"{saved}:train[:50%]").identity() == one(f"{saved}:train[:20]").identity()
+    moved = saved.rename(saved.with_name("moved"))
+    assert json.dumps(one(moved).identity()) in identities
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        (":test", "no split test"),
+        (":train[5]", "is no slice"),
+        (":train[a:]", "a is no row and no percent"),
+        (":train[1.5:]", "is no row and no percent"),
+        (":train[5:5]", "leaves none"),
+        (":train[100:]", "leaves none"),
+    ],
+)
+def test_wrong_slices_are_refused(saved: Path, part: str, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        one(f"{saved}{part}")
+
+
+def test_a_saved_data_set_of_several_splits(tmp_path: Path) -> None:
+    save(tmp_path / "both" / "train", ROWS)
+    save(tmp_path / "both" / "test", ROWS[:30])
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DataError, match="a data set of several splits") as caught:
+        one(tmp_path / "both")
+    assert caught.value.hint == "name one: both:train, both:test"
+    assert read(one(f"{tmp_path}/both:test[28:]")) == ROWS[28:30]
+    with pytest.raises(DataError, match="no split dev") as caught:
+        one(f"{tmp_path}/both:dev")
+    assert caught.value.hint == "there are train, test"
+
+
+def test_a_saved_data_set_that_is_damaged(saved: Path) -> None:
+    (saved / "state.json").write_text('{"_data_files": [{"filename": "../x.arrow"}]}')
+    with pytest.raises(DataError, match="a file name that leaves the directory"):
+        one(saved)
+    (saved / "state.json").write_text("{")
+    with pytest.raises(DataError, match="not what datasets' save_to_disk writes"):
+        one(saved)
+    with pytest.raises(DataError, match="no data set there"):
+        one(f"{saved.parent}:train")
+
+
+def test_what_the_datasets_library_saves_and_caches_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    call = [{"function": {"name": "f", "arguments": {"x": 1}}}]
+    rows = [{"messages": [{"role": "assistant", "content": "é", "tool_calls": call}], "n": i} for i in range(30)]
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files, total = hub_files(str(tmp_path / "local"), "train")
+    assert total == 30
+    cached = SourceFile(files[0], "arrow", parts=files, rows=(10, 20))
+    assert read(cached) == rows[10:20]
+    code = (
+        "import sys; from datasets import load_dataset; d = load_dataset(sys.argv[1]); d.save_to_disk(sys.argv[2]); "
+        "d['train'].save_to_disk(sys.argv[3], num_shards=2)"
+    )
+    arguments = [str(tmp_path / name) for name in ("local", "dict", "one")]
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
+    assert read(one(f"{tmp_path}/dict:train[:50%]")) == rows[:15]
+    assert read(one(tmp_path / "one")) == rows
+    for name, split in (("owner/none", "train"), (str(tmp_path / "local"), "test")):
+        with pytest.raises(MachineError) as caught:
+            hub_files(name, split)
+        assert caught.value.message.startswith(f"{name}:{split}: ")
+        assert "\n" not in caught.value.message
+        assert caught.value.hint
+    with pytest.raises(MachineError, match="owner/none"):
+        one("owner/none:train[:5%]")
+
+
+def test_without_the_datasets_library_a_hub_name_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "datasets.py").write_text("raise ModuleNotFoundError('x', name='datasets')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(MachineError, match="needs the datasets library") as caught:
+        one("owner/name:train")
+    assert caught.value.hint == "pip install 'tuner[datasets]'"
+    (tmp_path / "datasets.py").write_text("raise SystemExit(3)")
+    with pytest.raises(MachineError, match="owner/name: exit code 3"):
+        one("owner/name:train")
+
+
+SPOOL = """
+import sys
+from tuner.config.recipe import DataSource
+from tuner.data.reading.blocks import blocks, rows_of
+from tuner.data.reading.sources import expand
+from tuner.errors import TunerError
+sources = [DataSource(path="-", format=sys.argv[1])]
+try:
+    (file,), (again,) = expand(sources), expand(sources)
+except TunerError as error:
+    sys.exit(error.message)
+assert file.identity() == again.identity()
+print(file.path, file.kind, file.compression, [row.value for block in blocks(file) for row in rows_of(block)])
+"""
+
+
+def spooled(tmp_path: Path, data: bytes, form: str = "auto") -> list[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", SPOOL, form], input=data, capture_output=True, env=environment, check=True
+    )
+    return done.stdout.decode().split(" ", 3)
+
+
+def test_standard_input_is_read_once_and_leaves_nothing(tmp_path: Path) -> None:
+    data = b'{"text": "x"}\n{"text": "y"}\n'
+    rows = "[{'text': 'x'}, {'text': 'y'}]\n"
+    place, *rest = spooled(tmp_path, data)
+    assert rest == ["jsonl", "", rows]
+    assert Path(place).parent == tmp_path
+    assert not list(tmp_path.iterdir())
+    assert spooled(tmp_path, gzip.compress(data))[1:] == ["jsonl", "gzip", rows]
+    assert spooled(tmp_path, b"plain", "text")[1:] == ["text", "", "[{'text': 'plain'}]\n"]
+    with pytest.raises(DataError, match="two sources read standard input"):
+        expand([DataSource(path="-"), DataSource(path="-")])
+
+
+def test_a_terminal_is_no_source(tmp_path: Path) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(
+        [sys.executable, "-c", SPOOL, "auto"],
+        stdin=theirs,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    os.close(ours)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (1, "-: standard input is a terminal\n")
+
+
+def prepared(tmp_path: Path, source: str, data: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+        "TUNER_CACHE": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, "-m", "tuner", "prepare-data", "--json", "--data.train", source]
+    return subprocess.run(command, cwd=tmp_path, input=data, capture_output=True, env=environment, check=False)
+
+
+def test_the_command_reads_every_kind_of_source(tmp_path: Path) -> None:
+    tiny.write_directory(tmp_path / "model")
+    (tmp_path / "recipe.yaml").write_text("model: {name_or_path: ./model}\ndata: {train: x}\n")
+    rows = [{"prompt": f"hello {i}", "completion": "world"} for i in range(3)]
+    plain = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (tmp_path / "a.jsonl").write_bytes(plain)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(plain))
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "a.csv").write_text("prompt,completion\n" + "".join(f"hello {i},world\n" for i in range(3)))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    save(tmp_path / "saved", rows)
+    named = "[{path: a.arrow, columns: {prompt: q, completion: a}}]"
+    table = pa.Table.from_pylist([{"q": row["prompt"], "a": row["completion"]} for row in rows])
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    seen = set()
+    for source in ("a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.parquet", "saved", "-", named):
+        done = prepared(tmp_path, source, plain if source == "-" else b"")
+        assert done.returncode == 0, done.stderr
+        train = json.loads(done.stdout)["metrics"]["train"]
+        seen.add((train["documents"], train["tokens"], train["trained"]))
+    assert len(seen) == 1
+    for source, code, reason in [
+        ("owner/none:train[:5%]", 4, b"Couldn't reach 'owner/none'"),
+        ("none.jsonl", 3, b"no such file"),
+        ("saved:test", 3, b"no split test"),
+    ]:
+        done = prepared(tmp_path, source)
+        assert done.returncode == code
+        assert reason in done.stderr
+        assert b"Traceback" not in done.stderr

@@ -1,0 +1,1 @@
+"""Rows to prepared data: workers, the cache, the packing plan."""

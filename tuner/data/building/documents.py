@@ -1,0 +1,456 @@
+"""The first level of prepared data: encoded documents, independent of row length and packing.
+
+Blocks of rows are encoded by workers and arrive in order, as record batches. What is kept of a document meanwhile are
+24 bytes in tables: its digest, its length and its targets. Where documents are drawn, repeated or held out, all of
+them are written first and the chosen ones are then copied, batch by batch.
+"""
+
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tuner.config.duration import Duration
+from tuner.data.building.encoded import (
+    BadRow,
+    Bundle,
+    Counts,
+    EncodedBundle,
+    EncodeJob,
+    documents_schema,
+    record_batches,
+)
+from tuner.data.building.keys import Keys, Source
+from tuner.data.building.progress import pace
+from tuner.data.building.selection import Digests, copies, distinct, hold_out, shared
+from tuner.data.building.workers import WorkerDiedError, answers
+from tuner.data.encoding.encode import FastEncoderMismatch
+from tuner.data.prepared import arrow_bits
+from tuner.data.reading.block import BLOCK_BYTES, Block
+from tuner.data.reading.blocks import blocks
+from tuner.errors import DataError, MachineError
+from tuner.runtime.process import cores
+
+if TYPE_CHECKING:
+    from tuner.data.building.request import PrepareRequest
+    from tuner.runtime.console import Console
+
+REJECTS = "rejects.jsonl"
+BUNDLE_BYTES = BLOCK_BYTES
+"""Smaller blocks are encoded together, and make one record batch."""
+FEW_BUNDLES = 3
+"""Fewer bundles than these are encoded in this process: starting workers would take longer."""
+INFLATES = 4
+"""How many times its size a compressed file has, as far as progress is concerned."""
+EVAL_SOURCES = 1 << 32
+"""Held-out sources draw from other random words than training sources."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a block comes from."""
+
+    side: "_Side"
+    source: int
+    block: int
+    """Its number in its file, from 0."""
+    name: str
+    size: int
+
+
+@dataclass
+class _Side:
+    """The documents of `data.train` or `data.eval` as they are read: counts of sources, tables of bundles."""
+
+    name: str
+    sources: Sequence[Source]
+    is_split: bool = False
+    """Whether documents are held out of it."""
+    counts: list[Counts] = field(default_factory=list)
+    digests: bytearray = field(default_factory=bytearray)
+    lengths: bytearray = field(default_factory=bytearray)
+    targets: bytearray = field(default_factory=bytearray)
+    """Tables of all bundles so far, as bytes: they grow in place."""
+    fast: int = 0
+    escaped: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        self.counts = [Counts() for _ in self.sources]
+
+    @property
+    def by_source(self) -> bool:
+        """Whether each source goes to a file of its own, of which its share is then taken."""
+        return not all(source.share.is_whole for source in self.sources)
+
+    @property
+    def is_chosen_from(self) -> bool:
+        """Whether not every document ends up in the one file of the side, once."""
+        return self.is_split or self.by_source
+
+    def path(self, directory: Path, source: int) -> Path:
+        """The file that a source's documents are first written to."""
+        part = f".{source if self.by_source else 'all'}" if self.is_chosen_from else ""
+        return directory / f"{self.name}{part}.arrow"
+
+    def parts(self, directory: Path) -> list[tuple[Path, int]]:
+        """Each such file, and how many documents it holds."""
+        found: dict[Path, int] = {}
+        for source, counts in enumerate(self.counts):
+            path = self.path(directory, source)
+            found[path] = found.get(path, 0) + counts.documents
+        return list(found.items())
+
+    def add(self, bundle: EncodedBundle) -> None:
+        """Keep what is needed of a bundle."""
+        self.digests += bundle.digests.tobytes()
+        self.lengths += bundle.lengths.tobytes()
+        self.targets += bundle.targets.tobytes()
+        self.fast += bundle.fast
+        self.escaped += bundle.escaped
+        self.notes.update(bundle.notes)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Documents of one split: their tables, and how often each is there."""
+
+    digests: Digests
+    lengths: npt.NDArray[np.uint32]
+    targets: npt.NDArray[np.uint32]
+    copies: npt.NDArray[np.int32]
+
+    @property
+    def present(self) -> Digests:
+        """The digests of the documents that are there."""
+        return self.digests if self.copies.all() else self.digests[self.copies > 0]
+
+    def report(self, counts: Counts) -> dict[str, Any]:
+        """The split's counts as JSON values; documents and tokens as often as they are trained on."""
+        there = self.copies > 0
+        tokens, targets = (np.multiply(column, self.copies, dtype=np.int64) for column in (self.lengths, self.targets))
+        return {
+            "rows": counts.rows,
+            "documents": int(self.copies.sum()),
+            "tokens": int(tokens.sum()),
+            "trained": int(targets.sum()),
+            "longest": int(self.lengths.max(initial=0, where=there)),
+            "duplicates": int(np.count_nonzero(there)) - distinct(self.present),
+            "skipped": dict(sorted(counts.skipped.items())),
+            "dropped": dict(sorted(counts.dropped.items())),
+        }
+
+
+def build_documents(request: "PrepareRequest", keys: Keys, tmp: Path, console: "Console | None") -> dict[str, Any]:
+    """Write train.arrow, eval.arrow and rejects.jsonl into `tmp`; return the manifest's body.
+
+    Raises DataError for the first bad row in the order of the input, and where nothing is left to train on;
+    MachineError where a worker dies or nothing can be written.
+    """
+    try:
+        return _build(request, keys, tmp, console)
+    except FastEncoderMismatch as mismatch:
+        reason = str(mismatch)
+    if console is not None:
+        console.warn(f"the fast encoder is not used: {reason}; all rows are encoded again with the tokenizer itself")
+    for path in tmp.iterdir():
+        path.unlink()
+    return _build(request, keys, tmp, console, reason)
+
+
+def _build(
+    request: "PrepareRequest", keys: Keys, tmp: Path, console: "Console | None", slow_reason: str | None = None
+) -> dict[str, Any]:
+    split = request.data.eval if isinstance(request.data.eval, Duration) else None
+    sides = [_Side("train", keys.train, split is not None)]
+    if keys.eval is not None:
+        sides.append(_Side("eval", keys.eval))
+    stop = request.data.on_bad_row == "error"
+    job = EncodeJob(request.tokenizer, request.train_on, request.special_tokens_in_text, stop, slow_reason is None)
+    with pace(console, _expected_bytes(sides)) as done:
+        _read(sides, job, request.workers, tmp, done)
+    taken = [_taken(side, request.seed) for side in sides]
+    for side, documents in zip(sides, taken, strict=True):
+        _refuse_nothing(side, int(documents.copies.sum()))
+    chosen = taken if split is None else _hold_out(taken[0], split, request.seed)
+    schema = documents_schema(request.tokenizer.vocab_size)
+    by_name = dict(zip(("train", "eval"), chosen, strict=False))
+    for side in sides:
+        if side.is_chosen_from:
+            names = ("train", "eval") if side.is_split else (side.name,)
+            _write_chosen(side, tmp, {name: by_name[name].copies for name in names}, schema)
+    return _body(sides, taken, by_name, keys, slow_reason)
+
+
+def _read(sides: Sequence[_Side], job: EncodeJob, workers: int | None, tmp: Path, done: Callable[[int], None]) -> None:
+    """Encode every block of every side; write documents and bad rows in the order of the input."""
+    ahead: deque[list[_Place]] = deque()
+    bundles = _bundles(sides, ahead)
+    first = list(islice(bundles, FEW_BUNDLES))
+    count = 1 if len(first) < FEW_BUNDLES else cores() if workers is None else workers
+    lines = 0
+    with (
+        closing(answers(job, chain(first, bundles), count)) as encoded,
+        (tmp / REJECTS).open("w", encoding="utf-8") as rejects,
+        _Writer(documents_schema(job.tokenizer.vocab_size)) as writer,
+    ):
+        while True:
+            try:
+                bundle = next(encoded, None)
+            except WorkerDiedError as death:
+                raise _worker_died(ahead[0], lines, death) from death
+            if bundle is None:
+                break
+            places = ahead.popleft()
+            for place, block in zip(places, bundle.blocks, strict=False):
+                lines = 0 if place.block == 0 else lines
+                for bad in block.bad:
+                    if job.stop_at_bad_row:
+                        raise bad_row_error(place.name, bad, lines)
+                    rejects.write(_reject(place.name, bad, lines))
+                lines += block.lines
+                place.side.counts[place.source].add(block.counts)
+                place.side.size += place.size
+            side = places[0].side
+            side.add(bundle)
+            writer.write(side.path(tmp, places[0].source), bundle.batch)
+            done(sum(place.size for place in places))
+        for side in sides:
+            for path, _ in side.parts(tmp):
+                writer.write(path, None)
+
+
+def _bundles(sides: Sequence[_Side], ahead: "deque[list[_Place]]") -> Iterator[Bundle]:
+    """Every block, in order, small ones together; where they come from is appended to `ahead`.
+
+    How blocks come together follows from their sizes, and from the sources only where a share is taken of each.
+    """
+    for side in sides:
+        pending: list[tuple[_Place, Block]] = []
+        for place, block in _blocks(side):
+            full = sum(other.size for other, _ in pending) + place.size > BUNDLE_BYTES
+            if pending and (full or (side.by_source and pending[0][0].source != place.source)):
+                ahead.append([other for other, _ in pending])
+                yield tuple(other for _, other in pending)
+                pending = []
+            pending.append((place, block))
+        if pending:
+            ahead.append([other for other, _ in pending])
+            yield tuple(other for _, other in pending)
+
+
+def _blocks(side: _Side) -> Iterator[tuple[_Place, Block]]:
+    for number, source in enumerate(side.sources):
+        for file in source.files:
+            for block in blocks(file):
+                yield _Place(side, number, block.index, file.name, _size(block)), block
+
+
+def _size(block: Block) -> int:
+    """Bytes of a block's rows, inflated."""
+    if block.data is not None:
+        return len(block.data)
+    if block.spans:
+        return int(np.frombuffer(block.spans, dtype=np.int64).reshape(-1, 5)[:, 1].sum())
+    return block.stop - block.start
+
+
+def _expected_bytes(sides: Sequence[_Side]) -> int:
+    """Bytes of all rows, inflated, as far as sizes on disk tell."""
+    files = [file for side in sides for source in side.sources for file in source.files]
+    return sum(file.size() * (INFLATES if file.compression or file.kind == "parquet" else 1) for file in files)
+
+
+class _Writer:
+    """Writes record batches to one Arrow IPC stream file after the other."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._schema = schema
+        self._open: tuple[pa.NativeFile, pa.RecordBatchStreamWriter] | None = None
+        self._path: Path | None = None
+
+    def write(self, path: Path, batch: pa.RecordBatch | None) -> None:
+        """Append a batch to a file, which is created where it is not there; one that was left is never come back to."""
+        if path != self._path and (batch is not None or not path.exists()):
+            self.close()
+            file = pa.OSFile(str(path), "wb")
+            self._open = file, pa.ipc.new_stream(file, self._schema)
+            self._path = path
+        if batch is not None and batch.num_rows and self._open is not None:
+            self._open[1].write_batch(batch)
+
+    def close(self) -> None:
+        """End the file that is open."""
+        if self._open is not None:
+            self._open[1].close()
+            self._open[0].close()
+            self._open = None
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _taken(side: _Side, seed: int) -> _Chosen:
+    """The documents of a side as the shares of its sources say."""
+    base = EVAL_SOURCES if side.name == "eval" else 0
+    often = [
+        copies(source.share, counts.documents, seed, base + number)
+        for number, (source, counts) in enumerate(zip(side.sources, side.counts, strict=True))
+    ]
+    return _Chosen(
+        np.frombuffer(side.digests, dtype=np.uint64).reshape(-1, 2),
+        np.frombuffer(side.lengths, dtype=np.uint32),
+        np.frombuffer(side.targets, dtype=np.uint32),
+        np.concatenate(often),
+    )
+
+
+def _hold_out(chosen: _Chosen, split: Duration, seed: int) -> list[_Chosen]:
+    """Hold documents out of those that are taken; what is held out is there once and not trained on."""
+    held = np.zeros(len(chosen.copies), dtype=np.bool_)
+    held[chosen.copies > 0] = hold_out(chosen.present, split, seed)
+    sides = (np.where(held, 0, chosen.copies), held.astype(np.int32))
+    return [replace(chosen, copies=side.astype(np.int32)) for side in sides]
+
+
+def _write_chosen(side: _Side, tmp: Path, splits: Mapping[str, npt.NDArray[np.int32]], schema: pa.Schema) -> None:
+    """Copy the chosen documents of a side to the files of the splits, and remove the files that they were in."""
+    for name, often in splits.items():
+        start = 0
+        with _Writer(schema) as writer:
+            writer.write(tmp / f"{name}.arrow", None)
+            for path, documents in side.parts(tmp):
+                own = often[start : start + documents]
+                start += documents
+                # Whole passes one after the other: repeats of a document are not neighbours.
+                for number in range(int(own.max(initial=0))):
+                    for batch in _filtered(path, own > number):
+                        writer.write(tmp / f"{name}.arrow", batch)
+    for path, _ in side.parts(tmp):
+        path.unlink()
+
+
+def _filtered(path: Path, kept: npt.NDArray[np.bool_]) -> Iterator[pa.RecordBatch]:
+    start = 0
+    for batch in record_batches(path):
+        mask = kept[start : start + batch.num_rows]
+        start += batch.num_rows
+        yield batch if mask.all() else batch.filter(arrow_bits(mask))
+
+
+def _body(
+    sides: Sequence[_Side],
+    taken: Sequence[_Chosen],
+    chosen: Mapping[str, _Chosen],
+    keys: Keys,
+    slow_reason: str | None,
+) -> dict[str, Any]:
+    """The manifest's body: nothing in it depends on the clock or on the workers."""
+    every = _sum(counts for side in sides for counts in side.counts)
+    # What is held out was read with the rest: it counts as many rows as documents.
+    read = {name: Counts(rows=int(documents.copies.sum())) for name, documents in chosen.items()}
+    read.update({side.name: _sum(side.counts) for side in sides})
+    splits = {name: documents.report(read[name]) for name, documents in chosen.items()}
+    fast = sum(side.fast for side in sides)
+    notes = sum((side.notes for side in sides), Counter[str]())
+    report = {
+        "masks": {"proven": every.documents, "rows": every.rows},
+        "fast_path": {
+            "documents": fast,
+            "share": round(fast / max(every.documents + sum(every.dropped.values()), 1), 6),
+            "reason": slow_reason,
+        },
+        "escaped": sum(side.escaped for side in sides),
+        "notes": dict(sorted(notes.items())),
+        "overlap": 0 if keys.eval is None else shared(chosen["train"].present, chosen["eval"].present),
+        "bytes": sum(side.size for side in sides),
+        "train": splits["train"],
+        "eval": splits.get("eval"),
+        "sources": {
+            side.name: _source_reports(side, documents.copies) for side, documents in zip(sides, taken, strict=True)
+        },
+    }
+    names = {side.name: [file.name for source in side.sources for file in source.files] for side in sides}
+    return {"report": report, "fields": dict(keys.encoded_fields), "sources": {"eval": [], **names}}
+
+
+def _source_reports(side: _Side, often: npt.NDArray[np.int32]) -> list[dict[str, Any]]:
+    """Of each source, in order: what was read and how much of it is taken."""
+    reports, start = [], 0
+    for source, counts in zip(side.sources, side.counts, strict=True):
+        own = often[start : start + counts.documents]
+        start += counts.documents
+        reports.append(
+            {
+                "path": source.path,
+                "files": len(source.files),
+                "rows": counts.rows,
+                "documents": counts.documents,
+                "weight": source.share.weight,
+                "count": source.share.count,
+                "sampled": int((own > 0).sum()),
+                "repeated": int(own.sum() - (own > 0).sum()),
+            }
+        )
+    return reports
+
+
+def _refuse_nothing(side: _Side, documents: int) -> None:
+    """DataError where a side has no document at all, with the reasons."""
+    if documents:
+        return
+    files = [file for source in side.sources for file in source.files]
+    names = ", ".join(file.name for file in files[:3]) + (", ..." if len(files) > 3 else "")
+    counts = _sum(side.counts)
+    if counts.rows == 0:
+        raise DataError(f"{names}: no rows")
+    if counts.documents:
+        raise DataError(
+            f"{names}: no document is taken of {counts.documents:,}", hint=f"raise the weight of data.{side.name}"
+        )
+    reasons = counts.skipped + counts.dropped
+    listed = "; ".join(f"{count:,} {reason}" for reason, count in reasons.most_common(3))
+    raise DataError(f"{names}: nothing to train on in {counts.rows:,} rows: {listed}")
+
+
+def bad_row_error(name: str, bad: BadRow, lines: int) -> DataError:
+    """The error for a bad row, with its place; `lines` are those of its file before its block."""
+    where = f"{bad.where}: " if bad.where else ""
+    return DataError(
+        f"{name}:{lines + bad.line}:{bad.col}: {where}{bad.reason}",
+        hint="mend the row, or set data.on_bad_row: skip",
+    )
+
+
+def _reject(name: str, bad: BadRow, lines: int) -> str:
+    """A line of `rejects.jsonl`."""
+    line = {"file": name, "line": lines + bad.line, "col": bad.col, "reason": bad.reason, "row": bad.row}
+    return json.dumps(line, ensure_ascii=False) + "\n"
+
+
+def _worker_died(places: Sequence[_Place], lines: int, death: WorkerDiedError) -> MachineError:
+    first = 1 if places[0].block == 0 else lines + 1
+    more = f" and {len(places) - 1:,} files after it" if len(places) > 1 else ""
+    return MachineError(
+        f"{places[0].name}: a worker {death.how} while it encoded the rows from line {first:,} on{more}",
+        hint="where the machine ran out of memory, set data.workers to fewer",
+    )
+
+
+def _sum(counts: Iterable[Counts]) -> Counts:
+    total = Counts()
+    for each in counts:
+        total.add(each)
+    return total

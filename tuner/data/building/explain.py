@@ -1,0 +1,68 @@
+"""What is trained, token by token: for people who want to see it before they train."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from tuner.data.building.documents import bad_row_error
+from tuner.data.building.encoded import bad_row
+from tuner.data.building.request import PrepareRequest
+from tuner.data.encoding.place import Document
+from tuner.data.reading.blocks import RawRow, blocks, lines_in, rows_of
+from tuner.data.reading.problems import RowProblem
+from tuner.data.reading.rows import parse_row
+from tuner.data.reading.sources import SourceFile, expand
+
+
+@dataclass(frozen=True)
+class TokenView:
+    """One token of an explained row."""
+
+    text: str
+    id: int
+    trained: bool
+    rule: str
+    """Which part of the row it belongs to, such as `assistant turn` or `prompt`."""
+
+
+@dataclass(frozen=True)
+class RowView:
+    """One row and its tokens, before any cutting."""
+
+    path: Path
+    line: int
+    tokens: list[TokenView]
+
+
+def explain(request: PrepareRequest, n: int) -> Iterator[RowView]:
+    """Yield the first `n` training rows. DataError for a row that cannot be used."""
+    encoder = request.encoder()
+    for file, line, row in islice(_rows(expand(request.data.train)), n):
+        try:
+            if row.problem is not None or row.value is None:
+                raise row.problem or RowProblem("the row cannot be read", 1)
+            document = encoder.explain(parse_row(row.value, file.format, dict(file.columns)))
+        except RowProblem as problem:
+            raise bad_row_error(str(file.path), bad_row(row, problem), line - row.line) from problem
+        yield RowView(file.path, line, _tokens(request, document))
+
+
+def _rows(files: list[SourceFile]) -> Iterator[tuple[SourceFile, int, RawRow]]:
+    for file in files:
+        before = 0
+        for block in blocks(file):
+            for row in rows_of(block):
+                yield file, before + row.line, row
+            before += lines_in(block)
+
+
+def _tokens(request: PrepareRequest, document: Document) -> list[TokenView]:
+    rules = [""] * len(document.input_ids)
+    for span in document.spans:
+        rules[span.start : span.stop] = [span.rule] * (span.stop - span.start)
+    # The first token of a document is predicted from nothing: it is never a target.
+    return [
+        TokenView(request.tokenizer.decode([int(token)]), int(token), bool(trained) and i > 0, rule)
+        for i, (token, trained, rule) in enumerate(zip(document.input_ids, document.trained, rules, strict=True))
+    ]

@@ -1,0 +1,115 @@
+"""The names of prepared directories: a hash of everything that decides their bytes, and of nothing else."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from tuner.config.duration import Duration
+from tuner.data.building.selection import Share
+from tuner.data.reading.sources import SourceFile, expand
+
+if TYPE_CHECKING:
+    from tuner.config.recipe import DataSource
+    from tuner.data.building.request import PrepareRequest
+
+FORMAT_VERSION = 2
+"""Counts up when the same input would give other bytes."""
+Part = Literal["documents", "rows", "content", "nothing"]
+FIELDS: dict[str, dict[str, Part]] = {
+    "DataSection": {
+        "train": "content",
+        "eval": "documents",
+        "max_length": "rows",
+        "too_long": "rows",
+        "packing": "rows",
+        "shuffle": "nothing",
+        "on_bad_row": "documents",
+        "workers": "nothing",
+        "cache_dir": "nothing",
+    },
+    "DataSource": {
+        "path": "content",
+        "format": "documents",
+        "columns": "documents",
+        "weight": "documents",
+        "count": "documents",
+    },
+    "TokenizerSection": {
+        "name_or_path": "content",
+        "chat_template": "content",
+        "special_tokens_in_text": "documents",
+    },
+    "SftMethod": {"kind": "documents", "train_on": "documents"},
+    "PretrainMethod": {"kind": "documents"},
+}
+"""What each field of the recipe decides: the encoded documents and with them everything; the packed rows alone;
+`content`: the bytes that it leads to decide, not its own text; or nothing. A test holds every field against it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of `data.train` or `data.eval`: its files, in order, and how much of them is taken."""
+
+    path: str
+    share: Share
+    files: Sequence[SourceFile]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The names of both directories of a request, and the sources, which were read for them."""
+
+    encoded: str
+    prepared: str
+    encoded_fields: Mapping[str, Any]
+    train: Sequence[Source]
+    eval: Sequence[Source] | None
+
+
+def keys_of(request: "PrepareRequest") -> Keys:
+    """Read the sources and hash what decides the result. DataError for a source that cannot be read."""
+    data, method = request.data, request.method
+    train = _sources(data.train)
+    split = data.eval if isinstance(data.eval, Duration) else None
+    held = None if data.eval is None or isinstance(data.eval, Duration) else _sources(data.eval)
+    drawn = any(source.share.is_drawn for source in [*train, *(held or [])])
+    fields: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "train": _identity(train),
+        "eval": None if held is None else _identity(held),
+        "split": None if split is None else [str(split.count), split.unit],
+        "seed": request.seed if split is not None or drawn else None,
+        "tokenizer": request.tokenizer.hash,
+        "template": request.tokenizer.template_hash,
+        "special_tokens_in_text": request.special_tokens_in_text,
+        "method": method.kind,
+        "train_on": request.train_on,
+        "on_bad_row": data.on_bad_row,
+    }
+    encoded = _hash(fields)
+    rows = {
+        "encoded": encoded,
+        "max_length": request.max_length,
+        "too_long": request.too_long,
+        "packing": data.packing,
+        "eos_ids": list(request.tokenizer.eos_ids),  # they end the answers of the samples
+    }
+    return Keys(encoded, _hash(rows), fields, train, held)
+
+
+def _sources(sections: "Sequence[DataSource]") -> list[Source]:
+    files = expand(sections)
+    return [
+        Source(section.path, Share(section.weight, section.count), [file for file in files if file.source == number])
+        for number, section in enumerate(sections)
+    ]
+
+
+def _identity(sources: Sequence[Source]) -> list[Any]:
+    return [file.identity() for source in sources for file in source.files]
+
+
+def _hash(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]

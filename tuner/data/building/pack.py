@@ -1,0 +1,186 @@
+"""The packing plan: documents cut to rows' length, and segments packed into rows.
+
+Memory is bounded by the number of segments, some 40 bytes each at the peak, whatever the number of tokens: columns are
+kept in 32 bits, and rows are written in record batches that a list column's 32-bit offsets can address.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tuner.data.building.bins import pack
+from tuner.data.prepared import ROWS_SCHEMA, Flags, arrow, view
+from tuner.errors import DataError
+
+TooLong = Literal["truncate", "split", "drop"]
+NO_TARGET = "no trained token within max_length"
+TOO_LONG = "longer than max_length"
+MAX_DOCUMENTS = 1 << 32
+BATCH_ROWS, BATCH_SEGMENTS = 1 << 16, 1 << 19
+"""Rows and segments of one record batch: a batch ends before either bound is passed, but holds a row at least."""
+
+U32 = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Pieces of documents in document order: uint32[n] document, start, stop and trained targets of each."""
+
+    document: U32
+    start: U32
+    stop: U32
+    trained: U32
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Reason -> documents of which nothing is left."""
+    truncated: int = 0
+    split: int = 0
+
+    @property
+    def tokens(self) -> U32:
+        """uint32[n]: the length of each segment."""
+        return self.stop - self.start
+
+
+def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -> Segments:
+    """Cut documents into segments of at most `max_length` tokens; those without a trained target are left out.
+
+    Raises DataError for 2^32 documents or more.
+    """
+    segments = _Columns()
+    dropped = {TOO_LONG: 0, NO_TARGET: 0}
+    base = truncated = n_split = 0
+    for batch in batches:
+        targets = _TrainedBefore(batch)
+        offsets = targets.offsets
+        lengths = np.diff(offsets)
+        long = lengths > max_length
+        document = np.arange(len(lengths), dtype=np.int64)
+        if too_long == "drop":
+            dropped[TOO_LONG] += int(long.sum())
+            document = document[~long]
+        pieces = np.ones(len(document), dtype=np.int64)
+        if too_long == "split":
+            pieces = -(-lengths[document] // max_length)
+            n_split += int(long.sum())
+        elif too_long == "truncate":
+            truncated += int(long.sum())
+        considered = int((pieces > 0).sum())
+        number = _counted(pieces)
+        document = np.repeat(document, pieces)
+        start = number * max_length
+        stop = np.minimum(start + max_length, lengths[document])
+        # The first token of a segment is never a target.
+        trained = targets[offsets[document] + stop] - targets[np.minimum(offsets[document] + start + 1, offsets[-1])]
+        kept = trained > 0
+        left = np.zeros(len(lengths), dtype=np.bool_)
+        left[document[kept]] = True
+        dropped[NO_TARGET] += considered - int(left.sum())
+        segments.append((document[kept] + base, start[kept], stop[kept], trained[kept]))
+        base += len(lengths)
+        if base > MAX_DOCUMENTS:
+            raise DataError(f"more than {MAX_DOCUMENTS:,} documents in one split")
+    reasons = {reason: count for reason, count in dropped.items() if count}
+    return Segments(*segments.done(), reasons, truncated, n_split)
+
+
+def rows_table(segments: Segments, max_length: int, packing: bool) -> pa.Table:
+    """Return the packed rows as `ROWS_SCHEMA` says, in several record batches where they are many."""
+    return pa.Table.from_batches(row_batches(segments, max_length, packing), ROWS_SCHEMA)
+
+
+def row_batches(
+    segments: Segments, max_length: int, packing: bool, limits: tuple[int, int] = (BATCH_ROWS, BATCH_SEGMENTS)
+) -> Iterator[pa.RecordBatch]:
+    """Yield the packed rows in record batches of at most `limits` rows and segments (but of a row at least)."""
+    order, offsets = pack(segments.tokens, max_length) if packing else _alone(segments)
+    max_rows, max_segments = limits
+    first, n_rows = 0, len(offsets) - 1
+    while first < n_rows:
+        fitting = int(np.searchsorted(offsets, offsets[first] + max_segments, side="right")) - 1
+        last = min(max(fitting, first + 1), first + max_rows, n_rows)
+        yield _record_batch(segments, order[offsets[first] : offsets[last]], offsets[first : last + 1])
+        first = last
+
+
+def _alone(segments: Segments) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """A row for each segment."""
+    count = len(segments.document)
+    return np.arange(count, dtype=np.int32), np.arange(count + 1, dtype=np.int64)
+
+
+def _record_batch(segments: Segments, chosen: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> pa.RecordBatch:
+    """Rows of the `chosen` segments; row i holds those from `offsets[i]` to `offsets[i + 1]`, less the first offset."""
+    starts = offsets[:-1] - offsets[0]
+    bounds = arrow((offsets - offsets[0]).astype(np.int32))
+
+    def column(values: U32) -> pa.Array:
+        return pa.ListArray.from_arrays(bounds, arrow(values[chosen]))
+
+    def sums(values: npt.NDArray[Any], dtype: type[np.unsignedinteger[Any]]) -> pa.Array:
+        return arrow(np.add.reduceat(values, starts, dtype=np.uint64).astype(dtype))
+
+    tokens = segments.stop[chosen] - segments.start[chosen]
+    return pa.record_batch(
+        [
+            column(segments.document),
+            column(segments.start),
+            column(segments.stop),
+            sums(tokens, np.uint32),
+            sums(segments.trained[chosen], np.uint32),
+            sums(tokens.astype(np.uint64) ** 2, np.uint64),
+        ],
+        schema=ROWS_SCHEMA,
+    )
+
+
+class _Columns:
+    """Four columns that grow in place: not a piece for each record batch, which would leave the heap in holes."""
+
+    def __init__(self) -> None:
+        self._columns = [np.empty(0, dtype=np.uint32) for _ in range(4)]
+        self._length = 0
+
+    def append(self, values: tuple[npt.NDArray[np.int64], ...]) -> None:
+        stop = self._length + len(values[0])
+        for column, part in zip(self._columns, values, strict=True):
+            if stop > len(column):
+                column.resize(max(stop, len(column) + len(column) // 4), refcheck=False)
+            column[self._length : stop] = part
+        self._length = stop
+
+    def done(self) -> tuple[U32, U32, U32, U32]:
+        for column in self._columns:
+            column.resize(self._length, refcheck=False)
+        document, start, stop, trained = self._columns
+        return document, start, stop, trained
+
+
+def _counted(pieces: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """0, 1, ... for the pieces of each document in turn."""
+    return np.arange(pieces.sum(), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+
+
+class _TrainedBefore:
+    """How many tokens of a record batch are trained before a position, from its bits: a count for each byte is kept."""
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        column = batch.column("trained")
+        flags = Flags(column.values)
+        offsets = view(column.offsets).astype(np.int64) + flags.offset
+        first, last = int(offsets[0]) >> 3, (int(offsets[-1]) + 7) >> 3
+        self._bytes = flags.bytes[first:last] if last > first else np.zeros(1, dtype=np.uint8)
+        self._before = np.zeros(len(self._bytes) + 1, dtype=np.int32)
+        np.cumsum(np.bitwise_count(self._bytes), out=self._before[1:])
+        self.offsets = offsets - (first << 3)
+        """int64[documents + 1]: where each document's tokens begin, in bits from the first of these bytes."""
+
+    def __getitem__(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        at = positions >> 3
+        below = (1 << (positions & 7)) - 1
+        inside = np.bitwise_count(self._bytes[np.minimum(at, len(self._bytes) - 1)] & below)
+        before: npt.NDArray[np.int64] = np.add(self._before[at], inside, dtype=np.int64)
+        return before

@@ -1,0 +1,78 @@
+"""Which bytes each token of a byte-level tokenizer stands for."""
+
+import unicodedata
+from typing import Any
+
+import numpy as np
+import orjson
+
+from tuner.data.encoding.byte_tokenizer import byte_symbols
+from tuner.data.encoding.tokenizer import TextTokenizer
+
+_VOCABULARY_STEP = 61
+
+
+class Unproven(Exception):
+    """Why a faster way is not taken for a tokenizer."""
+
+
+class ByteTable:
+    """The bytes that each token stands for, for byte-level tokenizers that keep every byte of a text."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        """Raises Unproven where the tokenizer is of another kind."""
+        spec = orjson.loads(tokenizer.files["tokenizer.json"])
+        _require_byte_level(spec)
+        self.normal_form = (spec["normalizer"] or {}).get("type")
+        added = {token["content"]: int(token["id"]) for token in spec["added_tokens"]}
+        vocabulary: dict[str, int] = {k: v for k, v in spec["model"]["vocab"].items() if k not in added}
+        size = 1 + max(*vocabulary.values(), *added.values())
+        missing = [symbol for symbol in byte_symbols() if symbol not in vocabulary]
+        self.size = size
+        """Ids from here on stand for bytes that the tokenizer does not know and leaves out."""
+        self.lengths = np.zeros(size + len(missing), dtype=np.int64)
+        self.lengths[size:] = 1
+        self.lengths[list(vocabulary.values())] = [len(token) for token in vocabulary]
+        for token, i in added.items():
+            self.lengths[i] = len(token.encode())
+        self.pre_tokenizer: dict[str, Any] = spec["pre_tokenizer"]
+        self.added = added
+        """Added tokens, which cut a text wherever they stand, and their ids."""
+        self._missing = {symbol: size + k for k, symbol in enumerate(missing)}
+        self._words = list(vocabulary)[::_VOCABULARY_STEP]
+
+    def accepts(self, text: str) -> bool:
+        """Whether the tokenizer would leave the characters of `text` as they are."""
+        return self.normal_form is None or text.isascii() or unicodedata.is_normalized("NFC", text)
+
+    def complete_json(self, original: bytes) -> bytes:
+        """Return the tokenizer.json with an id for every byte."""
+        if not self._missing:
+            return original
+        spec = orjson.loads(original)  # read again: kept, it would be a hundred megabytes of objects
+        spec["model"]["vocab"].update(self._missing)
+        return orjson.dumps(spec)
+
+    def words(self) -> list[str]:
+        """A share of the vocabulary as text."""
+        known = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
+        raw = (bytes(known[c] for c in word if c in known) for word in self._words)
+        return [word.decode("utf-8", "ignore") for word in raw]
+
+
+def _require_byte_level(spec: dict[str, Any]) -> None:
+    model, normalizer = spec["model"], spec.get("normalizer") or {}
+    before = spec.get("pre_tokenizer") or {}
+    steps = before.get("pretokenizers", [before])
+    if model.get("type") != "BPE" or not any(step.get("type") == "ByteLevel" for step in steps):
+        raise Unproven("the tokenizer is not byte-level BPE")
+    if any(step.get("type") == "ByteLevel" and step.get("add_prefix_space") for step in steps):
+        raise Unproven("the tokenizer adds a space before a text")
+    if any(step.get("behavior") == "Removed" for step in steps):
+        raise Unproven("the tokenizer removes characters")
+    odd = [key for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
+    if odd or model.get("byte_fallback") or normalizer.get("type") not in (None, "NFC"):
+        raise Unproven(f"the tokenizer has {', '.join(odd) or 'a normalizer or byte fallback'}")
+    for token in spec["added_tokens"]:
+        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
+            raise Unproven(f"the added token {token['content']} takes its surroundings with it")

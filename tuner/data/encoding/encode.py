@@ -1,0 +1,468 @@
+"""Examples to token ids and loss masks that are proven, many at a time.
+
+The texts of a batch are encoded in one piece, with a control token between them. A byte-level token stands for known
+bytes, so the running sum of lengths says where each token lies, and the turns' ends are found by binary search for
+all rows together: no token may straddle one, and before an answer must stand the very ids that the prompt alone has.
+What does not go this way (other kinds of tokenizers, control tokens written out by users, bytes that a tokenizer does
+not know) is placed one by one from the tokenizer's own character spans.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+
+from tuner.data.encoding.byte_table import ByteTable, Unproven
+from tuner.data.encoding.fast import FastEncoder
+from tuner.data.encoding.place import Document, Placer
+from tuner.data.encoding.probe import has_reserved
+from tuner.data.encoding.proven import ProvenEncoder
+from tuner.data.encoding.skeleton import Skeleton, Skeletons
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.turns import Plan, Planner, SpecialTokens, TrainOn
+from tuner.data.encoding.words import WordEncoder
+from tuner.data.reading.problems import RowProblem
+from tuner.data.reading.rows import Conversation, Example, Tokens
+
+FAST_FROM_BYTES = 256 << 10
+"""A batch of fewer bytes is not worth building and proving the fast encoder for."""
+_CHECK_EVERY = 251
+_KEPT_PROMPTS, _KEPT_CHARS = 4096, 256
+Ints = npt.NDArray[np.int64]
+
+
+class FastEncoderMismatch(Exception):
+    """A row of the sample came out otherwise than the tokenizer alone gives it."""
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """n documents, flat, in the order of the examples that they come from."""
+
+    input_ids: npt.NDArray[np.uint32]
+    """uint32[tokens]"""
+    trained: npt.NDArray[np.bool_]
+    """bool[tokens]: whether the token itself is to be learned."""
+    offsets: Ints
+    """int64[n + 1]"""
+    prompt_tokens: npt.NDArray[np.uint32]
+    """uint32[n]: tokens before the last answer, as a model is prompted with them; 0 where there is none."""
+    rows: Ints
+    """int64[n]: the example that each document comes from, ascending."""
+    problems: dict[int, RowProblem] = field(default_factory=dict)
+    """Example -> why there is no document."""
+    fast: int = 0
+    """Documents whose ids the fast encoder gave."""
+    escaped: int = 0
+    """Documents in which a written-out control token was encoded as ordinary characters."""
+    notes: Counter[str] = field(default_factory=Counter)
+
+
+class _Rows:
+    """Texts of a batch with the bytes at which their turns begin and end."""
+
+    def __init__(self) -> None:
+        self.examples: list[int] = []
+        self.pieces: list[str] = []
+        self.sizes: list[int] = []
+        self.default: list[bool] = []
+        self.framed: list[bool] = []
+        self.specials: list[int] = []
+        """Control tokens that the template wrote; -1 where that was looked at before."""
+        self.piece_stops: list[int] = []
+        self.row: list[int] = []
+        self.start: list[int] = []
+        self.stop: list[int] = []
+        self.trained: list[bool] = []
+        self.answer: list[bool] = []
+        self.prompt: list[str] = []
+        """Text before an answer, from the last control token on; empty where the turn is no answer."""
+
+    def close(self, example: int, size: int, default: bool, framed: bool, specials: int) -> None:
+        """End a row whose pieces and turns have been added."""
+        self.piece_stops.append(len(self.pieces))
+        self.examples.append(example)
+        self.sizes.append(size)
+        self.default.append(default)
+        self.framed.append(framed)
+        self.specials.append(specials)
+
+    def turn(self, span: tuple[int, int], trained: bool, answer: bool, prompt: str) -> None:
+        """Add a turn of the row that is open, by its bytes."""
+        self.row.append(len(self.examples))
+        self.start.append(span[0])
+        self.stop.append(span[1])
+        self.trained.append(trained)
+        self.answer.append(answer)
+        self.prompt.append(prompt)
+
+
+class Encoder:
+    """Encodes examples for a tokenizer and a method."""
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        train_on: TrainOn,
+        special_tokens: SpecialTokens = "refuse",
+        fast: bool = True,
+    ) -> None:
+        """`train_on` is the recipe's, and `all` for pre-training; without `fast` every row is placed one by one."""
+        self._tokenizer = tokenizer
+        self._train_on = train_on
+        self._planner = Planner(tokenizer, train_on, special_tokens)
+        self._placer = Placer(tokenizer, train_on)
+        self._skeletons = Skeletons(tokenizer, self._planner)
+        self._proven: ProvenEncoder | None = None
+        self._chosen = False
+        self._table: ByteTable | None = None
+        self._separator = ""
+        self._prompts: dict[str, npt.NDArray[np.uint32]] = {}
+        self.not_fast: str | None = None if fast else "switched off"
+        """Why the fast encoder is not used, where it was tried."""
+        if fast:
+            try:
+                self._table = ByteTable(tokenizer)
+                self._is_special = np.zeros(len(self._table.lengths), dtype=np.bool_)
+                self._is_special[list(tokenizer.special_ids)] = True
+                self._separator = next((tokenizer.decode([i]) for i in sorted(tokenizer.special_ids)), "")
+            except Unproven as error:
+                self.not_fast = str(error)
+
+    def encode(self, examples: Sequence[Example]) -> EncodedBatch:
+        """Encode examples, in order; one that cannot be used gives its problem.
+
+        Raises DataError without a chat template, FastEncoderMismatch where the sample refutes the fast path.
+        """
+        rows, alone, notes = _Rows(), _Alone(self._planner, self._placer), Counter[str]()
+        for i, example in enumerate(examples):
+            try:
+                if not (isinstance(example, Conversation) and self._add_known(rows, i, example, notes)):
+                    self._add(rows, i, example, alone, notes)
+            except RowProblem as problem:
+                alone.problems[i] = problem
+        merged = _merge(self._encode_rows(rows, examples, alone), alone.documents)
+        self._check(examples, merged)
+        return replace(merged, problems=alone.problems, escaped=alone.escaped, notes=notes)
+
+    def explain(self, example: Example) -> Document:
+        """Encode one example with the rule of every token. Raises RowProblem."""
+        if isinstance(example, Tokens):
+            return self._placer.tokens(example)
+        return self._placer.place(self._planner.plan(example), example)
+
+    def _add_known(self, rows: _Rows, i: int, example: Conversation, notes: Counter[str]) -> bool:
+        """Add a conversation of a shape that is known; False where it must be rendered."""
+        messages = example.messages
+        if self._table is None or example.tools or any(len(message) != 2 for message in messages):
+            return False
+        skeleton = self._skeletons.find((tuple([m["role"] for m in messages]), tuple(example.train)))
+        contents = [message["content"] for message in messages]
+        if skeleton is None or not skeleton.fits(contents):
+            return False
+        sizes = []
+        is_ascii = skeleton.is_ascii
+        for content in contents:
+            if content.isascii():
+                sizes.append(len(content))
+            else:
+                is_ascii = False
+                sizes.append(len(content.encode()))
+        if not is_ascii and not self._accepts(skeleton, contents):
+            return False
+        starts = skeleton.part_starts(sizes)
+        for mark in skeleton.marks:
+            span = (starts[mark.start_part] + mark.start, starts[mark.stop_part] + mark.stop)
+            rows.turn(span, mark.trained, mark.is_answer, mark.prompt)
+        for part, content in zip(skeleton.parts[:-1], contents, strict=True):
+            rows.pieces += (part, content)
+        rows.pieces.append(skeleton.parts[-1])
+        rows.close(i, starts[-1] + skeleton.part_bytes[-1], skeleton.default, False, skeleton.specials)
+        if skeleton.notes:
+            notes.update(skeleton.notes)
+        return True
+
+    def _accepts(self, skeleton: Skeleton, contents: Sequence[str]) -> bool:
+        text = "".join(part for pair in zip(skeleton.parts, contents, strict=False) for part in pair)
+        return self._table is not None and self._table.accepts(text) and not has_reserved(text)
+
+    def _add(self, rows: _Rows, i: int, example: Example, alone: "_Alone", notes: Counter[str]) -> None:
+        table = self._table
+        if isinstance(example, Tokens):
+            alone.place(i, example)
+            return
+        plan = self._planner.plan(example)
+        notes.update(plan.notes)
+        if table is None or plan.escaped or not table.accepts(plan.text):
+            alone.place(i, example, plan)
+            return
+        text = plan.text
+        ascii_text = text.isascii()
+        for turn in plan.turns:
+            span = (turn.start, turn.stop) if ascii_text else _bytes_at(text, turn.start, turn.stop)
+            prompt = self._prompt(plan, turn.start) if turn.is_answer else ""
+            rows.turn(span, turn.trained, turn.is_answer, prompt)
+        rows.pieces.append(text)
+        rows.close(i, len(text) if ascii_text else len(text.encode()), plan.default, plan.framed, -1)
+
+    def _prompt(self, plan: Plan, start: int) -> str:
+        last = self._tokenizer.last_special(plan.text, max(0, start - 256), start)
+        if last is None:
+            last = self._tokenizer.last_special(plan.text, 0, start)
+        # A control token cuts the text: what follows it is encoded without regard to what precedes.
+        return plan.text[0 if last is None else last[0] : start]
+
+    def _encode_rows(self, rows: _Rows, examples: Sequence[Example], alone: "_Alone") -> EncodedBatch | None:
+        """Encode the collected rows together; those that cannot stay are placed alone."""
+        table = self._table
+        if not rows.examples or table is None:
+            return None
+        flat, fast = self._flat(rows, table)
+        expected = np.array(rows.specials)
+        doubtful = flat.unknown | ((flat.counts(self._is_special) != expected) & (expected >= 0))
+        turns = _Turns.of(rows, flat)
+        doubtful[turns.row[turns.straddles]] = True
+        by_prompt = sorted((i for i, prompt in enumerate(rows.prompt) if prompt), key=rows.prompt.__getitem__)
+        for prompt, which in groupby(by_prompt, rows.prompt.__getitem__):
+            answers = np.fromiter(which, dtype=np.int64)
+            doubtful[turns.row[answers[~turns.follow(answers, flat, self._prompt_ids(prompt))]]] = True
+        for row in np.flatnonzero(doubtful).tolist():
+            alone.place(rows.examples[row], examples[rows.examples[row]])
+        return self._finished(rows, flat, turns, ~doubtful, fast)
+
+    def _flat(self, rows: _Rows, table: ByteTable) -> "tuple[_Flat, bool]":
+        """The rows' ids, and whether the fast encoder gave them."""
+        sizes = np.array(rows.sizes, dtype=np.int64)
+        proven = self._proven_for(int(sizes.sum()), table)
+        texts = ["".join(rows.pieces[a:b]) for a, b in zip([0, *rows.piece_stops], rows.piece_stops, strict=False)]
+        if proven is None:
+            parts = self._tokenizer.encode_ids(texts)
+            flat = _Flat.of(np.concatenate(parts), np.array([len(part) for part in parts]), table)
+            return replace(flat, unknown=flat.sizes() != sizes), False
+        refuted = proven.refuted(texts)
+        flat = self._together(proven, texts, sizes, table)
+        unknown = flat.counts(np.arange(len(table.lengths)) >= table.size) > 0
+        if refuted:
+            unknown |= np.array([any(c in text for c in refuted) for text in texts])
+        return replace(flat, unknown=unknown), proven.name == FastEncoder.name
+
+    def _together(self, proven: ProvenEncoder, texts: list[str], sizes: Ints, table: ByteTable) -> "_Flat":
+        if not self._separator:
+            parts = [proven.encode(text) for text in texts]
+            return _Flat.of(np.concatenate(parts), np.array([len(part) for part in parts]), table)
+        # A control token between two texts: neither sees the other, and one call takes them all.
+        ids = proven.encode(self._separator.join([*texts, ""]))
+        edges = _edges(table.lengths[ids])
+        ends = np.cumsum(sizes + len(self._separator.encode()))
+        separators = np.searchsorted(edges, ends) - 1
+        if len(edges) == 0 or edges[-1] != ends[-1] or not np.array_equal(edges[separators + 1], ends):
+            raise FastEncoderMismatch("the bytes of the fast encoder's ids are not those of the text")
+        keep = np.ones(len(ids), dtype=np.bool_)
+        keep[separators] = False
+        return _Flat.of(ids[keep], np.diff(separators, prepend=-1) - 1, table)
+
+    def _proven_for(self, size: int, table: ByteTable) -> ProvenEncoder | None:
+        """The fastest encoder that is proven, for a batch of so many bytes; it is chosen for the first such batch."""
+        if size < FAST_FROM_BYTES:
+            return None  # whatever came before: which batches meet in a process is not to be seen in the counts
+        for kind in () if self._chosen else (FastEncoder, WordEncoder):
+            try:
+                self._proven = ProvenEncoder(kind(self._tokenizer, table), self._tokenizer, table)
+                break
+            except Unproven as error:
+                self.not_fast = self.not_fast or str(error)
+        self._chosen = True
+        return self._proven
+
+    def _prompt_ids(self, prompt: str) -> npt.NDArray[np.uint32]:
+        ids = self._prompts.get(prompt)
+        if ids is None:
+            ids = self._tokenizer.encode_ids([prompt])[0] if self._proven is None else self._proven.encode(prompt)
+            if len(self._prompts) < _KEPT_PROMPTS and len(prompt) < _KEPT_CHARS:
+                self._prompts[prompt] = ids
+        return ids
+
+    def _finished(
+        self, rows: _Rows, flat: "_Flat", turns: "_Turns", keep: npt.NDArray[np.bool_], fast: bool
+    ) -> EncodedBatch:
+        trained = np.repeat(np.array(rows.default), flat.lengths)
+        wished, answer = np.array(rows.trained, dtype=np.bool_), np.array(rows.answer, dtype=np.bool_)
+        sound = keep[turns.row]
+        trained |= turns.cover(sound & wished, len(trained))
+        trained &= ~turns.cover(sound & ~wished, len(trained))
+        prompts = np.zeros(len(keep), dtype=np.int64)
+        prompts[turns.row[answer]] = turns.first[answer] - flat.offsets[turns.row[answer]]
+        framed = np.array(rows.framed)
+        whole = framed & (np.bincount(turns.row[answer], minlength=len(keep)) == 0)
+        prompts[whole] = flat.lengths[whole] // 2
+        tokens = np.repeat(keep, flat.lengths)
+        ids, lengths = flat.ids[tokens], flat.lengths[keep]
+        batch = EncodedBatch(
+            ids, trained[tokens], _edges(lengths), prompts[keep].astype(np.uint32),
+            np.array(rows.examples, dtype=np.int64)[keep], fast=int(keep.sum()) if fast else 0,
+        )  # fmt: skip
+        return self._framed(batch, framed[keep]) if framed.any() else batch
+
+    def _framed(self, batch: EncodedBatch, framed: npt.NDArray[np.bool_]) -> EncodedBatch:
+        """Put the tokenizer's own tokens around texts, and the end token after them."""
+        prefix, suffix = self._placer.frame
+        lengths = np.diff(batch.offsets)
+        offsets = _edges(lengths + framed * (len(prefix) + len(suffix)))
+        starts = offsets[:-1] + framed * len(prefix)
+        at = np.arange(len(batch.input_ids)) + np.repeat(starts - batch.offsets[:-1], lengths)
+        ids = np.zeros(int(offsets[-1]), dtype=np.uint32)
+        trained = np.zeros(len(ids), dtype=np.bool_)
+        ids[at], trained[at] = batch.input_ids, batch.trained
+        for k, token in enumerate(prefix):
+            ids[offsets[:-1][framed] + k] = token
+            trained[offsets[:-1][framed] + k] = self._train_on == "all"
+        for k, token in enumerate(suffix):
+            ids[offsets[1:][framed] - len(suffix) + k] = token
+            trained[offsets[1:][framed] - len(suffix) + k] = True
+        prompts = (batch.prompt_tokens + framed * len(prefix)).astype(np.uint32)
+        return EncodedBatch(ids, trained, offsets, prompts, batch.rows, fast=batch.fast)
+
+    def _check(self, examples: Sequence[Example], batch: EncodedBatch) -> None:
+        """Place a sample of the rows alone and compare; raises FastEncoderMismatch."""
+        if self._table is None:
+            return  # all were placed alone
+        # The same rows in any process: a function of the batch alone.
+        for k in sorted({*range(min(2, len(batch.rows))), *range(0, len(batch.rows), _CHECK_EVERY)}):
+            tokens = slice(int(batch.offsets[k]), int(batch.offsets[k + 1]))
+            try:
+                own = self.explain(examples[int(batch.rows[k])])
+            except RowProblem as problem:
+                raise FastEncoderMismatch(f"row {int(batch.rows[k]) + 1} of the block: {problem.reason}") from problem
+            if not np.array_equal(own.input_ids, batch.input_ids[tokens]) or not np.array_equal(
+                own.trained, batch.trained[tokens]
+            ):
+                raise FastEncoderMismatch(f"row {int(batch.rows[k]) + 1} of the block has other ids or another mask")
+
+
+class _Alone:
+    """Documents that are placed one by one, and why others are not."""
+
+    def __init__(self, planner: Planner, placer: Placer) -> None:
+        self.documents: dict[int, Document] = {}
+        self.problems: dict[int, RowProblem] = {}
+        self.escaped = 0
+        self._planner = planner
+        self._placer = placer
+
+    def place(self, i: int, example: Example, plan: Plan | None = None) -> None:
+        """Place example `i`, whose plan may be known."""
+        try:
+            if isinstance(example, Tokens):
+                self.documents[i] = self._placer.tokens(example)
+                return
+            plan = self._planner.plan(example) if plan is None else plan
+            self.documents[i] = self._placer.place(plan, example)
+            self.escaped += plan.escaped
+        except RowProblem as problem:
+            self.problems[i] = problem
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """The ids of n rows end to end, and the bytes between which each lies."""
+
+    ids: npt.NDArray[np.uint32]
+    lengths: Ints
+    """Tokens of each row."""
+    offsets: Ints
+    edges: Ints
+    """int64[tokens + 1]: bytes, from the first row's first."""
+    unknown: npt.NDArray[np.bool_]
+    """bool[n]: rows whose ids do not stand for their bytes."""
+
+    @staticmethod
+    def of(ids: npt.NDArray[np.uint32], lengths: Ints, table: ByteTable) -> "_Flat":
+        unknown = np.zeros(len(lengths), dtype=np.bool_)
+        return _Flat(ids, lengths, _edges(lengths), _edges(table.lengths[ids]), unknown)
+
+    def sizes(self) -> Ints:
+        """int64[n]: bytes that each row's ids stand for."""
+        return np.diff(self.edges[self.offsets])
+
+    def counts(self, of: npt.NDArray[np.bool_]) -> Ints:
+        """int64[n]: how many ids of each row are marked in `of`, a table by id."""
+        return np.diff(_edges(of[self.ids])[self.offsets])
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """The turns of a batch by tokens."""
+
+    row: Ints
+    first: Ints
+    last: Ints
+    """One after the last token."""
+    straddles: npt.NDArray[np.bool_]
+    """Whether a token reaches over an end."""
+
+    @staticmethod
+    def of(rows: _Rows, flat: _Flat) -> "_Turns":
+        row = np.array(rows.row, dtype=np.int64)
+        base = flat.edges[flat.offsets[:-1]][row]
+        top = len(flat.edges) - 1
+        starts, stops = base + np.array(rows.start, dtype=np.int64), base + np.array(rows.stop, dtype=np.int64)
+        first = np.minimum(np.searchsorted(flat.edges, starts), top)
+        last = np.minimum(np.searchsorted(flat.edges, stops), top)
+        straddles = (flat.edges[first] != starts) | (flat.edges[last] != stops)
+        return _Turns(row, first, last, straddles)
+
+    def follow(self, which: Ints, flat: _Flat, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+        """Whether `ids` stand before each of the turns, in its own row."""
+        before = self.first[which] - len(ids)
+        inside = before >= flat.offsets[:-1][self.row[which]]
+        at = np.maximum(before, 0)[:, None] + np.arange(len(ids))
+        found: npt.NDArray[np.bool_] = inside & (flat.ids[np.minimum(at, len(flat.ids) - 1)] == ids).all(axis=1)
+        return found
+
+    def cover(self, which: npt.NDArray[np.bool_], tokens: int) -> npt.NDArray[np.bool_]:
+        """bool[tokens]: the tokens of the chosen turns."""
+        change = np.bincount(self.first[which], minlength=tokens + 1) - np.bincount(
+            self.last[which], minlength=tokens + 1
+        )
+        covered: npt.NDArray[np.bool_] = np.cumsum(change[:tokens]) > 0
+        return covered
+
+
+def _edges(lengths: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> Ints:
+    edges = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=edges[1:])
+    return edges
+
+
+def _bytes_at(text: str, start: int, stop: int) -> tuple[int, int]:
+    before = len(text[:start].encode())
+    return before, before + len(text[start:stop].encode())
+
+
+def _merge(batch: EncodedBatch | None, documents: dict[int, Document]) -> EncodedBatch:
+    """One batch of documents that were encoded together and others, by the order of their examples."""
+    extra = sorted(documents)
+    ids = [documents[i].input_ids.astype(np.uint32) for i in extra]
+    trained = [documents[i].trained for i in extra]
+    lengths = np.array([len(part) for part in ids], dtype=np.int64)
+    prompts = np.array([documents[i].prompt_tokens for i in extra], dtype=np.uint32)
+    rows = np.array(extra, dtype=np.int64)
+    if batch is not None and not extra:
+        return batch
+    if batch is not None:
+        ids, trained = [batch.input_ids, *ids], [batch.trained, *trained]
+        lengths = np.concatenate([np.diff(batch.offsets), lengths])
+        prompts = np.concatenate([batch.prompt_tokens, prompts])
+        rows = np.concatenate([batch.rows, rows])
+    order = np.argsort(rows, kind="stable")
+    starts = _edges(lengths)[:-1][order]
+    offsets = _edges(lengths[order])
+    at = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths[order])
+    flat_ids = np.concatenate([np.empty(0, dtype=np.uint32), *ids])
+    flat_trained = np.concatenate([np.empty(0, dtype=np.bool_), *trained])
+    return EncodedBatch(
+        flat_ids[at], flat_trained[at], offsets, prompts[order], rows[order], fast=0 if batch is None else batch.fast
+    )

@@ -1,0 +1,64 @@
+"""The fast encoder: gigatoken, its memory bounded."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tuner.data.encoding.byte_table import ByteTable, Unproven
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.runtime.memory import give_back, resident_bytes
+
+_CACHE_BYTES = 64 << 20
+"""Growth of the process after which the encoder, which remembers every word that it met, is built anew."""
+_WARM_CALLS = 2
+"""By then what is not the encoder's has its size."""
+_CACHE_TEXT = 64 << 20
+"""The same in characters of text, where growth cannot be read."""
+_MEASURED_CHARS = 1 << 16
+"""Growth in a call with a shorter text is not measured."""
+
+
+class FastEncoder:
+    """Encodes texts to ids with gigatoken; ids from the table's size on stand for bytes the tokenizer does not know."""
+
+    name = "gigatoken"
+
+    def __init__(self, tokenizer: TextTokenizer, table: ByteTable) -> None:
+        """Build it; raises Unproven where it is not installed or cannot read the tokenizer."""
+        try:
+            from gigatoken.gigatoken_rs import load_hf_json
+        except ImportError as error:
+            raise Unproven(f"gigatoken is not installed ({error})") from error
+        self._load: Any = load_hf_json
+        self._backend: Any = None
+        self._calls = self._text = self._resident = 0
+        self._json = table.complete_json(tokenizer.files["tokenizer.json"])
+        self._rebuild()
+
+    def encode(self, text: str) -> npt.NDArray[np.uint32]:
+        """Return the ids of a text."""
+        if len(text) >= _MEASURED_CHARS and self._is_full(len(text)):
+            self._rebuild()
+        ids: npt.NDArray[np.uint32] = self._backend.encode(text)
+        return ids
+
+    def _is_full(self, size: int) -> bool:
+        """Whether the process grew too much since the encoder was warm: its memory cannot be asked for alone."""
+        self._calls += 1
+        self._text += size
+        resident = resident_bytes()
+        if resident is None:
+            return self._text > _CACHE_TEXT
+        if self._calls <= _WARM_CALLS:
+            self._resident = resident
+        return resident - self._resident > _CACHE_BYTES
+
+    def _rebuild(self) -> None:
+        self._backend = None
+        try:
+            self._backend = self._load(self._json)
+        except Exception as error:  # gigatoken raises several kinds, also bare ones
+            raise Unproven(f"gigatoken cannot read the tokenizer: {str(error).splitlines()[0]}") from error
+        give_back()
+        self._calls = self._text = self._resident = 0

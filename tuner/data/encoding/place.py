@@ -1,0 +1,164 @@
+"""One text at a time: tokens and their rules from the tokenizer's own character spans.
+
+The exact way that needs nothing but the tokenizer: for every kind of tokenizer, for rows that the faster way cannot
+take, for people who want to see each token's rule, and as the judge of a sample of the faster way's rows.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tuner.data.encoding.tokenizer import Encoded, TextTokenizer
+from tuner.data.encoding.turns import BREAK, GUARD, Plan, TrainOn, Turn
+from tuner.data.reading.problems import RowProblem
+from tuner.data.reading.rows import Example, PromptCompletion, Tokens
+
+_KEPT_PROMPTS, _KEPT_CHARS = 4096, 256
+
+
+@dataclass(frozen=True)
+class TokenSpan:
+    """Tokens [start, stop) and why they are trained or not."""
+
+    start: int
+    stop: int
+    rule: str
+
+
+@dataclass(frozen=True)
+class Document:
+    """One encoded example of n tokens."""
+
+    input_ids: npt.NDArray[np.int64]
+    """int64[n]"""
+    trained: npt.NDArray[np.bool_]
+    """bool[n]"""
+    prompt_tokens: int
+    """Tokens before the last answer, as a model is prompted with them; 0 where there is none."""
+    spans: list[TokenSpan]
+
+
+class Placer:
+    """Places plans on tokens for a tokenizer."""
+
+    def __init__(self, tokenizer: TextTokenizer, train_on: TrainOn) -> None:
+        self._tokenizer = tokenizer
+        self._everything = train_on == "all"
+        self._special = np.array(sorted(tokenizer.special_ids), dtype=np.int64)
+        self._prompts: dict[str, list[int]] = {}
+        suffix = list(tokenizer.text_suffix)
+        if tokenizer.eos_id is not None and tokenizer.eos_id not in suffix:
+            suffix.append(tokenizer.eos_id)
+        self.frame: tuple[list[int], list[int]] = (list(tokenizer.text_prefix), suffix)
+        """Ids before and after a text that no template writes."""
+
+    def place(self, plan: Plan, example: Example) -> Document:
+        """Return the document of a plan. Raises RowProblem where a turn does not end between two tokens."""
+        plan, encoded = self._escaped(plan) if plan.escaped else (plan, self._tokenizer.encode_batch([plan.text])[0])
+        trained = np.full(len(encoded.ids), plan.default, dtype=np.bool_)
+        spans = [TokenSpan(0, len(trained), plan.default_rule)]
+        prompt_tokens = 0
+        for turn in plan.turns:
+            start, stop = _boundary(encoded, turn.start), _boundary(encoded, turn.stop)
+            straddles = start is None or stop is None
+            if straddles or (turn.is_answer and not self._prompt_is_exact(plan, encoded, turn, start or 0)):
+                if isinstance(example, PromptCompletion) and not plan.escaped:
+                    return self._apart(example)
+                what = f"a token reaches over an end of the {turn.rule}"
+                if not straddles:
+                    what = f"the tokens before the {turn.rule} are not those of its prompt alone"
+                raise RowProblem(f"{what}: its mask cannot be exact", 1)
+            first, last = int(start or 0), int(stop or 0)
+            prompt_tokens = first if turn.is_answer else prompt_tokens
+            trained[first:last] = turn.trained
+            spans.append(TokenSpan(first, last, turn.rule))
+        document = Document(encoded.ids, trained, prompt_tokens, spans)
+        return self._framed(document, plan.default) if plan.framed else document
+
+    def tokens(self, example: Tokens) -> Document:
+        """Return the document of a row that is tokens already. Raises RowProblem for an id out of range."""
+        ids = np.array(example.input_ids, dtype=np.int64)
+        if len(ids) and int(ids.max()) >= self._tokenizer.vocab_size:
+            at = int(np.argmax(ids))
+            raise RowProblem(f"id {int(ids[at])} is not in the vocabulary", path=("input_ids", at))
+        given = None if self._everything else example.trained
+        trained = np.ones(len(ids), dtype=np.bool_) if given is None else np.array(given, dtype=np.bool_)
+        first = int(np.argmax(trained)) if trained.any() else 0
+        edges = [0, *(np.flatnonzero(np.diff(trained.astype(np.int8))) + 1).tolist(), len(ids)]
+        rules = ("not trained", "trained") if given is not None else ("tokens", "tokens")
+        spans = [TokenSpan(a, b, rules[int(trained[a])]) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+        return Document(ids, trained, first or len(ids) // 2, spans)
+
+    def _prompt_is_exact(self, plan: Plan, encoded: Encoded, turn: Turn, start: int) -> bool:
+        """Whether the text before an answer, encoded alone, gives the ids that stand before it."""
+        if start == 0:
+            return True
+        special = np.flatnonzero(np.isin(encoded.ids[:start], self._special))
+        # A control token cuts the text: what follows it is encoded without regard to what precedes.
+        first = int(special[-1]) if len(special) else 0
+        tail = plan.text[int(encoded.starts[first]) : turn.start]
+        ids = self._prompts.get(tail)
+        if ids is None:
+            ids = self._tokenizer.encode(tail)
+            if len(self._prompts) < _KEPT_PROMPTS and len(tail) < _KEPT_CHARS:
+                self._prompts[tail] = ids
+        if np.array_equal(ids, encoded.ids[first:start]):
+            return True
+        return first > 0 and np.array_equal(self._tokenizer.encode(plan.text[: turn.start]), encoded.ids[:start])
+
+    def _escaped(self, plan: Plan) -> tuple[Plan, Encoded]:
+        """Encode a guarded text with the guards taken out.
+
+        As transformers' `sanitize_control_tokens` does: a token that a user wrote out is encoded by itself, as ordinary
+        characters, and what stands between two of them as always.
+        """
+        parts: list[Encoded] = []
+        texts: list[str] = []
+        length = 0
+        for k, piece in enumerate(plan.text.split(GUARD)):
+            if k % 2:  # between an odd guard and the next stands a written-out token
+                if piece.count(BREAK) != 1:
+                    raise RowProblem("the template cuts a control token that is written out in the text", 1)
+                piece = piece.replace(BREAK, "")  # noqa: PLW2901 (the same piece, as it was written)
+            part = self._tokenizer.encode_escaped(piece) if k % 2 else self._tokenizer.encode_batch([piece])[0]
+            parts.append(Encoded(part.ids, part.starts + length, part.stops + length))
+            texts.append(piece)
+            length += len(piece)
+        columns = ([getattr(part, name) for part in parts] for name in ("ids", "starts", "stops"))
+
+        def clean(position: int) -> int:
+            return position - plan.text.count(GUARD, 0, position) - plan.text.count(BREAK, 0, position)
+
+        turns = [turn._replace(start=clean(turn.start), stop=clean(turn.stop)) for turn in plan.turns]
+        return plan._replace(text="".join(texts), turns=turns), Encoded(*map(np.concatenate, columns))
+
+    def _apart(self, example: PromptCompletion) -> Document:
+        """Encode prompt and completion one by one: the prompt's ids are then those of the prompt alone."""
+        prompt, completion = (self._tokenizer.encode(text) for text in (example.prompt, example.completion))
+        if self._tokenizer.decode([*prompt, *completion]) != example.prompt + example.completion:
+            raise RowProblem(
+                "a token reaches over the end of the prompt: its mask cannot be exact", path=("completion",)
+            )
+        ids, cut = np.array([*prompt, *completion], dtype=np.int64), len(prompt)
+        spans = [TokenSpan(0, cut, "prompt"), TokenSpan(cut, len(ids), "completion")]
+        document = Document(ids, self._everything | (np.arange(len(ids)) >= cut), cut, spans)
+        return self._framed(document, self._everything)
+
+    def _framed(self, document: Document, train_prefix: bool) -> Document:
+        prefix, suffix = self.frame
+        ids = np.concatenate([prefix, document.input_ids, suffix]).astype(np.int64)
+        ends = (np.full(len(prefix), train_prefix), np.ones(len(suffix), dtype=np.bool_))
+        trained = np.concatenate([ends[0], document.trained, ends[1]]).astype(np.bool_)
+        spans = [TokenSpan(0, len(prefix), "start of text")] if prefix else []
+        spans += [TokenSpan(s.start + len(prefix), s.stop + len(prefix), s.rule) for s in document.spans]
+        spans.append(TokenSpan(len(ids) - len(suffix), len(ids), "end of text"))
+        whole = not any(span.rule == "completion" for span in document.spans)
+        prompt = len(prefix) + (len(document.input_ids) // 2 if whole else document.prompt_tokens)
+        return Document(ids, trained, prompt, spans)
+
+
+def _boundary(encoded: Encoded, char: int) -> int | None:
+    """Index of the first token at or after a character, or None where a token straddles it."""
+    index = int(np.searchsorted(encoded.starts, char, side="left"))
+    return None if index and int(encoded.stops[:index].max()) > char else index

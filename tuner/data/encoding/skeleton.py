@@ -1,0 +1,218 @@
+"""What a chat template writes around messages, learned once for each sequence of roles.
+
+Most rows of a data set have the same few shapes, and most templates put a message's content into the text without
+looking into it. Then the text of a row is known without rendering: constant parts with the contents between them. That
+a template does so is shown, not assumed: the plan of a shape is made from probes, strings that note every question
+that the template asks about them. A content for which all answers would be the same gives the same text but for
+itself, and the same turns. A template that does with contents what a probe cannot see is read row by row.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from jinja2 import nodes
+from jinja2.nodes import Node
+
+from tuner.data.encoding.probe import Asked, Probe
+from tuner.data.encoding.template import parse_template
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.turns import Planner
+from tuner.data.reading.problems import RowProblem
+from tuner.data.reading.rows import Conversation
+from tuner.errors import DataError
+
+MAX_MESSAGES = 64
+MAX_SHAPES = 512
+_FILTERS = frozenset({"trim", "default", "d", "length", "count", "string", "tojson", "first", "last", "list", "items"})
+_TESTS = frozenset(
+    {"defined", "undefined", "string", "mapping", "sequence", "iterable", "none", "boolean", "true", "false", "number"}
+    | {"eq", "ne", "equalto", "even", "odd", "divisibleby", "integer", "float", "callable"}
+)
+_OPAQUE = (
+    nodes.Macro,
+    nodes.FilterBlock,
+    nodes.AssignBlock,
+    nodes.Include,
+    nodes.Import,
+    nodes.FromImport,
+    nodes.Extends,
+    nodes.Mod,
+)
+
+Shape = tuple[tuple[str, ...], tuple[bool | None, ...]]
+"""Roles, and each message's own wish to be trained."""
+
+
+class Mark(NamedTuple):
+    """A turn by the constant parts: it starts `start` bytes into part `start_part`, and so its stop."""
+
+    start_part: int
+    start: int
+    stop_part: int
+    stop: int
+    trained: bool
+    is_answer: bool
+    prompt: str
+    """The constant text before an answer, from the last control token on."""
+
+
+class Skeleton(NamedTuple):
+    """The constant parts of a shape's text (one more than it has contents) and what contents must be like."""
+
+    parts: tuple[str, ...]
+    part_bytes: tuple[int, ...]
+    marks: tuple[Mark, ...]
+    default: bool
+    specials: int
+    """Control tokens in the parts: one more in a row's ids was written out by a user."""
+    is_ascii: bool
+    literals: tuple[str, ...]
+    strips: tuple[tuple[str, str | None], ...]
+    notes: tuple[str, ...]
+
+    def fits(self, contents: Sequence[str]) -> bool:
+        """Whether the template would treat `contents` as it treated the probes."""
+        for content in contents:
+            if not content:
+                return False
+            for method, chars in self.strips:
+                if getattr(content, method)(chars) != content:
+                    return False
+            for literal in self.literals:
+                if literal in content:
+                    return False
+        return True
+
+    def part_starts(self, sizes: Sequence[int]) -> list[int]:
+        """Return the byte at which each part starts, for contents of `sizes` bytes."""
+        return list(
+            accumulate((part + size for part, size in zip(self.part_bytes[:-1], sizes, strict=True)), initial=0)
+        )
+
+
+class Skeletons:
+    """The skeletons of a planner's shapes; a shape that has none is asked for once."""
+
+    def __init__(self, tokenizer: TextTokenizer, planner: Planner) -> None:
+        self._tokenizer = tokenizer
+        self._planner = planner
+        self._known: dict[Shape, Skeleton | None] = {}
+        self._transparent = tokenizer.has_template and _is_transparent(tokenizer.template.source)
+
+    def find(self, shape: Shape) -> Skeleton | None:
+        """Return the skeleton of a shape, or None where its rows must be rendered one by one."""
+        if shape not in self._known:
+            if not self._transparent or len(shape[0]) > MAX_MESSAGES or len(self._known) >= MAX_SHAPES:
+                return None
+            self._known[shape] = self._learn(shape)
+        return self._known[shape]
+
+    def _learn(self, shape: Shape) -> Skeleton | None:
+        roles, train = shape
+        asked = Asked()
+        probes = [Probe.make(_probe_text(i), asked) for i in range(len(roles))]
+        messages: list[dict[str, Any]] = [{"role": r, "content": c} for r, c in zip(roles, probes, strict=True)]
+        try:
+            plan = self._planner.conversation(Conversation(messages, list(train), None))
+        except (RowProblem, DataError):
+            return None
+        cuts = [(plan.text.find(probe.plain), len(probe.plain)) for probe in probes]
+        starts = [start for start, _ in cuts]
+        once = all(plan.text.count(probe.plain) == 1 for probe in probes)
+        if asked.too_much or not once or starts != sorted(starts):
+            return None
+        edges = [0, *(edge for start, size in cuts for edge in (start, start + size)), len(plan.text)]
+        parts = tuple(plan.text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True))
+        marks = []
+        for turn in plan.turns:
+            start, stop = _inside(turn.start, edges), _inside(turn.stop, edges)
+            if start is None or stop is None:
+                return None
+            prompt = self._prompt(plan.text, turn.start, edges) if turn.is_answer else ""
+            if prompt is None:
+                return None
+            marks.append(
+                Mark(
+                    start[0],
+                    len(parts[start[0]][: start[1]].encode()),
+                    stop[0],
+                    len(parts[stop[0]][: stop[1]].encode()),
+                    turn.trained,
+                    turn.is_answer,
+                    prompt,
+                )
+            )
+        return Skeleton(
+            parts=parts,
+            part_bytes=tuple(len(part.encode()) for part in parts),
+            marks=tuple(marks),
+            default=plan.default,
+            specials=sum(len(self._tokenizer.specials(part)) for part in parts),
+            is_ascii=all(part.isascii() for part in parts),
+            literals=tuple(sorted(asked.literals)),
+            strips=tuple(sorted(asked.strips, key=repr)),
+            notes=plan.notes,
+        )
+
+    def _prompt(self, text: str, start: int, edges: list[int]) -> str | None:
+        """The constant text from the last control token before `start`; None where a content is in between."""
+        last = self._tokenizer.last_special(text, 0, start)
+        inside = None if last is None else _inside(last[0], edges)
+        here = _inside(start, edges)
+        return text[last[0] : start] if last is not None and inside and here and inside[0] == here[0] else None
+
+
+def _probe_text(i: int) -> str:
+    # Escaping, another case, shortened white space or a filter would all change it.
+    return f"Qz{i}\u00dfq\t\"&'\\<>  \n\n {{}} %s \u0130z{i}K"
+
+
+def _inside(position: int, edges: list[int]) -> tuple[int, int] | None:
+    """(part, characters into it) of a position; None inside a content."""
+    for part, (start, stop) in enumerate(zip(edges[::2], edges[1::2], strict=True)):
+        if start <= position <= stop:
+            return part, position - start
+    return None
+
+
+def _is_transparent(source: str) -> bool:
+    """Whether all that a template does with contents would be seen by a probe."""
+    try:
+        tree = parse_template(source)
+    except DataError:
+        return False
+    return all(_is_seen(node) for node in _walk(tree))
+
+
+def _walk(node: Node, output: bool = False) -> Any:
+    for child in node.iter_child_nodes():
+        # Joined for output alone, a text is written and never asked about again.
+        if not (isinstance(child, nodes.Concat) and isinstance(node, nodes.Output)):
+            yield child
+        yield from _walk(child)
+
+
+def _is_seen(node: Node) -> bool:
+    if isinstance(node, (*_OPAQUE, nodes.Concat)):
+        return False
+    if isinstance(node, nodes.CallBlock):
+        return isinstance(node.call.node, nodes.ExtensionAttribute)
+    if isinstance(node, nodes.Filter):
+        by_role = bool(node.args) and isinstance(node.args[0], nodes.Const) and node.args[0].value == "role"
+        return node.name in _FILTERS or (node.name in ("selectattr", "rejectattr") and by_role)
+    if isinstance(node, nodes.Test):
+        return node.name in _TESTS
+    if isinstance(node, nodes.Compare):
+        return all(operand.op not in ("in", "notin") or _needle(node.expr, operand.expr) for operand in node.ops)
+    return True
+
+
+def _needle(left: Node, right: Node) -> bool:
+    """Whether `left in right` asks a probe: a probe as the needle in a plain string would not be."""
+    if isinstance(right, (nodes.List, nodes.Tuple)) or isinstance(left, nodes.Const):
+        return True
+    name = left.attr if isinstance(left, nodes.Getattr) else None
+    if isinstance(left, nodes.Getitem) and isinstance(left.arg, nodes.Const):
+        name = left.arg.value
+    return name == "role"

@@ -1,0 +1,365 @@
+"""Text to token ids and back, with the chat template, without importing transformers or torch."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Encoding, Tokenizer
+
+from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
+from tuner.data.encoding.template import ChatTemplate, Message
+from tuner.errors import DataError, MachineError
+from tuner.runtime.files import write_atomic
+
+if TYPE_CHECKING:
+    from tuner.config.recipe import TokenizerSection
+
+TEMPLATE_FILE = "chat_template.jinja"
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    TEMPLATE_FILE,
+)
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_PROBE: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+_CONVERT = (
+    "import sys; from transformers import AutoTokenizer; "
+    "AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False).save_pretrained(sys.argv[2])"
+)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of a text and the characters each covers: int64[n] ids, starts and stops (exclusive)."""
+
+    ids: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
+
+
+class TextTokenizer:
+    """A tokenizer and its chat template; encodes the ids that transformers' tokenizer would."""
+
+    def __init__(
+        self, files: Mapping[str, bytes], chat_template: str | None = None, model_eos_ids: Sequence[int] = ()
+    ) -> None:
+        """Build from a tokenizer directory's files by name.
+
+        `chat_template` replaces the directory's own; `model_eos_ids` are further ids that end a turn. DataError.
+        """
+        self._files = dict(files)
+        config = _parse_json(files, "tokenizer_config.json")
+        try:
+            self._backend = Tokenizer.from_str(files["tokenizer.json"].decode())
+        except Exception as error:  # tokenizers raises bare Exception
+            raise DataError(f"tokenizer.json: {error}") from error
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.special_tokens = _special_tokens(config, _parse_json(files, "special_tokens_map.json"))
+        self.text_prefix, self.text_suffix = self._text_frame()
+        # Without a post-processor the character offsets are the tokens' own, spaces included, and the ids are the same.
+        self._backend.post_processor = None
+        if chat_template is not None:
+            self._files[TEMPLATE_FILE] = chat_template.encode()
+        source = chat_template if chat_template is not None else _own_template(files, config)
+        self._template = None if source is None else ChatTemplate(source, self.special_tokens)
+        self._model_eos_ids = tuple(model_eos_ids)
+        self.eos_ids = self._end_ids(model_eos_ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Workers get the tokenizer once, at their start; the template in use is among the files.
+        return TextTokenizer, (self._files, None, self._model_eos_ids)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text, where the tokenizer names one."""
+        return self._special_id("bos_token")
+
+    @property
+    def eos_id(self) -> int | None:
+        """The tokenizer's own end token, appended to plain documents."""
+        return self._special_id("eos_token")
+
+    @property
+    def pad_id(self) -> int | None:
+        """The token used where a rectangle must be filled: the padding token, else the end token."""
+        pad = self._special_id("pad_token")
+        return self.eos_id if pad is None else pad
+
+    @property
+    def has_template(self) -> bool:
+        """Whether messages can be rendered."""
+        return self._template is not None
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The chat template; DataError where there is none."""
+        if self._template is None:
+            raise DataError(
+                "the tokenizer has no chat template, and the rows are messages",
+                hint="set tokenizer.chat_template to a jinja file, or use prompt/completion rows",
+            )
+        return self._template
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 over everything that decides the ids of a text."""
+        digest = hashlib.sha256(self._files["tokenizer.json"])
+        frame = [sorted(self.special_tokens.items()), self.text_prefix, self.text_suffix]
+        digest.update(json.dumps(frame).encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def template_hash(self) -> str | None:
+        """SHA-256 of the chat template's source."""
+        return None if self._template is None else hashlib.sha256(self._template.source.encode()).hexdigest()
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the control tokens."""
+        return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids; with `add_special_tokens`, those that the tokenizer puts around a text too."""
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        return [*self.text_prefix, *ids, *self.text_suffix] if add_special_tokens else ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
+        """Encode many texts at once, without added special tokens, with character spans."""
+        return [_encoded(encoding) for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+
+    def encode_ids(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
+        """Encode many texts at once to ids alone, without added special tokens; faster than with spans."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def encode_escaped(self, text: str) -> Encoded:
+        """Encode a text in which control tokens, where they are written out, are ordinary characters."""
+        return _encoded(self._escaping.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of `ids`."""
+        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Render messages with the chat template; DataError where there is none or it refuses them."""
+        return self.template.render(messages, add_generation_prompt, tools)
+
+    def find_special(self, text: str) -> tuple[str, int] | None:
+        """Return the first control token written out in `text` and its character, or None."""
+        found = self._special_pattern.search(text) if self._special_pattern else None
+        return (found.group(), found.start()) if found else None
+
+    def change_specials(self, text: str, change: Callable[[str], str]) -> str:
+        """Replace every control token written out in `text`."""
+        return self._special_pattern.sub(lambda found: change(found[0]), text) if self._special_pattern else text
+
+    def specials(self, text: str) -> list[tuple[int, int]]:
+        """Return the characters [start, stop) of every control token in `text`."""
+        return [found.span() for found in self._special_pattern.finditer(text)] if self._special_pattern else []
+
+    def end_of_turn(self, text: str, start: int, stop: int) -> int | None:
+        """Return where the first end-of-turn token within text[start:stop] ends, or None."""
+        found = self._end_pattern.search(text, start, stop) if self._end_pattern else None
+        return None if found is None else found.end()
+
+    def last_special(self, text: str, start: int, stop: int) -> tuple[int, int] | None:
+        """Return the characters of the last control token within text[start:stop], or None."""
+        last = None
+        if self._special_pattern is not None:
+            for found in self._special_pattern.finditer(text, start, stop):
+                last = found.span()
+        return last
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """The tokenizer directory's files by name, with the template in use."""
+        return self._files
+
+    def save(self, directory: Path) -> None:
+        """Write the tokenizer's files, with the template in use, so that `AutoTokenizer` loads them."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in self._files.items():
+            write_atomic(directory / name, content)
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str] | None:
+        return _pattern([t.content for t in self._backend.get_added_tokens_decoder().values() if t.special])
+
+    @cached_property
+    def _end_pattern(self) -> re.Pattern[str] | None:
+        added = self._backend.get_added_tokens_decoder()
+        return _pattern([added[i].content for i in self.eos_ids if i in added])
+
+    @cached_property
+    def _escaping(self) -> Tokenizer:
+        backend = Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
+
+    def _special_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+    def _text_frame(self) -> tuple[list[int], list[int]]:
+        # tokenizer.json decides alone: transformers too leaves add_bos_token and add_eos_token unread beside one.
+        encoding = self._backend.encode("a", add_special_tokens=True)
+        added = np.array(encoding.special_tokens_mask, dtype=bool)
+        body = np.flatnonzero(~added)
+        if len(body) == 0:
+            return [], []
+        return encoding.ids[: int(body[0])], encoding.ids[int(body[-1]) + 1 :]
+
+    def _end_ids(self, model_eos_ids: Sequence[int]) -> tuple[int, ...]:
+        ids = [] if self.eos_id is None else [self.eos_id]
+        ids += [i for i in model_eos_ids if i not in ids and i < self.vocab_size]
+        try:
+            prompt = self.render(_PROBE[:1], add_generation_prompt=True)
+            turn = self.render(_PROBE)
+        except DataError:
+            return tuple(ids)
+        if turn.startswith(prompt):
+            ends = [i for i in self.encode(turn[len(prompt) :]) if i in self.special_ids]
+            ids += [i for i in ends[:1] if i not in ids]
+        return tuple(ids)
+
+
+def load_tokenizer(model_path: str, revision: str | None, tokenizer: "TokenizerSection") -> TextTokenizer:
+    """Load the recipe's tokenizer: its own, `byte`, or the model's.
+
+    `model_path` is a directory or a hub name; a hub name is the only thing that reaches for the network, and only
+    what the local cache lacks. Raises DataError where the files are missing or wrong.
+    """
+    template = None
+    if tokenizer.chat_template is not None:
+        try:
+            template = Path(tokenizer.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"tokenizer.chat_template: {error}") from error
+    if tokenizer.name_or_path == "byte":
+        return TextTokenizer(byte_tokenizer_files(), template)
+    own = tokenizer.name_or_path is not None and str(tokenizer.name_or_path) != model_path
+    directory = tokenizer_directory(str(tokenizer.name_or_path) if own else model_path, None if own else revision)
+    return TextTokenizer(_read_files(directory), template, _model_eos_ids(directory))
+
+
+def tokenizer_directory(name_or_path: str, revision: str | None) -> Path:
+    """Return the local directory of a tokenizer, fetching a hub name's tokenizer files into the hub's cache."""
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path)
+    if name_or_path.startswith(("/", ".", "~")):
+        raise DataError(f"{name_or_path}: no such directory")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = [*_FILES, "config.json", "generation_config.json"]
+    try:
+        return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        raise MachineError(
+            f"{name_or_path}: not a directory, and not available from the hub: {str(error).splitlines()[0]}",
+            hint="give a local directory, or check the name and the network",
+        ) from error
+
+
+def _read_files(directory: Path) -> dict[str, bytes]:
+    if not (directory / "tokenizer.json").is_file():
+        directory = _converted(directory)
+    return {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
+
+
+def _converted(directory: Path) -> Path:
+    """Convert a tokenizer without tokenizer.json once, in a child process: transformers would import torch."""
+    sources = [directory / name for name in _FILES if (directory / name).is_file()]
+    if not sources:
+        raise DataError(f"{directory}: holds no tokenizer", hint="set tokenizer.name_or_path (`byte` needs no files)")
+    digest = hashlib.sha256(b"".join(hashlib.sha256(source.read_bytes()).digest() for source in sources)).hexdigest()
+    target = cache_root() / "tokenizers" / digest[:16]
+    if not (target / "tokenizer.json").is_file():
+        target.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-c", _CONVERT, str(directory), str(target)]
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+        )
+        if result.returncode != 0 or not (target / "tokenizer.json").is_file():
+            reason = (result.stderr.strip().splitlines() or ["no tokenizer.json was written"])[-1]
+            raise DataError(f"{directory}: the tokenizer cannot be converted to tokenizer.json: {reason}")
+    return target
+
+
+def cache_root(environment: Mapping[str, str] | None = None) -> Path:
+    """Return $TUNER_CACHE, else ~/.cache/tuner."""
+    root = (os.environ if environment is None else environment).get("TUNER_CACHE")
+    return Path(root).expanduser() if root else Path("~/.cache/tuner").expanduser()
+
+
+def _model_eos_ids(directory: Path) -> list[int]:
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if (directory / name).is_file():
+            value = _parse_json({name: (directory / name).read_bytes()}, name).get("eos_token_id")
+            ids += [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and i not in ids]
+    return ids
+
+
+def _pattern(words: Sequence[str]) -> re.Pattern[str] | None:
+    return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True)))) if words else None
+
+
+def _encoded(encoding: Encoding) -> Encoded:
+    spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    return Encoded(np.array(encoding.ids, dtype=np.int64), spans[:, 0], spans[:, 1])
+
+
+def _parse_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(files.get(name, b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name}: {error}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{name}: not an object")
+    return value
+
+
+def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL_NAMES:
+        value = config.get(name) or special_map.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def _own_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
+    if TEMPLATE_FILE in files:
+        return files[TEMPLATE_FILE].decode()
+    value = config.get("chat_template")
+    if isinstance(value, list):  # several named templates
+        value = next((entry.get("template") for entry in value if entry.get("name") == "default"), None)
+    return value if isinstance(value, str) else None

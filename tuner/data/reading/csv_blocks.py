@@ -1,0 +1,111 @@
+"""CSV and TSV files with a header line; quoted fields may hold separators and line ends."""
+
+import csv
+import io
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import orjson
+
+from tuner.data.reading.block import BLOCK_BYTES, BOM, LINE_BYTES, SHOWN_BYTES, Block, RawRow, text_of
+from tuner.data.reading.problems import RowProblem
+from tuner.data.reading.sources import SourceFile
+from tuner.data.reading.streams import open_stream
+from tuner.errors import DataError
+
+FIELD_CHARS = 16 << 20
+"""A longer field is an error: most likely its quote is not closed."""
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
+
+
+class _Lines:
+    """Lines of a CSV file as text, counted since the last cut; bytes that are not UTF-8 become lone surrogates."""
+
+    def __init__(self, stream: BinaryIO, name: str, keep: bool, bom: bool) -> None:
+        self._stream = stream
+        self._name = name
+        self._keep = keep
+        self._bom = bom
+        self.total = 0
+        self.kept: list[bytes] = []
+        self.lines, self.size = 0, 0
+
+    def __iter__(self) -> Iterator[str]:
+        while line := self._stream.readline(LINE_BYTES + 1):
+            self.total += 1
+            if len(line) > LINE_BYTES:
+                raise DataError(f"{self._name}:{self.total}:1: the line is longer than {LINE_BYTES >> 20} MiB")
+            self.lines += 1
+            self.size += len(line)
+            if self._keep:
+                self.kept.append(line)
+            if self._bom and self.total == 1:
+                line = line.removeprefix(BOM)  # noqa: PLW2901
+            yield line.decode("utf-8", "surrogateescape")
+
+    def cut(self) -> tuple[bytes, int, int]:
+        """Return what was read since the last cut: bytes where they are kept, lines, and size."""
+        done = b"".join(self.kept), self.lines, self.size
+        self.kept, self.lines, self.size = [], 0, 0
+        return done
+
+
+def csv_blocks(file: SourceFile) -> Iterator[Block]:
+    """Cut a file between two records. DataError where quotes are wrong: what follows cannot be told apart."""
+    csv.field_size_limit(FIELD_CHARS)
+    with open_stream(file) as stream:
+        lines = _Lines(stream, file.name, bool(file.compression), True)
+        records = csv.reader(lines, delimiter=_DELIMITERS[file.kind], strict=True)
+        header: tuple[str, ...] = ()
+        start, index, more = 0, 0, True
+        while more:
+            try:
+                header = header or _header(file, next(records, []))
+                while lines.size < BLOCK_BYTES and next(records, None) is not None:
+                    pass
+            except csv.Error as error:
+                raise DataError(
+                    f"{file.name}:{lines.total}:1: not {file.kind.upper()}: {error}",
+                    hint="fields with quotes, separators or line ends stand in quotes, and their quotes are doubled",
+                ) from error
+            more = lines.size >= BLOCK_BYTES
+            data, count, size = lines.cut()
+            if size:
+                inflated = data if file.compression else None
+                yield Block(file, index, start, start + size, inflated, header=header, lines=count)
+            start, index = start + size, index + 1
+
+
+def _header(file: SourceFile, names: list[str]) -> tuple[str, ...]:
+    if not all(name.strip() and name.isprintable() for name in names) or len(set(names)) != len(names):
+        raise DataError(f"{file.name}:1:1: the first line names the columns: each once, none empty")
+    return tuple(names)
+
+
+def csv_rows(block: Block) -> Iterator[RawRow]:
+    """Yield the records of a block, each value a string."""
+    csv.field_size_limit(FIELD_CHARS)
+    lines = _Lines(io.BytesIO(text_of(block)), block.file.name, False, block.index == 0)
+    records = csv.reader(lines, delimiter=_DELIMITERS[block.file.kind], strict=True)
+    if block.index == 0:
+        next(records, None)
+    done = lines.lines
+    for fields in records:
+        line, done = done + 1, lines.lines
+        if not fields:
+            continue
+        text = "".join(fields)
+        try:
+            if len(fields) != len(block.header):
+                raise RowProblem(f"{len(fields)} fields for {len(block.header)} columns")
+            if "\0" in text:
+                raise RowProblem("NUL character")
+            text.encode()
+        except UnicodeEncodeError as error:
+            problem = RowProblem(f"not UTF-8: byte 0x{ord(text[error.start]) - 0xDC00:02x}")
+            yield RawRow(line, text.encode("utf-8", "surrogateescape")[:SHOWN_BYTES], None, problem, 0)
+        except RowProblem as problem:
+            yield RawRow(line, text.encode("utf-8", "surrogateescape")[:SHOWN_BYTES], None, problem, 0)
+        else:
+            value = dict(zip(block.header, fields, strict=True))
+            yield RawRow(line, orjson.dumps(value), value, None, 0)

@@ -1,0 +1,268 @@
+"""Where rows come from: the recipe's sources as files, each with how it is read and a hash of what is in it."""
+
+import functools
+import glob
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from tuner.data.reading.arrow import arrow_batches
+from tuner.data.reading.hub import hub_files
+from tuner.errors import DataError
+from tuner.runtime.files import machine_error
+
+if TYPE_CHECKING:
+    from tuner.config.recipe import DataSource
+
+Kind = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow"]
+_KINDS: dict[str, Kind] = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
+    ".arrow": "arrow", ".txt": "text", ".text": "text", ".md": "text", ".markdown": "text", ".rst": "text",
+}  # fmt: skip
+_COMPRESSIONS: dict[str, Literal["gzip", "zstd"]] = {".gz": "gzip", ".zst": "zstd"}
+_MAGIC = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd"}
+_WITH_SPLIT = re.compile(r"(?s)(.+):([A-Za-z0-9][\w.+-]*)(?:\[([^\[\]]*)\])?")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+_BOUND = re.compile(r"(-?\d{1,15})(%)?")
+_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of rows and how it is read; it travels to worker processes with each of its blocks."""
+
+    path: Path
+    """What is read; of a data set, its directory or its first file."""
+    kind: Kind
+    format: str = "auto"
+    columns: tuple[tuple[str, str], ...] = ()
+    """(ours, theirs), sorted."""
+    weight: float = 1.0
+    count: int | None = None
+    source: int = 0
+    """Which of the recipe's sources it belongs to: weight and count are of all its files together."""
+    name: str = ""
+    """What messages call it."""
+    compression: Literal["", "gzip", "zstd"] = ""
+    parts: tuple[Path, ...] = ()
+    """The Arrow files of a data set, in order."""
+    rows: tuple[int, int] | None = None
+    """Rows [start, stop) of a data set that are read; None is all."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Every file that is read."""
+        return self.parts or (self.path,)
+
+    def size(self) -> int:
+        """Bytes on disk. DataError."""
+        try:
+            return sum(path.stat().st_size for path in self.paths)
+        except OSError as error:
+            raise file_error(self, error) from error
+
+    def identity(self) -> list[Any]:
+        """What decides the rows, as JSON values: how it is read, its share, and the SHA-256 of its bytes. DataError.
+
+        Names and places of files do not count.
+        """
+        digest = hashlib.sha256()
+        for path in self.paths:
+            try:
+                with path.open("rb") as file:
+                    own = hashlib.file_digest(file, "sha256").digest()
+            except OSError as error:
+                raise file_error(self, error) from error
+            digest.update(own)
+        shared = self.weight != 1 or self.count is not None
+        return [
+            self.kind, self.compression, self.format, [list(pair) for pair in self.columns],
+            self.weight, self.count, self.source if shared else None,
+            None if self.rows is None else list(self.rows), digest.hexdigest(),
+        ]  # fmt: skip
+
+
+def file_error(file: SourceFile, error: OSError) -> DataError:
+    """The error for a file that cannot be read."""
+    return DataError(f"{file.name}: {error.strerror or error}")
+
+
+def expand(sources: "Sequence[DataSource]") -> list[SourceFile]:
+    """Return the files of the recipe's sources, in order; those of a directory or a glob are sorted by name.
+
+    Standard input is copied to a temporary file, once for the process. DataError for what is not there or of an unknown
+    kind, MachineError for a hub data set that cannot be fetched.
+    """
+    if sum(source.path == "-" for source in sources) > 1:
+        raise DataError("two sources read standard input", hint="name it once")
+    return [file for index, source in enumerate(sources) for file in _expand(source, index)]
+
+
+def _expand(source: "DataSource", index: int) -> list[SourceFile]:
+    if source.path == "-":
+        return [_file(_spooled(), source, index, "-")]
+    path = Path(source.path).expanduser()
+    if path.is_dir():
+        return _directory(path, source, index)
+    if path.is_file():
+        return [_file(path, source, index, str(path))]
+    found = []
+    if glob.has_magic(str(path)):
+        found = [name for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
+    if found:
+        return [_file(Path(name), source, index, name) for name in found]
+    split = _WITH_SPLIT.fullmatch(source.path)
+    if split is not None:
+        return [_data_set(source, index, split)]
+    if path.exists():
+        raise DataError(f"{path}: not a regular file", hint="to read a pipe, write - and redirect standard input to it")
+    hint = "the path starts from the recipe's directory; for a hub data set write owner/name:split, such as :train"
+    raise DataError(f"{source.path}: no such file", hint=hint)
+
+
+def _directory(path: Path, source: "DataSource", index: int) -> list[SourceFile]:
+    if (path / "dataset_dict.json").is_file():
+        names = ", ".join(f"{path.name}:{split}" for split in _read(path / "dataset_dict.json", "splits"))
+        raise DataError(f"{path}: a data set of several splits", hint=f"name one: {names}")
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+        return [_saved(path, source, index, None)]
+    found = [Path(name) for name in sorted(_walk(path)) if _kind_of(Path(name)) is not None]
+    if not found:
+        raise DataError(f"{path}: no file of a known kind in it", hint=f"known: {', '.join(_KINDS)}")
+    return [_file(name, source, index, str(name)) for name in found]
+
+
+def _walk(directory: Path) -> Iterator[str]:
+    for folder, folders, names in os.walk(directory):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
+
+
+def _kind_of(path: Path) -> tuple[Kind, Literal["", "gzip", "zstd"]] | None:
+    suffix = path.suffix.lower()
+    compression: Literal["", "gzip", "zstd"] = _COMPRESSIONS.get(suffix, "")
+    kind = _KINDS.get(Path(path.stem).suffix.lower() if compression else suffix)
+    if kind is None or (compression and kind in {"parquet", "arrow"}):
+        return None
+    return kind, compression
+
+
+def _file(path: Path, source: "DataSource", index: int, name: str) -> SourceFile:
+    known = _kind_of(path)
+    if name == "-" or (known is None and source.format != "auto"):
+        known = ("text" if source.format == "text" else "jsonl"), _sniffed(path)
+    if known is None:
+        raise DataError(
+            f"{path}: unknown kind of file {path.suffix.lower() or '(no suffix)'}",
+            hint=f"known: {', '.join(_KINDS)}, with .gz or .zst after the text ones; or give {{path, format}}",
+        )
+    parts = (path,) if known[0] == "arrow" else ()
+    return _source_file(path, known[0], source, index, name=name, compression=known[1], parts=parts)
+
+
+def _source_file(path: Path, kind: Kind, source: "DataSource", index: int, **more: Any) -> SourceFile:
+    columns = tuple(sorted(source.columns.items()))
+    return SourceFile(path, kind, source.format, columns, source.weight, source.count, index, **more)
+
+
+def _sniffed(path: Path) -> Literal["", "gzip", "zstd"]:
+    try:
+        with path.open("rb") as file:
+            head = file.read(4)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    return "gzip" if head.startswith(_MAGIC["gzip"]) else "zstd" if head == _MAGIC["zstd"] else ""
+
+
+def _data_set(source: "DataSource", index: int, match: re.Match[str]) -> SourceFile:
+    """A split of a saved data set, or of one on the hub."""
+    place, split, part = match[1], match[2], match[3]
+    directory = Path(place).expanduser()
+    if (directory / "dataset_dict.json").is_file():
+        splits = _read(directory / "dataset_dict.json", "splits")
+        if split not in splits:
+            raise DataError(f"{directory}: no split {split}", hint=f"there are {', '.join(splits)}")
+        return _saved(directory / split, source, index, part)
+    if (directory / "state.json").is_file():
+        own = _read(directory / "state.json", "_split")
+        if own != split:
+            raise DataError(f"{directory}: no split {split}", hint=f"it holds the split {own}")
+        return _saved(directory, source, index, part)
+    if directory.exists() or _HUB_NAME.fullmatch(place) is None:
+        raise DataError(
+            f"{source.path}: no data set there",
+            hint="a split is of a directory that datasets' save_to_disk wrote, or of a hub data set owner/name",
+        )
+    files, total = hub_files(place, split)
+    rows = _slice(part, total, source.path)
+    return _source_file(files[0], "arrow", source, index, name=source.path, parts=files, rows=rows)
+
+
+def _saved(directory: Path, source: "DataSource", index: int, part: str | None) -> SourceFile:
+    names = [str(entry["filename"]) for entry in _read(directory / "state.json", "_data_files")]
+    if any(Path(name).name != name for name in names):
+        raise DataError(f"{directory / 'state.json'}: a file name that leaves the directory")
+    files = tuple(directory / name for name in names)
+    rows = None if part is None else _slice(part, _rows_of(files), source.path)
+    return _source_file(directory, "arrow", source, index, name=source.path, parts=files, rows=rows)
+
+
+def _rows_of(files: Sequence[Path]) -> int:
+    return sum(batch.num_rows for path in files for batch in arrow_batches(path))
+
+
+def _slice(part: str | None, total: int, name: str) -> tuple[int, int] | None:
+    """Rows [start, stop) of `[10%:]`, `[:1000]` or `[-5%:]`; percents round to the nearest row, as datasets does."""
+    if part is None:
+        return None
+    first, colon, last = part.replace("_", "").partition(":")
+    if not colon:
+        raise DataError(f"{name}: [{part}] is no slice", hint="write [:5%], [10%:], [:1000] or [100:200]")
+    start, stop = _bound(first.strip(), 0, total, name), _bound(last.strip(), total, total, name)
+    if start >= stop:
+        raise DataError(f"{name}: [{part}] of {total:,} rows leaves none")
+    return start, stop
+
+
+def _bound(text: str, default: int, total: int, name: str) -> int:
+    if not text:
+        return default
+    match = _BOUND.fullmatch(text)
+    if match is None:
+        raise DataError(f"{name}: {text} is no row and no percent", hint="write [:5%], [10%:], [:1000] or [100:200]")
+    number = round(int(match[1]) * total / 100) if match[2] else int(match[1])
+    return min(max(number + total if text.startswith("-") else number, 0), total)
+
+
+def _read(path: Path, key: str) -> Any:
+    try:
+        return json.loads(path.read_bytes())[key]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: not what datasets' save_to_disk writes ({error})") from error
+
+
+@functools.cache
+def _spool() -> IO[bytes]:
+    """Standard input in a temporary file that goes with the process: it is hashed first and read afterwards."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise DataError("-: standard input is a terminal", hint="redirect a file or a pipe to it")
+    place = Path(tempfile.gettempdir())
+    try:
+        file = tempfile.NamedTemporaryFile(prefix="tuner-stdin-")  # noqa: SIM115 (it lives as long as the process)
+        while block := sys.stdin.buffer.read(_COPY_BYTES):
+            file.write(block)
+        file.flush()
+    except OSError as error:
+        raise machine_error(place, error) from error
+    return file
+
+
+def _spooled() -> Path:
+    return Path(_spool().name)

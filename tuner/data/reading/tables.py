@@ -1,0 +1,135 @@
+"""Arrow and parquet files in record batches of bounded size, decoded by the caller, block by block."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow as pa
+
+from tuner.data.reading.arrow import arrow_batches, first_line
+from tuner.data.reading.block import BLOCK_BYTES, Block, RawRow
+from tuner.data.reading.problems import RowProblem
+from tuner.data.reading.sources import SourceFile
+from tuner.errors import DataError
+
+MAX_BATCH_ROWS = 8192
+Decode = Callable[[Any], Any]
+
+
+def parquet_batches(path: Path, batch_bytes: int) -> Iterator[pa.RecordBatch]:
+    """Yield record batches of about `batch_bytes`; a row group is never held whole. DataError."""
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+            facts = file.metadata
+            size = sum(facts.row_group(i).total_byte_size for i in range(facts.num_row_groups))
+            rows = batch_bytes * facts.num_rows // max(size, 1)
+            yield from file.iter_batches(batch_size=min(max(rows, 1), MAX_BATCH_ROWS), use_threads=False)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: not a readable parquet file: {first_line(error)}") from error
+
+
+def stream_bytes(batches: list[pa.RecordBatch]) -> bytes:
+    """Return batches of one schema as an Arrow stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return bytes(sink.getvalue())
+
+
+def _values(data: bytes) -> Iterator[dict[str, Any] | RowProblem]:
+    """Yield the rows of an Arrow stream as plain values; JSON columns are parsed. One that is no text is a problem."""
+    with pa.ipc.open_stream(data) as reader:
+        decoders = {field.name: decode for field in reader.schema if (decode := _decoder(field.type)) is not None}
+        for batch in reader:
+            for row in _rows(batch):
+                if not isinstance(row, RowProblem):
+                    for name, decode in decoders.items():
+                        row[name] = decode(row[name])
+                yield row
+
+
+def _rows(batch: pa.RecordBatch) -> list[dict[str, Any] | RowProblem]:
+    try:
+        rows: list[dict[str, Any] | RowProblem] = batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            return [RowProblem(f"not UTF-8: byte 0x{error.object[error.start]:02x}")]
+        return [row for i in range(batch.num_rows) for row in _rows(batch.slice(i, 1))]
+    return rows
+
+
+def _decoder(kind: pa.DataType) -> Decode | None:
+    """How a value of this type becomes plain where it has JSON inside; None where it is plain already."""
+    if isinstance(kind, pa.JsonType):
+        return lambda value: None if value is None else orjson.loads(value)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        inner = _decoder(kind.value_type)
+        if inner is not None:
+            return lambda value: None if value is None else [inner(item) for item in value]
+    if pa.types.is_struct(kind):
+        inside = {field.name: decode for field in kind if (decode := _decoder(field.type)) is not None}
+        if inside:
+            return lambda value: (
+                value and {name: inside[name](item) if name in inside else item for name, item in value.items()}
+            )
+    return None
+
+
+def table_blocks(file: SourceFile) -> Iterator[Block]:
+    """Cut a table; its rows go along with each block. DataError."""
+    held: list[pa.RecordBatch] = []
+    first = file.rows[0] if file.rows else 0
+    size, index = 0, 0
+    for batch in _pieces(file):
+        if held and (size >= BLOCK_BYTES or not batch.schema.equals(held[0].schema, check_metadata=True)):
+            yield _table_block(file, index, held, first)
+            held, size, index, first = [], 0, index + 1, 0
+        held.append(batch)
+        size += batch.nbytes
+    if held:
+        yield _table_block(file, index, held, first)
+
+
+def _table_block(file: SourceFile, index: int, batches: list[pa.RecordBatch], before: int) -> Block:
+    """A block whose first row comes after `before` rows that are left out."""
+    count = sum(batch.num_rows for batch in batches)
+    return Block(file, index, before, data=stream_bytes(batches), lines=before + count)
+
+
+def _pieces(file: SourceFile) -> Iterator[pa.RecordBatch]:
+    """The rows that are read, in batches of no more than about BLOCK_BYTES."""
+    start, stop = file.rows or (0, 1 << 62)
+    row = 0
+    for path in file.paths:
+        for batch in parquet_batches(path, BLOCK_BYTES) if file.kind == "parquet" else arrow_batches(path):
+            begin, end = max(start - row, 0), min(stop - row, batch.num_rows)
+            row += batch.num_rows
+            step = max(1, batch.num_rows * BLOCK_BYTES // max(batch.nbytes, 1))
+            for at in range(begin, end, step):
+                yield batch.slice(at, min(step, end - at))
+
+
+def table_rows(block: Block) -> Iterator[RawRow]:
+    """Yield the rows of a block."""
+    assert block.data is not None
+    for line, value in enumerate(_values(block.data), block.start + 1):
+        if isinstance(value, RowProblem):
+            yield RawRow(line, b"", None, value, 0)
+            continue
+        raw = orjson.dumps(value, default=str)
+        if b"\\u0000" in raw and _has_nul(value):
+            yield RawRow(line, raw, None, RowProblem("NUL character"), 0)
+        else:
+            yield RawRow(line, raw, value, None, 0)
+
+
+def _has_nul(value: Any) -> bool:
+    if isinstance(value, str):
+        return "\0" in value
+    if isinstance(value, dict):
+        return any(map(_has_nul, value)) or any(map(_has_nul, value.values()))
+    return isinstance(value, list) and any(map(_has_nul, value))
