@@ -27,3 +27,12 @@ def test_a_system_that_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert memory.resident_bytes() is None
     memory.give_back()
+
+
+def test_the_collector_is_calm_for_a_while() -> None:
+    import gc
+
+    before = gc.get_threshold()
+    with memory.calm_collector():
+        assert gc.get_threshold()[0] > before[0] and gc.get_freeze_count() > 0
+    assert gc.get_threshold() == before and gc.get_freeze_count() == 0

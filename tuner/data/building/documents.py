@@ -175,7 +175,14 @@ def _build(
     if keys.eval is not None:
         sides.append(_Side("eval", keys.eval))
     stop = request.data.on_bad_row == "error"
-    job = EncodeJob(request.tokenizer, request.train_on, request.special_tokens_in_text, stop, slow_reason is None)
+    job = EncodeJob(
+        tokenizer=request.tokenizer,
+        train_on=request.train_on,
+        special_tokens=request.special_tokens_in_text,
+        vocab_size=request.tokenizer.vocab_size,
+        stop_at_bad_row=stop,
+        fast=slow_reason is None,
+    )
     with pace(console, _expected_bytes(sides)) as done:
         _read(sides, job, request.workers, tmp, done)
     taken = [_taken(side, request.seed) for side in sides]
@@ -201,7 +208,7 @@ def _read(sides: Sequence[_Side], job: EncodeJob, workers: int | None, tmp: Path
     with (
         closing(answers(job, chain(first, bundles), count)) as encoded,
         (tmp / REJECTS).open("w", encoding="utf-8") as rejects,
-        _Writer(documents_schema(job.tokenizer.vocab_size)) as writer,
+        _Writer(documents_schema(job.vocab_size)) as writer,
     ):
         while True:
             try:

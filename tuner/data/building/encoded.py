@@ -89,6 +89,7 @@ class EncodeJob:
     tokenizer: TextTokenizer
     train_on: TrainOn
     special_tokens: SpecialTokens
+    vocab_size: int
     stop_at_bad_row: bool
     """Whether nothing after a bad row of a bundle is wanted."""
     fast: bool = True
@@ -96,7 +97,7 @@ class EncodeJob:
     def start(self) -> Callable[[Bundle], EncodedBundle]:
         """Return the function that encodes a bundle; it raises FastEncoderMismatch and DataError."""
         encoder = Encoder(self.tokenizer, self.train_on, self.special_tokens, self.fast)
-        schema = documents_schema(self.tokenizer.vocab_size)
+        schema = documents_schema(self.vocab_size)
         return lambda bundle: _encode(bundle, encoder, schema, self.stop_at_bad_row)
 
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
+from tuner.runtime.memory import calm_collector
+
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 Item_contra = TypeVar("Item_contra", contravariant=True)
@@ -63,7 +65,8 @@ def answers(job: Job[Item, Answer], items: Iterable[Item], workers: int) -> Gene
     """
     if workers <= 1:
         work = job.start()
-        yield from map(work, items)
+        with calm_collector():
+            yield from map(work, items)
         return
     with _Workers(job, workers) as running:
         source = iter(items)
@@ -213,7 +216,7 @@ def _ended(process: "subprocess.Popen[bytes]") -> int:
 
 def _environment() -> dict[str, str]:
     """The environment of a worker: this process's module path, without the directory it happens to be in."""
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join([root, *(entry for entry in sys.path if entry and entry != root)])
     return {**os.environ, **_ONE_THREAD, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
@@ -260,7 +263,8 @@ def _portable(error: Exception) -> Exception:
 def main() -> None:
     """Be a worker: the one argument is the descriptor of the socket."""
     try:
-        _work(Connection(int(sys.argv[1])))
+        with calm_collector():
+            _work(Connection(int(sys.argv[1])))
     except (EOFError, OSError):
         os._exit(0)  # the parent is gone
 

@@ -29,7 +29,7 @@ from tuner.data.reading.rows import Conversation, Example, Tokens
 
 FAST_FROM_BYTES = 256 << 10
 """A batch of fewer bytes is not worth building and proving the fast encoder for."""
-_CHECK_EVERY = 251
+_CHECK_EVERY = 997
 _KEPT_PROMPTS, _KEPT_CHARS = 4096, 256
 Ints = npt.NDArray[np.int64]
 
