@@ -1,6 +1,6 @@
 """Measures `tuner prepare-data` against TRL's SFT preparation of the same rows, alternating in one run.
 
-    python tools/bench_prepare.py [--vocabulary smollm2,qwen3] [--slice 48] [--size 400] [--rounds 3] [--workers 1,2]
+    python tools/bench_prepare.py [--vocabulary smollm2,qwen3] [--slice 48] [--size 1000] [--rounds 3] [--workers 1,2]
 
 Ours is the real command with one worker and an empty cache, from the start of its process to its end; the CPU time is
 that of its whole process tree. TRL's is what SFTTrainer does between raw messages and packed rows (bench_trl.py), with
@@ -108,7 +108,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--vocabulary", default="smollm2,qwen3", help="smollm2, qwen3 or both")
     parser.add_argument("--slice", type=float, default=48, help="MB of distinct text, for both; at most 48")
-    parser.add_argument("--size", type=float, default=400, help="MB of the large file, for ours alone")
+    parser.add_argument("--size", type=float, default=1000, help="MB of the large file, for ours alone")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", default="1", help="1, or 1,2 to compare the clock of both")
     parser.add_argument("--no-fast", action="store_true", help="without the fast encoder's package")
