@@ -37,6 +37,7 @@ from tuner.data.prepared import arrow_bits
 from tuner.data.reading.block import BLOCK_BYTES, Block
 from tuner.data.reading.blocks import blocks
 from tuner.errors import DataError, MachineError
+from tuner.runtime.memory import give_back
 from tuner.runtime.process import cores
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ def _build(
     )
     with pace(console, _expected_bytes(sides)) as done:
         _read(sides, job, request.workers, tmp, done)
+    give_back()  # what encoding held: choosing documents needs its own
     taken = [_taken(side, request.seed) for side in sides]
     for side, documents in zip(sides, taken, strict=True):
         _refuse_nothing(side, int(documents.copies.sum()))
