@@ -177,7 +177,7 @@ def test_a_normal_form_is_the_tokenizers_own_matter() -> None:
 
 @pytest.mark.usefixtures("always_fast")
 def test_a_sample_that_differs_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    lie(monkeypatch, "say 1 ")
+    lie(monkeypatch, "say 68 ")
     with pytest.raises(FastEncoderMismatch):
         Encoder(tiny.tokenizer(), "assistant").encode(rows(300))
 

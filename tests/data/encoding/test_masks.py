@@ -269,3 +269,51 @@ def test_a_token_over_the_end_of_an_answer_is_refused() -> None:
     # Once more follows, "us" of the answer and "er" of the template are one token.
     with pytest.raises(RowProblem, match="reaches over an end of the assistant turn"):
         encode(tiny.chat("(", "us", "(", ")"), tokenizer=tokenizer)
+
+
+IGNORES_PROMPT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+OPENS_ANSWERS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<|endoftext|>{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ENDS_TWICE = OPENS_ANSWERS.replace("<|endoftext|>", "<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [
+        (IGNORES_PROMPT, "<|im_start|>assistant\n{}<|im_end|>"),
+        (OPENS_ANSWERS, "<|endoftext|>{}<|im_end|>"),
+        (ENDS_TWICE, "<|im_end|>{}<|im_end|>"),
+    ],
+)
+def test_an_answer_reaches_to_the_end_of_its_own_words(template: str, answer: str) -> None:
+    tokenizer = tiny.tokenizer(template, eos_token="<|endoftext|>" if template == IGNORES_PROMPT else "<|im_end|>")
+    document = encode(tiny.chat("a", "b", "c", "d"), tokenizer=tokenizer)
+    assert trained_parts(document, tokenizer) == [answer.format("b"), answer.format("d")]
+
+
+def test_generation_marks_never_reach_the_ids() -> None:
+    demanding = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + MARKED
+    tokenizer = tiny.tokenizer(demanding)
+    messages = [{"role": "system", "content": "s"}, *tiny.chat("a", "b")["messages"]]
+    document = encode({"messages": messages}, tokenizer=tokenizer)
+    assert trained_parts(document, tokenizer) == ["b<|im_end|>"]
+    assert not any(mark in tokenizer.render(messages) for mark in "\ufdd0\ufdd1")
+
+
+def test_another_template_for_tools_is_not_passed_over() -> None:
+    named = [{"name": "default", "template": tiny.CHATML}, {"name": "tool_use", "template": "TOOLS"}]
+    files = {name: content for name, content in tiny.files(chat_template=named).items() if "jinja" not in name}
+    tokenizer = TextTokenizer(files)
+    assert trained_parts(encode(tiny.chat("a", "b"), tokenizer=tokenizer), tokenizer) == ["b<|im_end|>"]
+    with pytest.raises(RowProblem, match="another template for rows with tools"):
+        encode(tiny.chat("a", "b", tools=[TOOL]), tokenizer=tokenizer)
+
+
+def test_the_time_that_a_template_is_told_stays() -> None:
+    tokenizer = tiny.tokenizer("{{ strftime_now('%f') }}" + MARKED)
+    first = tokenizer.render(tiny.chat("a")["messages"])
+    assert tokenizer.render(tiny.chat("a")["messages"]) == first
+    kind, arguments = tokenizer.__reduce__()  # how a worker gets it
+    assert kind(*arguments).render(tiny.chat("a")["messages"]) == first

@@ -50,6 +50,12 @@ OPAQUE = {
     "format": HEAD + "{{ '%s' % m.content }}" + TAIL,
     "others": HEAD + "{% if m.content == messages[0].content and not loop.first %}x{% endif %}{{ m.content }}" + TAIL,
     "by content": "{% set n = messages | selectattr('content', 'in', 'abc') | list | length %}{{ n }}" + PLAIN,
+    "text of all": HEAD + "{% if 'search' in messages | string %}x{% endif %}{{ m.content }}" + TAIL,
+    "length of all": HEAD + "{% if messages | tojson | length > 99 %}x{% endif %}{{ m.content }}" + TAIL,
+    "joined by a constant": HEAD + "{% set c = ''.join(['', m.content]) %}{{ c.split('b')[-1] }}" + TAIL,
+    "formatted": HEAD + "{{ '{:<24}'.format(m.content) }}" + TAIL,
+    "sought in a constant": HEAD + "{% if 'yes no'.find(m.content) >= 0 %}x{% endif %}{{ m.content }}" + TAIL,
+    "a block": HEAD + "{% block c scoped %}{{ m.content }}{% endblock %}" + TAIL,
     "key": HEAD + "{% set d = {'x': 1} %}{% if m.content in d %}x{% endif %}{{ m.content }}" + TAIL,
     "blank split": HEAD + "{{ m.content.split()[0] }} {{ m.content }}" + TAIL,
 }  # fmt: skip

@@ -186,6 +186,7 @@ def _build(
     )
     with pace(console, _expected_bytes(sides)) as done:
         _read(sides, job, request.workers, tmp, done)
+    keys.refuse_changed()
     give_back()  # what encoding held: choosing documents needs its own
     taken = [_taken(side, request.seed) for side in sides]
     for side, documents in zip(sides, taken, strict=True):

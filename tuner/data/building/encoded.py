@@ -174,7 +174,7 @@ def _encoded_block(
     block: Block, found: _Found, bad: Sequence[tuple[RawRow, RowProblem]], kept: npt.NDArray[np.bool_]
 ) -> EncodedBlock:
     counts = Counts(rows=len(found.rows) + len(found.bad), documents=int(kept.sum()))
-    counts.skipped.update(problem.reason for _, problem in bad)
+    counts.skipped.update(problem.kind for _, problem in bad)
     if not kept.all():
         counts.dropped[NO_TRAINED_TOKEN] = int((~kept).sum())
     ordered = sorted(bad, key=lambda pair: (pair[0].line, pair[0].col))

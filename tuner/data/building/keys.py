@@ -4,11 +4,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.config.duration import Duration
 from tuner.data.building.selection import Share
 from tuner.data.reading.sources import SourceFile, expand
+from tuner.errors import DataError
 
 if TYPE_CHECKING:
     from tuner.config.recipe import DataSource
@@ -66,6 +68,14 @@ class Keys:
     encoded_fields: Mapping[str, Any]
     train: Sequence[Source]
     eval: Sequence[Source] | None
+    stamps: Mapping[Path, tuple[int, ...]]
+    """What each file was like before it was hashed."""
+
+    def refuse_changed(self) -> None:
+        """Raise DataError for a file that is no longer the one that was hashed: its rows would get another's name."""
+        for path, stamp in self.stamps.items():
+            if _stamp(path) != stamp:
+                raise DataError(f"{path}: changed while it was read", hint="run the command again")
 
 
 def keys_of(request: "PrepareRequest") -> Keys:
@@ -74,6 +84,7 @@ def keys_of(request: "PrepareRequest") -> Keys:
     train = _sources(data.train)
     split = data.eval if isinstance(data.eval, Duration) else None
     held = None if data.eval is None or isinstance(data.eval, Duration) else _sources(data.eval)
+    stamps = {file.path: _stamp(file.path) for source in [*train, *(held or [])] for file in source.files}
     drawn = any(source.share.is_drawn for source in [*train, *(held or [])])
     fields: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
@@ -83,6 +94,7 @@ def keys_of(request: "PrepareRequest") -> Keys:
         "seed": request.seed if split is not None or drawn else None,
         "tokenizer": request.tokenizer.hash,
         "template": request.tokenizer.template_hash,
+        "eos_ids": list(request.tokenizer.eos_ids),  # the model's too: they end the turns, and the samples' answers
         "special_tokens_in_text": request.special_tokens_in_text,
         "method": method.kind,
         "train_on": request.train_on,
@@ -94,9 +106,8 @@ def keys_of(request: "PrepareRequest") -> Keys:
         "max_length": request.max_length,
         "too_long": request.too_long,
         "packing": data.packing,
-        "eos_ids": list(request.tokenizer.eos_ids),  # they end the answers of the samples
     }
-    return Keys(encoded, _hash(rows), fields, train, held)
+    return Keys(encoded, _hash(rows), fields, train, held, stamps)
 
 
 def _sources(sections: "Sequence[DataSource]") -> list[Source]:
@@ -109,6 +120,14 @@ def _sources(sections: "Sequence[DataSource]") -> list[Source]:
 
 def _identity(sources: Sequence[Source]) -> list[Any]:
     return [file.identity() for source in sources for file in source.files]
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _hash(fields: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ Digests = npt.NDArray[np.uint64]
 """uint64[documents, 2]"""
 _MASK64 = (1 << 64) - 1
 _CHUNK = 1 << 16
+_MOST = 2**31 - 1
 _SAMPLE_STREAM = 1 << 63
 """Philox keys of samples are apart from those of epochs, which count from 0."""
 
@@ -55,6 +56,8 @@ def copies(share: Share, documents: int, seed: int, source: int) -> npt.NDArray[
     """
     if documents == 0:
         return np.zeros(0, dtype=np.int32)
+    if share.total(documents) > _MOST:
+        raise DataError(f"a source is to give {share.total(documents):,} documents, more than {_MOST:,}")
     passes, rest = divmod(share.total(documents), documents)
     taken = np.full(documents, passes, dtype=np.int32)
     if rest:

@@ -29,7 +29,8 @@ from tuner.data.reading.rows import Conversation, Example, Tokens
 
 FAST_FROM_BYTES = 256 << 10
 """A batch of fewer bytes is not worth building and proving the fast encoder for."""
-_CHECK_EVERY = 997
+_CHECK_EVERY, _CHECK_PARTS = 997, 5
+_CHECK_TOKENS = 1 << 15
 _KEPT_PROMPTS, _KEPT_CHARS = 4096, 256
 Ints = npt.NDArray[np.int64]
 
@@ -330,8 +331,12 @@ class Encoder:
         if self._table is None:
             return  # all were placed alone
         # The same rows in any process: a function of the batch alone.
-        for k in sorted({*range(min(2, len(batch.rows))), *range(0, len(batch.rows), _CHECK_EVERY)}):
+        count = len(batch.rows)
+        spread = (count * part // _CHECK_PARTS for part in range(_CHECK_PARTS))
+        for k in sorted({*spread, *range(0, count, _CHECK_EVERY)} if count else ()):
             tokens = slice(int(batch.offsets[k]), int(batch.offsets[k + 1]))
+            if tokens.stop - tokens.start > _CHECK_TOKENS:
+                continue  # character spans of a long text take hundreds of times its memory
             try:
                 own = self.explain(examples[int(batch.rows[k])])
             except RowProblem as problem:

@@ -5,6 +5,7 @@ take, for people who want to see each token's rule, and as the judge of a sample
 """
 
 from dataclasses import dataclass
+from unicodedata import normalize
 
 import numpy as np
 import numpy.typing as npt
@@ -125,6 +126,9 @@ class Placer:
             parts.append(Encoded(part.ids, part.starts + length, part.stops + length))
             texts.append(piece)
             length += len(piece)
+        read = self._tokenizer.decode([int(i) for part in parts for i in part.ids])
+        if normalize("NFC", read) != normalize("NFC", "".join(texts)):
+            raise RowProblem("with its control tokens escaped the text would read otherwise", 1)
         columns = ([getattr(part, name) for part in parts] for name in ("ids", "starts", "stops"))
 
         def clean(position: int) -> int:

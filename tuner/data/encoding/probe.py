@@ -102,6 +102,10 @@ class Probe(str):
     def __radd__(self, other: str) -> "Probe":
         return Probe.make(str.__add__(other, self), self.asked, True)
 
+    def __format__(self, spec: str) -> str:
+        self.asked.too_much = True
+        return str.__format__(self, spec)
+
     def __hash__(self) -> int:
         self.asked.too_much = True
         return str.__hash__(self)

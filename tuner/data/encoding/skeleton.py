@@ -24,13 +24,15 @@ from tuner.errors import DataError
 
 MAX_MESSAGES = 64
 MAX_SHAPES = 512
-_FILTERS = frozenset({"trim", "default", "d", "length", "count", "string", "tojson", "first", "last", "list", "items"})
+_FILTERS = frozenset({"trim", "default", "d", "length", "count", "first", "last", "list", "items"})
+_WRITTEN = frozenset({"string", "tojson"})
 _TESTS = frozenset(
     {"defined", "undefined", "string", "mapping", "sequence", "iterable", "none", "boolean", "true", "false", "number"}
     | {"eq", "ne", "equalto", "even", "odd", "divisibleby", "integer", "float", "callable"}
 )
 _OPAQUE = (
     nodes.Macro,
+    nodes.Block,
     nodes.FilterBlock,
     nodes.AssignBlock,
     nodes.Include,
@@ -38,6 +40,12 @@ _OPAQUE = (
     nodes.FromImport,
     nodes.Extends,
     nodes.Mod,
+)
+
+_FUNCTIONS = frozenset({"namespace", "range", "raise_exception", "strftime_now"})
+_METHODS = frozenset(
+    {"startswith", "endswith", "split", "rsplit", "partition", "rpartition", "replace", "strip", "lstrip", "rstrip"}
+    | {"removeprefix", "removesuffix", "items", "keys", "values", "get"}
 )
 
 Shape = tuple[tuple[str, ...], tuple[bool | None, ...]]
@@ -187,8 +195,9 @@ def _is_transparent(source: str) -> bool:
 
 def _walk(node: Node, output: bool = False) -> Any:
     for child in node.iter_child_nodes():
-        # Joined for output alone, a text is written and never asked about again.
-        if not (isinstance(child, nodes.Concat) and isinstance(node, nodes.Output)):
+        # Made for output alone, a text is written and never asked about again.
+        written = isinstance(child, nodes.Concat) or (isinstance(child, nodes.Filter) and child.name in _WRITTEN)
+        if not (written and isinstance(node, nodes.Output)):
             yield child
         yield from _walk(child)
 
@@ -198,6 +207,8 @@ def _is_seen(node: Node) -> bool:
         return False
     if isinstance(node, nodes.CallBlock):
         return isinstance(node.call.node, nodes.ExtensionAttribute)
+    if isinstance(node, nodes.Call):
+        return _is_harmless(node)
     if isinstance(node, nodes.Filter):
         by_role = bool(node.args) and isinstance(node.args[0], nodes.Const) and node.args[0].value == "role"
         return node.name in _FILTERS or (node.name in ("selectattr", "rejectattr") and by_role)
@@ -206,6 +217,17 @@ def _is_seen(node: Node) -> bool:
     if isinstance(node, nodes.Compare):
         return all(operand.op not in ("in", "notin") or _needle(node.expr, operand.expr) for operand in node.ops)
     return True
+
+
+def _is_harmless(call: nodes.Call) -> bool:
+    """Whether a call asks only what a probe notes: a method of it with constants, or a function for templates."""
+    if isinstance(call.node, nodes.Name):
+        return call.node.name in _FUNCTIONS
+    if isinstance(call.node, nodes.ExtensionAttribute):
+        return True
+    plain = all(isinstance(argument, nodes.Const) for argument in call.args) and not call.kwargs
+    own = isinstance(call.node, nodes.Getattr) and not isinstance(call.node.node, nodes.Const)
+    return own and plain and isinstance(call.node, nodes.Getattr) and call.node.attr in _METHODS
 
 
 def _needle(left: Node, right: Node) -> bool:

@@ -68,16 +68,19 @@ class _Dict:
 class ChatTemplate:
     """A compiled chat template; raises DataError where its source does not compile."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], now: datetime | None = None) -> None:
+        """Compile; `now` is the time that the template is told, whenever it asks. DataError."""
         self.source = source
+        self._has_marks = "endgeneration" in source
         self._special_tokens = dict(special_tokens)
         try:
-            self._template = _environment().from_string(source)
+            self._template = _environment(now or datetime.now()).from_string(source)
         except TemplateError as error:
             line = getattr(error, "lineno", None)
             place = f" line {line}" if line else ""
             raise DataError(f"chat template{place}: {error}") from error
-        self.has_generation_marks = "endgeneration" in source and _OPEN in self._probe()
+        probe = self._probe() if self._has_marks else ""
+        self.has_generation_marks = self._has_marks and (probe is None or _OPEN in probe)
 
     def render(
         self,
@@ -87,7 +90,7 @@ class ChatTemplate:
     ) -> str:
         """Render `messages` to the text whose token ids a model sees; DataError where the template refuses."""
         text = self._render(messages, add_generation_prompt, tools)
-        return text.replace(_OPEN, "").replace(_CLOSE, "") if self.has_generation_marks else text
+        return text.replace(_OPEN, "").replace(_CLOSE, "") if self._has_marks else text
 
     def render_marked(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
@@ -124,28 +127,29 @@ class ChatTemplate:
         except (RecursionError, MemoryError) as error:
             raise DataError("the chat template does not end within its limits") from error
 
-    def _probe(self) -> str:
+    def _probe(self) -> str | None:
+        """A plain exchange as the template writes it; None where it refuses one."""
         try:
             return self._render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], False, None)
         except DataError:
-            return ""
+            return None
 
 
 def parse_template(source: str) -> nodes.Template:
     """Return the syntax tree of a template's source; DataError where it does not compile."""
     try:
-        return _environment().parse(source)
+        return _environment(datetime.now()).parse(source)
     except TemplateError as error:
         raise DataError(f"chat template: {error}") from error
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment(now: datetime) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    environment.globals["strftime_now"] = now.strftime
     environment.globals["dict"] = _Dict()
     environment.globals["namespace"] = _Namespace
     return environment

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ _FILES = (
     TEMPLATE_FILE,
 )
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_PROBE: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+_PROBE: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the answer"}]
 _CONVERT = (
     "import sys; from transformers import AutoTokenizer; "
     "AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False).save_pretrained(sys.argv[2])"
@@ -56,11 +57,16 @@ class TextTokenizer:
     """A tokenizer and its chat template; encodes the ids that transformers' tokenizer would."""
 
     def __init__(
-        self, files: Mapping[str, bytes], chat_template: str | None = None, model_eos_ids: Sequence[int] = ()
+        self,
+        files: Mapping[str, bytes],
+        chat_template: str | None = None,
+        model_eos_ids: Sequence[int] = (),
+        now: datetime | None = None,
     ) -> None:
         """Build from a tokenizer directory's files by name.
 
-        `chat_template` replaces the directory's own; `model_eos_ids` are further ids that end a turn. DataError.
+        `chat_template` replaces the directory's own; `model_eos_ids` are further ids that end a turn, `now` the
+        time that a template is told. DataError.
         """
         self._files = dict(files)
         config = _parse_json(files, "tokenizer_config.json")
@@ -77,13 +83,16 @@ class TextTokenizer:
         if chat_template is not None:
             self._files[TEMPLATE_FILE] = chat_template.encode()
         source = chat_template if chat_template is not None else _own_template(files, config)
-        self._template = None if source is None else ChatTemplate(source, self.special_tokens)
+        self._now = now or datetime.now()  # one for all processes of a preparation, whenever they render
+        self._template = None if source is None else ChatTemplate(source, self.special_tokens, self._now)
+        self.has_tool_template = chat_template is None and TEMPLATE_FILE not in files and _has_tool_template(config)
+        """Whether transformers would take another template for rows with tools."""
         self._model_eos_ids = tuple(model_eos_ids)
         self.eos_ids = self._end_ids(model_eos_ids)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Workers get the tokenizer once, at their start; the template in use is among the files.
-        return TextTokenizer, (self._files, None, self._model_eos_ids)
+        return TextTokenizer, (self._files, None, self._model_eos_ids, self._now)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -239,14 +248,13 @@ class TextTokenizer:
         ids = [] if self.eos_id is None else [self.eos_id]
         ids += [i for i in model_eos_ids if i not in ids and i < self.vocab_size]
         try:
-            prompt = self.render(_PROBE[:1], add_generation_prompt=True)
             turn = self.render(_PROBE)
         except DataError:
             return tuple(ids)
-        if turn.startswith(prompt):
-            ends = [i for i in self.encode(turn[len(prompt) :]) if i in self.special_ids]
-            ids += [i for i in ends[:1] if i not in ids]
-        return tuple(ids)
+        # The first control token after the answer's own words; some templates write others before them.
+        words = turn.find(_PROBE[-1]["content"])
+        ends = [i for i in self.encode(turn[words:]) if i in self.special_ids] if words >= 0 else []
+        return (*ids, *(i for i in ends[:1] if i not in ids))
 
 
 def load_tokenizer(model_path: str, revision: str | None, tokenizer: "TokenizerSection") -> TextTokenizer:
@@ -358,8 +366,16 @@ def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -
 
 def _own_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
     if TEMPLATE_FILE in files:
-        return files[TEMPLATE_FILE].decode()
+        try:
+            return files[TEMPLATE_FILE].decode()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{TEMPLATE_FILE}: {error}") from error
     value = config.get("chat_template")
     if isinstance(value, list):  # several named templates
         value = next((entry.get("template") for entry in value if entry.get("name") == "default"), None)
     return value if isinstance(value, str) else None
+
+
+def _has_tool_template(config: Mapping[str, Any]) -> bool:
+    value = config.get("chat_template")
+    return isinstance(value, list) and any(entry.get("name") == "tool_use" for entry in value)

@@ -113,6 +113,7 @@ class Planner:
 
     def _readable(self, example: Conversation) -> list[dict[str, Any]]:
         """The messages as the template can write them, with written-out control tokens refused or guarded."""
+        self._refuse_tools(example)
         as_text = "tool_calls" not in self._tokenizer.template.source
         messages = []
         for i, message in enumerate(example.messages):
@@ -142,6 +143,13 @@ class Planner:
         if self._escapes:
             return self._tokenizer.change_specials(text, lambda token: f"{GUARD}{token[0]}{BREAK}{token[1:]}{GUARD}")
         raise RowProblem(f"the control token {found[0]} is written out in the text", path=path)
+
+    def _refuse_tools(self, example: Conversation) -> None:
+        if example.tools and self._tokenizer.has_tool_template:
+            raise RowProblem(
+                "the tokenizer has another template for rows with tools: set tokenizer.chat_template to that one",
+                path=("tools",),
+            )
 
     def _notes(self, example: Conversation, chat: "_Chat") -> tuple[str, ...]:
         source = self._tokenizer.template.source
@@ -190,10 +198,12 @@ class _Chat:
         start = self.answer_start(i)
         last = i + 1 == len(self.messages)
         limit = len(self.text) if last else self._content_starts.get(i + 1, -1)
-        end = self._end(start, limit) if limit >= start else self._end_as_last(i, start)
+        # Nothing before the answer's own words ends it, where they can be shown.
+        words = max(start, (self._find([i]) or {i: start})[i])
+        end = self._end(words, limit) if limit >= start else self._end_as_last(i, words)
         if end is None:
             through = len(self._through(i))
-            end = self._end(start, through)
+            end = self._end(words, through)
             if end is None:
                 self.notes.append(NO_END)
                 end = self._without_blanks(start, through)

@@ -59,6 +59,10 @@ def _rows(batch: pa.RecordBatch) -> list[dict[str, Any] | RowProblem]:
         if batch.num_rows == 1:
             return [RowProblem(f"not UTF-8: byte 0x{error.object[error.start]:02x}")]
         return [row for i in range(batch.num_rows) for row in _rows(batch.slice(i, 1))]
+    except (OverflowError, ValueError, pa.ArrowException) as error:  # a date, a time zone, a struct that Python has not
+        if batch.num_rows == 1:
+            return [RowProblem(f"not readable: {first_line(error)}")]
+        return [row for i in range(batch.num_rows) for row in _rows(batch.slice(i, 1))]
     return rows
 
 

@@ -1,0 +1,44 @@
+"""What may change between hashing and reading, and what decides the masks besides the tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.data import tiny
+from tuner.config.recipe import DataSection, SftMethod
+from tuner.data.building import documents
+from tuner.data.building.keys import keys_of
+from tuner.data.building.prepare import find_prepared, prepare
+from tuner.data.building.request import PrepareRequest
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.errors import DataError
+
+
+def test_a_source_that_changes_while_it_is_read_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny.write_rows(tmp_path / "r.jsonl", [tiny.chat("a", "b")])
+    request = tiny.request(tmp_path / "cache", path)
+    read = documents._read
+
+    def edited(*arguments: object) -> None:
+        tiny.write_rows(path, [tiny.chat("a", "other")])
+        read(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(documents, "_read", edited)
+    with pytest.raises(DataError, match=r"r\.jsonl: changed while it was read"):
+        prepare(request)
+    monkeypatch.undo()
+    assert find_prepared(request) is None
+    assert not list((tmp_path / "cache" / "encoded").glob("[!.]*"))
+    prepare(request)
+
+
+def test_end_tokens_of_the_model_decide_the_documents(tmp_path: Path) -> None:
+    path = tiny.write_rows(tmp_path / "r.jsonl", [tiny.chat("a", "b")])
+    section = DataSection.model_validate({"train": str(path)})
+    keys = [
+        keys_of(PrepareRequest(section, SftMethod(), TextTokenizer(tiny.files(), None, ends), 64, 1, tmp_path)).encoded
+        for ends in ((), (0,))
+    ]
+    assert keys[0] != keys[1]
