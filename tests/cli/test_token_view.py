@@ -14,6 +14,7 @@ import pytest
 from tests.data import tiny
 from tuner.cli.token_view import row_texts, token_lines
 from tuner.data.building.explain import explain
+from tuner.errors import DataError
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +33,14 @@ def test_what_is_trained_is_in_brackets_and_control_characters_are_escaped(rows_
     assert "[h\u00e9<|im_end|>]" in text and "[c<|im_end|>]" in text
     assert f"{rows_file}:1  " in text and f"{rows_file}:2  " in text
     assert "\x1b[7;32m[c<|im_end|>]\x1b[0m" in row_texts(rows, tiny.tokenizer(), colour=True, every_token=False)
+
+
+def test_bad_rows_are_left_out_where_they_are_skipped(rows_file: Path, tmp_path: Path) -> None:
+    rows_file.write_text("{}\n" + rows_file.read_text())
+    with pytest.raises(DataError, match="rows.jsonl:1:1: no "):
+        list(explain(tiny.request(tmp_path / "cache", rows_file), 1))
+    (row,) = explain(tiny.request(tmp_path / "cache", rows_file, on_bad_row="skip"), 1)
+    assert row.line == 2
 
 
 def test_every_token_has_a_line(rows_file: Path, tmp_path: Path) -> None:

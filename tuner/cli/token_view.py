@@ -17,7 +17,7 @@ def token_lines(rows: list[RowView]) -> str:
     """Return a JSON line for each token: file, line, its place in the row, text, id, trained and rule."""
     return "\n".join(
         json.dumps(
-            {"file": str(row.path), "line": row.line, "token": i, "text": token.text, "id": token.id,
+            {"file": row.name, "line": row.line, "token": i, "text": token.text, "id": token.id,
              "trained": token.trained, "rule": token.rule},
             ensure_ascii=False,
         )
@@ -35,7 +35,7 @@ def _row(row: RowView, tokenizer: TextTokenizer, colour: bool, every_token: bool
     from tuner.runtime.console import escape
 
     trained = sum(token.trained for token in row.tokens)
-    head = escape(f"{row.path}:{row.line}  {len(row.tokens):,} tokens, {trained:,} trained [in brackets]")
+    head = escape(f"{row.name}:{row.line}  {len(row.tokens):,} tokens, {trained:,} trained [in brackets]")
     lines = [f"{_DIM}{head}{_OFF}" if colour else head, _marked(row.tokens, tokenizer, colour)]
     if every_token:
         lines += [_token(i, token, colour) for i, token in enumerate(row.tokens)]

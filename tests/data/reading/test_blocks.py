@@ -436,3 +436,13 @@ def test_lines_do_not_depend_on_how_they_are_cut(
                 ]
             )
     assert seen[0] == seen[1] == seen[2]
+
+
+def test_a_value_of_a_table_that_python_has_not_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "r.parquet"
+    days = pa.array([1, 2_000_000_000, 2], pa.int32()).cast(pa.date32())
+    pq.write_table(pa.table({"text": ["a", "b", "c"], "day": days}), path)
+    (file,) = expand([DataSource(path=str(path))])
+    rows = [row for block in blocks(file) for row in rows_of(block)]
+    assert [row.problem is None for row in rows] == [True, False, True]
+    assert "not readable" in str(rows[1].problem)

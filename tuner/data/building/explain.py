@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 from tuner.data.building.documents import bad_row_error
 from tuner.data.building.encoded import bad_row
@@ -30,22 +29,29 @@ class TokenView:
 class RowView:
     """One row and its tokens, before any cutting."""
 
-    path: Path
+    name: str
+    """The file's, as it was given."""
     line: int
     tokens: list[TokenView]
 
 
 def explain(request: PrepareRequest, n: int) -> Iterator[RowView]:
-    """Yield the first `n` training rows. DataError for a row that cannot be used."""
+    """Yield the first `n` training rows that can be used; with `on_bad_row: error` a bad row is a DataError."""
+    return islice(_views(request), n)
+
+
+def _views(request: PrepareRequest) -> Iterator[RowView]:
     encoder = request.encoder()
-    for file, line, row in islice(_rows(expand(request.data.train)), n):
+    for file, line, row in _rows(expand(request.data.train)):
         try:
             if row.problem is not None or row.value is None:
                 raise row.problem or RowProblem("the row cannot be read", 1)
             document = encoder.explain(parse_row(row.value, file.format, dict(file.columns)))
         except RowProblem as problem:
-            raise bad_row_error(str(file.path), bad_row(row, problem), line - row.line) from problem
-        yield RowView(file.path, line, _tokens(request, document))
+            if request.data.on_bad_row == "skip":
+                continue
+            raise bad_row_error(file.name, bad_row(row, problem), line - row.line) from problem
+        yield RowView(file.name, line, _tokens(request, document))
 
 
 def _rows(files: list[SourceFile]) -> Iterator[tuple[SourceFile, int, RawRow]]:
