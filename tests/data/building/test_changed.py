@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.data import tiny
-from tuner.config.recipe import DataSection, SftMethod
+from tuner.config.recipe import DataSection, DataSource, SftMethod
 from tuner.data.building import documents
 from tuner.data.building.keys import keys_of
 from tuner.data.building.prepare import find_prepared, prepare
 from tuner.data.building.request import PrepareRequest
 from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.reading import json_blocks
+from tuner.data.reading.blocks import blocks
+from tuner.data.reading.sources import expand
 from tuner.errors import DataError
 
 
@@ -42,3 +46,18 @@ def test_end_tokens_of_the_model_decide_the_documents(tmp_path: Path) -> None:
         for ends in ((), (0,))
     ]
     assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("policy", ["error", "skip"])
+def test_lines_are_counted_over_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    monkeypatch.setattr(json_blocks, "BLOCK_BYTES", 200)
+    path = tiny.write_rows(tmp_path / "r.jsonl", [tiny.chat("a", f"b {i}") for i in range(40)])
+    path.write_text(path.read_text() + "\n{}\n" + path.read_text())
+    assert sum(1 for file in expand([DataSource(path=str(path))]) for _ in blocks(file)) > 5
+    request = tiny.request(tmp_path / "cache", path, on_bad_row=policy)
+    if policy == "error":
+        with pytest.raises(DataError, match=r"r\.jsonl:42:1: "):
+            prepare(request)
+        return
+    rejected = [json.loads(line) for line in (prepare(request).path / "rejects.jsonl").read_text().splitlines()]
+    assert [line["line"] for line in rejected] == [42]
