@@ -51,8 +51,11 @@ def prepare_data(
 
     def body() -> Outcome:
         from tuner.data.building.request import prepare_request
+        from tuner.errors import RecipeError
         from tuner.runtime.console import Console
 
+        if sum((explain is not None, check, dry_run)) > 1:
+            raise RecipeError("--explain, --check and --dry-run each do one thing and stop: give one of them")
         loaded = load_for_command(recipe, overrides_of(ctx))
         wish = loaded.recipe
         request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)

@@ -6,8 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuner.data.building.pack import NO_TARGET, TOO_LONG, Segments, cut, row_batches, rows_table
+from tuner.data.building.pack import NO_TARGET, TOO_LONG, Segments, cut, row_batches
 from tuner.data.prepared import ROWS_SCHEMA
+
+
+def rows_table(segments: Segments, max_length: int, packing: bool) -> pa.Table:
+    return pa.Table.from_batches(row_batches(segments, max_length, packing), ROWS_SCHEMA)
 
 
 def batch(masks: list[list[bool]]) -> pa.RecordBatch:

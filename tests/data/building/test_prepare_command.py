@@ -208,3 +208,8 @@ def test_a_script_without_a_guard_is_not_run_again_by_workers(many_files: Path) 
     once, path = done.stdout.splitlines()
     assert once == "once"
     open_prepared(Path(path), verify=True)
+
+
+def test_one_of_explain_check_and_dry_run(recipe: Path) -> None:
+    both = run(recipe, "--check", "--explain", "1")
+    assert (both.returncode, "give one of them" in both.stderr) == (2, True)

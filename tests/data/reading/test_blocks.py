@@ -438,6 +438,14 @@ def test_lines_do_not_depend_on_how_they_are_cut(
     assert seen[0] == seen[1] == seen[2]
 
 
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.parquet"
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), path)
+    (file,) = expand([DataSource(path=str(path))])
+    with pytest.raises(DataError, match="two columns of one name: text, text"):
+        list(blocks(file))
+
+
 def test_a_value_of_a_table_that_python_has_not_is_a_bad_row(tmp_path: Path) -> None:
     path = tmp_path / "r.parquet"
     days = pa.array([1, 2_000_000_000, 2], pa.int32()).cast(pa.date32())

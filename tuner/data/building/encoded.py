@@ -22,7 +22,7 @@ from tuner.data.reading.rows import Example, parse_row
 Bundle = tuple[Block, ...]
 """Blocks that are encoded together: one large one, or consecutive small ones."""
 NO_TRAINED_TOKEN = "no trained token"
-SHOWN_BYTES = 10_000
+REJECT_BYTES = 10_000
 """A longer row is cut in `rejects.jsonl`."""
 
 
@@ -225,4 +225,4 @@ def bad_row(row: RawRow, problem: RowProblem) -> BadRow:
     """Return what is said of a row that cannot be used."""
     line, col = place(row, problem)
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem.path).lstrip(".")
-    return BadRow(line, col, where, problem.reason, row.raw[:SHOWN_BYTES].decode("utf-8", "replace"))
+    return BadRow(line, col, where, problem.reason, row.raw[:REJECT_BYTES].decode("utf-8", "replace"))

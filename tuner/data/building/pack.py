@@ -87,11 +87,6 @@ def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -
     return Segments(*segments.done(), reasons, truncated, n_split)
 
 
-def rows_table(segments: Segments, max_length: int, packing: bool) -> pa.Table:
-    """Return the packed rows as `ROWS_SCHEMA` says, in several record batches where they are many."""
-    return pa.Table.from_batches(row_batches(segments, max_length, packing), ROWS_SCHEMA)
-
-
 def row_batches(
     segments: Segments, max_length: int, packing: bool, limits: tuple[int, int] = (BATCH_ROWS, BATCH_SEGMENTS)
 ) -> Iterator[pa.RecordBatch]:

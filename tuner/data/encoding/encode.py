@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tuner.data.encoding.byte_table import ByteTable, Unproven
 from tuner.data.encoding.fast import FastEncoder
-from tuner.data.encoding.place import Document, Placer
+from tuner.data.encoding.place import KEPT_CHARS, KEPT_PROMPTS, Document, Placer
 from tuner.data.encoding.probe import has_reserved
 from tuner.data.encoding.proven import ProvenEncoder
 from tuner.data.encoding.skeleton import Skeleton, Skeletons
@@ -31,7 +31,6 @@ FAST_FROM_BYTES = 256 << 10
 """A batch of fewer bytes is not worth building and proving the fast encoder for."""
 _CHECK_EVERY, _CHECK_PARTS = 997, 5
 _CHECK_TOKENS = 1 << 15
-_KEPT_PROMPTS, _KEPT_CHARS = 4096, 256
 Ints = npt.NDArray[np.int64]
 
 
@@ -282,7 +281,7 @@ class Encoder:
         ids = self._prompts.get(prompt)
         if ids is None:
             ids = self._tokenizer.encode_ids([prompt])[0] if self._proven is None else self._proven.encode(prompt)
-            if len(self._prompts) < _KEPT_PROMPTS and len(prompt) < _KEPT_CHARS:
+            if len(self._prompts) < KEPT_PROMPTS and len(prompt) < KEPT_CHARS:
                 self._prompts[prompt] = ids
         return ids
 

@@ -15,7 +15,8 @@ from tuner.data.encoding.turns import BREAK, GUARD, Plan, TrainOn, Turn
 from tuner.data.reading.problems import RowProblem
 from tuner.data.reading.rows import Example, PromptCompletion, Tokens
 
-_KEPT_PROMPTS, _KEPT_CHARS = 4096, 256
+KEPT_PROMPTS, KEPT_CHARS = 4096, 256
+"""Prompts of fewer characters are encoded once, as many as this."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Placer:
         ids = self._prompts.get(tail)
         if ids is None:
             ids = self._tokenizer.encode(tail)
-            if len(self._prompts) < _KEPT_PROMPTS and len(tail) < _KEPT_CHARS:
+            if len(self._prompts) < KEPT_PROMPTS and len(tail) < KEPT_CHARS:
                 self._prompts[tail] = ids
         if np.array_equal(ids, encoded.ids[first:start]):
             return True

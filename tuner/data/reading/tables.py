@@ -110,6 +110,9 @@ def _pieces(file: SourceFile) -> Iterator[pa.RecordBatch]:
     row = 0
     for path in file.paths:
         for batch in parquet_batches(path, BLOCK_BYTES) if file.kind == "parquet" else arrow_batches(path):
+            names = batch.schema.names
+            if len(set(names)) < len(names):
+                raise DataError(f"{path}: two columns of one name: {', '.join(names)}")
             begin, end = max(start - row, 0), min(stop - row, batch.num_rows)
             row += batch.num_rows
             step = max(1, batch.num_rows * BLOCK_BYTES // max(batch.nbytes, 1))
