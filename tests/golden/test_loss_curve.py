@@ -47,7 +47,7 @@ def test_the_losses_are_those_of_the_golden_run(name: str, sections: dict[str, A
     table = assembly.timetable
     losses = [
         optimizer_step(
-            assembly.learner, step, assembly.batches.step(step), table.peak_lr * table.schedule.factor(step + 1), ()
+            assembly.learner, step, assembly.batches.step(step), table.schedule.factor(step + 1), ()
         ).loss
         for step in range(table.plan.total_steps)
     ]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from tuner.profile.memory import StorageLog, gradient_tensors, model_tensors, optimizer_tensors
+from tuner.profile.memory import StorageLog, gradient_tensors, model_tensors
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, log: StorageLog, x:
     loss.backward()
     log.assign(gradient_tensors(model), "gradients")
     optimizer.step()
-    log.assign(optimizer_tensors(optimizer), "optimizer")
+    log.assign((tensor for state in optimizer.state.values() for tensor in state.values()), "optimizer")
     optimizer.zero_grad()
 
 

@@ -21,10 +21,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def step(model: Path, lr: float = 1e-3, **train: object) -> tuple[StepResult, dict[str, torch.Tensor]]:
+def step(model: Path, **train: object) -> tuple[StepResult, dict[str, torch.Tensor]]:
     recipe = recipe_for(model, train={"global_batch_size": 4, "micro_batch_size": 2, **train})
     assembly = assembly_for(recipe, TRAINED, ONE)
-    result = optimizer_step(assembly.learner, 0, assembly.batches.step(0), lr, (True, False))
+    result = optimizer_step(assembly.learner, 0, assembly.batches.step(0), 1.0, (True, False))
     return result, {name: p.detach().clone() for name, p in assembly.learner.parameters.items()}
 
 
@@ -61,7 +61,7 @@ def test_clipping_scales_the_update_and_reports_the_norm_before(model: Path) -> 
         real()
 
     assembly.learner.optimizer.step = spy  # type: ignore[method-assign]
-    result = optimizer_step(assembly.learner, 0, assembly.batches.step(0), 1e-3, ())
+    result = optimizer_step(assembly.learner, 0, assembly.batches.step(0), 1.0, ())
     assert result.grad_norm > 1e-2
     assert seen == [pytest.approx(1e-3, rel=1e-3)]
 
@@ -75,7 +75,7 @@ def test_what_is_not_finite_stops_before_the_update(model: Path, bad: float) -> 
         first[:, 0] = bad
     before = {n: p.detach().clone() for n, p in assembly.learner.parameters.items()}
     with pytest.raises(DivergedError, match="step 6: loss .*rows"):
-        optimizer_step(assembly.learner, 5, assembly.batches.step(0), 1e-3, ())
+        optimizer_step(assembly.learner, 5, assembly.batches.step(0), 1.0, ())
     for other, parameter in assembly.learner.parameters.items():
         assert torch.equal(parameter.nan_to_num(), before[other].nan_to_num()), (name, other)
 
@@ -83,9 +83,15 @@ def test_what_is_not_finite_stops_before_the_update(model: Path, bad: float) -> 
 def test_weight_decay_leaves_norms_alone(model: Path) -> None:
     recipe = recipe_for(model, optimizer={"weight_decay": 0.5, "lr": 1e-3})
     assembly = assembly_for(recipe, TRAINED, ONE)
-    decays = {id(p): g["weight_decay"] for g in assembly.learner.optimizer.param_groups for p in g["params"]}
-    for name, parameter in assembly.learner.parameters.items():
-        assert decays[id(parameter)] == (0.0 if "norm" in name else 0.5), name
+    learner = assembly.learner
+    before = {name: parameter.detach().clone() for name, parameter in learner.parameters.items()}
+    for parameter in learner.parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    learner.optimizer.set_factor(0.5)
+    learner.optimizer.step()
+    for name, parameter in learner.parameters.items():
+        kept = 1.0 if "norm" in name else 1 - 0.5 * 1e-3 * 0.5
+        torch.testing.assert_close(parameter.detach(), before[name] * kept, rtol=1e-6, atol=0.0)
 
 
 def test_first_step_is_adamw_by_the_book(model: Path) -> None:
@@ -100,7 +106,7 @@ def test_first_step_is_adamw_by_the_book(model: Path) -> None:
         real()
 
     assembly.learner.optimizer.step = spy  # type: ignore[method-assign]
-    optimizer_step(assembly.learner, 0, assembly.batches.step(0), 1e-3, ())
+    optimizer_step(assembly.learner, 0, assembly.batches.step(0), 1.0, ())
     for name, parameter in assembly.learner.parameters.items():
         g = gradients[name]
         expected = before[name] - 1e-3 * g / (g.abs() + 1e-8)

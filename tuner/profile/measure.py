@@ -14,7 +14,7 @@ import torch
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
 from tuner.errors import MemoryLimitError, RecipeError
-from tuner.profile.memory import MemoryPeak, StorageLog, gradient_tensors, model_tensors, optimizer_tensors
+from tuner.profile.memory import MemoryPeak, StorageLog, gradient_tensors, model_tensors
 from tuner.runtime.files import gib
 from tuner.runtime.launch import Launch
 from tuner.train.setup import Assembly, Resolved, assemble
@@ -147,7 +147,7 @@ def _logged_step(assembly: Assembly, clock: _Clock) -> MemoryPeak:
     learner = assembly.learner
     log = StorageLog(learner.numerics.device)
     log.assign(model_tensors(learner.root), "weights")
-    log.assign(optimizer_tensors(learner.optimizer), "optimizer")
+    log.assign(learner.optimizer.local_tensors(), "optimizer")
 
     def mark(part: str) -> None:
         clock.mark(part)
@@ -173,8 +173,8 @@ def _step(assembly: Assembly, batch_index: int, index: int) -> int:
     """Take one optimizer step on the batches of `batch_index`; returns its tokens over all processes."""
     table = assembly.timetable
     batches = assembly.batches.step(batch_index)
-    lr = table.peak_lr * table.schedule.factor(min(index + 1, table.plan.total_steps))
-    optimizer_step(assembly.learner, index, batches, lr, ())
+    factor = table.schedule.factor(min(index + 1, table.plan.total_steps))
+    optimizer_step(assembly.learner, index, batches, factor, ())
     return batches.tokens
 
 

@@ -123,8 +123,3 @@ def model_tensors(model: nn.Module) -> list[torch.Tensor]:
 def gradient_tensors(model: nn.Module) -> list[torch.Tensor]:
     """The gradients that are there."""
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All tensors in the optimizer's state."""
-    return [leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, torch.Tensor)]

@@ -14,7 +14,6 @@ from tuner.runtime.process import gloo_group
 from tuner.runtime.stop import StopSignals
 from tuner.train.evaluate import answer_samples, evaluate
 from tuner.train.meter import Meter
-from tuner.train.optimizer import set_step_count, state_tensors
 from tuner.train.probes import record_probes
 from tuner.train.records import Records
 from tuner.train.setup import Assembly
@@ -81,8 +80,9 @@ def train_loop(session: Session, signals: StopSignals) -> bool:
         now = time.monotonic()
         leave = signals.requested or session.stop_after(progress.step + 1 - first, now - started)
         wishes = (leave, table.saving.due_after(now - saved_at))
-        lr = table.peak_lr * table.schedule.factor(progress.step + 1)
-        result = optimizer_step(assembly.learner, progress.step, batches, lr, wishes)
+        factor = table.schedule.factor(progress.step + 1)
+        result = optimizer_step(assembly.learner, progress.step, batches, factor, wishes)
+        lr = assembly.learner.optimizer.peak_lr * factor
         progress.step += 1
         progress.loss = result.loss
         progress.tokens += batches.tokens
@@ -161,7 +161,7 @@ def run_tensors(assembly: Assembly) -> dict[str, Any]:
     """The tensors of a checkpoint by name: trained parameters and the optimizer's moments."""
     learner = assembly.learner
     model = {f"model/{name}": parameter.data for name, parameter in learner.parameters.items()}
-    return model | state_tensors(learner.optimizer, learner.parameters)
+    return model | learner.optimizer.state_tensors()
 
 
 def restore_position(assembly: Assembly, progress: Progress, state: dict[str, Any]) -> None:
@@ -170,4 +170,4 @@ def restore_position(assembly: Assembly, progress: Progress, state: dict[str, An
     progress.tokens, progress.trained_tokens = int(state["tokens"]), int(state["trained_tokens"])
     progress.eval_loss, progress.first_eval_loss = state["eval_loss"], state["first_eval_loss"]
     progress.loss = state["loss"]
-    set_step_count(assembly.learner.optimizer, progress.step)
+    assembly.learner.optimizer.set_step_count(progress.step)

@@ -1,46 +1,153 @@
-"""AdamW, its parameter groups and its state as plain tensors."""
+"""The optimizer behind one face: peak rates times a factor, a device flag that skips, its state as named tensors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tuner.config.recipe import OptimizerSection
+from tuner.parallel.fsdp import local
 
 
-def build_adamw(
-    parameters: dict[str, nn.Parameter], betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
-    """Fused AdamW (Loshchilov & Hutter 2019) with its state allocated at once, so that it can be loaded and counted.
+@dataclass(frozen=True)
+class Group:
+    """Parameters that share a peak learning rate and a decay, by name."""
 
-    Decay applies to parameters of two or more dimensions only: never to norms and biases. The learning rate is set by
-    the schedule before each step.
+    names: tuple[str, ...]
+    lr: float
+    weight_decay: float
+
+
+class Updater:
+    """One or several torch optimizers over named parameters, with all their state allocated.
+
+    They hold each process's own part of a sharded parameter as a plain tensor: the update of an element needs no other,
+    and plain tensors are dispatched many times faster than DTensors.
     """
-    decayed = [p for p in parameters.values() if p.ndim >= 2]
-    others = [p for p in parameters.values() if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=eps, fused=True)
-    for parameter in parameters.values():
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        }
+
+    takes_flag: bool
+    """Whether ``step`` honours ``bad``."""
+    peak_lr: float
+    """The learning rate of the main group at a factor of 1."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        held: Mapping[str, torch.Tensor],
+        optimizers: Sequence[torch.optim.Optimizer],
+        takes_flag: bool,
+        peak_lr: float,
+    ) -> None:
+        self._parameters, self._held = dict(parameters), dict(held)
+        self._optimizers = tuple(optimizers)
+        self.takes_flag, self.peak_lr = takes_flag, peak_lr
+
+    def set_factor(self, factor: float) -> None:
+        """Set the learning rate of each group to its peak times ``factor``."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * factor
+
+    def step(self, bad: torch.Tensor | None = None) -> None:
+        """Update the parameters from their gradients.
+
+        Where ``bad``, a float32 scalar on the device, is 1, parameters, moments and step counts stay as they are; the
+        host does not read it. Raises ValueError when it is given and ``takes_flag`` is false.
+        """
+        if bad is not None and not self.takes_flag:
+            raise ValueError("this optimizer cannot be told on the device to leave a step out")
+        self._see_parts()
+        for optimizer in self._optimizers:
+            if self.takes_flag:  # the names that torch's GradScaler gives to what it hands over
+                optimizer.found_inf = bad  # type: ignore[attr-defined]
+                optimizer.grad_scale = None  # type: ignore[attr-defined]
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for name, parameter in self._parameters.items():
+            parameter.grad = self._held[name].grad = None
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Every moment by ``optimizer/<moment>/<parameter>``, sharded as its parameter is."""
+        found = {}
+        for name, held in self._held.items():
+            for optimizer in self._optimizers:
+                for moment, tensor in optimizer.state.get(held, {}).items():
+                    if moment != "step":
+                        found[f"optimizer/{moment}/{name}"] = _as_sharded(tensor, self._parameters[name])
+        return found
+
+    def local_tensors(self) -> list[torch.Tensor]:
+        """This process's part of all state, step counts included."""
+        states = (state for optimizer in self._optimizers for state in optimizer.state.values())
+        return [tensor for state in states for tensor in state.values()]
+
+    def set_step_count(self, steps: int) -> None:
+        """Say how many updates the loaded moments have seen: steps taken, less those left out."""
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                if "step" in state:
+                    state["step"].fill_(float(steps))
+
+    def _see_parts(self) -> None:
+        """Let the held tensors be this process's parts as they are now: FSDP may move them at its first forward."""
+        for name, parameter in self._parameters.items():
+            held = self._held[name]
+            if held is not parameter:
+                held.data = local(parameter.data)
+                held.grad = None if parameter.grad is None else local(parameter.grad)
+
+
+def build_updater(section: OptimizerSection, parameters: Mapping[str, nn.Parameter]) -> Updater:
+    """The optimizer of a resolved recipe over the parameters that are trained."""
+    held = {name: _held(parameter) for name, parameter in parameters.items()}
+    lr = float(section.lr)
+    groups = group_parameters(parameters, lr, section.weight_decay)
+    optimizer = _adamw(groups, held, section.betas, section.eps)
+    return Updater(parameters, held, [optimizer], takes_flag=True, peak_lr=lr)
+
+
+def group_parameters(parameters: Mapping[str, nn.Parameter], lr: float, weight_decay: float) -> list[Group]:
+    """Decay applies to parameters of two or more dimensions only: never to norms and biases."""
+    decayed = tuple(name for name, parameter in parameters.items() if parameter.ndim >= 2)
+    others = tuple(name for name, parameter in parameters.items() if parameter.ndim < 2)
+    return [group for group in (Group(decayed, lr, weight_decay), Group(others, lr, 0.0)) if group.names]
+
+
+def _adamw(
+    groups: Sequence[Group], held: Mapping[str, torch.Tensor], betas: tuple[float, float], eps: float
+) -> torch.optim.AdamW:
+    """Fused AdamW (Loshchilov & Hutter 2019)."""
+    optimizer = torch.optim.AdamW(_torch_groups(groups, held), lr=0.0, betas=betas, eps=eps, fused=True)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
     return optimizer
 
 
-def state_tensors(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """The two moments of every parameter by ``optimizer/<moment>/<parameter>``; the step count is the run's."""
-    return {
-        f"optimizer/{moment}/{name}": optimizer.state[parameter][moment]
-        for moment in ("exp_avg", "exp_avg_sq")
-        for name, parameter in parameters.items()
-    }
+def _torch_groups(groups: Sequence[Group], held: Mapping[str, torch.Tensor]) -> list[dict[str, object]]:
+    return [
+        {"params": [held[name] for name in group.names], "peak_lr": group.lr, "weight_decay": group.weight_decay}
+        for group in groups
+    ]
 
 
-def set_step_count(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Tell the optimizer how many updates its loaded moments have seen (AdamW's bias correction needs it)."""
-    for state in optimizer.state.values():
-        state["step"].fill_(float(steps))
+def _held(parameter: nn.Parameter) -> nn.Parameter:
+    """What the torch optimizer holds: the parameter, or a plain one over this process's part of it."""
+    return nn.Parameter(local(parameter.data)) if isinstance(parameter, DTensor) else parameter
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def _as_sharded(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A moment of this process's part of a parameter as a tensor that lies over the processes as the parameter does."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return DTensor.from_local(
+        tensor, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

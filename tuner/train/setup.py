@@ -31,7 +31,7 @@ from tuner.parallel.fsdp import data_mesh, materialise, shard
 from tuner.runtime.device import DeviceFacts, device_facts
 from tuner.runtime.launch import Launch
 from tuner.runtime.process import gloo_group
-from tuner.train.optimizer import build_adamw
+from tuner.train.optimizer import build_updater
 from tuner.train.plan import Cadence, Plan, cadence, plan_steps, steps_of
 from tuner.train.probes import probe_inputs
 from tuner.train.schedule import Schedule
@@ -148,8 +148,7 @@ def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenize
     _check_sizes(recipe, tokenizer, resolved.config, prepared, launch)
     root = _build_root(resolved, launch, packed=recipe.data.packing or recipe.train.micro_batch_size > 1)
     parameters = trained_parameters(root)
-    section = recipe.optimizer
-    optimizer = build_adamw(parameters, section.betas, section.eps, section.weight_decay)
+    optimizer = build_updater(recipe.optimizer, parameters)
     device = _device(resolved.facts, launch)
     numerics = Numerics(
         device, _autocast(device, recipe.train.precision), recipe.train.max_grad_norm, recipe.seed, launch.rank

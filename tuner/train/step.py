@@ -13,7 +13,7 @@ from tuner.data.batches import Batch, StepBatches
 from tuner.errors import DivergedError
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import local, sync_gradients
-from tuner.train.optimizer import set_learning_rate
+from tuner.train.optimizer import Updater
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Learner:
 
     root: CausalLM
     parameters: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer
+    optimizer: Updater
     numerics: Numerics
     marks: Callable[[str], None] = field(default=lambda part: None)
     """Called as each part of a step begins: forward, backward, optimizer. Measuring tools set it."""
@@ -49,9 +49,11 @@ class StepResult:
 
 
 def optimizer_step(
-    learner: Learner, index: int, batches: StepBatches, lr: float, wishes: tuple[bool, ...]
+    learner: Learner, index: int, batches: StepBatches, factor: float, wishes: tuple[bool, ...]
 ) -> StepResult:
-    """Take step ``index`` (0-based). ``wishes`` (stop, save, ...) come back true when any rank had them true.
+    """Take step ``index`` (0-based) at the peak learning rates times ``factor``.
+
+    ``wishes`` (stop, save, ...) come back true when any rank had them true.
 
     Raises DivergedError on every rank, before the update, when the loss or the gradient norm is not finite.
     """
@@ -73,9 +75,9 @@ def optimizer_step(
     limit = learner.numerics.max_grad_norm
     if limit is not None and norm > limit:
         torch._foreach_mul_(gradients, limit / (norm + 1e-6))
-    set_learning_rate(learner.optimizer, lr)
+    learner.optimizer.set_factor(factor)
     learner.optimizer.step()
-    learner.optimizer.zero_grad(set_to_none=True)
+    learner.optimizer.zero_grad()
     return StepResult(loss, norm, tuple(vote > 0 for vote in votes))
 
 
