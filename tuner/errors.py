@@ -41,6 +41,12 @@ class RecipeError(TunerError):
         self.problems = problems or (message,)
 
 
+class PluginError(TunerError):
+    """Code of the user's own, named by the recipe, that is not there, does not fit or failed."""
+
+    exit_code = ExitCode.USAGE
+
+
 class DataError(TunerError):
     """Rows, prepared data or an artifact that are wrong or corrupt."""
 

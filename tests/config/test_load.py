@@ -304,3 +304,16 @@ def test_an_unknown_key_is_answered_with_what_was_meant_or_what_there_is(
     with pytest.raises(RecipeError) as caught:
         load_recipe(wish)
     assert expected in caught.value.problems[0]
+
+
+def test_user_code_in_a_file_starts_from_the_recipes_directory(tmp_path: Path) -> None:
+    from tuner.config.paths import resolve_paths
+    from tuner.config.tree import Problems, tree_of
+
+    uses = ["my_hooks.py:Notify", "../a/b.py:c", "installed_name", "/x/y.py:z", "${CODE}/h.py:H"]
+    tree = tree_of({"hooks": [{"use": use} for use in uses], "optimizer": {"use": "o.py:O"}}, "", tmp_path)
+    resolve_paths(tree, Problems(), {"CODE": "/code"})
+    found = [item["use"] for item in tree.plain()["hooks"]]
+    expected = [f"{tmp_path}/my_hooks.py:Notify", f"{tmp_path.parent}/a/b.py:c", "installed_name", "/x/y.py:z"]
+    assert found == [*expected, "/code/h.py:H"]
+    assert tree.plain()["optimizer"]["use"] == f"{tmp_path}/o.py:O"

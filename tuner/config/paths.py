@@ -42,6 +42,13 @@ def _path_nodes(tree: Node) -> Iterator[tuple[KeyPath, Node, Callable[[str, Path
     ):
         if tree.has(path):
             yield path, tree.at(path), resolve
+    hooks = tree.child("hooks")
+    count = len(hooks.value) if hooks is not None and isinstance(hooks.value, list) else 0
+    uses: list[KeyPath] = [("optimizer", "use"), ("schedule", "use"), ("method", "use")]
+    uses += [("hooks", index, "use") for index in range(count)]
+    for use in uses:
+        if tree.has(use):
+            yield use, tree.at(use), _plugin
     for name in ("train", "eval"):
         key: KeyPath = ("data", name)
         if not tree.has(key):
@@ -58,6 +65,12 @@ def _path_nodes(tree: Node) -> Iterator[tuple[KeyPath, Node, Callable[[str, Path
 
 def _always(text: str, base: Path) -> str:
     return str(Path(os.path.normpath(base / text)))
+
+
+def _plugin(text: str, base: Path) -> str:
+    """`file.py:Name` is a file; anything else the name of an entry point."""
+    file, colon, name = text.rpartition(":")
+    return f"{_always(file, base)}:{name}" if colon and file.endswith(".py") else text
 
 
 def _rows(text: str, base: Path) -> str:
