@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tuner.config.fields import Field, fields, source_fields  # noqa: E402
+from tuner.config.fields import Field, fields, item_fields  # noqa: E402
 from tuner.config.foreign import FOREIGN  # noqa: E402
 
 INTRODUCTION = """\
@@ -56,7 +56,8 @@ def recipe_page() -> str:
     parts = [INTRODUCTION]
     for section, table in sections.items():
         parts.append(f"## {section or 'At the top'}\n\n{rows(table)}")
-    parts.append(f"## One of several sources in `data.train` or `data.eval`\n\n{rows(list(source_fields().values()))}")
+    lists = {"data.train": "One of several sources in `data.train` or `data.eval`", "hooks": "One of the `hooks`"}
+    parts += [f"## {title}\n\n{rows(list(item_fields(key).values()))}" for key, title in lists.items()]
     return "\n".join(parts)
 
 

@@ -310,10 +310,26 @@ def test_user_code_in_a_file_starts_from_the_recipes_directory(tmp_path: Path) -
     from tuner.config.paths import resolve_paths
     from tuner.config.tree import Problems, tree_of
 
-    uses = ["my_hooks.py:Notify", "../a/b.py:c", "installed_name", "/x/y.py:z", "${CODE}/h.py:H"]
-    tree = tree_of({"hooks": [{"use": use} for use in uses], "optimizer": {"use": "o.py:O"}}, "", tmp_path)
+    uses: list[object] = [{"use": "my_hooks.py:Notify"}, "../a/b.py:c", {"use": "installed_name"}, "/x/y.py:z"]
+    tree = tree_of({"hooks": [*uses, "${CODE}/h.py:H"], "optimizer": {"use": "o.py:O"}}, "", tmp_path)
     resolve_paths(tree, Problems(), {"CODE": "/code"})
-    found = [item["use"] for item in tree.plain()["hooks"]]
+    found = [item["use"] if isinstance(item, dict) else item for item in tree.plain()["hooks"]]
     expected = [f"{tmp_path}/my_hooks.py:Notify", f"{tmp_path.parent}/a/b.py:c", "installed_name", "/x/y.py:z"]
     assert found == [*expected, "/code/h.py:H"]
     assert tree.plain()["optimizer"]["use"] == f"{tmp_path}/o.py:O"
+
+
+def test_hooks_load_and_are_written_back(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(
+        "model: {name_or_path: a/b}\ndata: {train: rows.jsonl}\nhooks:\n  - my_hooks.py:Notify\n"
+        "  - {use: named, every: [10%, 5 min], stages: [step, end], options: {channel: runs, level: 3}}\n"
+    )
+    flags = [Override("hooks.0.every", "100 steps"), Override("hooks.1.options.level", "4")]
+    recipe = load_recipe(tmp_path / "r.yaml", flags, cwd=tmp_path).recipe
+    first, second = recipe.hooks
+    assert (first.use, str(first.every[0] if first.every else "")) == (f"{tmp_path}/my_hooks.py:Notify", "100 steps")
+    assert first.stages == ("start", "step", "evaluation", "save", "end")
+    assert (second.use, second.stages, second.options) == ("named", ("step", "end"), {"channel": "runs", "level": 4})
+    (tmp_path / "again.yaml").write_text(recipe_yaml(recipe))
+    assert load_recipe(tmp_path / "again.yaml").recipe == recipe
+    assert load_recipe(tmp_path / "r.yaml", [Override("hooks", "null")], cwd=tmp_path).recipe.hooks == ()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tuner.config.fields import Field, fields, source_fields
+from tuner.config.fields import Field, fields, item_fields
 from tuner.config.foreign import FOREIGN
 from tuner.config.leaves import Choice, Real, Several, Switch, Table, Text, Whole
 from tuner.config.load import Override, load_recipe
@@ -61,11 +61,11 @@ def wrong_types(field: Field) -> list[str]:
     if isinstance(field.leaf, Table):
         return ["5", "[1, 2]", "word"]
     if isinstance(field.leaf, (Several, Cadence)):
-        return ["true", "{a: 1}", "[]"]
+        return ["true", "{a: 1}"] + ([] if isinstance(field.leaf, Several) and field.leaf.empty else ["[]"])
     if isinstance(field.leaf, Text):
         return ["5", "true", "[a, b]", "{a: 1}"]
     if field.leaf is None:
-        return ["5", "true", "{a: 1}", "[5]", "[]"]
+        return ["5", "true", "{a: 1}", "[5]"] + ([] if field.key == "hooks" else ["[]"])
     return ["[1, 2]", "{a: 1}", "'some words'"] + ([] if isinstance(field.leaf, Switch) else ["true"])
 
 
@@ -89,6 +89,16 @@ def wrong_values(field: Field) -> list[str]:
             return ["''", "'  '", '"a\\u0007b"'] + (["'a b/c'"] if field.key == "name" else [])
         case Table():
             return ["null"]
+        case _ if field.key == "hooks":
+            items = ("{us: x}", "{every: 1 step}", "{use: x.py}", "{use: 'a:b'}", "{use: ''}")
+            more = (
+                "{use: x, stages: [begin]}",
+                "{use: x, stages: []}",
+                "{use: x, every: 5}",
+                "{use: x, options: 5}",
+                "{use: x.py:7}",
+            )
+            return ["null", "word", *(f"[{item}]" for item in items + more)]
         case _:
             items = (
                 "{pat: x}",
@@ -150,7 +160,8 @@ def test_a_wrong_value_of_a_flag_is_refused(field: Field) -> None:
     if isinstance(field.leaf, Text):
         wrong = ["", "  ", "a\ab"]
     elif field.leaf is None:
-        wrong = ["", "[5]", "{a: 1}", "[]", "[{pat: x}]", "[{path: x, format: csv}]"]
+        wrong = ["", "[5]", "{a: 1}", "[{pat: x}]", "[{path: x, format: csv}]"]
+        wrong += [] if field.key == "hooks" else ["[]"]
     else:
         # On the command line null takes a value back, and quotes are the shell's.
         wrong = [raw.strip("'") for raw in wrong_types(field) + wrong_values(field) if raw != "null"]
@@ -174,7 +185,7 @@ def test_a_duplicate_is_refused(field: Field, tmp_path: Path) -> None:
 
 
 def test_every_field_has_another_tools_name() -> None:
-    named = set(FOREIGN) - {f"data.train.{name}" for name in source_fields()}
+    named = set(FOREIGN) - {f"data.train.{name}" for name in item_fields("data.train")}
     assert named == set(fields())
     ours = {key.rpartition(".")[2] for key in fields()}
     for key, names in FOREIGN.items():
@@ -203,6 +214,22 @@ def test_items_of_sources_are_checked_too(tmp_path: Path) -> None:
         "r.yaml:5:25  data.train.1.format  got 'tex'; allowed: auto or messages or sharegpt or alpaca or "
         "prompt_completion or text or tokens; did you mean text?",
     )
+
+
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        ("{use: x, stage: [end]}", "hooks.0.stage  unknown; did you mean hooks.0.stages?"),
+        ("{use: x.py}", "hooks.0.use  got 'x.py'; allowed: FILE.py:NAME or the name of an entry point"),
+        ("{use: x, stages: [begin]}", "got 'begin'; allowed: start or step or evaluation or save or end"),
+        ("{use: x, every: 100}", "hooks.0.every  100 what? write 100 steps, 100 epochs"),
+        ("{stages: [end]}", "hooks.0.use  missing; FILE.py:NAME"),
+        ("7", "hooks.0  got 7; allowed: a mapping with keys use, stages, every, options"),
+    ],
+)
+def test_a_hook_is_checked(item: str, expected: str, tmp_path: Path) -> None:
+    text = f"model: {{name_or_path: a/b}}\ndata: {{train: x}}\nhooks:\n  - {item}\n"
+    assert expected in only(problems(text, tmp_path)).replace(str(tmp_path) + "/", "")
 
 
 @pytest.mark.parametrize(

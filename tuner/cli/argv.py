@@ -6,14 +6,14 @@ import re
 from collections.abc import Sequence
 
 _OVERRIDE = re.compile(r"--([A-Za-z][\w-]*(?:\.[\w-]+)+)(?:=(.*))?", re.DOTALL)
-_TOP = re.compile(r"--(version|name|seed|output_dir|output-dir)(?:=(.*))?", re.DOTALL)
+_TOP = re.compile(r"--(version|name|seed|output_dir|output-dir|hooks)(?:=(.*))?", re.DOTALL)
 
 
 def split(args: Sequence[str], takes_recipe: bool) -> tuple[list[str], list[tuple[str, str | None]]]:
     """Return what is left for Typer, and the `--section.key value` flags as (key, value).
 
     A flag takes the text after `=`, or the next argument unless that is a flag (then its value is None).
-    With `takes_recipe` the keys at the recipe's top (`--name`, `--seed`, `--output_dir`, `--version`) are taken too.
+    With `takes_recipe` the keys at the recipe's top (`--name`, `--seed`, `--output_dir`, `--hooks`, ...) are taken too.
     Nothing is taken after `--`.
     """
     rest: list[str] = []

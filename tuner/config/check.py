@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tuner.config.fields import choices, fields, find, source_fields, suggestion
+from tuner.config.fields import choices, fields, find, item_fields, list_of, suggestion
 from tuner.config.leaves import Choice, shown
 from tuner.config.recipe import UNIONS, Recipe
 from tuner.config.rules import RULES
@@ -44,7 +44,7 @@ def check(tree: Node, problems: Problems) -> Recipe | None:
 
 
 def _is_section(name: str) -> bool:
-    return name not in {"version", "name", "output_dir", "seed"}
+    return name not in {"version", "name", "output_dir", "seed", "hooks"}
 
 
 def _bad_kind(tree: Node, section: str, problems: Problems) -> bool:
@@ -104,7 +104,8 @@ def _unknown(tree: Node, path: KeyPath, flag: bool) -> str:
         kind = tree.at((section, "kind"))
         now = kind.value if tree.has((section, "kind")) else next(iter(UNIONS[section]))
         return f"not with kind {now}; write {section}.kind: {' or '.join(field.kinds)}"
-    siblings = tuple(source_fields()) if len(path) > 2 and path[0] == "data" else ()
+    listed = list_of(path)
+    siblings = tuple(item_fields(listed)) if len(path) > listed.count(".") + 1 else ()
     meant = suggestion(key, siblings)
     if meant is None:
         return f"unknown; {choices(key)}"
@@ -113,6 +114,7 @@ def _unknown(tree: Node, path: KeyPath, flag: bool) -> str:
 
 def _not_a_mapping(path: KeyPath, value: Any) -> str:
     keys = [name.rpartition(".")[2] for name in fields() if name.startswith(f"{dotted(path)}.")]
+    keys = keys or list(item_fields(list_of(path)))
     allowed = f"a mapping with keys {', '.join(keys)}" if keys else "a mapping"
     kinds = UNIONS.get(str(path[0]), {})
     hint = f"; write kind: {value} under it" if isinstance(value, str) and value in kinds else ""

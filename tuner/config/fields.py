@@ -10,15 +10,21 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from tuner.config.foreign import ours
-from tuner.config.leaves import Leaf, Text, leaf_of
-from tuner.config.recipe import UNIONS, DataSource, Recipe, Section
+from tuner.config.leaves import Leaf, Table, Text, leaf_of
+from tuner.config.recipe import ITEMS, UNIONS, Recipe, Section
 
 SOURCES = "a path, a list of paths or of {path, format, columns, weight, count}"
+LISTS = {
+    "data.train": SOURCES,
+    "data.eval": f"{SOURCES}, 2%, 200 documents or null",
+    "hooks": "a list of {use, stages, every, options}",
+}
+"""What may be written for each key of ITEMS, in words."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One key: `kinds` are the kinds of its section that have it (empty when all do), `leaf` is None for sources."""
+    """One key: `kinds` are the kinds of its section that have it (empty when all do); no `leaf`: a list of sections."""
 
     key: str
     sentence: str
@@ -37,7 +43,7 @@ class Field:
         """What may be written, in words."""
         if self.leaf is not None:
             return self.leaf.allowed
-        return SOURCES if self.key == "data.train" else f"{SOURCES}, 2%, 200 documents or null"
+        return LISTS.get(self.key, "text")
 
     @property
     def takes_text(self) -> bool:
@@ -52,7 +58,7 @@ class Field:
         value = self.leaf.write(self.default) if self.leaf is not None else self.default
         if isinstance(value, bool):
             return str(value).lower()
-        if isinstance(value, list):
+        if isinstance(value, (list, tuple)):
             return f"[{', '.join(str(item) for item in value)}]"
         if isinstance(value, float):
             return f"{value:g}"
@@ -76,9 +82,15 @@ def fields() -> dict[str, Field]:
 
 
 @cache
-def source_fields() -> dict[str, Field]:
-    """Return the keys of one item of data.train or data.eval."""
-    return {name: _field(name, info) for name, info in DataSource.model_fields.items()}
+def item_fields(key: str) -> dict[str, Field]:
+    """Return the keys of one item of a list of sections, such as those of data.train; empty for another key."""
+    section = ITEMS.get(key)
+    return {name: _field(name, info) for name, info in section.model_fields.items()} if section else {}
+
+
+def list_of(path: tuple[str | int, ...]) -> str:
+    """Return the key of the list of sections that a path leads into, such as data.train; else an empty text."""
+    return next((key for key in ITEMS if path[: key.count(".") + 1] == tuple(key.split("."))), "")
 
 
 def _field(key: str, info: FieldInfo, kinds: tuple[str, ...] = ()) -> Field:
@@ -100,13 +112,17 @@ def _add_member(table: dict[str, Field], section: str, kind: str, member: type[S
 
 
 def find(key: str) -> Field | None:
-    """Return the field of a dotted key; items of sources and free mappings (`model.config.x`) are found too."""
+    """Return the field of a dotted key; items of lists and free mappings (`model.config.x`) are found too."""
     parts = key.split(".")
-    if parts[:1] == ["data"] and len(parts) in {3, 4} and parts[1] in {"train", "eval"} and parts[2].isdecimal():
-        return source_fields()["path"] if len(parts) == 3 else source_fields().get(parts[3])
-    if parts[:2] == ["model", "config"] and len(parts) > 2:
-        return Field(key, "An override of the model's config.json.", None, None)
-    return fields().get(key)
+    table, rest, listed = fields(), parts, list_of(tuple(parts))
+    if listed and len(parts) > (depth := listed.count(".") + 1) and parts[depth].isdecimal():
+        table = item_fields(listed)
+        rest = parts[depth + 1 :] or [next(iter(table))]
+    for depth in range(1, len(rest)):
+        owner = table.get(".".join(rest[:depth]))
+        if owner is not None and isinstance(owner.leaf, Table):
+            return Field(key, owner.sentence, None, owner.leaf)
+    return table.get(".".join(rest))
 
 
 def suggestion(key: str, siblings: tuple[str, ...] = ()) -> str | None:
@@ -114,7 +130,8 @@ def suggestion(key: str, siblings: tuple[str, ...] = ()) -> str | None:
     section, _, name = key.rpartition(".")
     name = name.lower().replace("-", "_")
     table = fields()
-    near = _nearest(name, [item.rpartition(".")[2] for item in table if item.rpartition(".")[0] == section], 0.75)
+    own = [item.rpartition(".")[2] for item in table if item.rpartition(".")[0] == section]
+    near = _nearest(name, [*own, *siblings], 0.75)
     if near is not None:
         return f"{section}.{near}" if section else near
     if (foreign := ours(name)) is not None:

@@ -104,6 +104,10 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     ),
     "parallel.timeout": ("ddp_timeout", "dist_timeout", "nccl_timeout", "timeout_seconds"),
     "logging.level": ("log_level", "logging_level", "verbosity", "verbose"),
+    "logging.trackers": ("report_to", "loggers", "use_wandb", "log_with", "use_tensorboard", "use_mlflow", "tracking"),
+    "logging.project": ("wandb_project", "project_name", "mlflow_experiment_name", "comet_project"),
+    "logging.tags": ("wandb_tags", "run_tags", "tracker_tags", "mlflow_tags"),
+    "hooks": ("callbacks", "trainer_callbacks", "plugins", "custom_callbacks"),
     "logging.console_every": (
         "logging_steps", "log_interval", "logging_interval", "log_every", "log_freq", "report_interval",
     ),

@@ -248,20 +248,24 @@ class Text(Leaf):
 
 @dataclass(frozen=True)
 class Several(Leaf):
-    """A list whose items are one leaf each, with exactly `length` items where it is given."""
+    """A list whose items are one leaf each, with exactly `length` items where it is given; `empty` allows none."""
 
     item: Leaf | None = None
     length: int | None = None
+    empty: bool = False
 
     @property
     def what(self) -> str:
         """The description of the ordinary values."""
         assert self.item is not None
-        return f"a list of {self.length or 'at least 1'}: {self.item.allowed}"
+        count = "any number" if self.empty else self.length or "at least 1"
+        return f"a list of {count}: {self.item.allowed}"
 
     def read(self, value: Any) -> tuple[Any, ...]:
         """Return the items."""
-        if self.item is None or not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        if self.item is None or not isinstance(value, Sequence) or isinstance(value, str):
+            raise TypeError
+        if not value and not self.empty:
             raise TypeError
         if self.length is not None and len(value) != self.length:
             raise TypeError
@@ -274,7 +278,8 @@ class Several(Leaf):
     def schema(self) -> dict[str, Any]:
         """An array."""
         assert self.item is not None
-        count = {"minItems": self.length, "maxItems": self.length} if self.length else {"minItems": 1}
+        least = self.length or (0 if self.empty else 1)
+        count = {"minItems": least} | ({"maxItems": self.length} if self.length else {})
         return {"type": "array", "items": self.item.schema()} | count
 
 

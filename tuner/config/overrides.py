@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.config.fields import choices, fields, find, suggestion
+from tuner.config.fields import choices, fields, find, item_fields, list_of, suggestion
 from tuner.config.tree import KeyPath, Node, Problems
 from tuner.config.yaml import read_yaml, resolve
 
@@ -78,8 +78,9 @@ def _merge_one(tree: Node, key: str, override: Override, cwd: Path, problems: Pr
         elif isinstance(following, int) and not isinstance(child.value, list):
             child.value = [Node(child.value, child.where, child.base, child.key_where)]
         elif not isinstance(following, int) and not isinstance(child.value, dict):
-            as_path = isinstance(part, int) and isinstance(child.value, str)
-            child.value = {"path": Node(child.value, child.where, child.base, child.key_where)} if as_path else {}
+            names = item_fields(list_of(path)) if isinstance(part, int) and isinstance(child.value, str) else {}
+            bare = Node(child.value, child.where, child.base, child.key_where)
+            child.value = {next(iter(names)): bare} if names else {}
         node = child
     value = _read(key, override, cwd, problems)
     if value is not None:
@@ -101,7 +102,7 @@ def _read(key: str, override: Override, cwd: Path, problems: Problems) -> Node |
     text = override.text or ""
     field = find(key)
     flow = text.lstrip().startswith(("[", "{"))
-    takes_text = field is not None and field.takes_text and not key.startswith("model.config")
+    takes_text = field is not None and field.takes_text
     if not flow or (takes_text and field is not None and field.leaf is not None):
         return Node(text if takes_text else resolve(text), override.where, cwd, override.where, flag=True)
     inner = Problems()

@@ -43,9 +43,9 @@ def _path_nodes(tree: Node) -> Iterator[tuple[KeyPath, Node, Callable[[str, Path
         if tree.has(path):
             yield path, tree.at(path), resolve
     hooks = tree.child("hooks")
-    count = len(hooks.value) if hooks is not None and isinstance(hooks.value, list) else 0
+    items = hooks.value if hooks is not None and isinstance(hooks.value, list) else []
     uses: list[KeyPath] = [("optimizer", "use"), ("schedule", "use"), ("method", "use")]
-    uses += [("hooks", index, "use") for index in range(count)]
+    uses += [("hooks", index, "use") if item.child("use") else ("hooks", index) for index, item in enumerate(items)]
     for use in uses:
         if tree.has(use):
             yield use, tree.at(use), _plugin

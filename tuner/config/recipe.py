@@ -14,6 +14,9 @@ Auto = Literal["auto"]
 Durations = tuple[Duration, ...]
 Bool = Annotated[bool, Switch()]
 TIMES = ("s", "min", "h")
+Stage = Literal["start", "step", "evaluation", "save", "end"]
+STAGES: tuple[Stage, ...] = ("start", "step", "evaluation", "save", "end")
+"""When a hook may be called, in the order of a run."""
 
 
 class Section(BaseModel):
@@ -315,6 +318,37 @@ class LoggingSection(Section):
     """Least severe messages shown."""
     console_every: Annotated[Duration, Span(units=TIMES)] = Duration.parse("2 s")
     """Time between two refreshes of the console and of metrics.jsonl."""
+    trackers: Annotated[
+        tuple[str, ...], Several(item=Choice(values=("tensorboard", "wandb", "mlflow")), empty=True)
+    ] = ()
+    """Where every line of metrics.jsonl goes too; each is an extra to install, such as tuner[wandb]."""
+    project: Annotated[str, Text(kind="the name of a project")] = "tuner"
+    """Project of wandb and experiment of mlflow that the run belongs to."""
+    tags: Annotated[tuple[str, ...], Several(item=Text(kind="words"), empty=True)] = ()
+    """Labels of the run in wandb and mlflow."""
+
+
+PLUGIN = r"(?:.+\.py:[^\W\d]\w*|(?!.*\.py$)(?!.*:)\S.*)"
+
+
+class HookSection(Section):
+    """Code of the user's own that is told how the run goes on."""
+
+    use: Annotated[str, Text(kind="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)]
+    """FILE.py:NAME, or the name of an entry point of the group tuner.hooks: a class or a function."""
+    stages: Annotated[tuple[Stage, ...], Several(item=Choice(values=STAGES))] = STAGES
+    """What it is told about: start, step, evaluation, save and end of a launch."""
+    every: Annotated[Durations | None, Cadence(units=("steps", "epochs", "%", *TIMES))] = (Duration.parse("1 step"),)
+    """How often it is told about a step; above 1 step it is told at once, else when metrics.jsonl is written."""
+    options: Annotated[dict[str, Any], Table()] = {}
+    """Keyword arguments of the class or function."""
+
+
+def read_hooks(value: Any) -> Any:
+    """Turn a list of names and mappings into a list of mappings."""
+    if not isinstance(value, (list, tuple)):
+        raise refuse(f"got {shown(value)}; allowed: a list of {{use, stages, every, options}}")
+    return [{"use": item} if isinstance(item, str) else item for item in value]
 
 
 UNIONS: dict[str, dict[str, type[Section]]] = {
@@ -323,6 +357,8 @@ UNIONS: dict[str, dict[str, type[Section]]] = {
     "schedule": {"cosine": CosineSchedule, "linear": LinearSchedule, "constant": ConstantSchedule},
 }
 """Sections with a choice: the first kind is the default."""
+ITEMS: dict[str, type[Section]] = {"data.train": DataSource, "data.eval": DataSource, "hooks": HookSection}
+"""Keys whose value is a list of sections; a bare text in it is the section's first key."""
 
 
 def kind_of(section: str, value: Any) -> str:
@@ -375,3 +411,5 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     parallel: ParallelSection = ParallelSection()
     logging: LoggingSection = LoggingSection()
+    hooks: Annotated[tuple[HookSection, ...], BeforeValidator(read_hooks, json_schema_input_type=Any)] = ()
+    """User code that is told how the run goes on: {use, stages, every, options} each, called in this order."""

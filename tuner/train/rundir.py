@@ -16,6 +16,7 @@ SCHEMA = "tuner.run/1"
 # Keys that may differ when a run goes on: they change neither the weights nor the data.
 FREE_KEYS = (
     "logging.",
+    "hooks",
     "checkpoint.",
     "parallel.",
     "train.stop_after",
