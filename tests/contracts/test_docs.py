@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
-GROUPS = {"config", "data", "recipes"}
+GROUPS = {"config", "data", "recipes", "runs"}
 
 
 def blocks(path: Path, language: str) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "tuner"
 BASE = {"errors", "config", "runtime"}
-BELOW_TRAIN = BASE | {"data", "model", "parallel", "checkpoint"}
+BELOW_TRAIN = BASE | {"data", "model", "parallel", "checkpoint", "history"}
 # What each part of the package may import, besides itself.
 LAW: dict[str, set[str]] = {
     "errors": set(),
@@ -23,6 +23,7 @@ LAW: dict[str, set[str]] = {
     "model": BASE,
     "checkpoint": BASE,
     "parallel": BASE | {"model"},
+    "history": BASE | {"checkpoint"},
     "export": BASE | {"model", "checkpoint"},
     "train": BELOW_TRAIN,
     "profile": BELOW_TRAIN | {"train"},
@@ -34,7 +35,7 @@ LAW: dict[str, set[str]] = {
 }
 HEAVY = {"torch", "transformers", "peft", "datasets", "liger_kernel", "accelerate"}
 # These never import torch or transformers, not even inside a function.
-NEVER_HEAVY = {"errors", "config", "data"}
+NEVER_HEAVY = {"errors", "config", "data", "history"}
 # These may, but only inside a function.
 LAZILY_HEAVY = {"runtime", "cli", "api", ""}
 # Who may see the whole recipe; everything else gets its own section or plain values.

@@ -70,6 +70,9 @@ COMMANDS = [
     ["generate", "--help"],
     ["profile", "--help"],
     ["train", "nowhere.yaml"],
+    ["runs", "--help"],
+    ["runs", "list", "."],
+    ["runs", "show", "."],
 ]
 
 WATCH = """

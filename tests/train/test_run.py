@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tools import resume_campaign
-from tuner.checkpoint.load import newest, step_dirs
+from tuner.checkpoint.load import newest
+from tuner.checkpoint.steps import step_dirs
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.data.batches import GlobalBatches

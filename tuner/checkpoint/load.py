@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from tuner.checkpoint.agree import Ranks, first_failure
 from tuner.checkpoint.index import DTYPE_NAMES, INDEX_NAME, Index, TensorEntry, read_index
+from tuner.checkpoint.steps import STEP, step_dirs
 from tuner.checkpoint.storage import SafetensorsReader, read_box, shard_name, tensor_bytes
 from tuner.errors import DataError
 from tuner.runtime.files import MANIFEST_NAME, json_bytes, read_json, verify_entries
@@ -30,7 +30,6 @@ STATE_NAME = "state.json"
 PROBE_NAME = "probe.safetensors"
 SHOWN_KEYS = 3
 SEAL = "manifest_sha256"
-_STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})", flags=re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -57,25 +56,6 @@ def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest as it reads back from JSON, with the SHA-256 of all its other fields in `manifest_sha256`."""
     body: dict[str, Any] = json.loads(json_bytes({key: value for key, value in manifest.items() if key != SEAL}))
     return {**body, SEAL: hashlib.sha256(json_bytes(body)).hexdigest()}
-
-
-def step_name(step: int) -> str:
-    """The directory of a step: `step-120`."""
-    if step < 0:
-        raise ValueError(f"step {step} is negative")
-    return f"step-{step}"
-
-
-def step_dirs(checkpoints_dir: Path) -> list[tuple[int, Path]]:
-    """All `step-N` directories, valid or not, newest first; links and other names are passed over."""
-    if not checkpoints_dir.is_dir():
-        return []
-    found = [
-        (int(match[1]), path)
-        for path in checkpoints_dir.iterdir()
-        if (match := _STEP.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
-    ]
-    return sorted(found, reverse=True)
 
 
 def newest(
@@ -108,7 +88,7 @@ def open_checkpoint(path: Path, verify: bool = True) -> CheckpointInfo:
         raise DataError(f"{manifest_path}: step, world_size or files is missing or of the wrong type")
     if not isinstance(manifest.get("meta"), dict):
         raise DataError(f"{manifest_path}: meta is missing")
-    if (match := _STEP.fullmatch(path.name)) and int(match[1]) != step:
+    if (match := STEP.fullmatch(path.name)) and int(match[1]) != step:
         raise DataError(f"{manifest_path}: belongs to step {step}, not to {path.name}")
     shards = {name for name in files if name.startswith("rank-")}
     if not 0 < world_size <= len(shards) + 1 or shards != {shard_name(rank, world_size) for rank in range(world_size)}:

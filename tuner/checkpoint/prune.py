@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from tuner.checkpoint.load import open_checkpoint, step_dirs
+from tuner.checkpoint.load import open_checkpoint
+from tuner.checkpoint.steps import step_dirs
 from tuner.errors import DataError
 from tuner.runtime.files import discard_dir
 

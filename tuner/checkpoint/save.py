@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from tuner.checkpoint.agree import Ranks, first_failure
 from tuner.checkpoint.index import INDEX_NAME
-from tuner.checkpoint.load import MANIFEST_SCHEMA, PROBE_NAME, STATE_NAME, open_checkpoint, sealed, step_name
+from tuner.checkpoint.load import MANIFEST_SCHEMA, PROBE_NAME, STATE_NAME, open_checkpoint, sealed
+from tuner.checkpoint.steps import step_name
 from tuner.checkpoint.storage import SafetensorsWriter, WrittenFile, total_bytes
 from tuner.errors import DataError, MachineError, TunerError
 from tuner.runtime.files import (

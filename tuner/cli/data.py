@@ -162,7 +162,7 @@ def _facts(entry: Entry) -> dict[str, Any]:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     """One line for each directory, in columns; numbers to the right."""
-    from tuner.runtime.console import escape
+    from tuner.cli.table import columns
 
     lines = [("level", "key", "bytes", "documents", "tokens", "rows", "sources")]
     for row in rows:
@@ -170,15 +170,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
         sources = row.get("sources", [])
         shown = ", ".join(sources[:2]) + (f" and {len(sources) - 2:,} more" if len(sources) > 2 else "")
         counts = ("damaged", "") if row["damaged"] else (f"{row['documents']:,}", f"{row['tokens']:,}")
-        lines.append((row["level"], row["key"], f"{row['bytes']:,}", *counts, packed, escape(shown)))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if 2 <= i <= 5 else text.ljust(width)
-            for i, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+        lines.append((row["level"], row["key"], f"{row['bytes']:,}", *counts, packed, shown))
+    return columns(lines, right=range(2, 6))
 
 
 def _shown(entry: Entry) -> str:

@@ -20,6 +20,7 @@ COMMANDS: dict[str, str] = {
     "train": "Train the recipe's model, or go on where it stopped.",
     "resume": "Go on with a stopped run.",
     "export-hf": "Write a Hugging Face directory and verify it.",
+    "runs": "List, show, compare, plot or remove runs.",
     "generate": "Write text with a run, a checkpoint or a Hugging Face directory.",
     "profile": "Measure memory and time over a few steps.",
     "config": "Check, show or describe a recipe.",
@@ -27,7 +28,7 @@ COMMANDS: dict[str, str] = {
 }
 """Every command and its line of help; its file `tuner/cli/<command>.py` is imported only when it runs."""
 
-GROUPS = frozenset({"config", "data", "recipes"})
+GROUPS = frozenset({"config", "data", "recipes", "runs"})
 TAKES_RECIPE = frozenset({"prepare-data", "train", "profile", "config"})
 SHOWS_FLAGS = frozenset({"prepare-data", "train", "profile"})
 

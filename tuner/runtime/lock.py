@@ -16,6 +16,21 @@ from tuner.errors import MachineError
 from tuner.runtime.files import machine_error, write_all
 
 
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds the lock file `path`; it is neither made nor written to. False where it cannot be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+    finally:
+        os.close(descriptor)
+    return False
+
+
 class FileLock:
     """An exclusive `flock` on a file, which is created, filled with the holder's name and never removed.
 

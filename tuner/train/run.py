@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 
 from tuner.checkpoint.agree import Ranks
-from tuner.checkpoint.load import CheckpointInfo, load_into, newest, step_dirs
+from tuner.checkpoint.load import CheckpointInfo, load_into, newest
 from tuner.checkpoint.save import CheckpointDir
+from tuner.checkpoint.steps import step_dirs
 from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import Recipe

@@ -1,18 +1,17 @@
 """The run directory: who may write to it, what it holds, and whether a recipe belongs to it."""
 
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.load import step_dirs
-from tuner.errors import DataError, RecipeError
-from tuner.runtime.files import read_json, write_atomic, write_json
+from tuner.checkpoint.steps import step_dirs
+from tuner.errors import RecipeError
+from tuner.history.record import CHECKPOINTS, RECORD, RESOLVED_RECIPE, SCHEMA, flatten, read_record, utc_now
+from tuner.runtime.files import write_atomic, write_json
 from tuner.runtime.versions import git_state, versions
 
-SCHEMA = "tuner.run/1"
 # Keys that may differ when a run goes on: they change neither the weights nor the data.
 FREE_KEYS = (
     "logging.",
@@ -38,17 +37,17 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         """Committed checkpoints, `step-N` each."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def record(self) -> Path:
         """`run.json`: status, launches, versions."""
-        return self.path / "run.json"
+        return self.path / RECORD
 
     @property
     def resolved_recipe(self) -> Path:
         """The recipe without `auto`, with absolute paths."""
-        return self.path / "recipe.resolved.yaml"
+        return self.path / RESOLVED_RECIPE
 
     def read_record(self) -> dict[str, Any] | None:
         """The run's record; None where no run has started. Raises RecipeError for a directory of something else."""
@@ -65,10 +64,7 @@ class RunDir:
                 f"{self.path} holds something else than a run ({min(others)})",
                 hint="choose another name or output_dir; nothing was changed",
             )
-        record = read_json(self.record)
-        if record.get("schema") != SCHEMA or not isinstance(record.get("launches"), list):
-            raise DataError(f"{self.record}: not a run record of this version ({record.get('schema')!r})")
-        return record
+        return read_record(self.path)
 
     def begin(self, record: dict[str, Any] | None, launch_facts: Mapping[str, Any]) -> dict[str, Any]:
         """Write down the start of a launch; returns the record."""
@@ -76,7 +72,7 @@ class RunDir:
         record["status"] = "running"
         record["launches"].append(
             {
-                "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "started": utc_now(),
                 "versions": versions(),
                 "git": git_state(Path(__file__).parent),
                 **launch_facts,
@@ -89,7 +85,7 @@ class RunDir:
         """Write down how a launch ended."""
         record["status"] = status
         record["launches"][-1] |= {
-            "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "ended": utc_now(),
             "status": status,
             "step": step,
             "why": why,
@@ -100,17 +96,6 @@ class RunDir:
         """Keep the recipe as given and as resolved."""
         write_atomic(self.path / "recipe.yaml", text.encode())
         write_atomic(self.resolved_recipe, resolved.encode())
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as one level with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

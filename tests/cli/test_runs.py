@@ -1,0 +1,114 @@
+"""`tuner runs` by its real command lines: what is printed, where, and with which code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.history import made
+from tuner.cli.document import SCHEMA_PATH
+from tuner.history.record import hold
+
+ROOT = Path(__file__).parents[2]
+START = ("2026-01-02T10:00:00Z", "2026-01-02T11:00:00Z")
+SCHEMA = json.loads(SCHEMA_PATH.read_text())
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory with two runs of different recipes under runs/."""
+    made.run(tmp_path / "runs" / "slow")
+    launches = [made.launch("11:00:00", "11:00:20", 0, 4, total_steps=4)]
+    lines = [made.step_line(4, 0.25), made.eval_line(4, 0.125, orders=0.1, chat=0.2)]
+    made.run(tmp_path / "runs" / "fast", lines, "seed: 1\noptimizer: {lr: 0.003}\n", launches)
+    return tmp_path
+
+
+def runs(place: Path, *words: str, code: int = 0, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tuner", "runs", *words],
+        cwd=place, env=environment, input=stdin, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(done.stdout)
+    jsonschema.Draft202012Validator(SCHEMA).validate(value)
+    return value
+
+
+def test_list(place: Path) -> None:
+    heading, slow, fast = runs(place, "list").stdout.splitlines()
+    assert heading.split()[:5] == ["run", "status", "step", "loss", "eval"]
+    assert slow.split() == ["slow", "finished", "4", "0.5000", "0.7500", "0.7500", "at", "4", "400", "1:30", START[0]]
+    assert fast.split() == ["fast", "finished", "4/4", "0.2500", "0.1250", "0.1250", "at", "4", "400", "0:20", START[1]]
+    (place / "runs" / "broken").mkdir()
+    (place / "runs" / "broken" / "run.json").write_text("{")
+    listed = document(runs(place, "list", "runs", "--json"))
+    assert [run["name"] for run in listed["artifacts"]["runs"]] == ["slow", "fast"]
+    assert "broken" in listed["warnings"][0]
+    (place / "empty").mkdir()
+    assert "no runs in" in runs(place, "list", "empty").stdout
+    assert "no such directory" in runs(place, "list", "nowhere", code=2).stderr
+
+
+def test_show(place: Path) -> None:
+    (place / "runs" / "fast" / "checkpoints" / "step-4").mkdir(parents=True)
+    shown = runs(place, "show", "-", stdin="runs/fast\n").stdout
+    for part in ("status    finished", "eval      0.1000  orders", "launch 1", "saved     checkpoints/step-4"):
+        assert part in shown
+    facts = document(runs(place, "show", "runs/fast", "--json"))["artifacts"]
+    assert facts["eval_sources"] == {"orders": 0.1, "chat": 0.2}
+    assert facts["recipe"]["optimizer.lr"] == 0.003
+    assert "is not a run" in runs(place, "show", ".", code=2).stderr
+
+
+def test_compare(place: Path) -> None:
+    lines = [line.split() for line in runs(place, "compare", "runs/slow", "runs/fast").stdout.splitlines()]
+    assert lines[:3] == [
+        ["run", "slow", "fast"],
+        ["optimizer.lr", "0.001", "0.003"],
+        ["status", "finished", "finished"],
+    ]
+    assert ["eval", "0.7500", "0.1250"] in lines
+    many = [str(made.run(place / "runs" / f"r{i}", recipe=f"seed: {i}\n")) for i in range(10)]
+    down = runs(place, "compare", *many).stdout.splitlines()
+    assert len(down) == 11
+    assert [line.split()[:2] for line in down[:2]] == [["run", "seed"], ["r0", "0"]]
+    compared = document(runs(place, "compare", "runs/slow", "runs/fast", "--json"))["artifacts"]
+    assert compared["differing"] == ["optimizer.lr"]
+    assert [run["recipe"] for run in compared["runs"]] == [{"optimizer.lr": 0.001}, {"optimizer.lr": 0.003}]
+
+
+def test_plot(place: Path) -> None:
+    one = runs(place, "plot", "runs/slow")
+    assert one.stdout == f"{place / 'runs' / 'slow' / 'curves.html'}\n"
+    assert "training loss" in one.stderr
+    assert "⠁" <= max(one.stderr) <= "⣿"
+    both = document(runs(place, "plot", "runs/slow", "runs/fast", "--smoothing", "0.3", "--json"))
+    assert both["artifacts"]["path"] == str(place / "curves.html")
+    assert '"smoothing":0.3' in (place / "curves.html").read_text()
+    runs(place, "plot", "runs/slow", "--output", "runs/slow/run.json", code=2)
+    empty = made.run(place / "runs" / "empty", [])
+    assert "nothing to draw" in runs(place, "plot", str(empty), code=3).stderr
+
+
+def test_rm(place: Path) -> None:
+    with hold(place / "runs" / "slow"):
+        assert f"process {os.getpid()}" in runs(place, "rm", "runs/fast", "runs/slow", code=4).stderr
+    assert "is not a run" in runs(place, "rm", "runs", code=2).stderr
+    assert sorted(os.listdir(place / "runs")) == ["fast", "slow"]
+    assert runs(place, "rm", "runs/fast").stdout == f"{place / 'runs' / 'fast'}\n"
+    assert document(runs(place, "rm", "runs/slow", "--json"))["artifacts"]["removed"] == [str(place / "runs" / "slow")]
+    assert os.listdir(place / "runs") == []

@@ -1,0 +1,268 @@
+"""`tuner runs`: the directories of runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tuner.cli.session import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, input_path, run_command
+
+if TYPE_CHECKING:
+    from tuner.history.curves import Chart
+    from tuner.history.record import Run
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+RunArgument = Annotated[str, typer.Argument(help="Run directory, or - for a path on stdin.")]
+RunsArgument = Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories, or - for a path on stdin.")]
+FIGURES = {
+    "status": "status", "step": "step", "loss": "loss", "eval_loss": "eval", "best_eval_loss": "best eval",
+    "tokens": "tokens", "seconds": "time",
+}  # fmt: skip
+"""What the tables show of a run's summary, and its heading."""
+TEXT = frozenset({"status"})
+SHOWN_CHARACTERS = 40
+DRAWN = ("loss", "eval", "lr", "grad_norm", "tok_per_s")
+"""Charts that the terminal shows; the page shows all."""
+CHART_ROWS, TWO_CHARTS, MOST_COLUMNS = 6, 100, 160
+
+
+@app.command("list")
+def list_runs(
+    directory: Annotated[str, typer.Argument(metavar="[DIR]", help="Directory that holds runs.")] = "runs",
+    json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """List runs, oldest first: status, steps, losses, tokens and time."""
+
+    def body() -> Outcome:
+        from tuner.history.record import find_runs
+        from tuner.history.summary import summary
+
+        place = input_path(directory)
+        runs, damaged = find_runs(place)
+        found = [summary(run) for run in runs]
+        names = [os.path.relpath(run.path, place) if run.path != place else run.name for run in runs]
+        lines = [_row(name, item, "started") for name, item in zip(names, found, strict=True)]
+        text = _table([["run", *FIGURES.values(), "started"], *lines]) if runs else f"no runs in {place}"
+        return Outcome(text, artifacts={"runs": found}, metrics={"runs": len(runs)}, warnings=damaged, is_text=True)
+
+    run_command("runs list", OutputOptions(json, verbose, debug), body)
+
+
+@app.command()
+def show(
+    run: RunArgument, json: JsonOption = False, verbose: VerboseOption = False, debug: DebugOption = False
+) -> None:
+    """Show a run: its figures, its launches, its checkpoints and what it ran on."""
+
+    def body() -> Outcome:
+        from tuner.history.record import read_run
+        from tuner.history.summary import source_losses, summary
+
+        found = read_run(input_path(run))
+        artifacts = {
+            "run": summary(found),
+            "eval_sources": source_losses(found),
+            "launches": found.launches,
+            "checkpoints": [str(path) for path in found.checkpoints],
+            "recipe": found.recipe,
+        }
+        return Outcome(_shown(found), artifacts=artifacts, is_text=True)
+
+    run_command("runs show", OutputOptions(json, verbose, debug), body)
+
+
+@app.command()
+def compare(
+    runs: RunsArgument, json: JsonOption = False, verbose: VerboseOption = False, debug: DebugOption = False
+) -> None:
+    """Compare runs: the keys in which their recipes differ, losses, tokens and time."""
+
+    def body() -> Outcome:
+        from tuner.config.dump import flow
+        from tuner.history.summary import differing, summary
+
+        found = _open(runs)
+        recipes = [run.recipe for run in found]
+        keys = differing(recipes)
+        summaries = [summary(run) for run in found]
+        values = [{key: recipe.get(key) for key in keys} for recipe in recipes]
+        lines = [["run", *keys, *FIGURES.values()]]
+        for name, item, own in zip(_names(found), summaries, values, strict=True):
+            shown = [_cut(flow(own[key])) for key in keys]
+            first, *rest = _row(name, item)
+            lines.append([first, *shown, *rest])
+        text = _table(lines, len(keys)) if len(found) >= len(lines[0]) else _table_across(lines)
+        compared = [{**item, "recipe": own} for item, own in zip(summaries, values, strict=True)]
+        return Outcome(text, artifacts={"runs": compared, "differing": keys}, is_text=True)
+
+    run_command("runs compare", OutputOptions(json, verbose, debug), body)
+
+
+@app.command()
+def plot(
+    runs: RunsArgument,
+    output: Annotated[
+        str | None, typer.Option(help="The page to write; default curves.html in the run, or here for several.")
+    ] = None,
+    smoothing: Annotated[float, typer.Option(min=0.0, max=0.99, help="Where the page's smoothing begins.")] = 0.8,
+    json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Draw the curves of runs in the terminal, and as one HTML page that needs no network."""
+
+    def body() -> Outcome:
+        from tuner.errors import DataError
+        from tuner.history.curves import charts
+        from tuner.history.page import write_page
+
+        found = _open(runs)
+        drawn = charts(found)
+        if not drawn:
+            raise DataError("there is nothing to draw yet: no step was written", hint="wait for the first steps")
+        default = found[0].path / "curves.html" if len(found) == 1 else Path("curves.html")
+        page = input_path(output) if output is not None else default.absolute()
+        write_page(page, found, drawn, smoothing)
+        _draw(drawn, _names(found))
+        return Outcome(str(page), artifacts={"charts": [chart.key for chart in drawn]}, metrics={"runs": len(found)})
+
+    run_command("runs plot", OutputOptions(json, verbose, debug), body)
+
+
+@app.command()
+def rm(
+    runs: RunsArgument, json: JsonOption = False, verbose: VerboseOption = False, debug: DebugOption = False
+) -> None:
+    """Remove runs with their checkpoints and exports; one that is in use, or something else, is refused."""
+
+    def body() -> Outcome:
+        from tuner.history.remove import remove_runs
+
+        removed = [str(path) for path in remove_runs([input_path(run) for run in runs])]
+        return Outcome("\n".join(removed), artifacts={"removed": removed}, is_text=True)
+
+    run_command("runs rm", OutputOptions(json, verbose, debug), body)
+
+
+def _open(runs: Sequence[str]) -> list[Run]:
+    from tuner.history.record import read_run
+
+    return [read_run(path) for path in dict.fromkeys(input_path(run) for run in runs)]
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """The runs' names, with as much of their paths as tells them apart."""
+    names = [run.name for run in runs]
+    if len(set(names)) == len(names):
+        return names
+    return [os.path.relpath(run.path) for run in runs]
+
+
+def _row(name: str, item: dict[str, Any], *more: str) -> list[str]:
+    return [name, *(_figure(item, key) for key in FIGURES), *(str(item[key]) for key in more)]
+
+
+def _figure(item: dict[str, Any], key: str) -> str:
+    """One figure of a summary for people."""
+    from tuner.runtime.console import clock
+
+    value = item[key]
+    if key == "step":
+        return f"{value:,}" + (f"/{item['total_steps']:,}" if item["total_steps"] else "")
+    if key == "best_eval_loss":
+        return "-" if value is None else f"{value:.4f} at {item['best_eval_step']:,}"
+    if key == "seconds":
+        return clock(value)
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _table(lines: Sequence[Sequence[str]], keys: int = 0) -> str:
+    """Runs below each other; figures to the right, `keys` columns after the name are texts."""
+    from tuner.cli.table import columns
+
+    heading = lines[0]
+    texts = {i for i, name in enumerate(heading) if i <= keys or name in {"status", "started"}}
+    return columns(lines, right=[i for i in range(len(heading)) if i not in texts])
+
+
+def _table_across(lines: Sequence[Sequence[str]]) -> str:
+    """Runs beside each other."""
+    from tuner.cli.table import columns
+
+    return columns(list(zip(*lines, strict=True)))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
+
+
+def _shown(run: Run) -> str:
+    """A run line by line."""
+    from tuner.history.summary import source_losses, summary
+    from tuner.runtime.console import LABEL_WIDTH, escape
+
+    item, recipe = summary(run), run.recipe
+    lines = [("run", str(run.path)), ("status", item["status"])]
+    if recipe:
+        kind = recipe.get("adapter.kind")
+        lines.append(("model", f"{recipe.get('model.name_or_path')}, {'all trained' if kind == 'none' else kind}"))
+    lines.append(("step", f"{_figure(item, 'step')}  {_figure(item, 'tokens')} tokens  {_figure(item, 'seconds')}"))
+    lines.append(("loss", f"{_figure(item, 'loss')}  eval {_figure(item, 'eval_loss')}"))
+    if item["best_eval_loss"] is not None:
+        lines[-1] = ("loss", f"{lines[-1][1]}  best eval {_figure(item, 'best_eval_loss')}")
+    lines += [("eval", f"{loss:.4f}  {name}") for name, loss in source_losses(run).items()]
+    lines += [(f"launch {number}", _launch(launch)) for number, launch in enumerate(run.launches, 1)]
+    lines += [("saved", str(path.relative_to(run.path))) for path in run.checkpoints]
+    versions = run.launches[-1].get("versions", {}) if run.launches else {}
+    lines.append(("versions", "  ".join(f"{name} {version}" for name, version in versions.items())))
+    return "\n".join(f"{label:<{LABEL_WIDTH}}{escape(str(text))}" for label, text in lines)
+
+
+def _launch(launch: dict[str, Any]) -> str:
+    """One launch on one line: when, from where to where, how it ended, on what and from which commit."""
+    git = launch.get("git") or {}
+    commit = f"commit {str(git.get('commit'))[:12]}{' with changes' if git.get('dirty') else ''}" if git else ""
+    parts = [
+        f"{launch.get('started')} to {launch.get('ended') or '...'}",
+        f"step {launch.get('from_step', 0)} to {launch.get('step', '...')}",
+        " ".join(str(part) for part in (launch.get("status"), launch.get("why")) if part),
+        f"{launch.get('world_size', 1)} x {launch.get('device', '?')}",
+        commit,
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def _draw(charts: Sequence[Chart], names: Sequence[str]) -> None:
+    """Draw the charts on stderr, two beside each other where there is room; NO_COLOR gives letters to several runs."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from tuner.history.terminal import LETTERS, draw
+    from tuner.runtime.console import escape
+
+    colours = ("blue", "yellow", "green", "magenta", "cyan", "red")
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    letters = len(names) > 1 and (console.color_system is None or console.no_color)
+    width = min(console.width, MOST_COLUMNS)
+    beside = 2 if width >= TWO_CHARTS else 1
+    drawn = [draw(c, width // beside - beside, CHART_ROWS, letters) for c in charts if c.key in DRAWN]
+    styles = [colours[number % len(colours)] for number in range(len(names))]
+    for start in range(0, len(drawn), beside):
+        for parts in zip(*drawn[start : start + beside], strict=True):
+            line = Text()
+            for number, spans in enumerate(parts):
+                line.append(" " * max(0, number * (width // beside) - line.cell_len))
+                for text, run in spans:
+                    line.append(text, style="" if run is None or letters else styles[run])
+            console.print(line)
+    for number, name in enumerate(names if len(names) > 1 else []):
+        mark = LETTERS[number % len(LETTERS)] if letters else "━━"
+        console.print(Text.assemble((mark, "" if letters else styles[number]), f" {escape(name)}"))

@@ -1,0 +1,1 @@
+"""Looking at runs, finished or not: what their directories tell, beside each other, and as curves."""
