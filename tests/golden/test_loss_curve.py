@@ -46,9 +46,7 @@ def test_the_losses_are_those_of_the_golden_run(name: str, sections: dict[str, A
     assembly = assembly_for(recipe_for(tmp_path, **everything), TRAINED, Launch())
     table = assembly.timetable
     losses = [
-        optimizer_step(
-            assembly.learner, step, assembly.batches.step(step), table.schedule.factor(step + 1), ()
-        ).loss
+        optimizer_step(assembly.learner, step, assembly.batches.step(step), table.schedule.factor(step + 1)).read().loss
         for step in range(table.plan.total_steps)
     ]
     assert losses == pytest.approx(LOSSES[name], rel=1e-4)

@@ -26,7 +26,7 @@ def main() -> None:
     with process_group(launch, "cpu", 120):
         assembly = assembly_for(recipe, options["trained"], launch)
         results = [
-            optimizer_step(assembly.learner, step, assembly.batches.step(step), 1.0, (False,))
+            optimizer_step(assembly.learner, step, assembly.batches.step(step), 1.0).read()
             for step in range(options["steps"])
         ]
     if launch.is_main:

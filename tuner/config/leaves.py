@@ -333,6 +333,33 @@ class Names(Leaf):
         return {"type": "object", "properties": dict.fromkeys(self.keys, names), "additionalProperties": False}
 
 
+@dataclass(frozen=True)
+class Skips(Leaf):
+    """`stop`, which is none, or `{skip: N}`: how many there may be."""
+
+    aliases: tuple[tuple[str, Any], ...] = (("stop", 0),)
+
+    @property
+    def what(self) -> str:
+        """The description of the ordinary values."""
+        return "{skip: 3}"
+
+    def read(self, value: Any) -> int:
+        """Return the number."""
+        if not isinstance(value, Mapping) or set(value) != {"skip"}:
+            raise TypeError
+        return Whole(ge=1, le=10**6).read(value["skip"])
+
+    def plain(self, value: Any) -> Any:
+        """Return the mapping."""
+        return {"skip": value}
+
+    def schema(self) -> dict[str, Any]:
+        """An object with one key."""
+        count = {"type": "integer", "minimum": 1}
+        return {"type": "object", "properties": {"skip": count}, "required": ["skip"], "additionalProperties": False}
+
+
 def _plain(value: Any) -> bool:
     return value is not None and not isinstance(value, (Mapping, list, tuple))
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Tag, model_validator
 
 from tuner.config.duration import Duration
-from tuner.config.leaves import Choice, Names, Real, Several, Switch, Table, Text, Whole, refuse, shown
+from tuner.config.leaves import Choice, Names, Real, Several, Skips, Switch, Table, Text, Whole, refuse, shown
 from tuner.config.spans import Cadence, Span
 
 Auto = Literal["auto"]
@@ -219,6 +219,16 @@ class TrainSection(Section):
     """Where to train; auto takes CUDA when there is one."""
     max_grad_norm: Annotated[float | None, Real(gt=0, aliases=(("never", None),))] = 1.0
     """Gradient norm above which gradients are scaled down; never clips nothing and still logs it."""
+    nonfinite: Annotated[int, Skips()] = 0
+    """A loss or gradient that is not finite: stop (exit code 7), or leave out up to N such updates with {skip: N}."""
+    skip_spikes: Annotated[float | None, Real(gt=0, aliases=(("never", None),))] = None
+    """Leave out an update whose loss or gradient norm is so many standard deviations above the last 128 steps' mean."""
+    deterministic: Bool = False
+    """Use deterministic kernels alone: the same bits on the same machine each time, at some cost on CUDA."""
+    overfit_first_batch: Bool = False
+    """Train on the first global batch again and again: a model that can learn at all learns it by heart."""
+    mock_batch: Annotated[bool | Auto, Switch(words=("auto",))] = "auto"
+    """Run the largest possible micro-batch before the first step, so that a lack of memory shows; auto is on CUDA."""
 
 
 class OptimizerSection(Section):

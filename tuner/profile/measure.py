@@ -174,7 +174,7 @@ def _step(assembly: Assembly, batch_index: int, index: int) -> int:
     table = assembly.timetable
     batches = assembly.batches.step(batch_index)
     factor = table.schedule.factor(min(index + 1, table.plan.total_steps))
-    optimizer_step(assembly.learner, index, batches, factor, ())
+    optimizer_step(assembly.learner, index, batches, factor)
     return batches.tokens
 
 

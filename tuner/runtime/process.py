@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
@@ -79,14 +79,19 @@ def gloo_group(timeout_s: float | None = None) -> ProcessGroup | None:
 
 def any_rank(flag: bool, group: ProcessGroup | None) -> bool:
     """Whether `flag` is true on any rank of `group`: collective; without a group, `flag` itself."""
+    return any_of((flag,), group)[0]
+
+
+def any_of(flags: Sequence[bool], group: ProcessGroup | None) -> tuple[bool, ...]:
+    """`any_rank` of several flags in one collective of the CPU's; the device is not waited for."""
     if group is None:
-        return flag
+        return tuple(flags)
     import torch
     import torch.distributed as dist
 
-    vote = torch.tensor(int(flag), dtype=torch.int32)
-    dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=group)
-    return bool(vote.item())
+    votes = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
+    return tuple(bool(vote) for vote in votes.tolist())
 
 
 def cores() -> int:

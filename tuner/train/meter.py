@@ -2,15 +2,13 @@
 
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from tuner.runtime.console import Console
-from tuner.train.plan import Plan
-from tuner.train.step import StepResult
 
 T = TypeVar("T")
 HEADER = f"{'step':>6} {'loss':>8} {'eval':>8} {'grad':>8} {'lr':>10} {'tok/s':>9} {'left':>8}"
@@ -26,39 +24,30 @@ class Meter:
     on_progress: Callable[[int, str], None] = lambda step, note: None
     _last_step: float = 0.0
     _last_shown: float = 0.0
-    _data_s: float = 0.0
     _mean_step_s: float = 0.0
     _line: dict[str, Any] | None = None
+    _shown_step: int = 0
     _header_shown: bool = False
 
     def begin(self) -> None:
         """Start the clock, before the first step of a launch."""
         self._last_step = self._last_shown = time.monotonic()
 
-    def timed(self, part: str, work: Callable[[], T]) -> T:
-        """Run ``work`` and count its time as waiting for data."""
+    def timed(self, work: Callable[[], T]) -> tuple[T, float]:
+        """Run ``work``; its result, and the seconds that it took."""
         started = time.monotonic()
         result = work()
-        self._data_s = time.monotonic() - started
-        return result
+        return result, time.monotonic() - started
 
-    def step_line(
-        self, step: int, plan: Plan, tokens: int, step_tokens: int, result: StepResult, lr: float
-    ) -> dict[str, Any]:
-        """One line of metrics.jsonl: what is determined by the recipe first, what the clock says last."""
+    def step_line(self, facts: Mapping[str, Any], step_tokens: int, data_s: float) -> dict[str, Any]:
+        """One line of metrics.jsonl: what is determined by the recipe (``facts``) first, what the clock says last."""
         now = time.monotonic()
         step_s, self._last_step = now - self._last_step, now
         self._mean_step_s = step_s if self._mean_step_s == 0 else 0.9 * self._mean_step_s + 0.1 * step_s
         self._line = {
-            "kind": "train",
-            "step": step,
-            "epoch": round(plan.epoch_at(step), 6),
-            "tokens": tokens,
-            "loss": result.loss,
-            "lr": lr,
-            "grad_norm": result.grad_norm,
+            **facts,
             "step_s": round(step_s, 4),
-            "data_s": round(self._data_s, 4),
+            "data_s": round(data_s, 4),
             "tok_per_s": round(step_tokens / step_s, 1),
             "mem_gib": round(peak_memory_bytes(self.device) / 2**30, 3),
         }
@@ -74,28 +63,33 @@ class Meter:
         self._show_header(console)
         console.line(f"{step:>6} {'-':>8} {loss:>8.4f} {'-':>8} {'-':>10} {'-':>9} {'-':>8}")
 
-    def refresh_due(self, step: int, total: int) -> bool:
+    def refresh_due(self) -> bool:
         """Whether it is time to print and write what is buffered."""
-        return step == total or time.monotonic() - self._last_shown >= self.refresh_s
+        return time.monotonic() - self._last_shown >= self.refresh_s
 
     def show(self, console: Console) -> None:
-        """Print the newest step."""
+        """Print the newest step, unless it was printed before."""
         self._last_shown = time.monotonic()
-        if self._line is None:
+        if self._line is None or self._line["step"] == self._shown_step:
             return
+        self._shown_step = self._line["step"]
         self._show_header(console)
         line = self._line
         remaining = _clock(round((self.total_steps - line["step"]) * self._mean_step_s))
         console.line(
-            f"{line['step']:>6} {line['loss']:>8.4f} {'':>8} {line['grad_norm']:>8.3f} {line['lr']:>10.2e} "
+            f"{line['step']:>6} {_shown(line['loss'], 4):>8} {'':>8} {_shown(line['grad_norm'], 3):>8} {line['lr']:>10.2e} "
             f"{line['tok_per_s']:>9,.0f} {remaining:>8}"
         )
-        self.on_progress(line["step"], f"loss {line['loss']:.4f}  {line['tok_per_s']:,.0f} tok/s")
+        self.on_progress(line["step"], f"loss {_shown(line['loss'], 4)}  {line['tok_per_s']:,.0f} tok/s")
 
     def _show_header(self, console: Console) -> None:
         if not self._header_shown:
             console.line(HEADER)
             self._header_shown = True
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return "none" if value is None else f"{value:.{digits}f}"
 
 
 def _clock(seconds: int) -> str:

@@ -28,7 +28,7 @@ class Updater:
     """
 
     takes_flag: bool
-    """Whether ``step`` honours ``bad``."""
+    """Whether ``step`` honours ``bad`` without a host read."""
     peak_lr: float
     """The learning rate of the main group at a factor of 1."""
 
@@ -50,19 +50,22 @@ class Updater:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
 
-    def step(self, bad: torch.Tensor | None = None) -> None:
-        """Update the parameters from their gradients.
+    def step(self, bad: torch.Tensor | None = None, divisor: torch.Tensor | None = None) -> None:
+        """Update the parameters from their gradients divided by ``divisor``, unless ``bad``.
 
-        Where ``bad``, a float32 scalar on the device, is 1, parameters, moments and step counts stay as they are; the
-        host does not read it. Raises ValueError when it is given and ``takes_flag`` is false.
+        Both are scalars on the device. Where ``bad`` is true, parameters, moments and step counts stay as they are; the
+        host reads it only if not ``takes_flag``.
         """
-        if bad is not None and not self.takes_flag:
-            raise ValueError("this optimizer cannot be told on the device to leave a step out")
+        if not self.takes_flag and bad is not None and bool(bad):
+            return
         self._see_parts()
         for optimizer in self._optimizers:
             if self.takes_flag:  # the names that torch's GradScaler gives to what it hands over
-                optimizer.found_inf = bad  # type: ignore[attr-defined]
-                optimizer.grad_scale = None  # type: ignore[attr-defined]
+                optimizer.found_inf = None if bad is None else bad.float()  # type: ignore[attr-defined]
+                optimizer.grad_scale = None if divisor is None else divisor.float()  # type: ignore[attr-defined]
+            elif divisor is not None:
+                grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+                torch._foreach_div_(grads, divisor.float())
             optimizer.step()
 
     def zero_grad(self) -> None:

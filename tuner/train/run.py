@@ -23,12 +23,18 @@ from tuner.runtime.console import Console
 from tuner.runtime.files import sweep, write_json
 from tuner.runtime.launch import Launch
 from tuner.runtime.lock import FileLock
+from tuner.runtime.memory import calm_collector
 from tuner.runtime.process import gloo_group, process_group
 from tuner.runtime.stop import StopSignals
-from tuner.train.loop import Progress, Session, restore_position, run_tensors, train_loop
+from tuner.train.deterministic import deterministic
+from tuner.train.feed import Feed
+from tuner.train.loop import train_loop
 from tuner.train.meter import Meter
+from tuner.train.mock import mock_batch
+from tuner.train.progress import Progress, restore_position, run_tensors
 from tuner.train.records import Records
 from tuner.train.rundir import RunDir, differences
+from tuner.train.session import STOP_FILE, Session
 from tuner.train.setup import Assembly, Resolved, Timetable, assemble, resolve, timetable
 
 
@@ -86,6 +92,7 @@ def train(loaded: LoadedRecipe, options: TrainOptions, launch: Launch, console: 
         _main_holds(FileLock(run.path / "lock", wait=False), run, launch),
         StopSignals(lambda name: console.say("stopping", f"{name}: after this step; again to stop at once")) as signals,
         process_group(launch, resolved.facts.kind, timeout_s),
+        deterministic(resolved.recipe.train.deterministic),
         _memory_errors(),
     ):
         assembly = assemble(resolved, data, request.tokenizer, launch)
@@ -126,11 +133,17 @@ def _run(
             console.say("resume", f"step {progress.step} of {total}; recipe, data and tokenizer are unchanged")
         for records in (session.metrics, session.samples):
             records.cut_back(progress.step if found is not None else -1)
-        session.meter.begin()
-        with console.progress("train", total) as bar:
+        mock_batch(assembly, console)
+        session.begin()
+        first_only = assembly.resolved.recipe.train.overfit_first_batch
+        with (
+            console.progress("train", total) as bar,
+            Feed(assembly.batches, progress.step, total, first_only) as feed,
+            calm_collector(),
+        ):
             session.meter.on_progress = bar.update
-            finished = train_loop(session, signals)
-        status, why = ("finished", None) if finished else ("stopped", signals.signal_name or "stop_after")
+            finished = train_loop(session, feed, signals)
+        status, why = ("finished", None) if finished else ("stopped", _why_stopped(run, launch, signals))
     except BaseException as error:
         why = f"{type(error).__name__}: {error}"
         session.metrics.flush()
@@ -186,6 +199,7 @@ def _session(run: RunDir, record: dict[str, Any], assembly: Assembly, progress: 
     return Session(
         assembly,
         progress,
+        run.path,
         CheckpointDir(run.checkpoints, str(record["run_id"])),
         _meta(assembly),
         Records(run.path / "metrics.jsonl" if main else None),
@@ -194,6 +208,14 @@ def _session(run: RunDir, record: dict[str, Any], assembly: Assembly, progress: 
         Meter(recipe.logging.console_every.seconds, assembly.learner.numerics.device, total),
         stop_after,
     )
+
+
+def _why_stopped(run: RunDir, launch: Launch, signals: StopSignals) -> str:
+    """What asked for the stop; a stop file has done its work then."""
+    asked = (run.path / STOP_FILE).exists()
+    if asked and launch.is_main:
+        (run.path / STOP_FILE).unlink(missing_ok=True)
+    return signals.signal_name or (STOP_FILE if asked else "stop_after")
 
 
 def _never(steps: int, seconds: float) -> bool:

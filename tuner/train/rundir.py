@@ -20,6 +20,7 @@ FREE_KEYS = (
     "parallel.",
     "train.stop_after",
     "train.micro_batch_size",
+    "train.mock_batch",
     "eval.samples",
     "name",
     "output_dir",

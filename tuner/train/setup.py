@@ -31,6 +31,7 @@ from tuner.parallel.fsdp import data_mesh, materialise, shard
 from tuner.runtime.device import DeviceFacts, device_facts
 from tuner.runtime.launch import Launch
 from tuner.runtime.process import gloo_group
+from tuner.train.guard import Guard, GuardPolicy
 from tuner.train.optimizer import build_updater
 from tuner.train.plan import Cadence, Plan, cadence, plan_steps, steps_of
 from tuner.train.probes import probe_inputs
@@ -93,6 +94,7 @@ def resolve(recipe: Recipe, max_length: int, launch: Launch) -> Resolved:
             reasons[f"{section}.{key}"] = reason
 
     settle("train", "device", facts.kind, facts.name)
+    settle("train", "mock_batch", facts.kind == "cuda", facts.kind)
     precision = recipe.train.precision
     if precision == "auto":
         precision = "bf16" if facts.bf16_fast else "fp32"
@@ -162,7 +164,8 @@ def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenize
         rank=launch.rank,
         world_size=launch.world_size,
     )
-    learner = Learner(root, parameters, optimizer, numerics)
+    policy = GuardPolicy(recipe.train.nonfinite, recipe.train.skip_spikes)
+    learner = Learner(root, parameters, optimizer, numerics, Guard(policy, device))
     probes = probe_inputs(prepared.train)
     return Assembly(resolved, learner, batches, timetable(recipe, prepared), prepared, tokenizer, launch, probes)
 

@@ -1,6 +1,5 @@
-"""One optimizer step: microbatches forward and backward, one collective, clip, update."""
+"""One optimizer step: microbatches forward and backward, one collective, clip, update; nothing waits for the device."""
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -10,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tuner.data.batches import Batch, StepBatches
-from tuner.errors import DivergedError
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import local, sync_gradients
+from tuner.train.guard import Guard
 from tuner.train.optimizer import Updater
 
 
@@ -29,59 +28,81 @@ class Numerics:
 
 @dataclass
 class Learner:
-    """What one step changes: the model, its trained parameters and their optimizer."""
+    """What one step changes: the model, its trained parameters, their optimizer, and the guard before it."""
 
     root: CausalLM
     parameters: dict[str, nn.Parameter]
     optimizer: Updater
     numerics: Numerics
+    guard: Guard
     marks: Callable[[str], None] = field(default=lambda part: None)
     """Called as each part of a step begins: forward, backward, optimizer. Measuring tools set it."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Loss in nats per trained token over the global batch, gradient norm before clipping, the ranks' agreed wishes."""
+    """Loss in nats per trained token over the global batch and gradient norm before clipping.
+
+    ``skipped`` says that the update was left out, ``halted`` that the run must end: too many steps were not finite.
+    """
 
     loss: float
     grad_norm: float
-    wishes: tuple[bool, ...]
+    skipped: bool
+    halted: bool
 
 
-def optimizer_step(
-    learner: Learner, index: int, batches: StepBatches, factor: float, wishes: tuple[bool, ...]
-) -> StepResult:
-    """Take step ``index`` (0-based) at the peak learning rates times ``factor``.
+class StepScalars:
+    """A step's four numbers on their way to the host, float64 ``[4]`` in the order of :class:`StepResult`.
 
-    ``wishes`` (stop, save, ...) come back true when any rank had them true.
-
-    Raises DivergedError on every rank, before the update, when the loss or the gradient norm is not finite.
+    On a CUDA device they travel behind the step's own work; reading them before that is done would make the host wait.
     """
-    loss_sum = _forward_backward(learner, index, batches)
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._host, self._done = values, None
+        if values.is_cuda:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether reading is free on every rank: always on a CPU, never asked of the clock on CUDA."""
+        return self._done is None
+
+    def read(self) -> StepResult:
+        """The numbers; waits until the device has got there."""
+        if self._done is not None:
+            self._done.synchronize()
+        loss, norm, skipped, halted = self._host.tolist()
+        return StepResult(loss, norm, bool(skipped), bool(halted))
+
+
+def optimizer_step(learner: Learner, index: int, batches: StepBatches, factor: float) -> StepScalars:
+    """Take step ``index`` (0-based) with every group's peak learning rate times ``factor``.
+
+    The guard leaves the update out, on every rank, where loss or gradient norm is not finite. Reads nothing from the
+    device, unless the optimizer cannot be told there to leave an update out.
+    """
+    loss_sum = forward_backward(learner, index, batches)
     learner.marks("optimizer")
     gradients = [local(p.grad) for p in learner.parameters.values() if p.grad is not None]
     squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
-    agreed = torch.stack([loss_sum.double(), squares.double(), *(squares.new_tensor(w).double() for w in wishes)])
+    sums = torch.stack([loss_sum.double(), squares.double()])
     if dist.is_initialized():
-        dist.all_reduce(agreed)
-    total, square, *votes = agreed.tolist()
-    loss, norm = total / max(1, batches.trained_count), square**0.5
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        rows = ", ".join(map(str, batches.row_ids[:8].tolist())) + (", ..." if len(batches.row_ids) > 8 else "")
-        raise DivergedError(
-            f"step {index + 1}: loss {loss}, gradient norm {norm}; rows {rows}",
-            hint="lower optimizer.lr, lengthen schedule.warmup, or look at these rows",
-        )
+        dist.all_reduce(sums)
+    values = torch.stack([sums[0] / max(1, batches.trained_count), sums[1].sqrt()])
+    skip, halt = learner.guard.judge(values)
     limit = learner.numerics.max_grad_norm
-    if limit is not None and norm > limit:
-        torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+    divisor = None if limit is None else ((values[1] + 1e-6) / limit).clamp_min(1.0).float()
     learner.optimizer.set_factor(factor)
-    learner.optimizer.step()
+    learner.optimizer.step(skip, divisor)
     learner.optimizer.zero_grad()
-    return StepResult(loss, norm, tuple(vote > 0 for vote in votes))
+    return StepScalars(torch.cat([values, torch.stack([skip, halt])]))
 
 
-def _forward_backward(learner: Learner, index: int, batches: StepBatches) -> torch.Tensor:
+def forward_backward(learner: Learner, index: int, batches: StepBatches) -> torch.Tensor:
     """Accumulate the gradients of the mean loss over the whole global batch; return this rank's summed loss."""
     root, numerics = learner.root, learner.numerics
     root.train()

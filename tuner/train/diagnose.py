@@ -1,0 +1,115 @@
+"""Which module made a step's numbers not finite: the step is run again under observation."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from tuner.checkpoint.agree import Ranks
+from tuner.data.batches import StepBatches
+from tuner.errors import DivergedError
+from tuner.parallel.fsdp import local
+from tuner.runtime.process import gloo_group
+from tuner.train.step import Learner, StepResult, forward_backward
+
+SHOWN_ROWS = 8
+
+
+@dataclass(frozen=True)
+class TakenStep:
+    """A step that was taken: its 0-based index and its batches."""
+
+    index: int
+    batches: StepBatches
+
+
+def diverged(learner: Learner, taken: TakenStep, result: StepResult, last_saved: str | None) -> DivergedError:
+    """The error of a step that halted the run, naming step, rows, and the first bad module and its rank. Collective."""
+    found = Ranks(gloo_group()).everywhere(_finder(learner, taken))
+    named = [f"rank {rank}, {what}" if len(found) > 1 else what for rank, what in enumerate(found) if what]
+    where = named[0] if named else "no module when the step was run again"
+    rows = ", ".join(map(str, taken.batches.row_ids[:SHOWN_ROWS].tolist()))
+    more = ", ..." if len(taken.batches.row_ids) > SHOWN_ROWS else ""
+    return DivergedError(
+        f"step {taken.index + 1}: loss {result.loss}, gradient norm {result.grad_norm}; first not finite: {where}; "
+        f"rows {rows}{more}; nothing was updated",
+        hint="lower optimizer.lr, lengthen schedule.warmup, or look at these rows; "
+        + (f"the last checkpoint is {last_saved}" if last_saved else "no checkpoint was saved yet"),
+    )
+
+
+def _finder(learner: Learner, taken: TakenStep) -> Any:
+    finding = first_bad(learner, taken)  # collective under FSDP, so it runs before the ranks speak of it
+    return lambda: finding
+
+
+def first_bad(learner: Learner, taken: TakenStep) -> str | None:
+    """Run forward and backward of the step again, update nothing, and name what was first not finite on this rank.
+
+    In the forward pass it is the innermost module whose output is the first that is not finite; else the first
+    gradient of a module's output, in the order of the backward pass; else a parameter's gradient.
+    """
+    learner.optimizer.zero_grad()
+    seen: list[str] = []
+    with _watched(learner.root.model, seen), torch.compiler.set_stance("force_eager"):
+        loss = forward_backward(learner, taken.index, taken.batches)
+    if not seen and not _finite(loss):
+        seen.append("the output layer or the loss")
+    for name, parameter in learner.parameters.items():
+        if not seen and parameter.grad is not None and not _finite(local(parameter.grad)):
+            seen.append(f"the gradient of {name}")
+    learner.optimizer.zero_grad()
+    return seen[0] if seen else None
+
+
+@contextmanager
+def _watched(model: nn.Module, seen: list[str]) -> Iterator[None]:
+    """Append to ``seen`` each module output, and each gradient of one, that is not finite, as they come."""
+    handles: list[RemovableHandle] = []
+
+    def watch(name: str) -> Any:
+        def look(module: nn.Module, inputs: object, output: object) -> None:
+            for tensor in _tensors(output):
+                if not _finite(tensor):
+                    seen.append(f"the output of {name}{_weights(module)}")
+                elif tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: note(gradient, name))
+
+        return look
+
+    def note(gradient: torch.Tensor, name: str) -> None:
+        if not _finite(gradient):
+            seen.append(f"the gradient at the output of {name}")
+
+    try:
+        for name, module in model.named_modules():
+            if name:
+                handles.append(module.register_forward_hook(watch(name)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _weights(module: nn.Module) -> str:
+    bad = [name for name, p in module.named_parameters(recurse=False) if not _finite(local(p))]
+    return f" (its {' and '.join(bad)} not finite)" if bad else ""
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    return bool(tensor.detach().isfinite().all())

@@ -1,0 +1,80 @@
+"""Whether an update happens: decided on the device, so that nobody waits for the decision."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+WINDOW = 128
+"""Steps whose loss and gradient norm say what is usual (the window of OLMo-core's skipping optimizer)."""
+
+
+@dataclass(frozen=True)
+class GuardPolicy:
+    """What is left out: so many steps that are not finite before the run ends, and spikes above so many sigmas."""
+
+    nonfinite_skips: int = 0
+    spike_sigmas: float | None = None
+
+
+class Guard:
+    """Judges each step's loss and gradient norm, which are equal on every rank, before its update.
+
+    A step that is not finite is left out, and so is one whose loss or norm is more than ``spike_sigmas`` standard
+    deviations above the mean of the last :data:`WINDOW` steps. Once more steps than allowed were not finite the guard
+    is shut: every later update is left out too, so the host may learn of it late and still finds the weights as they
+    were before the bad step.
+    """
+
+    def __init__(self, policy: GuardPolicy, device: torch.device) -> None:
+        self._policy = policy
+        self._nonfinite = torch.zeros((), dtype=torch.float64, device=device)
+        self._skipped = torch.zeros((), dtype=torch.float64, device=device)
+        self._recent = torch.zeros((2, WINDOW), dtype=torch.float64, device=device)
+        self._judged = 0
+
+    def judge(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take a step's ``values`` (loss and gradient norm, float64 ``[2]``) into account.
+
+        Returns two boolean scalars on the device: whether this update is left out, and whether the guard is shut.
+        """
+        bad = ~values.isfinite().all()
+        self._nonfinite += bad
+        shut = self._nonfinite > self._policy.nonfinite_skips
+        skip = bad | shut
+        if self._policy.spike_sigmas is not None:
+            skip = skip | self._is_spike(values, bad)
+        self._skipped += skip
+        self._judged += 1
+        return skip, shut
+
+    def _is_spike(self, values: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
+        spike = torch.zeros_like(bad)
+        if self._judged >= WINDOW:
+            deviation, mean = torch.std_mean(self._recent, dim=1)
+            assert self._policy.spike_sigmas is not None
+            spike = (values > mean + self._policy.spike_sigmas * deviation).any()
+        slot = self._judged % WINDOW
+        self._recent[:, slot] = torch.where(bad, self._recent[:, slot - 1], values)
+        return spike
+
+    def as_state(self) -> dict[str, Any]:
+        """What a resume needs, as JSON; reads the device."""
+        state: dict[str, Any] = {
+            "judged": self._judged,
+            "nonfinite": int(self._nonfinite.tolist()),
+            "skipped": int(self._skipped.tolist()),
+        }
+        if self._policy.spike_sigmas is not None:
+            state["recent"] = self._recent.tolist()
+        return state
+
+    def restore(self, state: Mapping[str, Any]) -> int:
+        """Take over a saved state; returns how many updates were left out so far."""
+        self._judged = int(state["judged"])
+        self._nonfinite.fill_(float(state["nonfinite"]))
+        self._skipped.fill_(float(state["skipped"]))
+        if "recent" in state:
+            self._recent.copy_(torch.tensor(state["recent"], dtype=torch.float64))
+        return int(state["skipped"])

@@ -1,0 +1,48 @@
+"""The largest micro-batch there can be, before training: what does not fit into memory shows at once."""
+
+import numpy as np
+import torch
+
+from tuner.data.batches import Batch, StepBatches
+from tuner.errors import MemoryLimitError
+from tuner.runtime.console import Console
+from tuner.train.setup import Assembly
+from tuner.train.step import forward_backward
+
+
+def mock_batch(assembly: Assembly, console: Console) -> None:
+    """Run forward and backward on full rows of random tokens, all trained, and forget the gradients. Collective.
+
+    The optimizer's state is there already, so this is a step's peak. Does nothing where ``train.mock_batch`` is off.
+    Raises MemoryLimitError.
+    """
+    recipe, learner = assembly.resolved.recipe, assembly.learner
+    if recipe.train.mock_batch is not True:
+        return
+    vocab_size = assembly.resolved.config.get_text_config().vocab_size
+    batch = _full(assembly.prepared.train.max_length, recipe.train.micro_batch_size, vocab_size)
+    try:
+        # Twice: gradients of the first microbatch are alive during the second.
+        forward_backward(learner, 0, StepBatches(np.empty(0, np.int64), 1, 0, [batch, batch]))
+        if learner.numerics.device.type == "cuda":
+            torch.cuda.synchronize(learner.numerics.device)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise MemoryLimitError(
+            f"a micro-batch of {len(batch.input_ids):,} tokens does not fit into memory",
+            hint="lower train.micro_batch_size or data.max_length, or train an adapter (--adapter.kind lora)",
+        ) from error
+    finally:
+        learner.optimizer.zero_grad()
+    console.debug(f"a full micro-batch of {len(batch.input_ids):,} tokens fits")
+
+
+def _full(max_length: int, n_rows: int, vocab_size: int) -> Batch:
+    n_tokens = max_length * n_rows
+    input_ids = np.random.default_rng(0).integers(0, vocab_size, n_tokens, dtype=np.int64)
+    return Batch(
+        input_ids=input_ids,
+        targets=np.roll(input_ids, -1),
+        position_ids=np.tile(np.arange(max_length, dtype=np.int64), n_rows),
+        lengths=(max_length,) * n_rows,
+        trained_positions=np.arange(n_tokens, dtype=np.int64),
+    )

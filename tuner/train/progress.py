@@ -1,0 +1,62 @@
+"""Where a run is: what a resume must know besides tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tuner.data.batches import StepBatches
+from tuner.train.setup import Assembly
+
+
+@dataclass
+class Progress:
+    """Counts of a run so far, and its newest losses."""
+
+    step: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    eval_loss: float | None = None
+    first_eval_loss: float | None = None
+    loss: float | None = None
+    saved_step: int | None = None
+
+    def advance(self, batches: StepBatches) -> None:
+        """One more step was taken."""
+        self.step += 1
+        self.tokens += batches.tokens
+        self.trained_tokens += batches.trained_count
+
+    def evaluated(self, loss: float) -> None:
+        """The model was evaluated."""
+        self.eval_loss = loss
+        if self.first_eval_loss is None:
+            self.first_eval_loss = loss
+
+    def as_state(self, finished: bool) -> dict[str, Any]:
+        """The JSON state of a checkpoint."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "trained_tokens": self.trained_tokens,
+            "eval_loss": self.eval_loss,
+            "first_eval_loss": self.first_eval_loss,
+            "loss": self.loss,
+            "finished": finished,
+        }
+
+
+def run_tensors(assembly: Assembly) -> dict[str, Any]:
+    """The tensors of a checkpoint by name: trained parameters and the optimizer's state."""
+    learner = assembly.learner
+    model = {f"model/{name}": parameter.data for name, parameter in learner.parameters.items()}
+    return model | learner.optimizer.state_tensors()
+
+
+def restore_position(assembly: Assembly, progress: Progress, state: Mapping[str, Any]) -> None:
+    """Take over a checkpoint's JSON state once its tensors are loaded."""
+    progress.step = progress.saved_step = int(state["step"])
+    progress.tokens, progress.trained_tokens = int(state["tokens"]), int(state["trained_tokens"])
+    progress.eval_loss, progress.first_eval_loss = state["eval_loss"], state["first_eval_loss"]
+    progress.loss = state["loss"]
+    left_out = assembly.learner.guard.restore(state["guard"])
+    assembly.learner.optimizer.set_step_count(progress.step - left_out)

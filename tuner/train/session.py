@@ -1,0 +1,138 @@
+"""One launch of a run: its outlets, when it must stop, and what it does between steps."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner.checkpoint.agree import Ranks
+from tuner.checkpoint.load import step_name
+from tuner.checkpoint.prune import prune
+from tuner.checkpoint.save import CheckpointDir, save
+from tuner.errors import DivergedError
+from tuner.runtime.console import Console
+from tuner.runtime.process import any_of, gloo_group
+from tuner.runtime.stop import StopSignals
+from tuner.train.diagnose import TakenStep, diverged
+from tuner.train.evaluate import answer_samples, evaluate
+from tuner.train.meter import Meter
+from tuner.train.probes import record_probes
+from tuner.train.progress import Progress, run_tensors
+from tuner.train.records import Records
+from tuner.train.setup import Assembly
+from tuner.train.step import StepResult
+from tuner.train.steplog import StepLog
+
+MAX_ANSWER_TOKENS = 128
+SHOWN_CHARACTERS = 140
+STOP_FILE = "STOP"
+"""A file of this name in the run directory asks the run to save and stop; it is removed when that is done."""
+
+
+@dataclass
+class Session:
+    """What one launch writes to and listens to, around an assembly."""
+
+    assembly: Assembly
+    progress: Progress
+    run_dir: Path
+    checkpoints: CheckpointDir
+    meta: dict[str, Any]
+    metrics: Records
+    samples: Records
+    console: Console
+    meter: Meter
+    stop_after: Callable[[int, float], bool]
+    """Whether this launch is over, given its steps and seconds so far."""
+    protected: tuple[Path, ...] = ()
+    """Checkpoints that pruning leaves alone: the one that this launch resumed from."""
+
+    def __post_init__(self) -> None:
+        self.log = StepLog(self.meter, self.metrics, self.progress, self._halt)
+        self._first_step, self._started = self.progress.step, time.monotonic()
+        self._saved_at = self._started
+
+    def begin(self) -> None:
+        """Start the clocks, once the position is known."""
+        self._first_step, self._started = self.progress.step, time.monotonic()
+        self._saved_at = self._started
+        self.meter.begin()
+
+    def wishes(self, signals: StopSignals) -> tuple[bool, bool]:
+        """Whether any rank wants to stop, and whether any wants to save now. Collective on the CPU, not the device."""
+        now = time.monotonic()
+        leave = (
+            signals.requested
+            or self.stop_after(self.progress.step - self._first_step, now - self._started)
+            or (self.run_dir / STOP_FILE).exists()
+        )
+        due = self.assembly.timetable.saving.due_after(now - self._saved_at)
+        stop, save_due = any_of((leave, due), gloo_group())
+        return stop, save_due
+
+    def evaluate(self) -> None:
+        """Loss and sample answers on the held-out rows, where there are any. Collective."""
+        assembly, progress = self.assembly, self.progress
+        rows, recipe = assembly.prepared.eval, assembly.resolved.recipe
+        if rows is None:
+            return
+        self.log.settle()
+        started = time.monotonic()
+        world_size = assembly.launch.world_size
+        loss = evaluate(assembly.learner, rows, recipe.train.micro_batch_size, recipe.eval.max_rows, world_size)
+        progress.evaluated(loss)
+        self._answer_samples()
+        seconds = time.monotonic() - started
+        self.metrics.add({"kind": "eval", "step": progress.step, "loss": loss, "eval_s": round(seconds, 3)})
+        self.samples.flush()
+        self.meter.evaluated(self.console, progress.step, loss, seconds)
+
+    def _answer_samples(self) -> None:
+        assembly = self.assembly
+        samples = assembly.prepared.samples[: assembly.resolved.recipe.eval.samples]
+        answers = answer_samples(assembly.learner, samples, list(assembly.tokenizer.eos_ids), MAX_ANSWER_TOKENS)
+        for sample, ids in zip(samples, answers, strict=True):
+            answer = assembly.tokenizer.decode(ids)
+            said = {"prompt": sample.prompt_text, "answer": answer, "reference": sample.reference}
+            self.samples.add({"step": self.progress.step, **said})
+            self.console.say("sample", f"wanted {_one_line(sample.reference)}\ngot    {_one_line(answer)}")
+
+    def save(self, finished: bool) -> None:
+        """Commit the state of the run; records reach the disk first, so that they never lack a committed step."""
+        assembly, progress = self.assembly, self.progress
+        learner, started = assembly.learner, time.monotonic()
+        self.log.settle()
+        self.metrics.flush(durable=True)
+        self.samples.flush(durable=True)
+        state = progress.as_state(finished) | {"guard": learner.guard.as_state()}
+        probe = record_probes(learner.root, assembly.probes, learner.numerics.device)
+        path = save(self.checkpoints, progress.step, run_tensors(assembly), state, self.meta, probe)
+        progress.saved_step = progress.step
+        keep = assembly.resolved.recipe.checkpoint.keep
+        Ranks(gloo_group()).on_main(lambda: len(prune(self.checkpoints.path, keep, self.protected)))
+        self._saved_at = time.monotonic()
+        self.meter.leave_out(self._saved_at - started)
+        self.console.say("saved", str(path))
+
+    def refresh(self) -> None:
+        """Print the newest step and write the lines so far, where the console is due."""
+        if self.meter.refresh_due():
+            self.meter.show(self.console)
+            self.metrics.flush()
+
+    def end(self) -> None:
+        """Print and write what is left."""
+        self.log.settle()
+        self.meter.show(self.console)
+        self.metrics.flush(durable=True)
+
+    def _halt(self, taken: TakenStep, result: StepResult) -> DivergedError:
+        saved = self.progress.saved_step
+        last = None if saved is None else str(self.checkpoints.path / step_name(saved))
+        return diverged(self.assembly.learner, taken, result, last)
+
+
+def _one_line(text: str) -> str:
+    shown = text.strip().replace("\n", " ")
+    return shown if len(shown) <= SHOWN_CHARACTERS else shown[: SHOWN_CHARACTERS - 1] + "…"
