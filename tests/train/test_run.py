@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tools import resume_campaign
 from tuner.checkpoint.load import newest
@@ -12,9 +13,10 @@ from tuner.checkpoint.steps import step_dirs
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.data.batches import GlobalBatches
-from tuner.errors import RecipeError
+from tuner.errors import DivergedError, MemoryLimitError, RecipeError
 from tuner.runtime.console import Console
 from tuner.runtime.launch import Launch
+from tuner.train import loop, mock
 from tuner.train.run import RunResult, TrainOptions, resume_source, train
 
 TOTAL = 18
@@ -96,3 +98,114 @@ def test_a_failed_launch_says_so_and_can_go_on(workplace: Path, monkeypatch: pyt
         launch(workplace)
     assert launch(workplace, TrainOptions(resume="auto")).status == "finished"
     assert [line["step"] for line in lines(run)] == list(range(1, TOTAL + 1))
+
+
+def test_a_stop_file_saves_stops_and_is_used_up(workplace: Path) -> None:
+    run = workplace / "runs" / "r"
+    run.mkdir(parents=True)
+    launch(workplace, train__stop_after="2 steps")
+    (run / "STOP").touch()
+    stopped = launch(workplace, TrainOptions(resume="auto"))
+    assert (stopped.status, stopped.step) == ("stopped", 3)
+    assert not (run / "STOP").exists()
+    assert json.loads((run / "run.json").read_text())["launches"][1]["why"] == "STOP"
+    found = newest(run / "checkpoints")
+    assert found is not None
+    assert found.step == 3
+    assert launch(workplace, TrainOptions(resume="auto")).status == "finished"
+
+
+def test_the_first_batch_is_trained_on_again_and_again(workplace: Path) -> None:
+    flags = {"train__stop_after": "4 steps", "optimizer__lr": "1e-12", "adapter__dropout": "0"}
+    losses = [line["loss"] for line in lines(launch(workplace, train__overfit_first_batch="true", **flags).run_dir)]
+    others = [line["loss"] for line in lines(launch(workplace, name="all", **flags).run_dir)]
+    assert losses == pytest.approx([others[0]] * 4, rel=1e-6)
+    assert others[1] != pytest.approx(others[0], rel=1e-3)
+
+
+def test_the_mock_batch_changes_nothing(workplace: Path) -> None:
+    plain = launch(workplace, name="plain", train__stop_after="3 steps")
+    mocked = launch(workplace, name="mocked", train__stop_after="3 steps", train__mock_batch="true")
+    assert [line["loss"] for line in lines(plain.run_dir)] == [line["loss"] for line in lines(mocked.run_dir)]
+
+
+def test_a_mock_batch_that_does_not_fit_ends_the_launch_before_the_first_step(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(mock, "forward_backward", full)
+    with pytest.raises(MemoryLimitError, match="a micro-batch of 128 tokens does not fit"):
+        launch(workplace, train__mock_batch="true")
+    assert not (workplace / "runs" / "r" / "metrics.jsonl").exists()
+
+
+def test_deterministic_kernels_are_asked_for_and_let_go(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    real = GlobalBatches.step
+
+    def look(self: GlobalBatches, i: int) -> Any:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return real(self, i)
+
+    monkeypatch.setattr(GlobalBatches, "step", look)
+    launch(workplace, train__deterministic="true", train__stop_after="2 steps")
+    assert seen
+    assert all(seen)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def nan_at(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:
+    """From the given steps (0-based) on until the next, the first layer's MLP gives NaN."""
+    real = loop.optimizer_step
+
+    def planted(learner: Any, index: int, *rest: Any) -> Any:
+        mlp = learner.root.model.get_decoder().layers[1].mlp
+        handle = mlp.register_forward_hook(lambda m, i, output: output * float("nan") if index in bad else output)
+        result = real(learner, index, *rest)
+        if index not in bad:
+            handle.remove()
+        return result
+
+    monkeypatch.setattr(loop, "optimizer_step", planted)
+
+
+def test_a_step_that_is_not_finite_ends_the_run_and_the_message_says_where(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nan_at(monkeypatch, 6)
+    said = r"step 7: loss nan.*the output of model\.layers\.1\.mlp; rows \d"
+    with pytest.raises(DivergedError, match=said) as raised:
+        launch(workplace)
+    assert "step-4" in (raised.value.hint or "")
+    run = workplace / "runs" / "r"
+    assert [step for step, _ in step_dirs(run / "checkpoints")] == [4]
+    assert [line["step"] for line in lines(run)] == [1, 2, 3, 4, 5, 6]
+    record = json.loads((run / "run.json").read_text())
+    assert (record["status"], record["launches"][0]["step"]) == ("failed", 6)
+
+
+def test_skipped_steps_are_marked_and_survive_a_resume(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def once(name: str, stop: str) -> RunResult:
+        with monkeypatch.context() as patch:
+            real = loop.optimizer_step
+
+            def planted(learner: Any, index: int, *rest: Any) -> Any:
+                layer = learner.root.model.get_decoder().layers[0]
+                handle = layer.mlp.register_forward_hook(lambda m, i, o: o * float("nan") if index == 2 else o)
+                result = real(learner, index, *rest)
+                handle.remove()
+                return result
+
+            patch.setattr(loop, "optimizer_step", planted)
+            flags = {"train__nonfinite": "{skip: 1}", "train__stop_after": stop}
+            return launch(workplace, TrainOptions(resume="auto"), name=name, **flags)
+
+    whole = once("whole", "never")
+    once("parts", "5 steps")
+    parts = once("parts", "never")
+    assert (whole.status, parts.status) == ("finished", "finished")
+    assert [line.get("skipped", False) for line in lines(whole.run_dir)] == [False, False, True] + [False] * 15
+    assert lines(whole.run_dir)[2]["loss"] is None
+    assert resume_campaign.outcome(parts.run_dir) == resume_campaign.outcome(whole.run_dir)

@@ -76,11 +76,12 @@ class Meter:
         self._show_header(console)
         line = self._line
         remaining = _clock(round((self.total_steps - line["step"]) * self._mean_step_s))
+        loss, norm = _shown(line["loss"], 4), _shown(line["grad_norm"], 3)
         console.line(
-            f"{line['step']:>6} {_shown(line['loss'], 4):>8} {'':>8} {_shown(line['grad_norm'], 3):>8} {line['lr']:>10.2e} "
+            f"{line['step']:>6} {loss:>8} {'':>8} {norm:>8} {line['lr']:>10.2e} "
             f"{line['tok_per_s']:>9,.0f} {remaining:>8}"
         )
-        self.on_progress(line["step"], f"loss {_shown(line['loss'], 4)}  {line['tok_per_s']:,.0f} tok/s")
+        self.on_progress(line["step"], f"loss {loss}  {line['tok_per_s']:,.0f} tok/s")
 
     def _show_header(self, console: Console) -> None:
         if not self._header_shown:
