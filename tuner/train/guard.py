@@ -63,8 +63,8 @@ class Guard:
         """What a resume needs, as JSON; reads the device."""
         state: dict[str, Any] = {
             "judged": self._judged,
-            "nonfinite": int(self._nonfinite.tolist()),
-            "skipped": int(self._skipped.tolist()),
+            "nonfinite": int(self._nonfinite),
+            "skipped": int(self._skipped),
         }
         if self._policy.spike_sigmas is not None:
             state["recent"] = self._recent.tolist()

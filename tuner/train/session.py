@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.checkpoint.agree import Ranks
-from tuner.checkpoint.load import step_name
+from tuner.checkpoint.steps import step_name
 from tuner.checkpoint.prune import prune
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DivergedError
