@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tuner.checkpoint.agree import Ranks
-from tuner.checkpoint.steps import step_name
 from tuner.checkpoint.prune import prune
 from tuner.checkpoint.save import CheckpointDir, save
+from tuner.checkpoint.steps import step_name
 from tuner.errors import DivergedError
 from tuner.runtime.console import Console
 from tuner.runtime.process import any_of, gloo_group
