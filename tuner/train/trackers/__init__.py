@@ -1,0 +1,1 @@
+"""Trackers: TensorBoard, W&B and MLflow get every line of metrics.jsonl once, over all launches of a run."""
