@@ -52,7 +52,7 @@ main(sys.argv[3:])
 """
 
 
-def prepare(directory: Path, world_size: int) -> None:
+def prepare(directory: Path, world_size: int, layers: int = 2) -> None:
     """Write a tiny model with weights, rows of uneven length and the recipe."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -62,7 +62,7 @@ def prepare(directory: Path, world_size: int) -> None:
         vocab_size=300,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,

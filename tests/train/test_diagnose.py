@@ -9,7 +9,7 @@ import torch
 from tests.train.synthetic import assembly_for, recipe_for, write_model
 from tuner.errors import DivergedError
 from tuner.runtime.launch import Launch
-from tuner.train.diagnose import TakenStep, diverged, first_bad
+from tuner.train.diagnose import Finding, Stage, TakenStep, diverged, first_bad
 from tuner.train.setup import Assembly
 from tuner.train.step import optimizer_step
 
@@ -46,14 +46,14 @@ def test_the_forward_pass_names_the_innermost_first_module(assembly: Assembly) -
     layer = assembly.learner.root.model.get_decoder().layers[1]
     layer.mlp.act_fn.register_forward_hook(lambda module, inputs, output: output * float("nan"))
     found = first_bad(assembly.learner, taken(assembly))
-    assert found == "the output of model.layers.1.mlp.act_fn"
+    assert found == Finding(Stage.OUTPUT, "the output of model.layers.1.mlp.act_fn")
 
 
 def test_weights_that_are_not_finite_are_said_to_be(assembly: Assembly) -> None:
     with torch.no_grad():
         assembly.learner.root.model.get_decoder().layers[0].self_attn.k_proj.weight[0, 0] = float("inf")
     found = first_bad(assembly.learner, taken(assembly))
-    assert found == "the output of model.layers.0.self_attn.k_proj (its weight not finite)"
+    assert found == Finding(Stage.OUTPUT, "the output of model.layers.0.self_attn.k_proj (its weight not finite)")
 
 
 def test_the_backward_pass_names_the_first_gradient(assembly: Assembly) -> None:
@@ -61,7 +61,8 @@ def test_the_backward_pass_names_the_first_gradient(assembly: Assembly) -> None:
     layer.mlp.register_forward_hook(lambda module, inputs, output: BadGradient.apply(output))
     found = first_bad(assembly.learner, taken(assembly))
     assert found is not None
-    assert found.startswith("the gradient at the output of model.layers.1.mlp")
+    assert found.stage == Stage.GRADIENT
+    assert found.what.startswith("the gradient at the output of model.layers.1.mlp")
 
 
 def test_the_error_names_step_rows_and_checkpoint(assembly: Assembly) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -19,6 +20,24 @@ from tuner.train.step import Learner, StepResult, forward_backward
 SHOWN_ROWS = 8
 
 
+class Stage(IntEnum):
+    """When in a step a value was seen, in the order in which one bad value causes the next."""
+
+    OUTPUT = 0
+    LOSS = 1
+    GRADIENT = 2
+    REDUCED = 3
+    """A parameter's gradient, into which every rank's went: the cause may lie elsewhere."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was first not finite on a rank."""
+
+    stage: Stage
+    what: str
+
+
 @dataclass(frozen=True)
 class TakenStep:
     """A step that was taken: its 0-based index and its batches."""
@@ -29,9 +48,11 @@ class TakenStep:
 
 def diverged(learner: Learner, taken: TakenStep, result: StepResult, last_saved: str | None) -> DivergedError:
     """The error of a step that halted the run, naming step, rows, and the first bad module and its rank. Collective."""
-    found = Ranks(gloo_group()).everywhere(_finder(learner, taken))
-    named = [f"rank {rank}, {what}" if len(found) > 1 else what for rank, what in enumerate(found) if what]
-    where = named[0] if named else "no module when the step was run again"
+    finding = first_bad(learner, taken)  # collective under FSDP, so before the ranks speak of it
+    everywhere = Ranks(gloo_group()).everywhere(lambda: finding)
+    found = [(item.stage, rank, item.what) for rank, item in enumerate(everywhere) if item is not None]
+    _, rank, where = min(found, default=(None, 0, "nothing when the step was run again"))
+    where = f"rank {rank}, {where}" if found and len(everywhere) > 1 else where
     rows = ", ".join(map(str, taken.batches.row_ids[:SHOWN_ROWS].tolist()))
     more = ", ..." if len(taken.batches.row_ids) > SHOWN_ROWS else ""
     return DivergedError(
@@ -42,32 +63,27 @@ def diverged(learner: Learner, taken: TakenStep, result: StepResult, last_saved:
     )
 
 
-def _finder(learner: Learner, taken: TakenStep) -> Any:
-    finding = first_bad(learner, taken)  # collective under FSDP, so it runs before the ranks speak of it
-    return lambda: finding
-
-
-def first_bad(learner: Learner, taken: TakenStep) -> str | None:
+def first_bad(learner: Learner, taken: TakenStep) -> Finding | None:
     """Run forward and backward of the step again, update nothing, and name what was first not finite on this rank.
 
-    In the forward pass it is the innermost module whose output is the first that is not finite; else the first
-    gradient of a module's output, in the order of the backward pass; else a parameter's gradient.
+    In the forward pass it is the innermost module whose output is the first that is not finite; else the loss, else the
+    first gradient of a module's output in the order of the backward pass, else a parameter's gradient.
     """
     learner.optimizer.zero_grad()
-    seen: list[str] = []
+    seen: list[Finding] = []
     with _watched(learner.root.model, seen), torch.compiler.set_stance("force_eager"):
         loss = forward_backward(learner, taken.index, taken.batches)
-    if not seen and not _finite(loss):
-        seen.append("the output layer or the loss")
+    if not _finite(loss):
+        seen.append(Finding(Stage.LOSS, "the output layer or the loss"))
     for name, parameter in learner.parameters.items():
-        if not seen and parameter.grad is not None and not _finite(local(parameter.grad)):
-            seen.append(f"the gradient of {name}")
+        if parameter.grad is not None and not _finite(local(parameter.grad)):
+            seen.append(Finding(Stage.REDUCED, f"the gradient of {name}"))
     learner.optimizer.zero_grad()
-    return seen[0] if seen else None
+    return min(seen, key=lambda finding: finding.stage, default=None)
 
 
 @contextmanager
-def _watched(model: nn.Module, seen: list[str]) -> Iterator[None]:
+def _watched(model: nn.Module, seen: list[Finding]) -> Iterator[None]:
     """Append to ``seen`` each module output, and each gradient of one, that is not finite, as they come."""
     handles: list[RemovableHandle] = []
 
@@ -75,7 +91,7 @@ def _watched(model: nn.Module, seen: list[str]) -> Iterator[None]:
         def look(module: nn.Module, inputs: object, output: object) -> None:
             for tensor in _tensors(output):
                 if not _finite(tensor):
-                    seen.append(f"the output of {name}{_weights(module)}")
+                    seen.append(Finding(Stage.OUTPUT, f"the output of {name}{_weights(module)}"))
                 elif tensor.requires_grad:
                     tensor.register_hook(lambda gradient: note(gradient, name))
 
@@ -83,7 +99,7 @@ def _watched(model: nn.Module, seen: list[str]) -> Iterator[None]:
 
     def note(gradient: torch.Tensor, name: str) -> None:
         if not _finite(gradient):
-            seen.append(f"the gradient at the output of {name}")
+            seen.append(Finding(Stage.GRADIENT, f"the gradient at the output of {name}"))
 
     try:
         for name, module in model.named_modules():
