@@ -223,11 +223,13 @@ RECIPES = st.fixed_dictionaries(
         "name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True),
         "tokenizer": st.fixed_dictionaries({}, optional={"chat_template": TEXT, "name_or_path": st.just("byte")}),
         "adapter": st.fixed_dictionaries(
-            {"kind": st.just("lora")},
+            {"kind": st.sampled_from(["lora", "dora"])},
             optional={
                 "r": st.integers(1, 999),
                 "alpha": st.floats(1e-9, 1e9),
                 "target_modules": st.lists(TEXT, min_size=1, max_size=3),
+                "modules_to_save": st.lists(TEXT, max_size=3),
+                "use_rslora": st.booleans(),
             },
         ),
         "optimizer": st.fixed_dictionaries(

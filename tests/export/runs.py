@@ -14,6 +14,7 @@ from tuner.checkpoint.save import CheckpointDir, save
 from tuner.export.verify import last_logits
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
+from tuner.model.freeze import freeze
 from tuner.model.root import CausalLM, trained_parameters
 
 TEMPLATE = (
@@ -54,7 +55,14 @@ def train_a_little(model: PreTrainedModel) -> None:
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
-def write_run(run: Path, base: Path, lora: LoraSpec | None = None, probes: bool = True, frozen: str = "fp32") -> Path:
+def write_run(
+    run: Path,
+    base: Path,
+    lora: LoraSpec | None = None,
+    probes: bool = True,
+    frozen: str = "fp32",
+    left_alone: tuple[str, ...] = (),
+) -> Path:
     """A run directory with one checkpoint at step 7, saved by the product's own writer."""
     dtype = torch.bfloat16 if frozen == "bf16" else torch.float32
     model = build_model(ModelSpec(str(base)), dtype, seed=0)
@@ -63,6 +71,8 @@ def write_run(run: Path, base: Path, lora: LoraSpec | None = None, probes: bool 
     write_tokenizer(run / "tokenizer")
     if lora is not None:
         add_lora(model, lora, seed=0)
+    if left_alone:
+        freeze(model, left_alone)
     train_a_little(model)
     tensors = {f"model/{name}": p.detach() for name, p in trained_parameters(CausalLM(model)).items()}
     first = next(iter(tensors))
@@ -72,22 +82,32 @@ def write_run(run: Path, base: Path, lora: LoraSpec | None = None, probes: bool 
         7,
         tensors,
         {"step": 7, "tokens": 700, "trained_tokens": 300, "epoch": 1.0, "finished": True, "rows_seen": 14},
-        _meta(base, model, lora, frozen),
+        _meta(
+            base, model, lora, {"name_or_path": str(base), "dtype": frozen, "config": {}, "freeze": list(left_alone)}
+        ),
         _probe(model) if probes else None,
     )
     return run
 
 
-def _meta(base: Path, model: PreTrainedModel, lora: LoraSpec | None, frozen: str) -> dict[str, Any]:
+def _meta(base: Path, model: PreTrainedModel, lora: LoraSpec | None, section: dict[str, Any]) -> dict[str, Any]:
     adapter = None
     if lora is not None:
         targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-        adapter = {"kind": "lora", "r": lora.r, "alpha": lora.alpha, "dropout": lora.dropout, "target_modules": targets}
+        adapter = {
+            "kind": "dora" if lora.use_dora else "lora",
+            "r": lora.r,
+            "alpha": lora.alpha,
+            "dropout": lora.dropout,
+            "target_modules": targets,
+            "use_rslora": lora.use_rslora,
+            "modules_to_save": list(lora.modules_to_save),
+        }
     return {
         "recipe": {
             "name": "tiny",
             "seed": 0,
-            "model": {"name_or_path": str(base), "dtype": frozen, "config": {}},
+            "model": section,
             "method": {"kind": "sft"},
         },
         "model": {

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from tests.export import runs
 from tests.export.runs import PROMPTS, write_base, write_run
 from tuner.checkpoint.load import open_checkpoint, read_probe, read_tensors
 from tuner.errors import DataError, RecipeError, VerificationError
-from tuner.export import hf, verify
+from tuner.export import hf, verify, weights
 from tuner.export.hf import export_hf, plan_export
 from tuner.model.adapter import LoraSpec
 
@@ -28,9 +28,15 @@ MakeRun = Callable[..., Path]
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> MakeRun:
-    def make(kind: str = "llama-tied", lora: LoraSpec | None = None, frozen: str = "fp32", probes: bool = True) -> Path:
+    def make(
+        kind: str = "llama-tied",
+        lora: LoraSpec | None = None,
+        frozen: str = "fp32",
+        probes: bool = True,
+        freeze: tuple[str, ...] = (),
+    ) -> Path:
         base = write_base(tmp_path / "base", kind)
-        return write_run(tmp_path / "run", base, lora, probes, frozen)
+        return write_run(tmp_path / "run", base, lora, probes, frozen, freeze)
 
     return make
 
@@ -86,6 +92,80 @@ def test_lora_kept(make_run: MakeRun, kind: str) -> None:
     assert names and all(
         n.startswith("base_model.model.") and n.endswith((".lora_A.weight", ".lora_B.weight")) for n in names
     )
+
+
+VARIANTS = {
+    "rslora": LoraSpec(4, 8.0, 0.0, "all-linear", use_rslora=True),
+    "dora": LoraSpec(4, 8.0, 0.0, "all-linear", use_dora=True),
+    "head": LoraSpec(4, 8.0, 0.0, "all-linear", modules_to_save=("lm_head",)),
+    "all": LoraSpec(
+        4, 8.0, 0.0, ("*.1.*attn.*",), use_rslora=True, use_dora=True, modules_to_save=("lm_head", "*.0.mlp")
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("frozen", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "gpt2"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_adapter_is_exported_merged_and_kept(make_run: MakeRun, variant: str, kind: str, frozen: str) -> None:
+    run = make_run(kind, VARIANTS[variant], frozen)
+    merged = export_hf(run, run / "merged", dtype="fp32")
+    assert verify.compare(recorded(run), logits(merged.path)).relative <= 1e-5
+    kept = export_hf(run, run / "kept", dtype="fp32", adapter="keep")
+    assert kept.max_difference is not None
+    assert kept.max_difference <= 1e-6
+    facts = json.loads((kept.path / "adapter_config.json").read_text())
+    spec = VARIANTS[variant]
+    assert (facts["use_rslora"], facts["use_dora"]) == (spec.use_rslora, spec.use_dora)
+    if spec.modules_to_save:
+        assert "lm_head" in facts["modules_to_save"]
+        assert facts["ensure_weight_tying"] == (kind != "llama")
+
+
+@pytest.mark.parametrize("fault", ["scale", "length"])
+def test_a_wrong_merge_is_not_published(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    run = make_run("llama", VARIANTS["all"])
+    real = weights.merged_weight
+    wrong = {
+        "scale": lambda layer, weight: real(layer, weight) * 1.01,
+        "length": lambda layer, weight: weight + layer.get_delta_weight("default"),
+    }
+    monkeypatch.setattr(weights, "merged_weight", wrong[fault])
+    with pytest.raises(VerificationError, match="not the trained model"):
+        export_hf(run, dtype="fp32")
+
+
+def test_an_adapter_that_peft_would_not_take_is_not_published(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run("llama", VARIANTS["dora"])
+    write = hf.write_adapter
+
+    def misnamed(directory: Path, *args: object) -> dict[str, torch.Tensor]:
+        tensors = write(directory, *args)  # type: ignore[arg-type]
+        wrong = {name.replace("lora_magnitude_vector", "lora_length"): tensor for name, tensor in tensors.items()}
+        save_file(wrong, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+        return wrong
+
+    monkeypatch.setattr(hf, "write_adapter", misnamed)
+    with pytest.raises(VerificationError, match="peft does not take"):
+        export_hf(run, adapter="keep")
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "gpt2"])
+def test_frozen_parameters_come_from_the_base(make_run: MakeRun, kind: str) -> None:
+    frozen = ("*.0.*", "lm_head")
+    run = make_run(kind, freeze=frozen)
+    trained = {name for name, _ in read_tensors(open_checkpoint(run / "checkpoints" / "step-7"))}
+    assert trained
+    assert not [name for name in trained if ".0." in name or "lm_head" in name]
+    report = export_hf(run, dtype="fp32")
+    assert verify.compare(recorded(run), logits(report.path)).relative <= 1e-6
+    base, written = (load_file(place / "model.safetensors") for place in (run.parent / "base", report.path))
+    layer = "transformer.h.0.mlp.c_fc.weight" if kind == "gpt2" else "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(base[layer], written[layer])
+    assert not torch.equal(base[layer.replace(".0.", ".1.")], written[layer.replace(".0.", ".1.")])
 
 
 @pytest.mark.parametrize("lora", [None, LORA])

@@ -1,5 +1,6 @@
 """Adapters: what is trained, in which type, and from which seed."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 
 from tests.model.tiny import tiny_config
 from tuner.errors import RecipeError
-from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.adapter import LoraSpec, add_lora, lora_layers, merged_weight
 from tuner.model.build import ModelSpec, build_model, build_skeleton
+from tuner.model.freeze import freeze
+from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM, trained_parameters
 
 SPEC = LoraSpec(r=2, alpha=4, dropout=0.0, target_modules=["q_proj", "v_proj"])
@@ -59,6 +62,103 @@ def test_a_skeleton_has_the_same_parameters(tmp_path: Path) -> None:
     shapes = {name: (p.shape, p.dtype, p.requires_grad) for name, p in root.model.named_parameters()}
     assert {name: (p.shape, p.dtype, p.requires_grad) for name, p in skeleton.named_parameters()} == shapes
     assert {p.device.type for p in skeleton.parameters()} == {"meta"}
+
+
+VARIANTS = {
+    "rslora": LoraSpec(4, 8, 0.0, "all-linear", use_rslora=True),
+    "dora": LoraSpec(4, 8, 0.0, "all-linear", use_dora=True),
+    "saved": LoraSpec(4, 8, 0.0, "all-linear", modules_to_save=["lm_head", "embed_tokens"]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_new_adapter_changes_nothing(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    spec = VARIANTS[variant]
+    tiny_config("llama").save_pretrained(tmp_path)
+    ids, rows = torch.arange(9), torch.arange(9)
+    before = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), dtype, seed=1))
+    after = adapted(tmp_path, "llama", spec, dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        assert torch.equal(before.logits(ids, rows, (9,), rows), after.logits(ids, rows, (9,), rows))
+    assert {p.dtype for p in trained_parameters(after).values()} == {torch.float32}
+    require_isolation(after, 97)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "gpt2"])
+def test_a_module_trained_in_full_is_trained_once(kind: str, tmp_path: Path) -> None:
+    embedding = "transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight"
+    output = {"lm_head.weight"} if kind == "llama" else {embedding}
+    for wish, expected in (("lm_head", output), (embedding.split(".")[1], {embedding})):
+        root = adapted(tmp_path, kind, LoraSpec(2, 4, 0.0, "all-linear", modules_to_save=[wish]), torch.bfloat16)
+        assert {name for name in trained_parameters(root) if ".lora_" not in name} == expected
+        weights = root.model.get_input_embeddings().weight, root.model.get_output_embeddings().weight
+        assert (weights[0] is weights[1]) == (kind != "llama"), "tied weights stay tied"
+        require_isolation(root, 97)
+
+
+def test_what_is_trained_in_full_gets_no_adapter(tmp_path: Path) -> None:
+    root = adapted(tmp_path, "llama", LoraSpec(2, 4, 0.0, "all-linear", modules_to_save=["layers.0.mlp", "norm"]))
+    names = set(trained_parameters(root))
+    assert {"model.layers.0.mlp.up_proj.weight", "model.norm.weight"} < names
+    assert not [name for name in names if name.startswith("model.layers.0.mlp") and ".lora_" in name]
+    assert [name for name in names if name.startswith("model.layers.1.mlp") and ".lora_" in name]
+    assert not [name for name in names if name.endswith("_layernorm.weight")]
+    with pytest.raises(RecipeError, match="no linear layer is left"):
+        adapted(tmp_path, "llama", LoraSpec(2, 4, 0.0, ["q_proj"], modules_to_save=["self_attn"]))
+
+
+def test_globs_choose_layers(tmp_path: Path) -> None:
+    root = adapted(tmp_path, "llama", LoraSpec(2, 4, 0.0, ["model.layers.1.self_attn.[qk]_proj", "0.mlp.down_proj"]))
+    assert [name for name, _ in lora_layers(root.model)] == [
+        "model.layers.0.mlp.down_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.self_attn.k_proj",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("variant", ["rslora", "dora"])
+def test_the_scale_and_the_lengths_are_those_of_the_papers(variant: str, kind: str, tmp_path: Path) -> None:
+    root = adapted(tmp_path, kind, VARIANTS[variant])
+    name, layer = lora_layers(root.model)[0]
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    stored = layer.get_base_layer().weight
+    weight = stored.T if kind == "gpt2" else stored  # Conv1D holds it transposed
+    expected = weight + b @ a * (8 / 4 if variant == "dora" else 8 / 4**0.5)
+    if variant == "dora":
+        expected = (
+            expected / expected.norm(dim=1, keepdim=True) * layer.lora_magnitude_vector["default"].weight[:, None]
+        )
+    merged = merged_weight(layer, stored.detach().float())
+    torch.testing.assert_close(merged.T if kind == "gpt2" else merged, expected, rtol=1e-5, atol=1e-6)
+    rows = torch.randn(3, weight.shape[1])
+    torch.testing.assert_close(layer(rows), torch.nn.functional.linear(rows, expected, layer.get_base_layer().bias))
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied"])
+def test_frozen_parameters_are_not_trained(kind: str, tmp_path: Path) -> None:
+    tiny_config(kind).save_pretrained(tmp_path)
+    root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
+    freeze(root.model, ["lm_head", "layers.0", "model.layers.1.*.weight"])
+    expected = {"model.norm.weight"} | ({"model.embed_tokens.weight"} if kind == "llama" else set())
+    assert set(trained_parameters(root)) == expected
+    with pytest.raises(RecipeError, match="no parameter is left"):
+        freeze(root.model, ["*"])
+    with pytest.raises(RecipeError, match="model.freeze: 'layers.7'"):
+        freeze(root.model, ["layers.7"])
+
+
+@pytest.mark.parametrize("field", ["target_modules", "modules_to_save"])
+def test_a_name_that_is_not_there_is_named(field: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=f"adapter.{field}: 'self_atn'") as caught:
+        adapted(tmp_path, "llama", dataclasses.replace(SPEC, **{field: ["mlp", "self_atn"]}))
+    assert caught.value.hint is not None
+    assert "self_attn" in caught.value.hint
 
 
 def test_a_target_that_is_not_there_is_named(tmp_path: Path) -> None:

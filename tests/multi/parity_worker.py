@@ -1,8 +1,9 @@
-"""Takes real optimizer steps at this world size and prints losses and gradient norms as JSON."""
+"""Takes real optimizer steps at this world size, for one wish or several, and prints what came out as JSON."""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.train.synthetic import assembly_for, recipe_for
 from tuner.runtime.launch import Launch
@@ -11,26 +12,38 @@ from tuner.train.step import optimizer_step
 
 
 def main() -> None:
-    options = json.loads(sys.argv[1])
+    wishes = json.loads(sys.argv[1])
     launch = Launch.from_environment()
+    with process_group(launch, "cpu", 120):
+        found = [take_steps(wish, launch) for wish in (wishes if isinstance(wishes, list) else [wishes])]
+    if launch.is_main:
+        print(json.dumps(found if isinstance(wishes, list) else found[0]))
+
+
+def take_steps(options: dict[str, Any], launch: Launch) -> dict[str, Any]:
+    """Losses and gradient norms of every step, and the names of the trained parameters."""
     recipe = recipe_for(
         Path(options["model"]),
         adapter=options["adapter"],
+        model={"name_or_path": options["model"], **options.get("model_keys", {})},
         train={
             "global_batch_size": options["global"],
             "micro_batch_size": options["micro"],
             "precision": options["precision"],
+            **options.get("train", {}),
         },
         data={"shuffle": False, "train": str(Path(options["model"]) / "rows.jsonl")},
     )
-    with process_group(launch, "cpu", 120):
-        assembly = assembly_for(recipe, options["trained"], launch)
-        results = [
-            optimizer_step(assembly.learner, step, assembly.batches.step(step), 1.0).read()
-            for step in range(options["steps"])
-        ]
-    if launch.is_main:
-        print(json.dumps({"loss": [r.loss for r in results], "grad_norm": [r.grad_norm for r in results]}))
+    assembly = assembly_for(recipe, options["trained"], launch)
+    results = [
+        optimizer_step(assembly.learner, step, assembly.batches.step(step), 1.0).read()
+        for step in range(options["steps"])
+    ]
+    return {
+        "loss": [r.loss for r in results],
+        "grad_norm": [r.grad_norm for r in results],
+        "trained": sorted(assembly.learner.parameters),
+    }
 
 
 if __name__ == "__main__":

@@ -23,10 +23,15 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "tokenizer.special_tokens_in_text": (
         "split_special_tokens", "parse_special_tokens", "encode_special_tokens", "allowed_special",
     ),
-    "adapter.kind": ("finetuning_type", "peft_type", "use_peft", "adapter_type", "peft"),
+    "model.freeze": ("freeze_layers", "freeze_parameters", "frozen_parameters", "freeze_modules", "freeze_backbone"),
+    "adapter.kind": (
+        "finetuning_type", "peft_type", "use_peft", "adapter_type", "peft", "use_dora", "peft_use_dora", "lora_dora",
+    ),
     "adapter.r": ("lora_r", "lora_rank", "rank"),
     "adapter.alpha": ("lora_alpha",),
     "adapter.dropout": ("lora_dropout",),
+    "adapter.use_rslora": ("peft_use_rslora", "rslora", "use_rank_stabilized"),
+    "adapter.modules_to_save": ("lora_modules_to_save", "additional_target", "trainable_modules"),
     "adapter.target_modules": ("lora_target_modules", "lora_target", "lora_target_linear", "lora_modules"),
     "method.kind": ("stage", "rl", "task", "trainer_type", "training_type"),
     "method.train_on": (
@@ -143,7 +148,9 @@ NOTES: dict[str, str] = {
     "use_cpu": "train.device: cpu",
     "lora_target_linear": "adapter.target_modules: all-linear",
     "from_scratch": "model.init: random",
-    "finetuning_type": "adapter.kind: lora or none",
+    "finetuning_type": "adapter.kind: lora, dora or none",
+    "use_dora": "adapter.kind: dora",
+    "peft_use_dora": "adapter.kind: dora",
 }
 
 THEIRS: dict[str, str] = {theirs: ours for ours, names in FOREIGN.items() for theirs in names}

@@ -17,6 +17,7 @@ TIMES = ("s", "min", "h")
 Stage = Literal["start", "step", "evaluation", "save", "end"]
 STAGES: tuple[Stage, ...] = ("start", "step", "evaluation", "save", "end")
 """When a hook may be called, in the order of a run."""
+Globs = Annotated[tuple[str, ...], Several(item=Text(kind="names or globs"), empty=True)]
 
 
 class Section(BaseModel):
@@ -40,6 +41,8 @@ class ModelSection(Section):
     """Type of the weights: auto keeps trained ones in fp32 and frozen ones in bf16."""
     kernels: Annotated[Literal["auto", "liger", "torch"], Choice(values=("auto", "liger", "torch"))] = "auto"
     """Fused kernels: auto takes liger on CUDA."""
+    freeze: Globs = ()
+    """Parameters not trained in full fine-tuning: names or globs, e.g. [embed_tokens, model.layers.0]."""
 
 
 class TokenizerSection(Section):
@@ -57,24 +60,42 @@ class NoAdapter(Section):
     """Full fine-tuning."""
 
     kind: Annotated[Literal["none"], Choice(values=("none",))] = "none"
-    """none trains the model in full; lora trains a low-rank adapter on a frozen model."""
+    """none trains the model in full; lora a low-rank adapter on a frozen model; dora its rows' lengths apart, too."""
 
 
-class LoraAdapter(Section):
+class LowRankAdapter(Section):
     """A low-rank adapter on a frozen model."""
 
-    kind: Annotated[Literal["lora"], Choice(values=("lora",))] = "lora"
-    """none trains the model in full; lora trains a low-rank adapter on a frozen model."""
+    kind: str
+    """none trains the model in full; lora a low-rank adapter on a frozen model; dora its rows' lengths apart, too."""
     r: Annotated[int, Whole(ge=1, le=2**16)] = 16
     """Rank of the adapter."""
     alpha: Annotated[float, Real(gt=0)] = 32.0
     """Scale of the adapter: it is multiplied by alpha / r."""
+    use_rslora: Bool = False
+    """Multiply by alpha / sqrt(r) instead, which keeps the size of updates the same at high ranks (rsLoRA)."""
     dropout: Annotated[float, Real(ge=0, lt=1)] = 0.0
     """Dropout probability at the adapter's input."""
     target_modules: Annotated[
-        Literal["all-linear"] | tuple[str, ...], Several(words=("all-linear",), item=Text(kind="module names"))
+        Literal["all-linear"] | tuple[str, ...], Several(words=("all-linear",), item=Text(kind="names or globs"))
     ] = "all-linear"
-    """Modules that get an adapter: all-linear, or a list of module names."""
+    """Linear layers that get an adapter: all-linear (all but the output), or names or globs, e.g. [attn.*_proj]."""
+    modules_to_save: Globs = ()
+    """Modules trained in full beside the adapter, in fp32: names or globs, e.g. [lm_head, embed_tokens]."""
+
+
+class LoraAdapter(LowRankAdapter):
+    """LoRA: a low-rank product is added to each weight."""
+
+    kind: Annotated[Literal["lora"], Choice(values=("lora",))] = "lora"
+    """none trains the model in full; lora a low-rank adapter on a frozen model; dora its rows' lengths apart, too."""
+
+
+class DoraAdapter(LowRankAdapter):
+    """DoRA: LoRA, and the length of each row of the sum trained on its own."""
+
+    kind: Annotated[Literal["dora"], Choice(values=("dora",))] = "dora"
+    """none trains the model in full; lora a low-rank adapter on a frozen model; dora its rows' lengths apart, too."""
 
 
 class SftMethod(Section):
@@ -362,7 +383,7 @@ def read_hooks(value: Any) -> Any:
 
 
 UNIONS: dict[str, dict[str, type[Section]]] = {
-    "adapter": {"none": NoAdapter, "lora": LoraAdapter},
+    "adapter": {"none": NoAdapter, "lora": LoraAdapter, "dora": DoraAdapter},
     "method": {"sft": SftMethod, "pretrain": PretrainMethod},
     "schedule": {"cosine": CosineSchedule, "linear": LinearSchedule, "constant": ConstantSchedule},
 }
@@ -378,7 +399,7 @@ def kind_of(section: str, value: Any) -> str:
 
 
 Adapter = Annotated[
-    Annotated[NoAdapter, Tag("none")] | Annotated[LoraAdapter, Tag("lora")],
+    Annotated[NoAdapter, Tag("none")] | Annotated[LoraAdapter, Tag("lora")] | Annotated[DoraAdapter, Tag("dora")],
     Discriminator(lambda value: kind_of("adapter", value)),
 ]
 Method = Annotated[

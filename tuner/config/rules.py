@@ -60,6 +60,12 @@ def _pretrain_has_no_turns(recipe: Recipe, given: Set[str]) -> str | None:
     return None
 
 
+def _freeze_needs_full(recipe: Recipe, given: Set[str]) -> str | None:
+    if not recipe.model.freeze or recipe.adapter.kind == "none":
+        return None
+    return "an adapter freezes the whole model; remove freeze, or set adapter.kind: none"
+
+
 def _split_fits_cap(recipe: Recipe, given: Set[str]) -> str | None:
     from tuner.config.duration import Duration
 
@@ -73,6 +79,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("eval.every", "data.eval"), _cadence_needs_rows),
     Rule(("train.micro_batch_size", "train.global_batch_size"), _micro_divides_global),
     Rule(("model.config", "model.init"), _config_needs_random),
+    Rule(("model.freeze", "adapter.kind"), _freeze_needs_full),
     Rule(("data.train", "method.kind"), _pretrain_takes_text),
     Rule(("tokenizer.chat_template", "method.kind"), _pretrain_has_no_turns),
     Rule(("data.eval",), _split_fits_cap),

@@ -87,7 +87,11 @@ def _adapter_text(source: Source, mode: str) -> str | None:
     if adapter is None:
         return None
     how = "merged into the weights" if mode == "merge" else "kept apart"
-    return f"LoRA, r {adapter.get('r')}, alpha {adapter.get('alpha'):g}, {how}"
+    name = "DoRA" if adapter.get("kind") == "dora" else "LoRA"
+    scale = " over the root of r" if adapter.get("use_rslora") else ""
+    saved = adapter.get("modules_to_save")
+    full = f", {', '.join(saved)} trained in full" if saved else ""
+    return f"{name}, r {adapter.get('r')}, alpha {adapter.get('alpha'):g}{scale}{full}, {how}"
 
 
 def _usage(is_adapter: bool) -> list[str]:

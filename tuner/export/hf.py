@@ -167,7 +167,7 @@ def _write_and_verify(
     if plan.adapter == "keep":
         expected = write_adapter(directory, trained, (source.hub_name, source.model.get("revision")), dtype)
         verify.require_written(directory, expected)
-        loaded = verify.load_adapter(directory, plain_base(source, trained))
+        loaded = verify.load_adapter(directory, plain_base(source, trained), expected)
     else:
         model = merge(trained, config) if plan.adapter == "merge" else trained.model
         round_to(model, dtype)

@@ -127,14 +127,22 @@ def load_plain(directory: Path) -> PreTrainedModel:
     return loaded
 
 
-def load_adapter(directory: Path, base: PreTrainedModel) -> torch.nn.Module:
-    """The exported adapter directory loaded by peft onto the plain base model; both in float32."""
-    from peft import PeftModel
+def load_adapter(directory: Path, base: PreTrainedModel, expected: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """The exported adapter directory loaded by peft onto the plain base model; both in float32.
+
+    Raises VerificationError unless peft holds every ``expected`` tensor, by peft's names.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
 
     try:
         model: Any = PeftModel.from_pretrained(base, str(directory))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise VerificationError(f"peft cannot load the export: {error}; nothing was published") from error
+    held = get_peft_model_state_dict(model, save_embedding_layers=False)
+    for name, tensor in expected.items():
+        if name not in held:
+            raise VerificationError(f"peft does not take {name} from the export; nothing was published")
+        _require_bits(name, tensor.to(held[name].dtype), held[name])
     loaded: torch.nn.Module = model.eval()
     return loaded
 

@@ -15,8 +15,9 @@ from transformers.initialization import no_init_weights
 from tuner.checkpoint.load import read_tensors
 from tuner.errors import DataError, RecipeError
 from tuner.export.source import MODEL_CONFIG, MODEL_PREFIX, Source
-from tuner.model.adapter import ADAPTER, LoraSpec, add_lora, without_adapter
+from tuner.model.adapter import LoraSpec, add_lora, lora_layers, merged_weight, without_adapter
 from tuner.model.build import ModelSpec, build_model
+from tuner.model.freeze import freeze
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -37,15 +38,17 @@ def load_trained(source: Source) -> TrainedModel:
     config = read_config(source)
     if source.adapter is None:
         model = plain_model(config)
-        trained = dict(model.named_parameters())
-        if any(True for _ in _persistent_buffers(model)):
-            _copy_buffers(model, _base_model(source))
-        _fill(source, trained)
+        frozen = source.recipe.get("model", {}).get("freeze") or []
+        if frozen or any(True for _ in _persistent_buffers(model)):
+            _copy_base(model, _base_model(source))
+        if frozen:
+            freeze(model, frozen)
+        _fill(source, _trained(model))
         return TrainedModel(model, None)
     lora = lora_spec(source.adapter)
     model = _base_model(source)
     add_lora(model, lora, seed=0)
-    _fill(source, {name: p for name, p in model.named_parameters() if p.requires_grad})
+    _fill(source, _trained(model))
     return TrainedModel(_widened(model), lora)
 
 
@@ -84,6 +87,9 @@ def lora_spec(adapter: Mapping[str, Any]) -> LoraSpec:
             alpha=float(adapter["alpha"]),
             dropout=float(adapter.get("dropout", 0.0)),
             target_modules=targets if isinstance(targets, str) else tuple(map(str, targets)),
+            use_rslora=bool(adapter.get("use_rslora", False)),
+            use_dora=adapter.get("kind") == "dora",
+            modules_to_save=tuple(map(str, adapter.get("modules_to_save", ()))),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"the checkpoint's adapter facts are incomplete: {error}") from error
@@ -91,7 +97,7 @@ def lora_spec(adapter: Mapping[str, Any]) -> LoraSpec:
 
 @torch.no_grad()
 def merge(trained: TrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    """A plain float32 model with W + s·B·A in place of every adapted W.
+    """A plain float32 model with the one weight that computes the same in place of every adapted one.
 
     Raises RecipeError where an adapted weight is tied to one that is not adapted: one tensor cannot be both.
     """
@@ -104,7 +110,7 @@ def merge(trained: TrainedModel, config: PretrainedConfig) -> PreTrainedModel:
     for name, tensor in own.items():
         tensor.data.copy_(weights[name])
         if name in layers:
-            tensor.data.add_(layers[name].get_delta_weight(ADAPTER).float())
+            tensor.data.copy_(merged_weight(layers[name], tensor.data))
     return merged
 
 
@@ -125,13 +131,6 @@ def plain_base(source: Source, trained: TrainedModel) -> PreTrainedModel:
     for name, tensor in (dict(plain.named_parameters()) | dict(_persistent_buffers(plain))).items():
         tensor.data.copy_(weights[name])
     return plain
-
-
-def lora_layers(model: nn.Module) -> Iterable[tuple[str, Any]]:
-    """Name and module of every layer that holds the adapter."""
-    from peft.tuners.lora import LoraLayer
-
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
 @torch.no_grad()
@@ -204,10 +203,15 @@ def _persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
 
 
-def _copy_buffers(model: nn.Module, base: nn.Module) -> None:
-    own = dict(model.named_buffers())
-    for name, buffer in _persistent_buffers(base):
-        own[name].data.copy_(buffer)
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _copy_base(model: nn.Module, base: nn.Module) -> None:
+    """Fill parameters and persistent buffers with the base model's."""
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, tensor in (*base.named_parameters(), *_persistent_buffers(base)):
+        own[name].data.copy_(tensor)
 
 
 @torch.no_grad()

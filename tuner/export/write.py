@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from tuner.errors import DataError
 from tuner.export.source import MODEL_CONFIG, TOKENIZER, Source
 from tuner.export.weights import TrainedModel
-from tuner.model.adapter import ADAPTER
+from tuner.model.adapter import ADAPTER, LoraSpec, saved_modules
 from tuner.runtime.files import inside, json_bytes, read_json, regular_size, write_new
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -55,22 +55,44 @@ def write_adapter(
     if trained.lora is None:
         raise DataError("the run trained no adapter")
     tensors = {
-        _PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."): parameter.detach().to(dtype).contiguous()
+        _peft_name(name): parameter.detach().to(dtype).contiguous()
         for name, parameter in sorted(trained.model.named_parameters())
         if parameter.requires_grad
     }
+    saved, twin = _saved_modules(trained.model, trained.lora)
+    if twin is not None:
+        tensors[_peft_name(twin[1])] = tensors[_peft_name(twin[0])].clone()
     save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    config: Any = trained.lora.peft_config(base[0])
-    resolved: dict[str, Any] = config.to_dict()
-    injected: dict[str, Any] = getattr(trained.model, "peft_config", {})
-    facts = {key: _plain(value) for key, value in resolved.items()}
-    if ADAPTER in injected:
-        # peft resolved these against the model: the layers behind `all-linear`, and GPT-2's transposed weights.
-        facts["target_modules"] = _plain(injected[ADAPTER].target_modules)
-        facts["fan_in_fan_out"] = bool(injected[ADAPTER].fan_in_fan_out)
-    facts |= {"inference_mode": True, "revision": base[1]}
+    # peft resolved these against the model: the layers behind `all-linear` and globs, and GPT-2's transposed weights.
+    injected: Any = getattr(trained.model, "peft_config", {})[ADAPTER]
+    config: Any = trained.lora.peft_config(sorted(injected.target_modules), base[0])
+    facts = {key: _plain(value) for key, value in config.to_dict().items()}
+    facts["fan_in_fan_out"] = bool(injected.fan_in_fan_out)
+    facts |= {**saved, "inference_mode": True, "revision": base[1]}
     write_new(directory / ADAPTER_CONFIG, json_bytes(facts))
     return tensors
+
+
+def _peft_name(name: str) -> str:
+    """The name under which peft's files hold a trained parameter: without the adapter's own name."""
+    short = name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")
+    return _PEFT_PREFIX + short.replace(f".{ADAPTER}.", ".")
+
+
+def _saved_modules(model: PreTrainedModel, lora: LoraSpec) -> tuple[dict[str, Any], tuple[str, str] | None]:
+    """What peft's config says of modules trained in full, and the names of a trained tensor that it wants twice.
+
+    Tied embeddings are one tensor; peft keeps them one when it is told so, but reads both names.
+    """
+    if not lora.modules_to_save:
+        return {}, None
+    names = {module: name for name, module in model.named_modules()}
+    saved = set(saved_modules(model, lora))
+    source, output = model.get_input_embeddings(), model.get_output_embeddings()
+    if source.weight is not output.weight or not saved & {names[source], names[output]}:
+        return {"modules_to_save": sorted(saved)}, None
+    facts = {"modules_to_save": sorted((saved | {names[output]}) - {names[source]}), "ensure_weight_tying": True}
+    return facts, (f"{names[source]}.weight", f"{names[output]}.weight")
 
 
 def write_tokenizer(directory: Path, source: Source) -> None:

@@ -1,34 +1,52 @@
-"""Low-rank adapters: peft's layers placed inside the model, whose own parameters are frozen (Hu et al. 2021)."""
+"""Low-rank adapters: peft's layers placed inside the model, whose own parameters are frozen.
 
-from collections.abc import Sequence
+LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685) adds s·B·A to a weight; rsLoRA (Kalajdzievski 2023,
+https://arxiv.org/abs/2312.03732) takes s = alpha / sqrt(r) in place of alpha / r; DoRA (Liu et al. 2024,
+https://arxiv.org/abs/2402.09353) trains the length of every row of the sum on its own.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
 from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
+from tuner.model.select import select
 
 ADAPTER = "default"
+_KINDS = ("Linear", "Conv1D")
 
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """Rank, scale numerator, dropout share and the linear layers to adapt (``all-linear``: all but the output)."""
+    """Rank, scale numerator, dropout share, linear layers to adapt (``all-linear``: all but the output), and variant.
+
+    ``modules_to_save`` are trained in full, in float32, beside the adapter. Both lists hold names or globs (see
+    :func:`tuner.model.select.select`).
+    """
 
     r: int
     alpha: float
     dropout: float
     target_modules: str | Sequence[str]
+    use_rslora: bool = False
+    use_dora: bool = False
+    modules_to_save: Sequence[str] = ()
 
-    def peft_config(self, base: str | None = None) -> LoraConfig:
-        """The same as peft's config, which ``adapter_config.json`` holds."""
-        targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
+    def peft_config(self, targets: Sequence[str], base: str | None = None) -> LoraConfig:
+        """The same as peft's config for these layers, which ``adapter_config.json`` holds."""
         return LoraConfig(
             r=self.r,
             lora_alpha=self.alpha,  # type: ignore[arg-type]  # peft multiplies with it; a float works
             lora_dropout=self.dropout,
-            target_modules=targets,
+            target_modules=list(targets),
+            use_rslora=self.use_rslora,
+            use_dora=self.use_dora,
             bias="none",
             task_type="CAUSAL_LM",
             base_model_name_or_path=base,
@@ -36,43 +54,118 @@ class LoraSpec:
 
 
 def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
-    """Put float32 adapter layers into the model, in place; peft freezes all else.
+    """Put float32 adapter layers into the model and freeze all else but ``modules_to_save``, in place.
 
-    ``A`` is drawn from ``seed``, ``B`` is zero. On a meta model the adapter's parameters are on meta too. Raises
-    RecipeError when no layer matches.
+    ``A`` is drawn from ``seed``, ``B`` is zero and a DoRA length is its row's own, so the model computes what it did.
+    On a meta model the new parameters are on meta too. Raises RecipeError for a name that matches nothing.
     """
     on_meta = next(model.parameters()).device.type == "meta"
-    config = spec.peft_config()
+    saved = saved_modules(model, spec)
+    targets = _target_names(model, spec, saved)
+    config = spec.peft_config(_shortest(model, targets))
     config.fan_in_fan_out = any(type(module).__name__ == "Conv1D" for module in model.modules())
-    if spec.target_modules == "all-linear":
-        config.target_modules = linear_layer_names(model)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=on_meta)
     except ValueError as error:
-        raise RecipeError(
-            f"adapter.target_modules: {str(error).splitlines()[0]}",
-            hint=f"linear layers of this model: {', '.join(sorted(linear_layer_names(model)))}",
-        ) from error
+        raise RecipeError(f"adapter: {str(error).splitlines()[0]}") from error
+    modules = dict(model.named_modules())
+    for name in saved:
+        _train_in_full(model, modules[name])
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    for _, layer in lora_layers(model):
+        if layer.lora_magnitude_vector:  # peft measures in the type of the frozen weight
+            length = weight_length(layer, layer.get_base_layer().weight.float())
+            layer.lora_magnitude_vector[ADAPTER].weight.data = length
     model.eval()
 
 
+def saved_modules(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
+    """Full names of the modules that are trained in full; outermost ones only.
+
+    A module that shares its weight with another stands for both: they stay one tensor.
+    """
+    owning = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    chosen = select(spec.modules_to_save, owning, "adapter.modules_to_save")
+    return [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
+
+
 def linear_layer_names(model: PreTrainedModel) -> list[str]:
-    """Last name components of all linear layers of the decoder, the output layer left out."""
+    """Full names of all linear layers of the decoder, the output layer left out."""
     output = model.get_output_embeddings()
-    kinds = ("Linear", "Conv1D")
-    found = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if type(module).__name__ in kinds and module is not output
-    }
-    return sorted(found)
+    return [name for name, module in _linear_layers(model) if module is not output]
+
+
+def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """Name and module of every layer that holds the adapter."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+
+
+def merged_weight(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    """The one float32 weight that computes what the layer does: W + s·B·A, with DoRA's lengths where it has them.
+
+    ``weight`` is the layer's own in float32, in its own layout (GPT-2's is transposed).
+    """
+    whole = weight + layer.get_delta_weight(ADAPTER).float()
+    if not layer.lora_magnitude_vector:
+        return whole
+    factor = layer.lora_magnitude_vector[ADAPTER].weight.float() / weight_length(layer, whole)
+    return whole * (factor[None, :] if layer.fan_in_fan_out else factor[:, None])
+
+
+def weight_length(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    """Euclidean length ``[out]`` of the weights that make each output of the layer."""
+    length: torch.Tensor = torch.linalg.vector_norm(weight, dim=0 if layer.fan_in_fan_out else 1)
+    return length
 
 
 def without_adapter(name: str) -> str:
     """The parameter's name in the model without adapters (peft keeps the base weight under ``base_layer``)."""
     return name.replace(".base_layer.", ".")
+
+
+def _train_in_full(model: PreTrainedModel, module: nn.Module) -> None:
+    """Let the module's parameters be trained, wherever in the model they are used."""
+    module.requires_grad_(True)
+    rounded = {parameter for parameter in module.parameters() if parameter.dtype == torch.bfloat16}
+    for user in model.modules():
+        if any(parameter in rounded for parameter in user.parameters(recurse=False)):
+            user.register_forward_hook(_in_autocast_type)
+
+
+def _in_autocast_type(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """What a float32 module inside a bfloat16 model hands on: LayerNorm on the CPU takes no float32 from it."""
+    if isinstance(output, torch.Tensor) and torch.is_autocast_enabled(output.device.type):
+        return output.to(torch.get_autocast_dtype(output.device.type))
+    return output
+
+
+def _linear_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in model.named_modules() if type(module).__name__ in _KINDS]
+
+
+def _target_names(model: PreTrainedModel, spec: LoraSpec, saved: Iterable[str]) -> list[str]:
+    """Full names of the layers to adapt. What is trained in full needs no adapter."""
+    if spec.target_modules == "all-linear":
+        chosen = linear_layer_names(model)
+    else:
+        wanted = [spec.target_modules] if isinstance(spec.target_modules, str) else spec.target_modules
+        chosen = select(wanted, [name for name, _ in _linear_layers(model)], "adapter.target_modules")
+    full = tuple(saved)
+    left = [name for name in chosen if not any(name == other or name.startswith(f"{other}.") for other in full)]
+    if not left:
+        raise RecipeError(
+            "adapter.target_modules: no linear layer is left to adapt",
+            hint="adapter.modules_to_save trains them all in full; write adapter.kind: none to train the whole model",
+        )
+    return left
+
+
+def _shortest(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
+    """The same layers by their last name components, where these name no other layer; else in full."""
+    last = {name.rpartition(".")[2] for name in targets}
+    same = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in last]
+    return sorted(last) if set(same) == set(targets) else list(targets)

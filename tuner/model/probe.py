@@ -1,5 +1,6 @@
 """Probes at start: does this model keep packed documents apart, and is our output path the model's own?"""
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -21,26 +22,28 @@ class IsolationReport:
 
 @torch.no_grad()
 def require_isolation(root: CausalLM, vocab_size: int, packed: bool = True) -> IsolationReport:
-    """Run two documents packed, change the first, and require the second unchanged and equal to itself run alone.
+    """Run two packed documents on the CPU, change the first, and want the second unchanged and equal to itself alone.
 
     The reference is the model's own forward with its stock attention, so a logit transform or an attention option that
-    the packed path does not know shows as well. Where rows are never ``packed``, only that comparison is made. Raises
-    RecipeError when our path is not the model.
+    the packed path does not know shows as well. Where rows are never ``packed``, only that comparison is made. A model
+    with bfloat16 weights runs under autocast, as in training. Raises RecipeError when our path is not the model.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, min(vocab_size, 32000), (_FIRST + _SECOND,), generator=generator)
     other = ids.clone()
     other[:_FIRST] = (ids[:_FIRST] + 1) % min(vocab_size, 32000)
+    exact = all(parameter.dtype == torch.float32 for parameter in root.parameters())
+    autocast = contextlib.nullcontext() if exact else torch.autocast("cpu", dtype=torch.bfloat16)
     try:
-        second = _second_logits(root, ids) if packed else _only_logits(root, ids[_FIRST:])
-        leak = _relative(second, _second_logits(root, other)) if packed else 0.0
-        alone = _relative(second, _stock_logits(root, ids[_FIRST:]))
+        with autocast:
+            second = _second_logits(root, ids) if packed else _only_logits(root, ids[_FIRST:])
+            leak = _relative(second, _second_logits(root, other)) if packed else 0.0
+            alone = _relative(second, _stock_logits(root, ids[_FIRST:]))
     except (TypeError, ValueError) as error:
         raise RecipeError(
             f"{type(root.model).__name__} cannot be trained{' on packed rows' if packed else ''}: {error}",
             hint="choose another model",
         ) from error
-    exact = next(root.parameters()).dtype == torch.float32
     leak_allowed, alone_allowed = (1e-6, 1e-4) if exact else (1e-2, 5e-2)
     if leak > leak_allowed:
         raise RecipeError(

@@ -12,6 +12,7 @@ MAX_TOKENS = 64
 _PRODUCTS = {
     functional.linear,
     functional.embedding,
+    functional.layer_norm,
     torch.addmm,
     torch.bmm,
     torch.matmul,

@@ -319,7 +319,8 @@ def _require_same_choices(run: RunDir, resolved: Recipe) -> None:
 
 def _announce(console: Console, resolved: Resolved, table: Timetable, launch: Launch) -> None:
     recipe, plan, facts = resolved.recipe, table.plan, resolved.facts
-    trained = "all trained" if recipe.adapter.kind == "none" else f"{recipe.adapter.kind} adapter trained"
+    full = f"all but {', '.join(recipe.model.freeze)} trained" if recipe.model.freeze else "all trained"
+    trained = full if recipe.adapter.kind == "none" else f"{recipe.adapter.kind} adapter trained"
     processes = f"{launch.world_size} process" + ("es" if launch.world_size > 1 else "")
     console.say(
         "model",

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from tuner.checkpoint.agree import Ranks
-from tuner.config.recipe import LoraAdapter, Recipe
+from tuner.config.recipe import LowRankAdapter, Recipe
 from tuner.data.batches import GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
@@ -25,6 +25,7 @@ from tuner.model.build import (
     has_liger,
     model_config,
 )
+from tuner.model.freeze import freeze
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM, trained_parameters
 from tuner.parallel.fsdp import data_mesh, materialise, shard
@@ -175,9 +176,25 @@ def _spec(recipe: Recipe) -> ModelSpec:
     return ModelSpec(model.name_or_path, model.revision, model.init == "random", model.config)
 
 
-def lora_spec(adapter: LoraAdapter) -> LoraSpec:
+def lora_spec(adapter: LowRankAdapter) -> LoraSpec:
     """The adapter section as the model package takes it."""
-    return LoraSpec(adapter.r, adapter.alpha, adapter.dropout, adapter.target_modules)
+    return LoraSpec(
+        adapter.r,
+        adapter.alpha,
+        adapter.dropout,
+        adapter.target_modules,
+        adapter.use_rslora,
+        adapter.kind == "dora",
+        adapter.modules_to_save,
+    )
+
+
+def _choose_trained(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Add the adapter, or freeze what full fine-tuning leaves alone."""
+    if isinstance(recipe.adapter, LowRankAdapter):
+        add_lora(model, lora_spec(recipe.adapter), recipe.seed)
+    elif recipe.model.freeze:
+        freeze(model, recipe.model.freeze)
 
 
 def _default_lr(recipe: Recipe, n_parameters: int) -> tuple[float, str]:
@@ -199,8 +216,7 @@ def _build_root(resolved: Resolved, launch: Launch, packed: bool) -> CausalLM:
 
     def build() -> None:
         built.append(CausalLM(build_model(_spec(recipe), dtype, recipe.seed)))
-        if isinstance(recipe.adapter, LoraAdapter):
-            add_lora(built[0].model, lora_spec(recipe.adapter), recipe.seed)
+        _choose_trained(built[0].model, recipe)
         require_isolation(built[0], resolved.config.get_text_config().vocab_size, packed)
 
     Ranks(gloo_group()).on_main(build)
@@ -208,8 +224,7 @@ def _build_root(resolved: Resolved, launch: Launch, packed: bool) -> CausalLM:
         root = built[0].to(device)
     else:
         root = CausalLM(build_skeleton(resolved.config, dtype))
-        if isinstance(recipe.adapter, LoraAdapter):
-            add_lora(root.model, lora_spec(recipe.adapter), recipe.seed)
+        _choose_trained(root.model, recipe)
         shard(root, data_mesh(device.type, launch.world_size), recipe.parallel.reshard_after_forward)
         materialise(root, built[0] if built else None, device)
     if recipe.model.kernels == "liger":

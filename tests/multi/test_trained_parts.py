@@ -1,0 +1,46 @@
+"""Adapters of every kind and frozen parts of a model: one process and two FSDP2 processes take the same steps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multi.launcher import run
+from tests.multi.parity_worker import take_steps
+from tests.train.synthetic import write_model
+from tuner.runtime.launch import Launch
+
+WORKER = str(Path(__file__).with_name("parity_worker.py"))
+NONE = {"kind": "none"}
+BLOCK = "model.layers.{}.{}.weight"
+# Every unit that FSDP2 shards mixes frozen and trained parameters; in the last one bfloat16 and float32 ones, too.
+WISHES: dict[str, dict[str, Any]] = {
+    "freeze": {"adapter": NONE, "model_keys": {"freeze": ["embed_tokens", "layers.0", "*.mlp"]}},
+    "dora": {"adapter": {"kind": "dora", "r": 4, "dropout": 0.0, "target_modules": ["*layers.1.self_attn.*_proj"]}},
+    "saved": {
+        "adapter": {"kind": "lora", "r": 4, "use_rslora": True, "modules_to_save": ["embed_tokens", "layers.0.mlp"]},
+        "precision": "bf16",
+    },
+}
+
+
+@pytest.mark.multi
+def test_one_process_and_two_agree(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    plain = {"model": str(tmp_path), "precision": "fp32", "global": 4, "micro": 4, "steps": 3}
+    wishes = [{**plain, "trained": [1, 20, 3, 15, 7, 5], **wish} for wish in WISHES.values()]
+    two = json.loads(run([WORKER, json.dumps([{**wish, "micro": 2} for wish in wishes])], 2))
+    for name, wish, there in zip(WISHES, wishes, two, strict=True):
+        here = take_steps(wish, Launch())
+        assert here["trained"] == there["trained"]
+        assert here["loss"][0] != here["loss"][-1], "the weights must have moved"
+        bound = 1e-5 if wish["precision"] == "fp32" else 1e-3  # a rounded update moves the later steps apart
+        for figure in ("loss", "grad_norm"):
+            for a, b in zip(here[figure], there[figure], strict=True):
+                assert abs(a - b) <= bound * abs(a), (name, figure, here, there)
+    assert two[0]["trained"] == sorted(
+        ["model.norm.weight"]
+        + [BLOCK.format(1, f"self_attn.{part}_proj") for part in "qkvo"]
+        + [BLOCK.format(1, part) for part in ("input_layernorm", "post_attention_layernorm")]
+    )
