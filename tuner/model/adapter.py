@@ -109,10 +109,11 @@ def merged_weight(layer: Any, weight: torch.Tensor) -> torch.Tensor:
 
     ``weight`` is the layer's own in float32, in its own layout (GPT-2's is transposed).
     """
-    whole = weight + layer.get_delta_weight(ADAPTER).float()
+    whole: torch.Tensor = weight + layer.get_delta_weight(ADAPTER).float()
     if not layer.lora_magnitude_vector:
         return whole
-    factor = layer.lora_magnitude_vector[ADAPTER].weight.float() / weight_length(layer, whole)
+    length: torch.Tensor = layer.lora_magnitude_vector[ADAPTER].weight
+    factor = length.float() / weight_length(layer, whole)
     return whole * (factor[None, :] if layer.fan_in_fan_out else factor[:, None])
 
 
