@@ -25,7 +25,8 @@ class FakeRows:
     def _make(self, i: int) -> Row:
         n = sum(self._lengths[i])
         ids = i * 1000 + np.arange(n, dtype=np.int64)
-        return Row(ids, (ids * 7 + i) % 3 != 0, np.array(self._lengths[i], dtype=np.int32))
+        lengths = np.array(self._lengths[i], dtype=np.int32)
+        return Row(ids, (ids * 7 + i) % 3 != 0, lengths, np.arange(len(lengths)))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -51,8 +52,8 @@ def batches(rows: FakeRows, size: int, micro: int, rank: int, world: int) -> Glo
 
 def test_collate_never_crosses_documents() -> None:
     rows = [
-        Row(np.arange(5), np.ones(5, dtype=bool), np.array([2, 3], dtype=np.int32)),
-        Row(np.arange(10, 14), np.array([True, True, False, True]), np.array([4], dtype=np.int32)),
+        Row(np.arange(5), np.ones(5, dtype=bool), np.array([2, 3], dtype=np.int32), np.array([7, 3])),
+        Row(np.arange(10, 14), np.array([True, True, False, True]), np.array([4], dtype=np.int32), np.array([5])),
     ]
     batch = collate(rows)
     assert batch.input_ids.tolist() == [0, 1, 2, 3, 4, 10, 11, 12, 13]
@@ -60,6 +61,7 @@ def test_collate_never_crosses_documents() -> None:
     assert batch.position_ids.tolist() == [0, 1, 0, 1, 2, 0, 1, 2, 3]
     assert batch.lengths == (2, 3, 4)
     assert batch.trained_positions.tolist() == [0, 2, 3, 5, 7]
+    assert batch.documents.tolist() == [7, 3, 5]
     assert batch.input_ids.dtype == batch.targets.dtype == batch.trained_positions.dtype == np.int64
 
 

@@ -46,7 +46,8 @@ def write_prepared(directory: Path, limits: tuple[int, int]) -> Path:
     )
     (directory / "samples.jsonl").touch()
     files = file_entries(directory)
-    manifest = {"schema": PREPARED_SCHEMA, "key": directory.name, "max_length": MAX_LENGTH, "files": files}
+    facts = {"schema": PREPARED_SCHEMA, "key": directory.name, "max_length": MAX_LENGTH, "eval_documents": []}
+    manifest = facts | {"files": files}
     (directory / "manifest.json").write_text(json.dumps(manifest))
     return directory
 

@@ -33,7 +33,8 @@ class SyntheticRows:
     def row(self, i: int) -> Row:
         trained = np.zeros(MAX_LENGTH, dtype=np.bool_)
         trained[1 : 1 + int(self.trained_per_row[i])] = True
-        return Row(self._ids[i].astype(np.int64), trained, np.array([MAX_LENGTH - 10, 10], dtype=np.int32))
+        lengths = np.array([MAX_LENGTH - 10, 10], dtype=np.int32)
+        return Row(self._ids[i].astype(np.int64), trained, lengths, np.array([2 * i, 2 * i + 1]))
 
 
 class NoTokenizer:

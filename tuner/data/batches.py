@@ -32,6 +32,8 @@ class Batch:
     """Document lengths in order; their sum is T."""
     trained_positions: npt.NDArray[np.int64]
     """int64[n], the indices whose target is not -100."""
+    documents: npt.NDArray[np.int64]
+    """int64[len(lengths)]: the number of each document in its split; pieces of a split document share theirs."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ def collate(rows: Sequence[Row]) -> Batch:
         position_ids=position_ids,
         lengths=tuple(int(length) for length in lengths),
         trained_positions=np.flatnonzero(targets != IGNORED).astype(np.int64, copy=False),
+        documents=np.concatenate([row.documents for row in rows]),
     )
 
 

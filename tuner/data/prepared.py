@@ -21,7 +21,7 @@ import pyarrow as pa
 from tuner.errors import DataError
 from tuner.runtime.files import read_json, verify_entries
 
-PREPARED_SCHEMA = "tuner.prepared/2"
+PREPARED_SCHEMA = "tuner.prepared/3"
 """The `schema` of a prepared directory's manifest."""
 ROWS_SCHEMA = pa.schema(
     [
@@ -44,6 +44,8 @@ class Row:
     """bool[T]: whether the token itself is to be learned (when it is not the first of its segment)."""
     lengths: npt.NDArray[np.int32]
     """int32[segments]; their sum is T."""
+    documents: npt.NDArray[np.int64]
+    """int64[segments]: the document of each segment, by its number in the split."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class PackedRows:
             input_ids=np.concatenate([ids for ids, _ in parts], dtype=np.int64),
             trained=np.concatenate([trained for _, trained in parts]),
             lengths=np.array([len(ids) for ids, _ in parts], dtype=np.int32),
+            documents=np.array(document, dtype=np.int64),
         )
 
     def __iter__(self) -> Iterator[Row]:
@@ -154,6 +157,8 @@ class PreparedData:
     train: PackedRows
     eval: PackedRows | None
     samples: list[Sample]
+    eval_documents: tuple[int, ...] = ()
+    """Held-out documents of each source, in the order of the recipe; those of one source lie together."""
 
 
 def open_prepared(path: Path, verify: bool = False) -> PreparedData:
@@ -169,6 +174,7 @@ def open_prepared(path: Path, verify: bool = False) -> PreparedData:
         raise DataError(f"{path}: not prepared data of this version (schema {manifest.get('schema')!r})")
     try:
         key, max_length = str(manifest["key"]), int(manifest["max_length"])
+        eval_documents = tuple(int(count) for count in manifest["eval_documents"])
         verify_entries(path, manifest["files"], hash=verify)
         has_eval = "eval.rows.arrow" in manifest["files"]
     except (KeyError, TypeError, ValueError) as error:
@@ -180,6 +186,7 @@ def open_prepared(path: Path, verify: bool = False) -> PreparedData:
         train=_open_rows(path, "train", max_length),
         eval=_open_rows(path, "eval", max_length) if has_eval else None,
         samples=_read_samples(path / "samples.jsonl"),
+        eval_documents=eval_documents,
     )
 
 

@@ -45,4 +45,5 @@ def _full(max_length: int, n_rows: int, vocab_size: int) -> Batch:
         position_ids=np.tile(np.arange(max_length, dtype=np.int64), n_rows),
         lengths=(max_length,) * n_rows,
         trained_positions=np.arange(n_tokens, dtype=np.int64),
+        documents=np.arange(n_rows, dtype=np.int64),
     )

@@ -16,6 +16,7 @@ from tuner.config.recipe import DataSection, ModelSection, SftMethod, TokenizerS
 from tuner.data.batches import GlobalBatches
 from tuner.data.building.encoded import record_batches
 from tuner.data.building.explain import explain
+from tuner.data.building.keys import keys_of
 from tuner.data.building.prepare import PreparedInfo, find_prepared, prepare
 from tuner.data.building.progress import Pace
 from tuner.data.building.request import prepare_request
@@ -164,7 +165,7 @@ def test_small_blocks_are_one_bundle_and_shares_keep_them_apart(
     assert documents(apart.eval) == documents(together.eval)
     assert apart.samples == together.samples
     assert apart.train.trained_per_row.tolist() == together.train.trained_per_row.tolist()
-    # Two files or a directory of two: the same name, so the same bytes.
+    # Two files or a directory of two: the same bytes, and the same name where nobody asks which source was held out.
     for source in train:
         Path(source["path"]).rename(tmp_path / Path(source["path"]).name)
     for other in (tmp_path / "rows").iterdir():
@@ -172,7 +173,11 @@ def test_small_blocks_are_one_bundle_and_shares_keep_them_apart(
     for source in train:
         (tmp_path / Path(source["path"]).name).rename(source["path"])
     as_one = prepare(tiny.request(tmp_path / "c", [{"path": str(tmp_path / "rows")}], eval="5 documents"))
-    assert as_one.key == together.key
+    directory = tiny.request(tmp_path / "c", [{"path": str(tmp_path / "rows")}])
+    assert keys_of(directory).prepared == keys_of(tiny.request(tmp_path / "c", train)).prepared
+    assert as_one.key != together.key
+    assert (len(together.eval_documents), sum(together.eval_documents)) == (2, 5)
+    assert open_prepared(as_one.path).eval_documents == (5,)
     for name in ("train.documents.arrow", "train.rows.arrow", "eval.rows.arrow", "samples.jsonl"):
         assert (as_one.path / name).read_bytes() == (together.path / name).read_bytes()
 
@@ -234,6 +239,28 @@ def test_shares_of_sources_are_exact(tmp_path: Path) -> None:
         prepare(tiny.request(tmp_path / "cache", nothing))
     held_file = prepare(tiny.request(tmp_path / "cache", str(files[0]), eval=[{"path": str(files[1]), "weight": 0.3}]))
     assert held_file.report["eval"]["documents"] == 3
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("shares", [(1.0, 1.0, 1.0), (0.5, 2.0, 1.3)])
+def test_held_out_documents_lie_source_by_source(tmp_path: Path, split: bool, shares: tuple[float, ...]) -> None:
+    files = [*several(tmp_path / "rows", 2), {"path": str(tiny.write_rows(tmp_path / "last.jsonl", rows(9, 900)))}]
+    sources = [{**source, "weight": share} for source, share in zip(files, shares, strict=True)]
+    other = tiny.write_rows(tmp_path / "other.jsonl", [tiny.chat("other", "other")])
+    data = {"train": sources, "eval": "12 documents"} if split else {"train": str(other), "eval": sources}
+    prepared = open_prepared(prepare(tiny.request(tmp_path / "cache", data.pop("train"), **data)).path)
+    of_each = [
+        set(documents(open_prepared(prepare(tiny.request(tmp_path / "cache", source["path"])).path).train))
+        for source in files
+    ]
+    assert prepared.eval is not None
+    assert sum(prepared.eval_documents) == prepared.manifest["report"]["eval"]["documents"]
+    assert all(prepared.eval_documents)
+    ends = np.cumsum(prepared.eval_documents)
+    for row in prepared.eval:
+        ids = np.split(row.input_ids, np.cumsum(row.lengths)[:-1])
+        for source, document in zip(np.searchsorted(ends, row.documents, side="right"), ids, strict=True):
+            assert tuple(document.tolist()) in of_each[source]
 
 
 class Mismatching:

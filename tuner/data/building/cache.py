@@ -32,7 +32,7 @@ from tuner.runtime.lock import FileLock
 
 Level = Literal["prepared", "encoded"]
 LEVELS: tuple[Level, ...] = ("prepared", "encoded")
-ENCODED_SCHEMA = "tuner.encoded/2"
+ENCODED_SCHEMA = "tuner.encoded/3"
 SCHEMAS: dict[Level, str] = {"prepared": PREPARED_SCHEMA, "encoded": ENCODED_SCHEMA}
 Say = Callable[[str, str], None]
 """Prints (label, text) for people."""

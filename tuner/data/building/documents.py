@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -393,7 +393,18 @@ def _body(
         },
     }
     names = {side.name: [file.name for source in side.sources for file in source.files] for side in sides}
-    return {"report": report, "fields": dict(keys.encoded_fields), "sources": {"eval": [], **names}}
+    return {
+        "report": report,
+        "fields": dict(keys.encoded_fields),
+        "sources": {"eval": [], **names},
+        "eval_documents": _by_source(sides[-1], chosen["eval"].copies) if "eval" in chosen else [],
+    }
+
+
+def _by_source(side: _Side, often: npt.NDArray[np.int32]) -> list[int]:
+    """Documents of each source in a split's file, which holds them source by source."""
+    bounds = np.cumsum([0, *(counts.documents for counts in side.counts)])
+    return [int(often[start:stop].sum()) for start, stop in pairwise(bounds.tolist())]
 
 
 def _source_reports(side: _Side, often: npt.NDArray[np.int32]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tuner.config.recipe import DataSource
     from tuner.data.building.request import PrepareRequest
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Counts up when the same input would give other bytes."""
 Part = Literal["documents", "rows", "content", "nothing"]
 FIELDS: dict[str, dict[str, Part]] = {
@@ -90,6 +90,7 @@ def keys_of(request: "PrepareRequest") -> Keys:
         "format_version": FORMAT_VERSION,
         "train": _identity(train),
         "eval": None if held is None else _identity(held),
+        "eval_files": None if data.eval is None else [len(source.files) for source in held or train],
         "split": None if split is None else [str(split.count), split.unit],
         "seed": request.seed if split is not None or drawn else None,
         "tokenizer": request.tokenizer.hash,

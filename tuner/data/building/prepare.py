@@ -124,6 +124,7 @@ def _build_rows(request: PrepareRequest, keys: Keys, tmp: Path, console: "Consol
         "method": keys.encoded_fields["method"],
         "train_on": keys.encoded_fields["train_on"],
         "sources": encoded["sources"],
+        "eval_documents": encoded["eval_documents"],
         "samples": len(samples),
         # What the first level has hashed is the same file here.
         "files": {_linked_name(name): entry for name, entry in encoded["files"].items()},
