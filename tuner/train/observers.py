@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+from tuner.checkpoint.agree import Ranks
 from tuner.config.recipe import HookSection, LoggingSection
 from tuner.runtime.console import Console
-from tuner.train.hooks import Hooks, RunFacts, check_hooks, user_hook
+from tuner.runtime.process import gloo_group
+from tuner.train.hooks import Hooks, Registration, RunFacts, check_hooks, user_hook
 from tuner.train.plan import cadence
 from tuner.train.setup import Assembly
 from tuner.train.trackers.choose import check_trackers, tracker_hooks
@@ -16,12 +18,18 @@ def check_observers(hooks: Sequence[HookSection], logging: LoggingSection) -> No
     check_trackers(logging.trackers)
 
 
-def build_hooks(
-    hooks: Sequence[HookSection], logging: LoggingSection, assembly: Assembly, facts: RunFacts, console: Console
-) -> Hooks:
-    """Trackers first, then the user's hooks in their order; none on ranks other than 0. Raises PluginError."""
-    if not assembly.launch.is_main:
-        return Hooks((), facts)
+def build_hooks(assembly: Assembly, facts: RunFacts, console: Console) -> Hooks:
+    """Trackers first, then the user's hooks in their order; none on ranks other than 0.
+
+    Collective. Raises PluginError, on every rank, for a hook that cannot be built.
+    """
+    recipe = assembly.resolved.recipe
     plan, tokens = assembly.timetable.plan, assembly.prepared.train.tokens_per_row
-    users = [user_hook(section, cadence(section.every, plan, tokens)) for section in hooks]
-    return Hooks([*tracker_hooks(logging, console.say, console.warn), *users], facts)
+    built: list[Registration] = []
+
+    def build() -> None:
+        built.extend(tracker_hooks(recipe.logging, console.say, console.warn))
+        built.extend(user_hook(section, cadence(section.every, plan, tokens)) for section in recipe.hooks)
+
+    Ranks(gloo_group()).on_main(build)
+    return Hooks(built, facts)

@@ -28,9 +28,11 @@ from tuner.runtime.process import gloo_group, process_group
 from tuner.runtime.stop import StopSignals
 from tuner.train.deterministic import deterministic
 from tuner.train.feed import Feed
+from tuner.train.hooks import Hooks, RunFacts, Status
 from tuner.train.loop import train_loop
 from tuner.train.meter import Meter
 from tuner.train.mock import mock_batch
+from tuner.train.observers import build_hooks, check_observers
 from tuner.train.progress import Progress, restore_position, run_tensors
 from tuner.train.records import Records
 from tuner.train.rundir import RunDir, differences
@@ -78,6 +80,7 @@ def train(loaded: LoadedRecipe, options: TrainOptions, launch: Launch, console: 
         step = int(record["launches"][-1].get("step") or (found.step if found is not None else 0))
         console.say("finished", f"{run.path} is already trained: {step} steps")
         return _result(run, "finished", found, step)
+    check_observers(recipe.hooks, recipe.logging)
     request = prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     data = _data(request, options, console)
     resolved = resolve(recipe, request.max_length, launch)
@@ -123,8 +126,12 @@ def _run(
     if found is not None:
         _require_same_data(found, assembly)
     record = Ranks(gloo_group()).on_main(lambda: _begin(run, loaded, record, assembly, found))
-    session = _session(run, record, assembly, progress, console)
-    status, why = "failed", None
+    at = 0 if found is None else found.step
+    facts = RunFacts(run.path, str(record["run_id"]), total, recipe_dict(assembly.resolved.recipe), at)
+    hooks = build_hooks(assembly, facts, console)
+    session = _session(run, record, assembly, progress, console, hooks)
+    status: Status = "failed"
+    why: str | None = None
     try:
         if found is not None:
             load_into(found, run_tensors(assembly))
@@ -143,6 +150,7 @@ def _run(
         ):
             session.meter.on_progress = bar.update
             finished = train_loop(session, feed, signals)
+        Ranks(gloo_group()).on_main(session.hooks.raise_error)
         status, why = ("finished", None) if finished else ("stopped", _why_stopped(run, launch, signals))
     except BaseException as error:
         why = f"{type(error).__name__}: {error}"
@@ -151,6 +159,8 @@ def _run(
     finally:
         if launch.is_main:
             run.end(record, status, progress.step, why)
+        session.hooks.tell("end", progress.step, progress.tokens, status=status)
+    Ranks(gloo_group()).on_main(session.hooks.raise_error)
     saved = newest(run.checkpoints, verify=False) if progress.saved_step is not None else None
     ended: Literal["finished", "stopped"] = "finished" if finished else "stopped"
     return _result(run, ended, saved, total, progress)
@@ -183,7 +193,9 @@ def _begin(
     return run.begin(record, facts)
 
 
-def _session(run: RunDir, record: dict[str, Any], assembly: Assembly, progress: Progress, console: Console) -> Session:
+def _session(
+    run: RunDir, record: dict[str, Any], assembly: Assembly, progress: Progress, console: Console, hooks: Hooks
+) -> Session:
     recipe, main = assembly.resolved.recipe, assembly.launch.is_main
     limit = recipe.train.stop_after
     total = assembly.timetable.plan.total_steps
@@ -206,6 +218,7 @@ def _session(run: RunDir, record: dict[str, Any], assembly: Assembly, progress: 
         Records(run.path / "samples.jsonl" if main else None),
         console,
         Meter(recipe.logging.console_every.seconds, assembly.learner.numerics.device, total),
+        hooks,
         stop_after,
     )
 

@@ -16,6 +16,7 @@ from tuner.runtime.process import any_of, gloo_group
 from tuner.runtime.stop import StopSignals
 from tuner.train.diagnose import TakenStep, diverged
 from tuner.train.evaluate import answer_samples, evaluate
+from tuner.train.hooks import Hooks
 from tuner.train.meter import Meter
 from tuner.train.probes import record_probes
 from tuner.train.progress import Progress, run_tensors
@@ -43,18 +44,21 @@ class Session:
     samples: Records
     console: Console
     meter: Meter
+    hooks: Hooks
     stop_after: Callable[[int, float], bool]
     """Whether this launch is over, given its steps and seconds so far."""
     protected: tuple[Path, ...] = ()
     """Checkpoints that pruning leaves alone: the one that this launch resumed from."""
 
     def __post_init__(self) -> None:
-        self.log = StepLog(self.meter, self.metrics, self.progress, self._halt)
+        told = lambda line: self.hooks.tell("step", line["step"], line["tokens"], metrics=line)  # noqa: E731
+        self.log = StepLog(self.meter, self.metrics, self.progress, self._halt, told)
         self._first_step, self._started = self.progress.step, time.monotonic()
         self._saved_at = self._started
 
     def begin(self) -> None:
-        """Start the clocks, once the position is known."""
+        """Tell the hooks and start the clocks, once the position is known. Collective; raises what a hook raises."""
+        Ranks(gloo_group()).on_main(self._tell_start)
         self._first_step, self._started = self.progress.step, time.monotonic()
         self._saved_at = self._started
         self.meter.begin()
@@ -66,6 +70,7 @@ class Session:
             signals.requested
             or self.stop_after(self.progress.step - self._first_step, now - self._started)
             or (self.run_dir / STOP_FILE).exists()
+            or self.hooks.error is not None
         )
         due = self.assembly.timetable.saving.due_after(now - self._saved_at)
         stop, save_due = any_of((leave, due), gloo_group())
@@ -84,7 +89,9 @@ class Session:
         progress.evaluated(loss)
         self._answer_samples()
         seconds = time.monotonic() - started
-        self.metrics.add({"kind": "eval", "step": progress.step, "loss": loss, "eval_s": round(seconds, 3)})
+        line = {"kind": "eval", "step": progress.step, "loss": loss, "eval_s": round(seconds, 3)}
+        self.metrics.add(line)
+        self.hooks.tell("evaluation", progress.step, progress.tokens, metrics=line)
         self.samples.flush()
         self.meter.evaluated(self.console, progress.step, loss, seconds)
 
@@ -114,6 +121,7 @@ class Session:
         self._saved_at = time.monotonic()
         self.meter.leave_out(self._saved_at - started)
         self.console.say("saved", str(path))
+        self.hooks.tell("save", progress.step, progress.tokens, path=path)
 
     def refresh(self) -> None:
         """Print the newest step and write the lines so far, where the console is due."""
@@ -126,6 +134,10 @@ class Session:
         self.log.settle()
         self.meter.show(self.console)
         self.metrics.flush(durable=True)
+
+    def _tell_start(self) -> None:
+        self.hooks.tell("start", self.progress.step, self.progress.tokens)
+        self.hooks.raise_error()
 
     def _halt(self, taken: TakenStep, result: StepResult) -> DivergedError:
         saved = self.progress.saved_step

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,8 @@ class StepLog:
     progress: Progress
     halt: Callable[[TakenStep, StepResult], Exception]
     """Makes the error of a step after which the run must end. Collective."""
+    on_line: Callable[[Mapping[str, Any]], None] = lambda line: None
+    """Called with each line, in order."""
 
     def __post_init__(self) -> None:
         self._unread: deque[StepEntry] = deque()
@@ -67,7 +69,9 @@ class StepLog:
             raise self.halt(entry.taken, result)
         if math.isfinite(result.loss):
             self.progress.loss = result.loss
-        self.metrics.add(self.meter.step_line(_facts(entry, result), entry.taken.batches.tokens, entry.data_s))
+        line = self.meter.step_line(_facts(entry, result), entry.taken.batches.tokens, entry.data_s)
+        self.metrics.add(line)
+        self.on_line(line)
 
 
 def _facts(entry: StepEntry, result: StepResult) -> dict[str, Any]:

@@ -26,6 +26,9 @@ class Store:
         self.attempts = 0
         self.closed = ""
 
+    def held(self) -> None:
+        pass
+
     def send(self, points: Sequence[Point]) -> None:
         self.attempts += 1
         if self.down:

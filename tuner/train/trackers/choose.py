@@ -84,6 +84,10 @@ class TrackerHook:
         if self.name == "tensorboard":  # alone of the three it can take points back
             sent = {kind: min(step, first_new_step - 1) for kind, step in sent.items()}
         tracker = open_tracker(self.name, run, known_id)
+        held = tracker.held()
+        if held is not None:
+            newest = max(held.values(), default=-1)
+            sent = {kind: min(step, newest) for kind, step in sent.items()} | dict(held)
         self.say("tracker", f"{self.name}: {tracker.place}")
         outbox = Outbox(self.name, tracker, memory, sent, self.warn)
         outbox.put(points_of_file(Path(report.run_dir / "metrics.jsonl")))

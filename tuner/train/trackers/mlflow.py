@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlflow.entities import Metric, Param
@@ -14,6 +14,7 @@ from tuner.history.record import flatten
 from tuner.train.trackers.tracker import Point, TrackedRun
 
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+EVERY_LINE = {"train": "train/tokens", "eval": "eval/loss"}
 # MLflow's own limits of one call, and of one value in characters.
 CALL_METRICS, CALL_PARAMS, LONGEST_PARAM = 1000, 100, 6000
 
@@ -34,6 +35,11 @@ class Mlflow:
                 self._client.update_run(known_id, status="RUNNING")
         except MlflowException as error:
             raise MachineError(f"mlflow: {error}", hint="see the message; MLFLOW_TRACKING_URI says where") from error
+
+    def held(self) -> Mapping[str, int]:
+        """The newest steps that MLflow has, by a number that every line of the kind holds."""
+        found = {kind: self._client.get_metric_history(self.id, name) for kind, name in EVERY_LINE.items()}
+        return {kind: max(item.step for item in history) for kind, history in found.items() if history}
 
     def send(self, points: Sequence[Point]) -> None:
         """Log every number of the points at its step."""

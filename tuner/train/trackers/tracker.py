@@ -44,6 +44,9 @@ class Tracker(Protocol):
     def place(self) -> str:
         """Where the run can be looked at, for people."""
 
+    def held(self) -> Mapping[str, int] | None:
+        """The newest step of each kind of line that the tracker itself holds; None where it cannot say."""
+
     def send(self, points: Sequence[Point]) -> None:
         """Take points in the order of their steps, and keep them even if this process is killed right after."""
 

@@ -1,11 +1,15 @@
 """Weights & Biases: one run of the same id over all launches, online or, with WANDB_MODE=offline, in the directory."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 
 import wandb
 
 from tuner.errors import MachineError
 from tuner.train.trackers.tracker import Point, TrackedRun
+
+FLUSH_S = 0.2
+"""How often wandb's own process writes to its file; it does not outlive this one, and loses what it has not written."""
 
 
 class Wandb:
@@ -13,7 +17,7 @@ class Wandb:
 
     def __init__(self, run: TrackedRun, known_id: str | None) -> None:
         self.id = known_id or run.run_id
-        settings = wandb.Settings(silent=True, console="off")
+        settings = wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=FLUSH_S)
         try:
             opened = wandb.init(
                 project=run.project,
@@ -27,13 +31,22 @@ class Wandb:
             )
         except wandb.Error as error:
             raise MachineError(f"wandb: {error}", hint="see the message; WANDB_MODE=offline needs no server") from error
+        # wandb's own step counter takes one row a step; a step may have a training line and, later, an evaluation.
+        opened.define_metric("step")
+        opened.define_metric("*", step_metric="step")
         self._run = opened
         self.place = opened.url or str(run.run_dir / "wandb")
 
+    def held(self) -> Mapping[str, int] | None:
+        """The step that the server has of a run that goes on; offline nobody can say."""
+        newest = None if self._run.offline or not self._run.resumed else self._run.summary.get("step")
+        return None if newest is None else {"train": int(newest)}
+
     def send(self, points: Sequence[Point]) -> None:
-        """Hand the points to wandb's own process, which outlives this one."""
+        """Hand the points to wandb's own process, and wait until it has written them down."""
         for point in points:
-            self._run.log(dict(point.values), step=point.step)
+            self._run.log({"step": point.step, **point.values}, commit=True)
+        time.sleep(2 * FLUSH_S)
 
     def close(self, status: str) -> None:
         """End the launch's part of the run."""
