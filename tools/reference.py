@@ -43,7 +43,8 @@ def rows(table: list[Field]) -> str:
     lines = ["| key | default | meaning | may be |", "| --- | --- | --- | --- |"]
     for field in table:
         only = f" (only {', '.join(field.kinds)})" if field.kinds else ""
-        cells = (f"`{field.key}`", f"`{field.default_text}`", field.sentence + only, field.allowed)
+        default = "; ".join([f"`{field.default_text}`", *(f"{kind} `{text}`" for kind, text in field.others)])
+        cells = (f"`{field.key}`", default, field.sentence + only, field.allowed)
         lines.append(f"| {' | '.join(map(cell, cells))} |")
     return "\n".join(lines) + "\n"
 

@@ -19,20 +19,28 @@ from tuner.config.spans import Cadence, Span
 from tuner.errors import RecipeError
 
 ALL = list(fields().values())
-KINDS = {"adapter": "lora", "method": "sft", "schedule": "cosine"}
+KINDS = {"adapter": "lora", "method": "sft", "optimizer": "adamw", "schedule": "cosine"}
+NEEDS = {"sgd": {"lr": 0.1}, "wsd_s": {"periods": "9 steps"}}
+"""Keys that a kind asks for."""
+VALID = {"eval.every": "never", "schedule.periods": "9 steps"}
+"""A value to write twice, where the default is none."""
 BASE = {"model.name_or_path": "owner/name", "data.train": "rows.jsonl"}
 
 
 def base(without: str = "") -> dict[str, object]:
+    """A recipe without one key, of the kind of section that has it."""
     recipe: dict[str, dict[str, object]] = {}
     for key, value in BASE.items():
         section, _, name = key.partition(".")
         recipe.setdefault(section, {})
         if key != without:
             recipe[section][name] = value
-    for section, kind in KINDS.items():
+    field = fields().get(without)
+    for section, usual in KINDS.items():
+        kind = field.kinds[0] if field is not None and field.kinds and field.section == section else usual
         if without != f"{section}.kind":
-            recipe[section] = {"kind": kind}
+            required = NEEDS.get(kind, {})
+            recipe[section] = {"kind": kind} | {k: v for k, v in required.items() if without != f"{section}.{k}"}
     return dict(recipe)
 
 
@@ -166,7 +174,7 @@ def test_a_wrong_value_of_a_flag_is_refused(field: Field) -> None:
         # On the command line null takes a value back, and quotes are the shell's.
         wrong = [raw.strip("'") for raw in wrong_types(field) + wrong_values(field) if raw != "null"]
     for raw in wrong:
-        lines = flag_problems([(field.key, raw)])
+        lines = flag_problems([(field.key, raw)], field.key)
         assert len(lines) == 1 or field.leaf is None
         assert all(line.startswith(f"flag --{field.key}") for line in lines), (raw, lines)
 
@@ -174,14 +182,14 @@ def test_a_wrong_value_of_a_flag_is_refused(field: Field) -> None:
 @pytest.mark.parametrize("field", ALL, ids=lambda field: field.key)
 def test_a_duplicate_is_refused(field: Field, tmp_path: Path) -> None:
     value = next((str(value) for key, value in BASE.items() if key == field.key), None)
-    value = value or ("never" if field.key == "eval.every" else field.default_text)
+    value = value or VALID.get(field.key, field.default_text)
     if field.key.endswith(".kind") and field.section in KINDS:
         value = KINDS[field.section]
     lines = problems(write(base(field.key), [(field.key, value), (field.key, value)]), tmp_path)
     line = only(lines)
     assert re.match(rf"r\.yaml:\d+:\d+  {re.escape(field.key)}  ", line)
     assert re.search(r"duplicate key; first written on line \d+", line)
-    assert "duplicate flag" in only(flag_problems([(field.key, value), (field.key, value)]))
+    assert "duplicate flag" in only(flag_problems([(field.key, value), (field.key, value)], field.key))
 
 
 def test_every_field_has_another_tools_name() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
@@ -32,6 +32,8 @@ class Field:
     leaf: Leaf | None
     required: bool = False
     kinds: tuple[str, ...] = ()
+    others: tuple[tuple[str, str], ...] = ()
+    """Kinds whose default is another one, with it as people write it."""
 
     @property
     def section(self) -> str:
@@ -107,8 +109,19 @@ def _add_member(table: dict[str, Field], section: str, kind: str, member: type[S
             kinds = tuple(UNIONS[section])
             table[name] = Field(name, info.description or "", kinds[0], Choice(values=kinds))
         else:
-            before = table[name].kinds if name in table else ()
-            table[name] = _field(name, info, (*before, kind))
+            table[name] = _joined(table.get(name), _field(name, info), kind)
+    for name, field in table.items():
+        if field.section == section and len(field.kinds) == len(UNIONS[section]):
+            table[name] = replace(field, kinds=())
+
+
+def _joined(before: Field | None, field: Field, kind: str) -> Field:
+    """The field of a key that another kind has too: it is told by the first kind that has it."""
+    if before is None:
+        return replace(field, kinds=(kind,))
+    differs = field.default_text != before.default_text
+    others = (*before.others, (kind, field.default_text)) if differs else before.others
+    return replace(before, kinds=(*before.kinds, kind), others=others)
 
 
 def find(key: str) -> Field | None:

@@ -252,23 +252,91 @@ class TrainSection(Section):
     """Run the largest possible micro-batch before the first step, so that a lack of memory shows; auto is on CUDA."""
 
 
-class OptimizerSection(Section):
-    """The optimizer."""
+Lr = Annotated[float | Auto, Real(gt=0, words=("auto",))]
+Betas = Annotated[tuple[float, float], Several(item=Real(ge=0, lt=1), length=2)]
+Eps = Annotated[float, Real(gt=0)]
+Share = Annotated[float, Real(ge=0, lt=1)]
+Decay = Annotated[float, Real(ge=0)]
+
+
+class AdamwOptimizer(Section):
+    """AdamW with decoupled weight decay."""
 
     kind: Annotated[Literal["adamw"], Choice(values=("adamw",))] = "adamw"
-    """AdamW with decoupled weight decay."""
-    lr: Annotated[float | Auto, Real(gt=0, words=("auto",))] = "auto"
+    """adamw, sgd, adafactor, or muon for hidden matrices with adamw for everything else."""
+    lr: Lr = "auto"
     """Peak learning rate; auto: 2e-4 adapter, 3e-4 random weights, else 1e-4 below 500M parameters, 2e-5 above."""
-    betas: Annotated[tuple[float, float], Several(item=Real(ge=0, lt=1), length=2)] = (0.9, 0.95)
+    betas: Betas = (0.9, 0.95)
     """Decay rates of the two running averages."""
-    eps: Annotated[float, Real(gt=0)] = 1e-8
+    eps: Eps = 1e-8
     """Added to the denominator for stability."""
-    weight_decay: Annotated[float, Real(ge=0)] = 0.0
-    """Decoupled weight decay; never on norms, biases and other one-dimensional parameters."""
+    weight_decay: Decay = 0.0
+    """Share of the weights taken off per unit of learning rate; never on norms, biases and other vectors."""
 
 
-Warmup = Annotated[Duration, Span(units=("steps", "%"))]
+class SgdOptimizer(Section):
+    """Gradient descent with momentum; no learning rate suits every model, so it must be given."""
+
+    kind: Annotated[Literal["sgd"], Choice(values=("sgd",))] = "sgd"
+    """adamw, sgd, adafactor, or muon for hidden matrices with adamw for everything else."""
+    lr: Annotated[float, Real(gt=0)]
+    """Peak learning rate; sgd has no auto."""
+    momentum: Share = 0.9
+    """Decay rate of the running average of the gradients; 0 keeps none."""
+    nesterov: Bool = False
+    """Look ahead along the momentum."""
+    weight_decay: Decay = 0.0
+    """Share of the weights added to the gradient; never on norms, biases and other vectors."""
+
+
+class AdafactorOptimizer(Section):
+    """Adafactor: second moments of matrices as a row and a column."""
+
+    kind: Annotated[Literal["adafactor"], Choice(values=("adafactor",))] = "adafactor"
+    """adamw, sgd, adafactor, or muon for hidden matrices with adamw for everything else."""
+    lr: Lr = "auto"
+    """Peak learning rate; auto as for adamw."""
+    decay_rate: Annotated[float, Real(gt=-1, lt=0)] = -0.8
+    """Exponent of the step in the decay of the second moments, 1 - step ** decay_rate."""
+    clip_threshold: Annotated[float, Real(gt=0)] = 1.0
+    """Root mean square of a parameter's update above which it is scaled down, before the learning rate."""
+    scale_parameter: Bool = False
+    """Take learning rates relative to the root mean square of each parameter, at least 1e-3; needs an lr of its own."""
+    weight_decay: Decay = 0.0
+    """Share of the weights taken off per unit of learning rate; never on norms, biases and other vectors."""
+
+
+class MuonOptimizer(Section):
+    """Muon for hidden matrices, AdamW for embeddings, the output layer, norms and biases."""
+
+    kind: Annotated[Literal["muon"], Choice(values=("muon",))] = "muon"
+    """adamw, sgd, adafactor, or muon for hidden matrices with adamw for everything else."""
+    lr: Lr = "auto"
+    """Peak learning rate of the hidden matrices; auto as for adamw."""
+    adamw_lr: Lr = "auto"
+    """Peak learning rate of the parameters that muon leaves to adamw; auto takes that of lr."""
+    adjust_lr: Annotated[
+        Literal["match_rms_adamw", "original"], Choice(values=("match_rms_adamw", "original"))
+    ] = "match_rms_adamw"
+    """Factor by shape: match_rms_adamw makes updates as large as AdamW's; original, sqrt(max(1, rows / columns))."""
+    momentum: Share = 0.95
+    """Decay rate of the running average of the gradients."""
+    nesterov: Bool = True
+    """Look ahead along the momentum."""
+    ns_steps: Annotated[int, Whole(ge=1, le=20)] = 5
+    """Newton-Schulz steps towards an orthogonal update."""
+    betas: Betas = (0.9, 0.95)
+    """Decay rates of adamw's two running averages."""
+    eps: Eps = 1e-8
+    """Added to adamw's denominator for stability."""
+    weight_decay: Decay = 0.0
+    """Share of the weights taken off per unit of learning rate; never on norms, biases and other vectors."""
+
+
+Warmup = Annotated[Duration | None, Span(units=("steps", "tokens", "%"), aliases=(("never", None),))]
 Floor = Annotated[float, Real(ge=0, le=1)]
+FallShape = Annotated[Literal["linear", "sqrt", "cosine"], Choice(values=("linear", "sqrt", "cosine"))]
+FallSpan = Annotated[Duration, Span(units=("steps", "tokens", "%"))]
 
 
 class ConstantSchedule(Section):
@@ -277,7 +345,7 @@ class ConstantSchedule(Section):
     kind: Annotated[Literal["constant"], Choice(values=("constant",))] = "constant"
     """Shape of the learning rate after the warm-up."""
     warmup: Warmup = Duration.parse("3%")
-    """Linear rise from 0, in steps or percent of the run."""
+    """Linear rise from 0, in steps, tokens or percent of the run."""
 
 
 class LinearSchedule(Section):
@@ -286,7 +354,7 @@ class LinearSchedule(Section):
     kind: Annotated[Literal["linear"], Choice(values=("linear",))] = "linear"
     """Shape of the learning rate after the warm-up."""
     warmup: Warmup = Duration.parse("3%")
-    """Linear rise from 0, in steps or percent of the run."""
+    """Linear rise from 0, in steps, tokens or percent of the run."""
     min_lr_ratio: Floor = 0.0
     """Learning rate at the end, as a share of the peak."""
 
@@ -297,9 +365,50 @@ class CosineSchedule(Section):
     kind: Annotated[Literal["cosine"], Choice(values=("cosine",))] = "cosine"
     """Shape of the learning rate after the warm-up."""
     warmup: Warmup = Duration.parse("3%")
-    """Linear rise from 0, in steps or percent of the run."""
+    """Linear rise from 0, in steps, tokens or percent of the run."""
     min_lr_ratio: Floor = 0.0
     """Learning rate at the end, as a share of the peak."""
+
+
+class InverseSqrtSchedule(Section):
+    """A learning rate that falls as one over the root of the step; it asks for no length of the run."""
+
+    kind: Annotated[Literal["inverse_sqrt"], Choice(values=("inverse_sqrt",))] = "inverse_sqrt"
+    """Shape of the learning rate after the warm-up."""
+    warmup: FallSpan = Duration.parse("3%")
+    """Linear rise from 0, in steps, tokens or percent of the run; it also sets how slowly the fall goes."""
+
+
+class WsdSchedule(Section):
+    """Warm-up, stable, decay: a constant learning rate that falls over the last part of the run."""
+
+    kind: Annotated[Literal["wsd"], Choice(values=("wsd",))] = "wsd"
+    """Shape of the learning rate after the warm-up."""
+    warmup: Warmup = Duration.parse("3%")
+    """Linear rise from 0, in steps, tokens or percent of the run."""
+    decay: FallSpan = Duration.parse("10%")
+    """Length of the fall at the end, in steps, tokens or percent of the run (wsd_s: of each period)."""
+    decay_shape: FallShape = "linear"
+    """Shape of the fall: linear, sqrt (1 - sqrt of the progress) or cosine."""
+    min_lr_ratio: Floor = 0.0
+    """Learning rate at the end, as a share of the peak."""
+
+
+class WsdPeriodsSchedule(Section):
+    """WSD-S: several periods, each of which ends with a fall; the next starts at the peak, without a warm-up."""
+
+    kind: Annotated[Literal["wsd_s"], Choice(values=("wsd_s",))] = "wsd_s"
+    """Shape of the learning rate after the warm-up."""
+    warmup: Warmup = Duration.parse("3%")
+    """Linear rise from 0, in steps, tokens or percent of the run."""
+    periods: Annotated[Durations, Cadence(units=("steps", "tokens", "epochs", "%"), aliases=())]
+    """Lengths of the periods, which together cover the run, such as [1000 steps, 1000 steps, 2000 steps]."""
+    decay: FallSpan = Duration.parse("10%")
+    """Length of the fall at the end of each period, in steps, tokens or percent of it."""
+    decay_shape: FallShape = "linear"
+    """Shape of the fall: linear, sqrt (1 - sqrt of the progress) or cosine."""
+    min_lr_ratio: Floor = 0.0
+    """Learning rate at the end of each period, as a share of the peak."""
 
 
 class EvalSection(Section):
@@ -385,7 +494,20 @@ def read_hooks(value: Any) -> Any:
 UNIONS: dict[str, dict[str, type[Section]]] = {
     "adapter": {"none": NoAdapter, "lora": LoraAdapter, "dora": DoraAdapter},
     "method": {"sft": SftMethod, "pretrain": PretrainMethod},
-    "schedule": {"cosine": CosineSchedule, "linear": LinearSchedule, "constant": ConstantSchedule},
+    "optimizer": {
+        "adamw": AdamwOptimizer,
+        "sgd": SgdOptimizer,
+        "adafactor": AdafactorOptimizer,
+        "muon": MuonOptimizer,
+    },
+    "schedule": {
+        "cosine": CosineSchedule,
+        "linear": LinearSchedule,
+        "constant": ConstantSchedule,
+        "inverse_sqrt": InverseSqrtSchedule,
+        "wsd": WsdSchedule,
+        "wsd_s": WsdPeriodsSchedule,
+    },
 }
 """Sections with a choice: the first kind is the default."""
 ITEMS: dict[str, type[Section]] = {"data.train": DataSource, "data.eval": DataSource, "hooks": HookSection}
@@ -409,8 +531,18 @@ Method = Annotated[
 Schedule = Annotated[
     Annotated[CosineSchedule, Tag("cosine")]
     | Annotated[LinearSchedule, Tag("linear")]
-    | Annotated[ConstantSchedule, Tag("constant")],
+    | Annotated[ConstantSchedule, Tag("constant")]
+    | Annotated[InverseSqrtSchedule, Tag("inverse_sqrt")]
+    | Annotated[WsdSchedule, Tag("wsd")]
+    | Annotated[WsdPeriodsSchedule, Tag("wsd_s")],
     Discriminator(lambda value: kind_of("schedule", value)),
+]
+Optimizer = Annotated[
+    Annotated[AdamwOptimizer, Tag("adamw")]
+    | Annotated[SgdOptimizer, Tag("sgd")]
+    | Annotated[AdafactorOptimizer, Tag("adafactor")]
+    | Annotated[MuonOptimizer, Tag("muon")],
+    Discriminator(lambda value: kind_of("optimizer", value)),
 ]
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -436,7 +568,7 @@ class Recipe(Section):
     method: Method = SftMethod()
     data: DataSection
     train: TrainSection = TrainSection()
-    optimizer: OptimizerSection = OptimizerSection()
+    optimizer: Optimizer = AdamwOptimizer()
     schedule: Schedule = CosineSchedule()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
-from tuner.config.recipe import PretrainMethod, Recipe
+from tuner.config.recipe import AdafactorOptimizer, MuonOptimizer, PretrainMethod, Recipe, SgdOptimizer
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,24 @@ def _split_fits_cap(recipe: Recipe, given: Set[str]) -> str | None:
     return None
 
 
+def _lr_of_its_own(recipe: Recipe, given: Set[str]) -> str | None:
+    optimizer = recipe.optimizer
+    if isinstance(optimizer, MuonOptimizer) and optimizer.adjust_lr == "original":
+        if "auto" not in {optimizer.lr, optimizer.adamw_lr}:
+            return None
+        return "original has no auto; write optimizer.lr, such as 0.02, and optimizer.adamw_lr, such as 3e-4"
+    if isinstance(optimizer, AdafactorOptimizer) and optimizer.scale_parameter and optimizer.lr == "auto":
+        return "a learning rate relative to the weights has no auto; write optimizer.lr, such as 1e-3"
+    return None
+
+
+def _nesterov_has_momentum(recipe: Recipe, given: Set[str]) -> str | None:
+    optimizer = recipe.optimizer
+    if not isinstance(optimizer, (SgdOptimizer, MuonOptimizer)) or not optimizer.nesterov or optimizer.momentum > 0:
+        return None
+    return "nesterov looks ahead along a momentum; set optimizer.momentum above 0 or nesterov: false"
+
+
 RULES: tuple[Rule, ...] = (
     Rule(("eval.every", "data.eval"), _cadence_needs_rows),
     Rule(("train.micro_batch_size", "train.global_batch_size"), _micro_divides_global),
@@ -83,4 +101,9 @@ RULES: tuple[Rule, ...] = (
     Rule(("data.train", "method.kind"), _pretrain_takes_text),
     Rule(("tokenizer.chat_template", "method.kind"), _pretrain_has_no_turns),
     Rule(("data.eval",), _split_fits_cap),
+    Rule(
+        ("optimizer.adjust_lr", "optimizer.scale_parameter", "optimizer.lr", "optimizer.adamw_lr", "optimizer.kind"),
+        _lr_of_its_own,
+    ),
+    Rule(("optimizer.nesterov", "optimizer.momentum", "optimizer.kind"), _nesterov_has_momentum),
 )

@@ -74,6 +74,15 @@ class CausalLM(nn.Module):
 FORWARD_METHODS = ("logits", "next_logits")
 
 
+def outer_parameters(root: CausalLM) -> set[str]:
+    """Names of the parameters of embeddings and of the output layer: what stands at the ends of the network."""
+    model = root.model
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    ends += [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    found = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in found}
+
+
 def trained_parameters(root: CausalLM) -> dict[str, nn.Parameter]:
     """Parameters that are trained, tied ones once, by transformers' name."""
     return {name: p for name, p in root.model.named_parameters() if p.requires_grad}

@@ -1,14 +1,19 @@
 """The optimizer behind one face: peak rates times a factor, a device flag that skips, its state as named tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from tuner.config.recipe import OptimizerSection
+from tuner.config.recipe import AdafactorOptimizer, AdamwOptimizer, MuonOptimizer, Optimizer, SgdOptimizer
+from tuner.errors import RecipeError
 from tuner.parallel.fsdp import local
+from tuner.parallel.shards import Layout
+from tuner.train.adafactor import ShardedAdafactor, moment_shape
+from tuner.train.muon import ShardedMuon
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Updater:
             for optimizer in self._optimizers:
                 for moment, tensor in optimizer.state.get(held, {}).items():
                     if moment != "step":
-                        found[f"optimizer/{moment}/{name}"] = _as_sharded(tensor, self._parameters[name])
+                        found[f"optimizer/{moment}/{name}"] = _as_sharded(moment, tensor, self._parameters[name])
         return found
 
     def local_tensors(self) -> list[torch.Tensor]:
@@ -104,42 +109,78 @@ class Updater:
                 held.grad = None if parameter.grad is None else local(parameter.grad)
 
 
-def build_updater(section: OptimizerSection, parameters: Mapping[str, nn.Parameter]) -> Updater:
-    """The optimizer of a resolved recipe over the parameters that are trained."""
+def build_updater(section: Optimizer, parameters: Mapping[str, nn.Parameter], outer: Set[str] = frozenset()) -> Updater:
+    """The optimizer of a resolved recipe over the parameters that are trained.
+
+    ``outer`` names those of embeddings and of the output layer, which Muon leaves to AdamW. Raises RecipeError where
+    the section does not fit the parameters.
+    """
     held = {name: _held(parameter) for name, parameter in parameters.items()}
-    lr = float(section.lr)
-    groups = group_parameters(parameters, lr, section.weight_decay)
-    optimizer = _adamw(groups, held, section.betas, section.eps)
-    return Updater(parameters, held, [optimizer], takes_flag=True, peak_lr=lr)
+    layouts: dict[torch.Tensor, Layout] = {held[name]: Layout.of(parameter) for name, parameter in parameters.items()}
+    lr, decay = float(section.lr), section.weight_decay
+
+    def groups(names: Iterable[str], lr: float) -> list[dict[str, Any]]:
+        chosen = {name: parameters[name] for name in names}
+        return [
+            {"params": [held[name] for name in group.names], "peak_lr": group.lr, "weight_decay": group.weight_decay}
+            for group in group_parameters(chosen, lr, decay)
+        ]
+
+    optimizers: list[torch.optim.Optimizer]
+    match section:
+        case AdamwOptimizer():
+            optimizers = [_adamw(groups(parameters, lr), section.betas, section.eps)]
+        case SgdOptimizer():
+            optimizers = [_sgd(groups(parameters, lr), section.momentum, section.nesterov)]
+        case AdafactorOptimizer():
+            settings = (section.decay_rate, section.clip_threshold, section.scale_parameter)
+            optimizers = [ShardedAdafactor(groups(parameters, lr), layouts, *settings)]
+        case MuonOptimizer():
+            inner = {name: p for name, p in parameters.items() if name not in outer and p.ndim == 2}
+            hidden = [name for name, parameter in inner.items() if is_matrix(name, parameter)]
+            if not hidden:
+                raise RecipeError("optimizer.kind: muon has no hidden matrix to train", hint="write kind: adamw")
+            steps = (section.adjust_lr, section.momentum, section.nesterov, section.ns_steps)
+            optimizers = [ShardedMuon(groups(hidden, lr), layouts, *steps)]
+            if others := [name for name in parameters if name not in set(hidden)]:
+                optimizers.append(_adamw(groups(others, float(section.adamw_lr)), section.betas, section.eps))
+    return Updater(parameters, held, optimizers, takes_flag=True, peak_lr=lr)
 
 
 def group_parameters(parameters: Mapping[str, nn.Parameter], lr: float, weight_decay: float) -> list[Group]:
-    """Decay applies to parameters of two or more dimensions only: never to norms and biases."""
-    decayed = tuple(name for name, parameter in parameters.items() if parameter.ndim >= 2)
-    others = tuple(name for name, parameter in parameters.items() if parameter.ndim < 2)
-    return [group for group in (Group(decayed, lr, weight_decay), Group(others, lr, 0.0)) if group.names]
+    """Parameters by what they share. Decay applies to matrices alone."""
+    found: dict[tuple[float, float], list[str]] = {}
+    for name, parameter in parameters.items():
+        found.setdefault((lr, weight_decay if is_matrix(name, parameter) else 0.0), []).append(name)
+    return [Group(tuple(names), *settings) for settings, names in found.items()]
 
 
-def _adamw(
-    groups: Sequence[Group], held: Mapping[str, torch.Tensor], betas: tuple[float, float], eps: float
-) -> torch.optim.AdamW:
+def is_matrix(name: str, parameter: torch.Tensor) -> bool:
+    """Whether a parameter is one or several matrices: not one-dimensional, and neither of a norm nor a bias."""
+    module = name.rpartition(".")[0].rpartition(".")[2].lower()
+    of_norm = "norm" in module or module == "ln" or module.startswith("ln_")
+    return parameter.ndim >= 2 and not of_norm and not name.endswith("bias")
+
+
+def _adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
     """Fused AdamW (Loshchilov & Hutter 2019)."""
-    optimizer = torch.optim.AdamW(_torch_groups(groups, held), lr=0.0, betas=betas, eps=eps, fused=True)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            }
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
     return optimizer
 
 
-def _torch_groups(groups: Sequence[Group], held: Mapping[str, torch.Tensor]) -> list[dict[str, object]]:
-    return [
-        {"params": [held[name] for name in group.names], "peak_lr": group.lr, "weight_decay": group.weight_decay}
-        for group in groups
-    ]
+def _sgd(groups: list[dict[str, Any]], momentum: float, nesterov: bool) -> torch.optim.SGD:
+    """Fused gradient descent; a buffer of zeros takes the first gradient whole, as torch's own first step does."""
+    optimizer = torch.optim.SGD(groups, lr=0.0, momentum=momentum, nesterov=nesterov, fused=True)
+    if momentum:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+    return optimizer
 
 
 def _held(parameter: nn.Parameter) -> nn.Parameter:
@@ -147,10 +188,11 @@ def _held(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(local(parameter.data)) if isinstance(parameter, DTensor) else parameter
 
 
-def _as_sharded(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _as_sharded(moment: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A moment of this process's part of a parameter as a tensor that lies over the processes as the parameter does."""
     if not isinstance(like, DTensor):
         return tensor
-    return DTensor.from_local(
-        tensor, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    shape, sharded = moment_shape(moment, like.shape)
+    placements = like.placements if sharded else [Replicate()] * like.device_mesh.ndim
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(tensor, like.device_mesh, placements, run_check=False, shape=shape, stride=strides)

@@ -1,28 +1,122 @@
 """Learning-rate schedules: pure functions of the step."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tuner.config.recipe import (
+    ConstantSchedule,
+    CosineSchedule,
+    InverseSqrtSchedule,
+    LinearSchedule,
+    WsdPeriodsSchedule,
+    WsdSchedule,
+)
+from tuner.errors import RecipeError
+from tuner.train.plan import Plan, steps_of
+
+Shape = Literal["linear", "cosine", "sqrt", "inverse_sqrt"]
+Section = ConstantSchedule | LinearSchedule | CosineSchedule | InverseSqrtSchedule | WsdSchedule | WsdPeriodsSchedule
+
+
+class Schedule(Protocol):
+    """A factor on every peak learning rate by a 0-based index; training's first step uses index 1."""
+
+    def factor(self, index: int) -> float:
+        """The factor, 0 to 1, at ``index``, 0 to the number of steps."""
+        ...
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """A factor on the learning rate: linear warm-up from zero, then a decay to ``min_ratio`` at the last step.
+class Fall:
+    """A way down from 1 at ``start`` to ``floor`` at ``end``, both indices."""
 
-    ``factor`` takes a 0-based index into the schedule; the first training step uses index 1, so it is never zero.
-    """
-
-    kind: Literal["constant", "linear", "cosine"]
-    total_steps: int
-    warmup_steps: int
-    min_ratio: float = 0.0
+    start: int
+    end: int
+    shape: Shape
+    floor: float = 0.0
 
     def factor(self, index: int) -> float:
-        """The factor at ``index``, 0 to ``total_steps``."""
-        if index < self.warmup_steps:
-            return index / self.warmup_steps
-        if self.kind == "constant":
+        """The factor at ``index``: 1 before the start, the floor from the end on."""
+        if index <= self.start:
             return 1.0
-        progress = min(1.0, (index - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
-        falling = 1.0 - progress if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-        return self.min_ratio + (1.0 - self.min_ratio) * falling
+        if self.shape == "inverse_sqrt":
+            return math.sqrt(self.start / index)
+        if index >= self.end:
+            return self.floor
+        progress = (index - self.start) / (self.end - self.start)
+        match self.shape:
+            case "linear":
+                left = 1.0 - progress
+            case "cosine":
+                left = 0.5 * (1.0 + math.cos(math.pi * progress))
+            case "sqrt":
+                left = 1.0 - math.sqrt(progress)
+        return self.floor + (1.0 - self.floor) * left
+
+
+@dataclass(frozen=True)
+class WarmupAndFalls:
+    """A straight rise from 0 at index 0, then 1 but for the falls; behind each but the last it starts again at 1."""
+
+    warmup_steps: int
+    falls: tuple[Fall, ...] = ()
+
+    def factor(self, index: int) -> float:
+        """The factor at ``index``; where a fall begins within the warm-up, the lower of both."""
+        risen = index / self.warmup_steps if index < self.warmup_steps else 1.0
+        fall = next((fall for fall in self.falls if index <= fall.end), self.falls[-1] if self.falls else None)
+        return risen if fall is None else min(risen, fall.factor(index))
+
+
+def build_schedule(section: Section, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> WarmupAndFalls:
+    """The schedule of a run of ``plan.total_steps`` steps. Raises RecipeError where its periods end before the run.
+
+    A fall to 0 at the end of the run reaches it one step later: a step at a learning rate of 0 would be thrown away.
+    """
+    warmup = 0 if section.warmup is None else steps_of(section.warmup, plan, row_tokens)
+    total = plan.total_steps
+    match section:
+        case ConstantSchedule():
+            return WarmupAndFalls(warmup)
+        case InverseSqrtSchedule():
+            return WarmupAndFalls(warmup, (Fall(max(1, warmup), total, "inverse_sqrt"),))
+        case LinearSchedule() | CosineSchedule():
+            floor = section.min_lr_ratio
+            return WarmupAndFalls(warmup, (Fall(warmup, max(warmup, _end(total, floor)), section.kind, floor),))
+        case WsdSchedule():
+            floor, end = section.min_lr_ratio, _end(total, section.min_lr_ratio)
+            start = max(0, end - steps_of(section.decay, plan, row_tokens))
+            return WarmupAndFalls(warmup, (Fall(start, end, section.decay_shape, floor),))
+        case WsdPeriodsSchedule():
+            ends = _ends([steps_of(period, plan, row_tokens) for period in section.periods], total)
+            return WarmupAndFalls(warmup, tuple(_falls(section, ends, plan, row_tokens)))
+
+
+def _end(total: int, floor: float) -> int:
+    return total if floor > 0 else total + 1
+
+
+def _ends(periods: Sequence[int], total: int) -> list[int]:
+    ends = np.cumsum(periods).tolist()
+    if ends[-1] < total:
+        raise RecipeError(
+            f"schedule.periods: they end after {ends[-1]:,} steps, the run has {total:,}",
+            hint="add a period, or shorten train.duration",
+        )
+    return [int(end) for end in ends]
+
+
+def _falls(
+    section: WsdPeriodsSchedule, ends: Sequence[int], plan: Plan, row_tokens: npt.NDArray[np.int64]
+) -> Iterator[Fall]:
+    for begin, end in pairwise([0, *ends]):
+        length = end - begin
+        decay = section.decay
+        steps = max(1, math.ceil(decay.share * length)) if decay.unit == "%" else steps_of(decay, plan, row_tokens)
+        yield Fall(end - min(steps, length), end, section.decay_shape, section.min_lr_ratio)

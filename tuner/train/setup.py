@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from tuner.checkpoint.agree import Ranks
-from tuner.config.recipe import LowRankAdapter, Recipe
+from tuner.config.recipe import LowRankAdapter, MuonOptimizer, Recipe
 from tuner.data.batches import GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
@@ -27,16 +27,16 @@ from tuner.model.build import (
 )
 from tuner.model.freeze import freeze
 from tuner.model.probe import require_isolation
-from tuner.model.root import CausalLM, trained_parameters
+from tuner.model.root import CausalLM, outer_parameters, trained_parameters
 from tuner.parallel.fsdp import data_mesh, materialise, shard
 from tuner.runtime.device import DeviceFacts, device_facts
 from tuner.runtime.launch import Launch
 from tuner.runtime.process import gloo_group
 from tuner.train.guard import Guard, GuardPolicy
 from tuner.train.optimizer import build_updater
-from tuner.train.plan import Cadence, Plan, cadence, plan_steps, steps_of
+from tuner.train.plan import Cadence, Plan, cadence, plan_steps
 from tuner.train.probes import probe_inputs
-from tuner.train.schedule import Schedule
+from tuner.train.schedule import Schedule, build_schedule
 from tuner.train.step import Learner, Numerics
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -105,6 +105,9 @@ def resolve(recipe: Recipe, max_length: int, launch: Launch) -> Resolved:
     liger = facts.kind == "cuda" and has_liger(config.model_type)
     settle("model", "kernels", "liger" if liger else "torch", f"{config.model_type} on {facts.kind}")
     settle("optimizer", "lr", *_default_lr(recipe, n_parameters))
+    if isinstance(recipe.optimizer, MuonOptimizer):
+        lr = values.get("optimizer", {}).get("lr", recipe.optimizer.lr)
+        settle("optimizer", "adamw_lr", lr, "that of lr")
     settle("data", "max_length", max_length, "as prepared")
     settle("data", "too_long", "drop" if recipe.method.kind == "sft" else "split", recipe.method.kind)
     changed = {section: getattr(recipe, section).model_copy(update=update) for section, update in values.items()}
@@ -128,17 +131,10 @@ def timetable(recipe: Recipe, prepared: PreparedData) -> Timetable:
     """The steps of a resolved recipe over prepared data. Raises RecipeError for a duration that cannot be."""
     tokens = prepared.train.tokens_per_row
     plan = plan_steps(recipe.train.duration, tokens, recipe.train.global_batch_size)
-    warmup = steps_of(recipe.schedule.warmup, plan, tokens)
-    schedule = Schedule(
-        recipe.schedule.kind,
-        plan.total_steps,
-        min(warmup, plan.total_steps),
-        getattr(recipe.schedule, "min_lr_ratio", 0.0),
-    )
     evaluated = prepared.eval is not None
     return Timetable(
         plan,
-        schedule,
+        build_schedule(recipe.schedule, plan, tokens),
         float(recipe.optimizer.lr),
         cadence(recipe.eval.every if evaluated else None, plan, tokens),
         cadence(recipe.checkpoint.every, plan, tokens),
@@ -151,7 +147,7 @@ def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenize
     _check_sizes(recipe, tokenizer, resolved.config, prepared, launch)
     root = _build_root(resolved, launch, packed=recipe.data.packing or recipe.train.micro_batch_size > 1)
     parameters = trained_parameters(root)
-    optimizer = build_updater(recipe.optimizer, parameters)
+    optimizer = build_updater(recipe.optimizer, parameters, outer_parameters(root))
     device = _device(resolved.facts, launch)
     numerics = Numerics(
         device, _autocast(device, recipe.train.precision), recipe.train.max_grad_norm, recipe.seed, launch.rank

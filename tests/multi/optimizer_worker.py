@@ -1,0 +1,98 @@
+"""Takes real steps with every optimizer at this world size; rank 0 writes losses, weights and moments to a file."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tests.train.synthetic import assembly_for, recipe_for
+from tuner.data.batches import StepBatches
+from tuner.parallel.fsdp import sync_gradients
+from tuner.runtime.launch import Launch
+from tuner.runtime.process import process_group
+from tuner.train.step import Learner, microbatch_loss
+
+ROWS = [1, 20, 3, 15, 0, 0, 20, 7, 5, 2]
+"""Trained tokens of each row: uneven, and none for one of two ranks in the second step."""
+STEPS = 6
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"kind": "adamw", "lr": 1e-3},
+    "sgd": {"kind": "sgd", "lr": 1e-2, "nesterov": True},
+    "adafactor": {"kind": "adafactor", "lr": 1e-3},
+    "adafactor-scaled": {"kind": "adafactor", "lr": 1e-2, "scale_parameter": True},
+    "muon": {"kind": "muon", "lr": 1e-3},
+}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, on every rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def backward(learner: Learner, batches: StepBatches) -> torch.Tensor:
+    """Leave the gradients of a step's mean loss; this rank's summed loss."""
+    losses = []
+    for number, batch in enumerate(batches.micro):
+        sync_gradients(learner.root, number == len(batches.micro) - 1)
+        losses.append(microbatch_loss(learner.root, batch, learner.numerics))
+        (losses[-1] / batches.trained_count).backward()
+    return torch.stack(losses).sum().detach()
+
+
+def give(parameters: dict[str, torch.nn.Parameter], step: int) -> None:
+    """Gradients drawn from a seed, the same at every world size."""
+    for number, parameter in enumerate(parameters.values()):
+        generator = torch.Generator().manual_seed(100 * step + number)
+        gradient = torch.randn(parameter.shape, generator=generator)
+        if isinstance(parameter, DTensor):
+            gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.grad = gradient
+
+
+def trained(model: Path, optimizer: dict[str, Any], launch: Launch, drawn: bool) -> dict[str, torch.Tensor]:
+    """Losses, weights and moments after a few steps with the model's gradients, or ones that are drawn. Collective."""
+    recipe = recipe_for(
+        model,
+        train={"global_batch_size": 4, "micro_batch_size": 1, "precision": "fp32"},
+        data={"shuffle": False, "train": str(model / "rows.jsonl")},
+        optimizer={**optimizer, "weight_decay": 0.1},
+    )
+    assembly = assembly_for(recipe, ROWS, launch)
+    learner, losses = assembly.learner, []
+    for step in range(STEPS):
+        if drawn:
+            give(learner.parameters, step)
+        else:
+            losses.append(backward(learner, assembly.batches.step(step)))
+        learner.optimizer.set_factor(0.5 if step else 1.0)
+        learner.optimizer.step(torch.tensor(False), torch.tensor(2.0))
+        learner.optimizer.zero_grad()
+    total = torch.stack(losses or [torch.ones(())])
+    if launch.world_size > 1 and not drawn:
+        torch.distributed.all_reduce(total)
+    state = {name: whole(tensor) for name, tensor in learner.optimizer.state_tensors().items()}
+    return {"loss": total} | {name: whole(p) for name, p in learner.parameters.items()} | state
+
+
+def all_trained(model: Path, launch: Launch) -> dict[str, dict[str, torch.Tensor]]:
+    """What every optimizer makes, with both kinds of gradients."""
+    return {
+        f"{kind} {drawn}": trained(model, optimizer, launch, drawn)
+        for kind, optimizer in OPTIMIZERS.items()
+        for drawn in (False, True)
+    }
+
+
+def main() -> None:
+    model, target = map(Path, sys.argv[1:3])
+    launch = Launch.from_environment()
+    with process_group(launch, "cpu", 120):
+        found = all_trained(model, launch)
+    if launch.is_main:
+        torch.save(found, target)
+
+
+if __name__ == "__main__":
+    main()
