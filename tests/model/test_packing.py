@@ -76,10 +76,10 @@ def figures(root: CausalLM, ids: torch.Tensor, lengths: tuple[int, ...]) -> dict
     }
 
 
-def check_packed(root: CausalLM, ids: torch.Tensor, lengths: tuple[int, ...]) -> None:
+def check_packed(root: CausalLM, ids: torch.Tensor, lengths: tuple[int, ...], allowed: float = 1e-6) -> None:
     found = figures(root, ids, lengths)
     assert found.pop("control") > 1e-2, "without isolation the logits must differ"
-    assert max(found.values()) <= 1e-6, found
+    assert max(found.values()) <= allowed, found
 
 
 def tiny_root(kind: str, directory: Path) -> CausalLM:
@@ -110,7 +110,7 @@ def test_packed_equals_alone_on_smollm2() -> None:
     directory = os.environ.get("TUNER_TEST_SMOLLM2")
     if not directory:
         pytest.skip("TUNER_TEST_SMOLLM2 names no directory")
-    check_packed(*smollm2(directory))
+    check_packed(*smollm2(directory), allowed=1e-5)  # two attention algorithms in float32, 30 layers deep
 
 
 def test_recurrent_model_is_refused(tmp_path: Path) -> None:

@@ -1,19 +1,28 @@
 """Attention over packed rows: documents that lie in one row never see each other.
 
-A microbatch is one flat sequence of T tokens made of whole documents. Their lengths travel as the keyword argument
-``document_lengths`` through the model's forward; they are Python integers made once on the CPU, so no layer
-synchronises with the device. Without the argument the function is plain causal attention (decoding with a cache).
+A microbatch is one flat sequence of T tokens made of whole documents. Where they lie travels as the keyword argument
+``documents`` through the model's forward, made once for each microbatch, so no layer synchronises with the device.
+Without the argument the function is plain causal attention (decoding with a cache).
 """
 
+import inspect
 from typing import Any
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from tuner.model.blocked_attention import attend_documents
+from tuner.model.documents import Documents
 
 PACKED = "tuner_packed"
 # Keyword arguments of other attention functions that change the result. Ignoring one would be silently wrong.
 _CHANGES_RESULT = ("softcap", "s_aux", "position_bias", "cache")
+_VARLEN_HEAD_DIM = 256
+"""The widest head that the GPU's kernel takes."""
+_VARLEN_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether it takes fewer key heads than query heads: not in torch 2.11."""
 
 
 def packed_attention(
@@ -28,7 +37,7 @@ def packed_attention(
 
     Shapes: query ``[1, heads, T, d]``, key and value ``[1, kv_heads, T or longer with a cache, d]``; result
     ``[1, T, heads, d]``. Options used: ``scaling``, ``dropout``, ``sliding_window`` (tokens, this one included) and
-    ``document_lengths`` (sum T). Raises ValueError for an option that this function does not compute.
+    ``documents``. Raises ValueError for an option that this function does not compute.
     """
     unsupported = [name for name in _CHANGES_RESULT if options.get(name) is not None]
     if attention_mask is not None:
@@ -37,23 +46,65 @@ def packed_attention(
         unsupported.append("bidirectional attention")
     if unsupported:
         raise ValueError(f"packed attention does not compute {', '.join(unsupported)}")
-    lengths = options.get("document_lengths") or (query.shape[2],)
-    causal = [
-        _causal(q, k, v, options.get("sliding_window"), options.get("dropout", 0.0), options.get("scaling"))
-        for q, k, v in _documents(query, key, value, lengths)
-    ]
-    output = causal[0] if len(causal) == 1 else torch.cat(causal, dim=2)
-    return output.transpose(1, 2).contiguous(), None
+    documents: Documents | None = options.get("documents")
+    window, dropout, scaling = options.get("sliding_window"), options.get("dropout", 0.0), options.get("scaling")
+    if documents is None:
+        output = _causal(query, key, value, window, dropout, scaling).transpose(1, 2)
+    elif dropout > 0:
+        output = _one_by_one(query, key, value, documents, window, dropout, scaling)
+    else:
+        q, k, v = _as_computed(query[0], key[0], value[0])
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _VARLEN_HEAD_DIM:
+            output = _varlen(q, k, v, documents, window, scale)[None]
+        else:
+            output = attend_documents(q, k, v, documents.host, window or 0, scale)[None]
+    return output.contiguous(), None
 
 
-def _documents(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...]
-) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    if len(lengths) == 1:
-        return [(query, key, value)]
-    sizes = list(lengths)
-    parts = zip(query.split(sizes, dim=2), key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True)
-    return list(parts)
+def _as_computed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """In autocast's type where autocast is on: rotated queries may be float32 beside bf16 values."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    window: int | None,
+    scale: float,
+) -> torch.Tensor:
+    """Torch's variable-length kernel (flash attention) on ``[heads, T, d]``; result ``[T, heads, d]``."""
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    groups = query.shape[0] // key.shape[0]
+    if groups > 1 and _VARLEN_GROUPS:
+        options["enable_gqa"] = True
+    elif groups > 1:
+        key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+    bounds, longest = documents.device, documents.longest
+    flat = (part.transpose(0, 1) for part in (query, key, value))
+    output: torch.Tensor = varlen_attn(*flat, bounds, bounds, longest, longest, **options)
+    return output
+
+
+@torch.compiler.disable
+def _one_by_one(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    window: int | None,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Torch's own attention for each document, with dropout."""
+    lengths = documents.host.diff().tolist()
+    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    return torch.cat([_causal(q, k, v, window, dropout, scaling) for q, k, v in parts], dim=2).transpose(1, 2)
 
 
 def _causal(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
+from tuner.model.documents import Documents
 from tuner.model.linear_cross_entropy import linear_cross_entropy
 
 
@@ -64,7 +65,7 @@ class CausalLM(nn.Module):
             input_ids=input_ids[None],
             position_ids=position_ids[None],
             use_cache=False,
-            document_lengths=document_lengths,
+            documents=Documents.of(document_lengths, input_ids.device),
         )
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden

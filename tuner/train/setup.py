@@ -29,6 +29,7 @@ from tuner.model.freeze import freeze
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM, outer_parameters, trained_parameters
 from tuner.parallel.fsdp import data_mesh, materialise, shard
+from tuner.runtime.allocator import keep_freed_memory
 from tuner.runtime.device import DeviceFacts, device_facts
 from tuner.runtime.launch import Launch
 from tuner.runtime.process import gloo_group
@@ -144,6 +145,8 @@ def timetable(recipe: Recipe, prepared: PreparedData) -> Timetable:
 def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenizer, launch: Launch) -> Assembly:
     """Build model, optimizer, batches and schedule. Collective where there are several processes."""
     recipe = resolved.recipe
+    if resolved.facts.kind == "cpu":
+        keep_freed_memory(resolved.facts.free_bytes // 2)
     _check_sizes(recipe, tokenizer, resolved.config, prepared, launch)
     root = _build_root(resolved, launch, packed=recipe.data.packing or recipe.train.micro_batch_size > 1)
     parameters = trained_parameters(root)

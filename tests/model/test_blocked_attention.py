@@ -1,0 +1,110 @@
+"""Blocks of documents give plain masked attention, in value and gradients; the GPU's kernel gets the same documents."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.functional import scaled_dot_product_attention
+
+from tuner.model import attention, blocked_attention
+from tuner.model.blocked_attention import attend_documents, plan_blocks
+from tuner.model.documents import Documents
+
+CPU = torch.device("cpu")
+
+
+def plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], window: int, scale: float
+) -> torch.Tensor:
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place = torch.arange(sum(lengths))
+    distance = place[:, None] - place
+    mask = (document[:, None] == document) & (distance >= 0) & (distance < (window or sum(lengths)))
+    found = scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=True)
+    return found[0].transpose(0, 1)
+
+
+def inputs(lengths: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((4, sum(lengths), 8), (2, sum(lengths), 8), (2, sum(lengths), 6))
+    return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("window", [0, 8, 20])
+@pytest.mark.parametrize("lengths", [(1,), (40,), (5, 40, 1, 23), (3, 4, 2, 16, 1, 1, 33)])
+def test_equals_plain(lengths: tuple[int, ...], window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked_attention, "BLOCK_QUERIES", 16)
+    plan_blocks.cache_clear()
+    leaves = inputs(lengths)
+    found = attend_documents(*leaves, Documents.of(lengths, CPU).host, window, 0.3)
+    expected = plain(*leaves, lengths, window, 0.3)
+    upstream = torch.randn_like(expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    for a, b in zip(
+        torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(expected, leaves, upstream), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    plan_blocks.cache_clear()
+
+
+def test_many_keys_make_smaller_blocks_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked_attention, "BLOCK_SCORES", 4 * 16 * 160)
+    plan_blocks.cache_clear()
+    assert max(b.end - b.start for b in plan_blocks((0, 300), 0, 4, torch.float64, CPU)) < 128
+    leaves = inputs((300,))
+    found = attend_documents(*leaves, Documents.of((300,), CPU).host, 0, 0.3)
+    torch.testing.assert_close(found, plain(*leaves, (300,), 0, 0.3), rtol=0, atol=1e-12)
+    plan_blocks.cache_clear()
+
+
+def test_scores_of_bf16_inputs_are_not_rounded_to_bf16() -> None:
+    lengths = (200, 90)
+    q, k, v = (leaf.detach() for leaf in inputs(lengths, torch.bfloat16))
+    exact = plain(q.double(), k.double(), v.double(), lengths, 0, 4.0)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    found = attend_documents(q, k, v, Documents.of(lengths, CPU).host, 0, 4.0)
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    # Rounding shares and result costs 3e-3; rounded scores, of up to 100 here, would cost 1e-1.
+    assert (found.double() - exact).norm() / exact.norm() < 6e-3
+
+
+def test_one_operation_for_any_documents_under_compile() -> None:
+    """No layout of documents is a constant of the graph: ten of them, one recompile at most (for a symbolic count)."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents) -> torch.Tensor:
+        options: dict[str, Any] = {"documents": documents}
+        return attention.packed_attention(torch.nn.Identity(), q[None], k[None], v[None], **options)[0] * 2
+
+    for cut in (1, 5, 9, 14, 20, 24, 33, 36, 40):
+        leaves = inputs((40,))
+        for lengths in ((cut, 40 - cut), (40,)) if cut < 40 else ((1,) * 40,):
+            found = block(*leaves, Documents.of(lengths, CPU))
+            found.sum().backward()
+            torch.testing.assert_close(found[0], 2 * plain(*leaves, lengths, 0, 8**-0.5), rtol=0, atol=1e-12)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_gpus_kernel_gets_documents_window_and_scale(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both signatures of torch's kernel, computed here by plain attention."""
+    lengths, calls = (5, 40, 1), []
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *bounds: Any, **options: Any) -> torch.Tensor:
+        calls.append((bounds, options))
+        assert options.pop("enable_gqa", False) is grouped
+        assert grouped or q.shape[1] == k.shape[1]
+        window = options["window_size"][0] + 1
+        return plain(*(t.transpose(0, 1) for t in (q, k, v)), lengths, window, options["scale"])
+
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "_VARLEN_GROUPS", grouped)
+    leaves, documents = inputs(lengths), Documents.of(lengths, CPU)
+    for window in (None, 8):
+        found = attention._varlen(*leaves, documents, window, 0.3)
+        torch.testing.assert_close(found, plain(*leaves, lengths, window or 0, 0.3), rtol=0, atol=1e-12)
+    (q_bounds, k_bounds, *longest), options = calls[-1]
+    assert q_bounds.tolist() == k_bounds.tolist() == [0, 5, 45, 46]
+    assert longest == [40, 40] and options["window_size"] == (7, 0)

@@ -1,0 +1,202 @@
+"""Causal attention inside documents as blocks of matrix products, for any device: one opaque operation.
+
+A document is worked on in blocks of queries against all keys that they may see; short neighbours share a block, apart
+by a mask. Scores and softmax are float32 (float64 for float64). Only query, key and value are kept for the backward
+pass, which makes the scores again (Dao et al., 2022). On a CPU, where torch's own kernel for bf16 spends its
+time between the products, this is 2 to 3 times faster than calling it for each document.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+BLOCK_QUERIES = 128
+BLOCK_SCORES = 1 << 24
+"""Scores of one block over all heads, at most: what bounds memory for long documents."""
+
+
+class Block(NamedTuple):
+    """Queries ``start:end`` see keys ``first:end``; ``mask`` is added to the scores of the last keys."""
+
+    start: int
+    end: int
+    first: int
+    mask: torch.Tensor
+
+
+@lru_cache(maxsize=16)
+def plan_blocks(
+    bounds: tuple[int, ...], window: int, heads: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Block, ...]:
+    """The blocks of documents that end at ``bounds[1:]``; a ``window`` above 0 is the tokens a query sees, itself one.
+
+    Masks are ``[queries, keys]`` with 0 where a query may look and minus infinity elsewhere.
+    """
+    blocks = []
+    for group in _groups(bounds):
+        start, end = group[0], group[-1]
+        if len(group) > 2:
+            document = torch.bucketize(torch.arange(start, end), torch.tensor(group[1:]), right=True)
+            allowed = (document[:, None] == document) & _band(end - start, end - start, window)
+            blocks.append((start, end, start, allowed))
+            continue
+        for at, stop in _spans(start, end, heads):
+            first = max(start, at - window + 1) if window else start
+            masked = stop - first if window else stop - at  # keys that some query of the block may not see
+            blocks.append((at, stop, first, _band(stop - at, masked, window)))
+    return tuple(
+        Block(start, end, first, torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf).to(device))
+        for start, end, first, allowed in blocks
+    )
+
+
+def _groups(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Documents as bounds, one by one; neighbours that fit one block together as one group."""
+    group = [bounds[0]]
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        if end - group[0] > BLOCK_QUERIES and start > group[0]:
+            yield tuple(group)
+            group = [start]
+        if end > start:
+            group.append(end)
+    if len(group) > 1:
+        yield tuple(group)
+
+
+def _spans(start: int, end: int, heads: int) -> Iterator[tuple[int, int]]:
+    """Bounds of the blocks of one document: fewer queries where many keys are seen."""
+    at = start
+    while at < end:
+        size = BLOCK_SCORES // (heads * (at - start + BLOCK_QUERIES))
+        stop = min(end, at + max(8, min(BLOCK_QUERIES, size)))
+        yield at, stop
+        at = stop
+
+
+def _band(queries: int, keys: int, window: int) -> torch.Tensor:
+    """Boolean ``[queries, keys]``, true where one of the last queries may look: back, fewer than ``window`` tokens."""
+    distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    return (distance >= 0) & (distance < window) if window else distance >= 0
+
+
+@torch.library.custom_op("tuner::attend_documents", mutates_args=())
+def attend_documents(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, window: int, scale: float
+) -> torch.Tensor:
+    """Attention ``[T, heads, d_value]`` of query ``[heads, T, d]`` to key ``[kv_heads, T, d]`` and value, of one type.
+
+    ``bounds`` int32 ``[documents + 1]`` lies on the CPU. A query sees ``window`` tokens, all before it for 0.
+    """
+    n_kv, n_tokens, width = value.shape
+    output = value.new_empty(n_tokens, n_kv, query.shape[0] // n_kv, width)
+    work = _Work(query, key, scale)
+    with _exact_accumulation(query):
+        for block in work.blocks(bounds, window):
+            _, share = work.share(block)
+            mixed = torch.bmm(share.to(value.dtype), value[:, block.first : block.end])
+            output[block.start : block.end] = mixed.unflatten(1, (-1, block.end - block.start)).permute(2, 0, 1, 3)
+    return output.flatten(1, 2)
+
+
+@torch.library.custom_op("tuner::attend_documents_backward", mutates_args=())
+def _backward(
+    upstream: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value, given that of the output."""
+    work = _Work(query, key, scale)
+    dtype, exact = query.dtype, work.query.dtype
+    upstream = upstream.unflatten(1, (key.shape[0], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, T, d_value]
+    exact_upstream, exact_value = upstream.to(exact), value.to(exact)
+    grad_query = torch.empty_like(work.query, dtype=dtype)
+    grad_key, grad_value = torch.zeros_like(work.key), torch.zeros_like(exact_value)
+    with _exact_accumulation(query):
+        for block in work.blocks(bounds, window):
+            queries, share = work.share(block)
+            rows, seen = slice(block.start, block.end), slice(block.first, block.end)
+            grad_value[:, seen] += torch.bmm(share.to(dtype).mT, upstream[:, :, rows].flatten(1, 2))
+            grad_share = torch.bmm(exact_upstream[:, :, rows].flatten(1, 2), exact_value[:, seen].mT)
+            grad_scores = torch._softmax_backward_data(grad_share, share, -1, exact).to(dtype)
+            found = torch.bmm(grad_scores, key[:, seen]).mul_(scale)
+            grad_query[:, :, rows] = found.unflatten(1, (-1, block.end - block.start))
+            grad_key[:, seen] += torch.bmm(grad_scores.mT, queries.to(dtype))
+    return grad_query.flatten(0, 1), grad_key.to(dtype), grad_value.to(dtype)
+
+
+class _Work:
+    """Queries ``[kv_heads, group, T, d]``, scaled, and keys ``[kv_heads, T, d]`` in the exact type."""
+
+    def __init__(self, query: torch.Tensor, key: torch.Tensor, scale: float) -> None:
+        exact = torch.promote_types(query.dtype, torch.float32)
+        self.query = (query.to(exact) * scale).unflatten(0, (key.shape[0], -1))
+        self.key = key.to(exact)
+
+    def blocks(self, bounds: torch.Tensor, window: int) -> tuple[Block, ...]:
+        heads = self.query.shape[0] * self.query.shape[1]
+        return plan_blocks(tuple(bounds.tolist()), window, heads, self.query.dtype, self.query.device)
+
+    def share(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block's queries ``[kv_heads, group x queries, d]``, and the share of each key in each of them."""
+        queries = self.query[:, :, block.start : block.end].flatten(1, 2)
+        scores = torch.bmm(queries, self.key[:, block.first : block.end].mT)
+        n_queries, n_masked = block.mask.shape
+        scores.unflatten(1, (-1, n_queries))[..., -n_masked:] += block.mask
+        return queries, torch.softmax(scores, -1)
+
+
+@contextmanager
+def _exact_accumulation(query: torch.Tensor) -> Iterator[None]:
+    """For bf16 inputs: products of float32 copies keep float32 results, whatever precision multiplies inside.
+
+    The copies hold bf16 values, so the CPU may multiply them as such; the result is not rounded to bf16 as that of a
+    bf16 product is. For float32 inputs nothing changes.
+    """
+    products = torch.backends.mkldnn.matmul
+    before = products.fp32_precision
+    with torch.autocast(query.device.type, enabled=False):
+        try:
+            if query.dtype == torch.bfloat16:
+                products.fp32_precision = "bf16"
+            yield
+        finally:
+            products.fp32_precision = before
+
+
+@attend_documents.register_fake
+def _shape(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, window: int, scale: float
+) -> torch.Tensor:
+    return value.new_empty(query.shape[1], query.shape[0], value.shape[2])
+
+
+@_backward.register_fake
+def _backward_shapes(
+    upstream: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return *_backward(upstream, *ctx.saved_tensors, ctx.window, ctx.scale), None, None, None
+
+
+attend_documents.register_autograd(_differentiate, setup_context=_remember)

@@ -1,0 +1,35 @@
+"""Where the documents of one packed microbatch lie: made once on the CPU, read by every layer without a wait."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The bounds of the documents that lie end to end in T tokens. No layer asks the device for them.
+
+    An own type, not a tuple: what wraps a module moves the tensors of a tuple to the device, and `host` stays here.
+    """
+
+    host: torch.Tensor
+    """int32 [documents + 1] on the CPU: 0, the end of each document, the last of them T."""
+    device: torch.Tensor
+    """The same on the device of the tokens, for kernels that take it (`cu_seqlens`)."""
+    longest: int
+    """Tokens of the longest document."""
+
+    @staticmethod
+    def of(lengths: Sequence[int], device: torch.device) -> "Documents":
+        """The documents of these lengths, in order; one copy to the device that nothing waits for."""
+        host = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        on_device = host
+        if device.type == "cuda":
+            on_device = host.pin_memory().to(device, non_blocking=True)
+        if "torch._dynamo" in sys.modules:  # a compiled block is the same one for any number of documents
+            for bounds in (host, on_device):
+                torch._dynamo.maybe_mark_dynamic(bounds, 0)
+        return Documents(host, on_device, max(lengths))
