@@ -86,12 +86,12 @@ def _varlen(
     elif groups > 1:
         key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
     bounds, longest = documents.device, documents.longest
-    flat = (part.transpose(0, 1) for part in (query, key, value))
-    output: torch.Tensor = varlen_attn(*flat, bounds, bounds, longest, longest, **options)
+    q, k, v = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+    output: torch.Tensor = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)  # type: ignore[assignment]
     return output
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _one_by_one(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -159,7 +159,7 @@ def _exact_accumulation(query: torch.Tensor) -> Iterator[None]:
     The copies hold bf16 values, so the CPU may multiply them as such; the result is not rounded to bf16 as that of a
     bf16 product is. For float32 inputs nothing changes.
     """
-    products = torch.backends.mkldnn.matmul
+    products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = products.fp32_precision
     with torch.autocast(query.device.type, enabled=False):
         try:
