@@ -57,7 +57,11 @@ def recipe_page() -> str:
     parts = [INTRODUCTION]
     for section, table in sections.items():
         parts.append(f"## {section or 'At the top'}\n\n{rows(table)}")
-    lists = {"data.train": "One of several sources in `data.train` or `data.eval`", "hooks": "One of the `hooks`"}
+    lists = {
+        "data.train": "One of several sources in `data.train` or `data.eval`",
+        "optimizer.groups": "One of the `optimizer.groups`",
+        "hooks": "One of the `hooks`",
+    }
     parts += [f"## {title}\n\n{rows(list(item_fields(key).values()))}" for key, title in lists.items()]
     return "\n".join(parts)
 

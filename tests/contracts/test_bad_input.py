@@ -22,6 +22,7 @@ ALL = list(fields().values())
 KINDS = {"adapter": "lora", "method": "sft", "optimizer": "adamw", "schedule": "cosine"}
 NEEDS = {"sgd": {"lr": 0.1}, "wsd_s": {"periods": "9 steps"}}
 """Keys that a kind asks for."""
+MAY_BE_EMPTY = {"hooks", "optimizer.groups"}
 VALID = {"eval.every": "never", "schedule.periods": "9 steps"}
 """A value to write twice, where the default is none."""
 BASE = {"model.name_or_path": "owner/name", "data.train": "rows.jsonl"}
@@ -73,7 +74,7 @@ def wrong_types(field: Field) -> list[str]:
     if isinstance(field.leaf, Text):
         return ["5", "true", "[a, b]", "{a: 1}"]
     if field.leaf is None:
-        return ["5", "true", "{a: 1}", "[5]"] + ([] if field.key == "hooks" else ["[]"])
+        return ["5", "true", "{a: 1}", "[5]"] + ([] if field.key in MAY_BE_EMPTY else ["[]"])
     return ["[1, 2]", "{a: 1}", "'some words'"] + ([] if isinstance(field.leaf, Switch) else ["true"])
 
 
@@ -107,6 +108,16 @@ def wrong_values(field: Field) -> list[str]:
                 "{use: x.py:7}",
             )
             return ["null", "word", *(f"[{item}]" for item in items + more)]
+        case _ if field.key == "optimizer.groups":
+            items = (
+                "{mach: x}",
+                "{match: x}",
+                "{match: [], lr: 1}",
+                "{match: x, lr: 0}",
+                "{lr: 1}",
+                "{match: 5, lr: 1}",
+            )
+            return ["null", "word", *(f"[{item}]" for item in items), "[{match: x, weight_decay: -1}]"]
         case _:
             items = (
                 "{pat: x}",
@@ -169,7 +180,7 @@ def test_a_wrong_value_of_a_flag_is_refused(field: Field) -> None:
         wrong = ["", "  ", "a\ab"]
     elif field.leaf is None:
         wrong = ["", "[5]", "{a: 1}", "[{pat: x}]", "[{path: x, format: csv}]"]
-        wrong += [] if field.key == "hooks" else ["[]"]
+        wrong += [] if field.key in MAY_BE_EMPTY else ["[]"]
     else:
         # On the command line null takes a value back, and quotes are the shell's.
         wrong = [raw.strip("'") for raw in wrong_types(field) + wrong_values(field) if raw != "null"]

@@ -239,9 +239,50 @@ def test_state_has_names(kind: str, moments: set[str]) -> None:
     assert all(first == "optimizer" and parameter in SHAPES for first, _, parameter in names)
 
 
-def test_the_main_groups_peak() -> None:
-    updater = built(parameters(), "muon")
+def test_groups_have_settings_of_their_own() -> None:
+    """Gradients of 1 make AdamW's first step the learning rate, beside the decay."""
+    own, before = parameters(), parameters()
+    groups = [
+        {"match": ["layer.bias", "norm"], "lr": 0.02, "weight_decay": 0.5},
+        {"match": "layer", "weight_decay": 0.2},
+        {"match": ["experts.*"], "lr": 0.03},
+    ]
+    updater = built(own, "adamw", groups=groups)
     assert updater.peak_lr == 0.1
+    for parameter in own.values():
+        parameter.grad = torch.ones_like(parameter)
+    updater.set_factor(0.5)
+    updater.step()
+    expected = {
+        "embed.weight": (0.1, 0.3),
+        "down.weight": (0.1, 0.3),
+        "layer.weight": (0.1, 0.2),
+        "layer.bias": (0.02, 0.0),
+        "norm.weight": (0.02, 0.0),
+        "experts.up": (0.03, 0.3),
+    }
+    assert_near(own, {n: before[n] * (1 - 0.5 * lr * decay) - 0.5 * lr for n, (lr, decay) in expected.items()})
+
+
+def test_groups_reach_both_optimizers_of_muon() -> None:
+    own, before = parameters(), parameters()
+    updater = built(own, "muon", weight_decay=0.0, groups=[{"match": ["down", "norm"], "lr": 1e-6}])
+    take(updater, own, range(1))
+    moved = {name: (before[name] - p).abs().max().item() for name, p in own.items()}
+    assert {name for name, distance in moved.items() if distance < 1e-5} == {"down.weight", "norm.weight"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([{"match": ["layers"], "lr": 1.0}], "groups.0.match: 'layers' matches nothing"),
+        ([{"match": ["layer"], "lr": 1.0}, {"match": ["layer.bias"], "lr": 2.0}], "groups.1: earlier groups have all"),
+    ],
+)
+def test_a_group_without_parameters_is_refused(groups: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        built(parameters(), "adamw", groups=groups)
+    assert "layer" in str(caught.value.hint) or "narrower" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(

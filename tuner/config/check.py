@@ -87,13 +87,23 @@ def _report(tree: Node, error: Any, guessed: set[str], problems: Problems) -> Ke
         if not (path[0] in guessed and find(dotted(path)) is not None):
             problems.add(where, key, _unknown(tree, path, node.flag))
     elif error["type"] == "missing":
-        field = find(dotted(path))
-        problems.add(where, dotted(path), f"missing; {field.sentence if field else 'required'}")
+        problems.add(where, dotted(path), f"missing; {_sentence(tree, path)}")
     elif error["type"] == "recipe":
         problems.add(where, key, str(error["msg"]))
     else:
         problems.add(where, key, _not_a_mapping(path, error.get("input")))
     return path
+
+
+def _sentence(tree: Node, path: KeyPath) -> str:
+    """What a key that is missing means, as the kind of its section has it."""
+    section = str(path[0])
+    if section in UNIONS and len(path) == 2:
+        kind = tree.at((section, "kind"))
+        member = UNIONS[section][str(kind.value) if tree.has((section, "kind")) else next(iter(UNIONS[section]))]
+        return member.model_fields[str(path[1])].description or "required"
+    field = find(dotted(path))
+    return field.sentence if field is not None else "required"
 
 
 def _unknown(tree: Node, path: KeyPath, flag: bool) -> str:

@@ -11,12 +11,14 @@ from pydantic.fields import FieldInfo
 
 from tuner.config.foreign import ours
 from tuner.config.leaves import Leaf, Table, Text, leaf_of
-from tuner.config.recipe import ITEMS, UNIONS, Recipe, Section
+from tuner.config.recipe import ITEMS, UNIONS, Recipe
+from tuner.config.section import Section
 
 SOURCES = "a path, a list of paths or of {path, format, columns, weight, count}"
 LISTS = {
     "data.train": SOURCES,
     "data.eval": f"{SOURCES}, 2%, 200 documents or null",
+    "optimizer.groups": "a list of {match, lr, weight_decay}",
     "hooks": "a list of {use, stages, every, options}",
 }
 """What may be written for each key of ITEMS, in words."""

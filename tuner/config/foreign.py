@@ -90,6 +90,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "optimizer.betas": ("adam_beta1", "adam_beta2", "beta1", "beta2", "adam_betas"),
     "optimizer.eps": ("adam_epsilon", "epsilon", "adam_eps", "optimizer_eps"),
     "optimizer.weight_decay": ("wd", "l2", "adam_weight_decay"),
+    "optimizer.groups": ("param_groups", "lr_groups", "optimizer_param_groups", "loraplus_lr_ratio", "embedding_lr"),
     "optimizer.momentum": ("sgd_momentum", "muon_momentum"),
     "optimizer.nesterov": ("use_nesterov", "sgd_nesterov"),
     "optimizer.adamw_lr": ("muon_adam_lr", "adam_lr", "embed_lr"),

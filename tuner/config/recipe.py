@@ -4,26 +4,33 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Tag, model_validator
 
 from tuner.config.duration import Duration
 from tuner.config.leaves import Choice, Names, Real, Several, Skips, Switch, Table, Text, Whole, refuse, shown
+from tuner.config.optimizers import (
+    AdafactorOptimizer,
+    AdamwOptimizer,
+    MuonOptimizer,
+    ParameterGroup,
+    SgdOptimizer,
+)
+from tuner.config.schedules import (
+    ConstantSchedule,
+    CosineSchedule,
+    InverseSqrtSchedule,
+    LinearSchedule,
+    WsdPeriodsSchedule,
+    WsdSchedule,
+)
+from tuner.config.section import Auto, Bool, Durations, Section
 from tuner.config.spans import Cadence, Span
 
-Auto = Literal["auto"]
-Durations = tuple[Duration, ...]
-Bool = Annotated[bool, Switch()]
 TIMES = ("s", "min", "h")
 Stage = Literal["start", "step", "evaluation", "save", "end"]
 STAGES: tuple[Stage, ...] = ("start", "step", "evaluation", "save", "end")
 """When a hook may be called, in the order of a run."""
 Globs = Annotated[tuple[str, ...], Several(item=Text(kind="names or globs"), empty=True)]
-
-
-class Section(BaseModel):
-    """A frozen part of the recipe that knows its keys and refuses others."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
 
 class ModelSection(Section):
@@ -252,165 +259,6 @@ class TrainSection(Section):
     """Run the largest possible micro-batch before the first step, so that a lack of memory shows; auto is on CUDA."""
 
 
-Lr = Annotated[float | Auto, Real(gt=0, words=("auto",))]
-Betas = Annotated[tuple[float, float], Several(item=Real(ge=0, lt=1), length=2)]
-Eps = Annotated[float, Real(gt=0)]
-Share = Annotated[float, Real(ge=0, lt=1)]
-Decay = Annotated[float, Real(ge=0)]
-
-
-class AdamwOptimizer(Section):
-    """AdamW with decoupled weight decay."""
-
-    kind: Annotated[Literal["adamw"], Choice(values=("adamw",))] = "adamw"
-    """adamw, sgd, adafactor, or muon for hidden matrices with adamw for everything else."""
-    lr: Lr = "auto"
-    """Peak learning rate; auto: 2e-4 adapter, 3e-4 random weights, else 1e-4 below 500M parameters, 2e-5 above."""
-    betas: Betas = (0.9, 0.95)
-    """Decay rates of the two running averages."""
-    eps: Eps = 1e-8
-    """Added to the denominator for stability."""
-    weight_decay: Decay = 0.0
-    """Share of the weights taken off per unit of learning rate; never on norms, biases and other vectors."""
-
-
-class SgdOptimizer(Section):
-    """Gradient descent with momentum; no learning rate suits every model, so it must be given."""
-
-    kind: Annotated[Literal["sgd"], Choice(values=("sgd",))] = "sgd"
-    """adamw, sgd, adafactor, or muon for hidden matrices with adamw for everything else."""
-    lr: Annotated[float, Real(gt=0)]
-    """Peak learning rate; sgd has no auto."""
-    momentum: Share = 0.9
-    """Decay rate of the running average of the gradients; 0 keeps none."""
-    nesterov: Bool = False
-    """Look ahead along the momentum."""
-    weight_decay: Decay = 0.0
-    """Share of the weights added to the gradient; never on norms, biases and other vectors."""
-
-
-class AdafactorOptimizer(Section):
-    """Adafactor: second moments of matrices as a row and a column."""
-
-    kind: Annotated[Literal["adafactor"], Choice(values=("adafactor",))] = "adafactor"
-    """adamw, sgd, adafactor, or muon for hidden matrices with adamw for everything else."""
-    lr: Lr = "auto"
-    """Peak learning rate; auto as for adamw."""
-    decay_rate: Annotated[float, Real(gt=-1, lt=0)] = -0.8
-    """Exponent of the step in the decay of the second moments, 1 - step ** decay_rate."""
-    clip_threshold: Annotated[float, Real(gt=0)] = 1.0
-    """Root mean square of a parameter's update above which it is scaled down, before the learning rate."""
-    scale_parameter: Bool = False
-    """Take learning rates relative to the root mean square of each parameter, at least 1e-3; needs an lr of its own."""
-    weight_decay: Decay = 0.0
-    """Share of the weights taken off per unit of learning rate; never on norms, biases and other vectors."""
-
-
-class MuonOptimizer(Section):
-    """Muon for hidden matrices, AdamW for embeddings, the output layer, norms and biases."""
-
-    kind: Annotated[Literal["muon"], Choice(values=("muon",))] = "muon"
-    """adamw, sgd, adafactor, or muon for hidden matrices with adamw for everything else."""
-    lr: Lr = "auto"
-    """Peak learning rate of the hidden matrices; auto as for adamw."""
-    adamw_lr: Lr = "auto"
-    """Peak learning rate of the parameters that muon leaves to adamw; auto takes that of lr."""
-    adjust_lr: Annotated[
-        Literal["match_rms_adamw", "original"], Choice(values=("match_rms_adamw", "original"))
-    ] = "match_rms_adamw"
-    """Factor by shape: match_rms_adamw makes updates as large as AdamW's; original, sqrt(max(1, rows / columns))."""
-    momentum: Share = 0.95
-    """Decay rate of the running average of the gradients."""
-    nesterov: Bool = True
-    """Look ahead along the momentum."""
-    ns_steps: Annotated[int, Whole(ge=1, le=20)] = 5
-    """Newton-Schulz steps towards an orthogonal update."""
-    betas: Betas = (0.9, 0.95)
-    """Decay rates of adamw's two running averages."""
-    eps: Eps = 1e-8
-    """Added to adamw's denominator for stability."""
-    weight_decay: Decay = 0.0
-    """Share of the weights taken off per unit of learning rate; never on norms, biases and other vectors."""
-
-
-Warmup = Annotated[Duration | None, Span(units=("steps", "tokens", "%"), aliases=(("never", None),))]
-Floor = Annotated[float, Real(ge=0, le=1)]
-FallShape = Annotated[Literal["linear", "sqrt", "cosine"], Choice(values=("linear", "sqrt", "cosine"))]
-FallSpan = Annotated[Duration, Span(units=("steps", "tokens", "%"))]
-
-
-class ConstantSchedule(Section):
-    """A constant learning rate after the warm-up."""
-
-    kind: Annotated[Literal["constant"], Choice(values=("constant",))] = "constant"
-    """Shape of the learning rate after the warm-up."""
-    warmup: Warmup = Duration.parse("3%")
-    """Linear rise from 0, in steps, tokens or percent of the run."""
-
-
-class LinearSchedule(Section):
-    """A learning rate that falls in a straight line."""
-
-    kind: Annotated[Literal["linear"], Choice(values=("linear",))] = "linear"
-    """Shape of the learning rate after the warm-up."""
-    warmup: Warmup = Duration.parse("3%")
-    """Linear rise from 0, in steps, tokens or percent of the run."""
-    min_lr_ratio: Floor = 0.0
-    """Learning rate at the end, as a share of the peak."""
-
-
-class CosineSchedule(Section):
-    """A learning rate that falls along half a cosine."""
-
-    kind: Annotated[Literal["cosine"], Choice(values=("cosine",))] = "cosine"
-    """Shape of the learning rate after the warm-up."""
-    warmup: Warmup = Duration.parse("3%")
-    """Linear rise from 0, in steps, tokens or percent of the run."""
-    min_lr_ratio: Floor = 0.0
-    """Learning rate at the end, as a share of the peak."""
-
-
-class InverseSqrtSchedule(Section):
-    """A learning rate that falls as one over the root of the step; it asks for no length of the run."""
-
-    kind: Annotated[Literal["inverse_sqrt"], Choice(values=("inverse_sqrt",))] = "inverse_sqrt"
-    """Shape of the learning rate after the warm-up."""
-    warmup: FallSpan = Duration.parse("3%")
-    """Linear rise from 0, in steps, tokens or percent of the run; it also sets how slowly the fall goes."""
-
-
-class WsdSchedule(Section):
-    """Warm-up, stable, decay: a constant learning rate that falls over the last part of the run."""
-
-    kind: Annotated[Literal["wsd"], Choice(values=("wsd",))] = "wsd"
-    """Shape of the learning rate after the warm-up."""
-    warmup: Warmup = Duration.parse("3%")
-    """Linear rise from 0, in steps, tokens or percent of the run."""
-    decay: FallSpan = Duration.parse("10%")
-    """Length of the fall at the end, in steps, tokens or percent of the run (wsd_s: of each period)."""
-    decay_shape: FallShape = "linear"
-    """Shape of the fall: linear, sqrt (1 - sqrt of the progress) or cosine."""
-    min_lr_ratio: Floor = 0.0
-    """Learning rate at the end, as a share of the peak."""
-
-
-class WsdPeriodsSchedule(Section):
-    """WSD-S: several periods, each of which ends with a fall; the next starts at the peak, without a warm-up."""
-
-    kind: Annotated[Literal["wsd_s"], Choice(values=("wsd_s",))] = "wsd_s"
-    """Shape of the learning rate after the warm-up."""
-    warmup: Warmup = Duration.parse("3%")
-    """Linear rise from 0, in steps, tokens or percent of the run."""
-    periods: Annotated[Durations, Cadence(units=("steps", "tokens", "epochs", "%"), aliases=())]
-    """Lengths of the periods, which together cover the run, such as [1000 steps, 1000 steps, 2000 steps]."""
-    decay: FallSpan = Duration.parse("10%")
-    """Length of the fall at the end of each period, in steps, tokens or percent of it."""
-    decay_shape: FallShape = "linear"
-    """Shape of the fall: linear, sqrt (1 - sqrt of the progress) or cosine."""
-    min_lr_ratio: Floor = 0.0
-    """Learning rate at the end of each period, as a share of the peak."""
-
-
 class EvalSection(Section):
     """Evaluation on held-out rows."""
 
@@ -510,7 +358,12 @@ UNIONS: dict[str, dict[str, type[Section]]] = {
     },
 }
 """Sections with a choice: the first kind is the default."""
-ITEMS: dict[str, type[Section]] = {"data.train": DataSource, "data.eval": DataSource, "hooks": HookSection}
+ITEMS: dict[str, type[Section]] = {
+    "data.train": DataSource,
+    "data.eval": DataSource,
+    "optimizer.groups": ParameterGroup,
+    "hooks": HookSection,
+}
 """Keys whose value is a list of sections; a bare text in it is the section's first key."""
 
 

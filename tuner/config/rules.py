@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
-from tuner.config.recipe import AdafactorOptimizer, MuonOptimizer, PretrainMethod, Recipe, SgdOptimizer
+from tuner.config.optimizers import AdafactorOptimizer, MuonOptimizer, SgdOptimizer
+from tuner.config.recipe import PretrainMethod, Recipe
 
 
 @dataclass(frozen=True)

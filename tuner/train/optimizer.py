@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from tuner.config.recipe import AdafactorOptimizer, AdamwOptimizer, MuonOptimizer, Optimizer, SgdOptimizer
+from tuner.config.optimizers import AdafactorOptimizer, AdamwOptimizer, MuonOptimizer, ParameterGroup, SgdOptimizer
+from tuner.config.recipe import Optimizer
 from tuner.errors import RecipeError
+from tuner.model.select import select
 from tuner.parallel.fsdp import local
 from tuner.parallel.shards import Layout
 from tuner.train.adafactor import ShardedAdafactor, moment_shape
@@ -117,13 +119,13 @@ def build_updater(section: Optimizer, parameters: Mapping[str, nn.Parameter], ou
     """
     held = {name: _held(parameter) for name, parameter in parameters.items()}
     layouts: dict[torch.Tensor, Layout] = {held[name]: Layout.of(parameter) for name, parameter in parameters.items()}
-    lr, decay = float(section.lr), section.weight_decay
+    lr, own = float(section.lr), chosen_groups(parameters, section.groups)
 
     def groups(names: Iterable[str], lr: float) -> list[dict[str, Any]]:
         chosen = {name: parameters[name] for name in names}
         return [
             {"params": [held[name] for name in group.names], "peak_lr": group.lr, "weight_decay": group.weight_decay}
-            for group in group_parameters(chosen, lr, decay)
+            for group in group_parameters(chosen, lr, section.weight_decay, own)
         ]
 
     optimizers: list[torch.optim.Optimizer]
@@ -147,11 +149,28 @@ def build_updater(section: Optimizer, parameters: Mapping[str, nn.Parameter], ou
     return Updater(parameters, held, optimizers, takes_flag=True, peak_lr=lr)
 
 
-def group_parameters(parameters: Mapping[str, nn.Parameter], lr: float, weight_decay: float) -> list[Group]:
-    """Parameters by what they share. Decay applies to matrices alone."""
+def chosen_groups(names: Iterable[str], groups: Sequence[ParameterGroup]) -> dict[str, ParameterGroup]:
+    """The group of each parameter that has one: the first that means it. Raises RecipeError for a group without any."""
+    known, found = list(names), dict[str, ParameterGroup]()
+    for number, group in enumerate(groups):
+        key = f"optimizer.groups.{number}"
+        fresh = [name for name in select(group.match, known, f"{key}.match") if name not in found]
+        if not fresh:
+            raise RecipeError(f"{key}: earlier groups have all that it means", hint="put the narrower group first")
+        found |= dict.fromkeys(fresh, group)
+    return found
+
+
+def group_parameters(
+    parameters: Mapping[str, nn.Parameter], lr: float, weight_decay: float, own: Mapping[str, ParameterGroup]
+) -> list[Group]:
+    """Parameters by what they share, ``own`` settings before the common ones. Decay applies to matrices alone."""
     found: dict[tuple[float, float], list[str]] = {}
     for name, parameter in parameters.items():
-        found.setdefault((lr, weight_decay if is_matrix(name, parameter) else 0.0), []).append(name)
+        group = own.get(name)
+        peak = lr if group is None or group.lr is None else group.lr
+        decay = weight_decay if group is None or group.weight_decay is None else group.weight_decay
+        found.setdefault((peak, decay if is_matrix(name, parameter) else 0.0), []).append(name)
     return [Group(tuple(names), *settings) for settings, names in found.items()]
 
 

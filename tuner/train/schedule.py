@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tuner.config.recipe import (
+from tuner.config.schedules import (
     ConstantSchedule,
     CosineSchedule,
     InverseSqrtSchedule,

@@ -10,7 +10,8 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from tuner.checkpoint.agree import Ranks
-from tuner.config.recipe import LowRankAdapter, MuonOptimizer, Recipe
+from tuner.config.optimizers import MuonOptimizer
+from tuner.config.recipe import LowRankAdapter, Recipe
 from tuner.data.batches import GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData

@@ -1,0 +1,129 @@
+"""The optimizer section of the recipe: one class for each kind."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, model_validator
+
+from tuner.config.leaves import Choice, Real, Several, Text, Whole, refuse, shown
+from tuner.config.section import Auto, Bool, Section
+
+Lr = Annotated[float | Auto, Real(gt=0, words=("auto",))]
+Betas = Annotated[tuple[float, float], Several(item=Real(ge=0, lt=1), length=2)]
+Eps = Annotated[float, Real(gt=0)]
+Share = Annotated[float, Real(ge=0, lt=1)]
+Decay = Annotated[float, Real(ge=0)]
+
+
+class ParameterGroup(Section):
+    """Parameters with a learning rate or a decay of their own."""
+
+    match: Annotated[tuple[str, ...], Several(item=Text(kind="names or globs"))]
+    """Parameters of the group: names or globs; one that several groups mean is in the first of them."""
+    lr: Annotated[float | None, Real(null=True, gt=0)] = None
+    """Their peak learning rate; null takes the optimizer's."""
+    weight_decay: Annotated[float | None, Real(null=True, ge=0)] = None
+    """Their decay, of the matrices among them; null takes the optimizer's."""
+
+    @model_validator(mode="after")
+    def _sets_something(self) -> ParameterGroup:
+        if self.lr is None and self.weight_decay is None:
+            raise refuse("a group that sets neither lr nor weight_decay; write one of them")
+        return self
+
+
+def read_groups(value: Any) -> Any:
+    """Turn a list of groups, each with one pattern or several, into a list of mappings with lists of patterns."""
+    if not isinstance(value, (list, tuple)):
+        raise refuse(f"got {shown(value)}; allowed: a list of {{match, lr, weight_decay}}")
+    items = [{"match": item} if isinstance(item, str) else item for item in value]
+    return [
+        {**item, "match": [item["match"]]} if isinstance(item, dict) and isinstance(item.get("match"), str) else item
+        for item in items
+    ]
+
+
+Groups = Annotated[tuple[ParameterGroup, ...], BeforeValidator(read_groups, json_schema_input_type=Any)]
+
+
+class AdamwOptimizer(Section):
+    """AdamW with decoupled weight decay."""
+
+    kind: Annotated[Literal["adamw"], Choice(values=("adamw",))] = "adamw"
+    """adamw, sgd, adafactor, or muon for hidden matrices with adamw for everything else."""
+    lr: Lr = "auto"
+    """Peak learning rate; auto: 2e-4 adapter, 3e-4 random weights, else 1e-4 below 500M parameters, 2e-5 above."""
+    betas: Betas = (0.9, 0.95)
+    """Decay rates of the two running averages."""
+    eps: Eps = 1e-8
+    """Added to the denominator for stability."""
+    weight_decay: Decay = 0.0
+    """Share of the weights taken off per unit of learning rate; never on norms, biases and other vectors."""
+    groups: Groups = ()
+    """Parameters with settings of their own: {match, lr, weight_decay} each."""
+
+
+class SgdOptimizer(Section):
+    """Gradient descent with momentum; no learning rate suits every model, so it must be given."""
+
+    kind: Annotated[Literal["sgd"], Choice(values=("sgd",))] = "sgd"
+    """adamw, sgd, adafactor, or muon for hidden matrices with adamw for everything else."""
+    lr: Annotated[float, Real(gt=0)]
+    """Peak learning rate; sgd has no auto."""
+    momentum: Share = 0.9
+    """Decay rate of the running average of the gradients; 0 keeps none."""
+    nesterov: Bool = False
+    """Look ahead along the momentum."""
+    weight_decay: Decay = 0.0
+    """Share of the weights added to the gradient; never on norms, biases and other vectors."""
+    groups: Groups = ()
+    """Parameters with settings of their own: {match, lr, weight_decay} each."""
+
+
+class AdafactorOptimizer(Section):
+    """Adafactor: second moments of matrices as a row and a column."""
+
+    kind: Annotated[Literal["adafactor"], Choice(values=("adafactor",))] = "adafactor"
+    """adamw, sgd, adafactor, or muon for hidden matrices with adamw for everything else."""
+    lr: Lr = "auto"
+    """Peak learning rate; auto as for adamw."""
+    decay_rate: Annotated[float, Real(gt=-1, lt=0)] = -0.8
+    """Exponent of the step in the decay of the second moments, 1 - step ** decay_rate."""
+    clip_threshold: Annotated[float, Real(gt=0)] = 1.0
+    """Root mean square of a parameter's update above which it is scaled down, before the learning rate."""
+    scale_parameter: Bool = False
+    """Take learning rates relative to the root mean square of each parameter, at least 1e-3; needs an lr of its own."""
+    weight_decay: Decay = 0.0
+    """Share of the weights taken off per unit of learning rate; never on norms, biases and other vectors."""
+    groups: Groups = ()
+    """Parameters with settings of their own: {match, lr, weight_decay} each."""
+
+
+class MuonOptimizer(Section):
+    """Muon for hidden matrices, AdamW for embeddings, the output layer, norms and biases."""
+
+    kind: Annotated[Literal["muon"], Choice(values=("muon",))] = "muon"
+    """adamw, sgd, adafactor, or muon for hidden matrices with adamw for everything else."""
+    lr: Lr = "auto"
+    """Peak learning rate of the hidden matrices; auto as for adamw."""
+    adamw_lr: Lr = "auto"
+    """Peak learning rate of the parameters that muon leaves to adamw; auto takes that of lr."""
+    adjust_lr: Annotated[Literal["match_rms_adamw", "original"], Choice(values=("match_rms_adamw", "original"))] = (
+        "match_rms_adamw"
+    )
+    """Factor by shape: match_rms_adamw makes updates as large as AdamW's; original, sqrt(max(1, rows / columns))."""
+    momentum: Share = 0.95
+    """Decay rate of the running average of the gradients."""
+    nesterov: Bool = True
+    """Look ahead along the momentum."""
+    ns_steps: Annotated[int, Whole(ge=1, le=20)] = 5
+    """Newton-Schulz steps towards an orthogonal update."""
+    betas: Betas = (0.9, 0.95)
+    """Decay rates of adamw's two running averages."""
+    eps: Eps = 1e-8
+    """Added to adamw's denominator for stability."""
+    weight_decay: Decay = 0.0
+    """Share of the weights taken off per unit of learning rate; never on norms, biases and other vectors."""
+    groups: Groups = ()
+    """Parameters with settings of their own: {match, lr, weight_decay} each."""
