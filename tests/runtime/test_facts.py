@@ -1,4 +1,4 @@
-"""Versions, source state, device facts, and what the runtime imports."""
+"""Versions, device facts, and what the runtime imports."""
 
 from __future__ import annotations
 
@@ -10,32 +10,13 @@ import pytest
 
 from tuner.errors import MachineError
 from tuner.runtime.device import device_facts
-from tuner.runtime.versions import git_state, versions
+from tuner.runtime.versions import versions
 
 
 def test_versions_name_what_is_installed() -> None:
     found = versions()
     assert found["python"] == sys.version.split()[0]
     assert {"torch", "transformers", "safetensors"} <= found.keys()
-
-
-def test_git_state(tmp_path: Path) -> None:
-    assert git_state(tmp_path) is None
-    assert git_state(tmp_path / "missing") is None
-
-    def git(*arguments: str) -> None:
-        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-        subprocess.run(["git", *identity, "-C", str(tmp_path), *arguments], check=True, capture_output=True)
-
-    git("init")
-    (tmp_path / "a").write_text("1")
-    git("add", "a")
-    git("commit", "-m", "one")
-    state = git_state(tmp_path)
-    assert state is not None
-    assert (len(state["commit"]), state["dirty"]) == (40, False)
-    (tmp_path / "a").write_text("2")
-    assert git_state(tmp_path) == {"commit": state["commit"], "dirty": True}
 
 
 def test_the_processor() -> None:
@@ -54,7 +35,7 @@ def test_a_missing_cuda_device_is_one_clear_line(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_runtime_imports_no_torch(root: Path) -> None:
-    names = ("files", "lock", "launch", "process", "device", "stop", "console", "versions")
+    names = ("files", "lock", "launch", "process", "device", "stop", "console", "versions", "git", "environment")
     code = f"import sys\nfor n in {names}: __import__('tuner.runtime.' + n)\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -221,7 +221,10 @@ def _shown(run: Run) -> str:
     lines += [("eval", f"{loss:.4f}  {name}") for name, loss in source_losses(run).items()]
     lines += [(f"launch {number}", _launch(launch)) for number, launch in enumerate(run.launches, 1)]
     lines += [("saved", str(path.relative_to(run.path))) for path in run.checkpoints]
-    versions = run.launches[-1].get("versions", {}) if run.launches else {}
+    newest = run.launches[-1] if run.launches else {}
+    if newest.get("command"):
+        lines.append(("command", " ".join(newest["command"])))
+    versions = newest.get("versions", {})
     lines.append(("versions", "  ".join(f"{name} {version}" for name, version in versions.items())))
     return "\n".join(f"{label:<{LABEL_WIDTH}}{escape(str(text))}" for label, text in lines)
 
@@ -229,7 +232,8 @@ def _shown(run: Run) -> str:
 def _launch(launch: dict[str, Any]) -> str:
     """One launch on one line: when, from where to where, how it ended, on what and from which commit."""
     git = launch.get("git") or {}
-    commit = f"commit {str(git.get('commit'))[:12]}{' with changes' if git.get('dirty') else ''}" if git else ""
+    changes = f" with changes ({git['diff']})" if git.get("diff") else " with changes" if git.get("dirty") else ""
+    commit = f"commit {str(git.get('commit'))[:12]}{changes}" if git else ""
     parts = [
         f"{launch.get('started')} to {launch.get('ended') or '...'}",
         f"step {launch.get('from_step', 0)} to {launch.get('step', '...')}",

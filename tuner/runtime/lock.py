@@ -7,12 +7,12 @@ import fcntl
 import json
 import os
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from tuner.errors import MachineError
+from tuner.runtime.environment import command_line
 from tuner.runtime.files import machine_error, write_all
 
 
@@ -63,7 +63,7 @@ class FileLock:
             self._lock(descriptor, wait)
             os.ftruncate(descriptor, 0)
             os.lseek(descriptor, 0, os.SEEK_SET)
-            holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": " ".join(sys.argv)}
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": " ".join(command_line())}
             write_all(descriptor, (json.dumps(holder) + "\n").encode())
         except BaseException as error:
             os.close(descriptor)

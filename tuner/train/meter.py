@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tuner.runtime.console import Console
+from tuner.runtime.console import Console, clock
 
 T = TypeVar("T")
 HEADER = f"{'step':>6} {'loss':>8} {'eval':>8} {'grad':>8} {'lr':>10} {'tok/s':>9} {'left':>8}"
@@ -75,7 +75,7 @@ class Meter:
         self._shown_step = self._line["step"]
         self._show_header(console)
         line = self._line
-        remaining = _clock(round((self.total_steps - line["step"]) * self._mean_step_s))
+        remaining = clock((self.total_steps - line["step"]) * self._mean_step_s)
         loss, norm = _shown(line["loss"], 4), _shown(line["grad_norm"], 3)
         console.line(
             f"{line['step']:>6} {loss:>8} {'':>8} {norm:>8} {line['lr']:>10.2e} "
@@ -91,11 +91,6 @@ class Meter:
 
 def _shown(value: float | None, digits: int) -> str:
     return "none" if value is None else f"{value:.{digits}f}"
-
-
-def _clock(seconds: int) -> str:
-    minutes, rest = divmod(seconds, 60)
-    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def peak_memory_bytes(device: torch.device) -> int:

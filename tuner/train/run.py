@@ -188,9 +188,13 @@ def _begin(
         "world_size": assembly.launch.world_size,
         "threads": torch.get_num_threads(),
         "device": resolved.facts.name,
+        "cuda": torch.version.cuda,
         "from_step": 0 if found is None else found.step,
+        "total_steps": assembly.timetable.plan.total_steps,
     }
-    return run.begin(record, facts)
+    # Where the user works, before where the recipe is: a run that goes on reads it from its own directory.
+    work_dirs = [Path.cwd(), *([loaded.path.parent] if loaded.path is not None else [])]
+    return run.begin(record, facts, work_dirs)
 
 
 def _session(
@@ -270,7 +274,7 @@ def _existing(
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             raise RecipeError(
                 f"{run.path} holds a run with another recipe ({'; '.join(changed[:3])}{more})",
-                hint="new run: --name NEW-NAME; it was not touched",
+                hint=f"new run: --name NEW-NAME      throw it away: tuner runs rm {run.path}      it was not touched",
             )
     found = newest(run.checkpoints, console.warn)
     if found is None and step_dirs(run.checkpoints):

@@ -1,7 +1,7 @@
 """The run directory: who may write to it, what it holds, and whether a recipe belongs to it."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,10 @@ from typing import Any
 from tuner.checkpoint.steps import step_dirs
 from tuner.errors import RecipeError
 from tuner.history.record import CHECKPOINTS, RECORD, RESOLVED_RECIPE, SCHEMA, flatten, read_record, utc_now
+from tuner.runtime.environment import command_line, environment
 from tuner.runtime.files import write_atomic, write_json
-from tuner.runtime.versions import git_state, versions
+from tuner.runtime.git import SourceTree, source_tree
+from tuner.runtime.versions import versions
 
 # Keys that may differ when a run goes on: they change neither the weights nor the data.
 FREE_KEYS = (
@@ -26,7 +28,7 @@ FREE_KEYS = (
     "output_dir",
 )
 # What a launch that died before it wrote its record may leave behind.
-_FILLED = {"lock", "checkpoints", "recipe.yaml", "recipe.resolved.yaml", "tokenizer", "model_config"}
+_FILLED = {"lock", "checkpoints", "launches", "recipe.yaml", "recipe.resolved.yaml", "tokenizer", "model_config"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class RunDir:
 
     @property
     def record(self) -> Path:
-        """`run.json`: status, launches, versions."""
+        """`run.json`: status, and of each launch its start and end, command, environment, versions and source trees."""
         return self.path / RECORD
 
     @property
@@ -67,15 +69,23 @@ class RunDir:
             )
         return read_record(self.path)
 
-    def begin(self, record: dict[str, Any] | None, launch_facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Write down the start of a launch; returns the record."""
+    def begin(
+        self, record: dict[str, Any] | None, launch_facts: Mapping[str, Any], work_dirs: Sequence[Path]
+    ) -> dict[str, Any]:
+        """Write down the start of a launch; returns the record.
+
+        Its `git` is the first working tree that holds one of `work_dirs`: the user's own. What differs there from the
+        commit goes into `launches/N/git.diff`.
+        """
         record = record or {"schema": SCHEMA, "status": "running", "run_id": os.urandom(8).hex(), "launches": []}
         record["status"] = "running"
         record["launches"].append(
             {
                 "started": utc_now(),
+                "command": command_line(),
+                "environment": environment(),
                 "versions": versions(),
-                "git": git_state(Path(__file__).parent),
+                "git": self._keep_source(work_dirs, len(record["launches"]) + 1),
                 **launch_facts,
             }
         )
@@ -92,6 +102,19 @@ class RunDir:
             "why": why,
         }
         write_json(self.record, record)
+
+    def _keep_source(self, work_dirs: Sequence[Path], launch: int) -> dict[str, Any] | None:
+        """The facts of the user's source tree, its diff kept beside them; None where there is none."""
+        trees = (source_tree(directory) for directory in work_dirs)
+        tree: SourceTree | None = next((tree for tree in trees if tree is not None), None)
+        if tree is None:
+            return None
+        kept: str | None = None
+        if tree.diff:
+            kept = f"launches/{launch}/git.diff"
+            (self.path / kept).parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path / kept, tree.diff)
+        return {**tree.facts(), "diff": kept}
 
     def write_recipe(self, text: str, resolved: str) -> None:
         """Keep the recipe as given and as resolved."""

@@ -1,0 +1,52 @@
+"""What is recorded of a launch's surroundings, and what never is."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+
+from tuner.runtime.environment import MOST_CHARACTERS, command_line, environment, safe_variables
+
+
+def test_only_listed_variables_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = {
+        "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_DEBUG": "INFO", "TUNER_CACHE": "/cache",
+        "TOKENIZERS_PARALLELISM": "false", "TUNER_PROXY": "http://me:pw@host/x", "TUNER_LONG": "x" * 5000,
+        "TUNER_API_KEY": "s1", "TUNER_TOKEN": "s2", "HF_TOKEN": "s3", "WANDB_API_KEY": "s4", "AWS_SECRET": "s5",
+        "PATH": "/bin", "HOME": "/root",
+    }  # fmt: skip
+    found = safe_variables(env)
+    assert set(found) == {
+        "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "TUNER_CACHE", "TOKENIZERS_PARALLELISM",
+        "TUNER_PROXY", "TUNER_LONG",
+    }  # fmt: skip
+    assert found["TUNER_PROXY"] == "http://***@host/x"
+    assert len(found["TUNER_LONG"]) == MOST_CHARACTERS + 1
+    monkeypatch.setenv("WANDB_API_KEY", "very-secret-1")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    facts = environment()
+    assert facts["variables"]["NCCL_DEBUG"] == "WARN"
+    assert facts["python"] == sys.version.split()[0]
+    assert facts["cores"] == len(os.sched_getaffinity(0))
+    assert "very-secret-1" not in json.dumps(facts)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (
+            ["tuner", "train", "r.yaml", "--optimizer.lr", "3e-4"],
+            ["tuner", "train", "r.yaml", "--optimizer.lr", "3e-4"],
+        ),
+        (["--hooks.0.options.token", "abc", "x"], ["--hooks.0.options.token", "***", "x"]),
+        (["--hooks.0.options.api_key=abc"], ["--hooks.0.options.api_key=***"]),
+        (["--options.password", "--json"], ["--options.password", "--json"]),
+        (["--url", "https://me:pw@host/d"], ["--url", "https://***@host/d"]),
+        (["--tokenizer.name_or_path", "byte"], ["--tokenizer.name_or_path", "byte"]),
+    ],
+)
+def test_the_command_line_without_secrets(words: list[str], shown: list[str]) -> None:
+    assert command_line(words) == shown

@@ -1,0 +1,64 @@
+"""What a launch ran on and how it was called: enough to do it again, and never a secret."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tuner.runtime.process import cores
+
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUBLAS_WORKSPACE_CONFIG", "HF_HUB_OFFLINE", "MKL_NUM_THREADS",
+    "PYTHONHASHSEED", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS",
+    "TOKENIZERS_PARALLELISM",
+)  # fmt: skip
+"""Variables that are recorded, besides those with one of the prefixes."""
+PREFIXES = ("GLOO_", "KMP_", "NCCL_", "OMP_", "TORCH_NCCL_", "TUNER_")
+HIDDEN = "***"
+_SECRET = re.compile(r"(?:^|[_.-])(?:token|api[_-]?key|key|secret|password|passwd|credentials?|auth)$", re.IGNORECASE)
+_USER_OF_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+MOST_CHARACTERS = 2000
+"""A longer value is cut."""
+
+
+def environment() -> dict[str, Any]:
+    """Python, platform, host, cores, and the variables that change what a training computes or how fast."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cores": cores(),
+        "variables": safe_variables(os.environ),
+    }
+
+
+def safe_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Those variables of an allow-list that are set and whose names are not a secret's."""
+    names = sorted(name for name in env if name in VARIABLES or name.startswith(PREFIXES))
+    return {name: _cut(_USER_OF_URL.sub(HIDDEN, env[name])) for name in names if not _SECRET.search(name)}
+
+
+def command_line(words: Sequence[str] | None = None) -> list[str]:
+    """The words of this process's command line; what follows a name such as `--hooks.0.options.token` is hidden."""
+    shown: list[str] = []
+    hide = False
+    for word in sys.argv if words is None else words:
+        name, equals, _ = word.partition("=")
+        is_flag = word.startswith("-")
+        if hide and not is_flag:
+            shown.append(HIDDEN)
+        elif is_flag and equals and _SECRET.search(name):
+            shown.append(f"{name}={HIDDEN}")
+        else:
+            shown.append(_cut(_USER_OF_URL.sub(HIDDEN, word)))
+        hide = is_flag and not equals and bool(_SECRET.search(name))
+    return shown
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + "…"
