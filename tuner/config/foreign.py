@@ -34,6 +34,9 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "adapter.modules_to_save": ("lora_modules_to_save", "additional_target", "trainable_modules"),
     "adapter.target_modules": ("lora_target_modules", "lora_target", "lora_target_linear", "lora_modules"),
     "method.kind": ("stage", "rl", "task", "trainer_type", "training_type"),
+    "method.use": ("loss_fn", "custom_loss", "loss_function", "compute_loss_func", "trainer_cls"),
+    "method.options": ("loss_kwargs", "loss_args", "method_kwargs"),
+    "method.rows": ("dataset_type", "row_kind", "data_kind"),
     "method.train_on": (
         "train_on_inputs", "assistant_only_loss", "completion_only_loss", "train_on_prompt", "mask_history",
         "roles_to_train", "train_on_last_turn_only", "train_on_input",

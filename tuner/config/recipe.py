@@ -109,7 +109,7 @@ class SftMethod(Section):
     """Supervised fine-tuning on conversations or prompt and completion."""
 
     kind: Annotated[Literal["sft"], Choice(values=("sft",))] = "sft"
-    """sft learns answers to prompts; pretrain learns every token of plain text."""
+    """sft learns answers to prompts; pretrain learns every token of plain text; custom has a loss of your own."""
     train_on: Annotated[
         Literal["assistant", "last_assistant", "all"], Choice(values=("assistant", "last_assistant", "all"))
     ] = "assistant"
@@ -120,7 +120,34 @@ class PretrainMethod(Section):
     """Next-token prediction on plain text."""
 
     kind: Annotated[Literal["pretrain"], Choice(values=("pretrain",))] = "pretrain"
-    """sft learns answers to prompts; pretrain learns every token of plain text."""
+    """sft learns answers to prompts; pretrain learns every token of plain text; custom has a loss of your own."""
+
+
+PLUGIN = r"(?:.+\.py:[^\W\d]\w*|(?!.*\.py$)(?!.*:)\S.*)"
+
+
+class CustomMethod(Section):
+    """A loss of the user's own."""
+
+    kind: Annotated[Literal["custom"], Choice(values=("custom",))] = "custom"
+    """sft learns answers to prompts; pretrain learns every token of plain text; custom has a loss of your own."""
+    use: Annotated[str, Text(kind="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)]
+    """FILE.py:NAME, or the name of an entry point of the group tuner.methods: called with `options`, gives the loss."""
+    options: Annotated[dict[str, Any], Table()] = {}
+    """Keyword arguments of the function."""
+    rows: Annotated[Literal["sft", "pretrain"], Choice(values=("sft", "pretrain"))] = "sft"
+    """Which method's rows it is trained on."""
+    train_on: Annotated[
+        Literal["assistant", "last_assistant", "all"], Choice(values=("assistant", "last_assistant", "all"))
+    ] = "assistant"
+    """Which tokens are learned: those of every assistant turn, of the last one, or all."""
+
+
+def rows_method(method: SftMethod | PretrainMethod | CustomMethod) -> SftMethod | PretrainMethod:
+    """The method by which rows become tokens."""
+    if not isinstance(method, CustomMethod):
+        return method
+    return SftMethod(train_on=method.train_on) if method.rows == "sft" else PretrainMethod()
 
 
 FORMATS = ("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens")
@@ -316,9 +343,6 @@ class LoggingSection(Section):
     """Labels of the run in wandb and mlflow."""
 
 
-PLUGIN = r"(?:.+\.py:[^\W\d]\w*|(?!.*\.py$)(?!.*:)\S.*)"
-
-
 class HookSection(Section):
     """Code of the user's own that is told how the run goes on."""
 
@@ -341,7 +365,7 @@ def read_hooks(value: Any) -> Any:
 
 UNIONS: dict[str, dict[str, type[Section]]] = {
     "adapter": {"none": NoAdapter, "lora": LoraAdapter, "dora": DoraAdapter},
-    "method": {"sft": SftMethod, "pretrain": PretrainMethod},
+    "method": {"sft": SftMethod, "pretrain": PretrainMethod, "custom": CustomMethod},
     "optimizer": {
         "adamw": AdamwOptimizer,
         "sgd": SgdOptimizer,
@@ -378,7 +402,9 @@ Adapter = Annotated[
     Discriminator(lambda value: kind_of("adapter", value)),
 ]
 Method = Annotated[
-    Annotated[SftMethod, Tag("sft")] | Annotated[PretrainMethod, Tag("pretrain")],
+    Annotated[SftMethod, Tag("sft")]
+    | Annotated[PretrainMethod, Tag("pretrain")]
+    | Annotated[CustomMethod, Tag("custom")],
     Discriminator(lambda value: kind_of("method", value)),
 ]
 Schedule = Annotated[

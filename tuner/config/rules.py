@@ -6,7 +6,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from tuner.config.optimizers import AdafactorOptimizer, MuonOptimizer, SgdOptimizer
-from tuner.config.recipe import PretrainMethod, Recipe
+from tuner.config.recipe import PretrainMethod, Recipe, rows_method
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def _config_needs_random(recipe: Recipe, given: Set[str]) -> str | None:
 
 
 def _pretrain_takes_text(recipe: Recipe, given: Set[str]) -> str | None:
-    if not isinstance(recipe.method, PretrainMethod):
+    if not isinstance(rows_method(recipe.method), PretrainMethod):
         return None
     for source in recipe.data.train:
         if source.format in {"messages", "sharegpt", "alpaca", "prompt_completion"}:
@@ -56,7 +56,7 @@ def _pretrain_takes_text(recipe: Recipe, given: Set[str]) -> str | None:
 
 
 def _pretrain_has_no_turns(recipe: Recipe, given: Set[str]) -> str | None:
-    if isinstance(recipe.method, PretrainMethod) and recipe.tokenizer.chat_template is not None:
+    if isinstance(rows_method(recipe.method), PretrainMethod) and recipe.tokenizer.chat_template is not None:
         return "method.kind pretrain renders no conversations; remove the template or set method.kind: sft"
     return None
 

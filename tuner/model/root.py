@@ -9,15 +9,17 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from tuner.model.documents import Documents
-from tuner.model.linear_cross_entropy import linear_cross_entropy
+from tuner.model.objective import CrossEntropy, Objective
 
 
 class CausalLM(nn.Module):
     """A transformers causal language model whose forward gives the summed loss of one packed microbatch."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, objective: Objective | None = None) -> None:
         super().__init__()
         self.model = model
+        self.objective: Objective = objective or CrossEntropy()
+        """The loss in training; evaluation is always cross-entropy, so that runs can be compared."""
 
     def forward(
         self,
@@ -27,14 +29,15 @@ class CausalLM(nn.Module):
         positions: torch.Tensor,
         targets: torch.Tensor,
     ) -> torch.Tensor:
-        """Sum of the cross-entropies, in nats, at the trained ``positions``: a float32 scalar.
+        """Sum of the losses (cross-entropies in nats) at the trained ``positions``: a float32 scalar.
 
         Shapes: input_ids and position_ids int64 ``[T]``, positions and their targets int64 ``[N]``. Other positions
         never reach the output layer.
         """
         hidden = self._hidden(input_ids, position_ids, document_lengths)
         head = self.model.get_output_embeddings()
-        return linear_cross_entropy(hidden[positions], head.weight, getattr(head, "bias", None), targets)
+        objective = self.objective if self.training else CrossEntropy()
+        return objective(hidden[positions], head.weight, getattr(head, "bias", None), targets)
 
     def logits(
         self,

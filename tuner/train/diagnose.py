@@ -73,6 +73,7 @@ def first_bad(learner: Learner, taken: TakenStep) -> Finding | None:
     seen: list[Finding] = []
     with _watched(learner.root.model, seen), torch.compiler.set_stance("force_eager"):
         loss = forward_backward(learner, taken.index, taken.batches)
+    learner.root.objective.take()
     if not _finite(loss):
         seen.append(Finding(Stage.LOSS, "the output layer or the loss"))
     for name, parameter in learner.parameters.items():

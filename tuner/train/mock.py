@@ -33,6 +33,7 @@ def mock_batch(assembly: Assembly, console: Console) -> None:
         ) from error
     finally:
         learner.optimizer.zero_grad()
+        learner.root.objective.take()
     console.debug(f"a full micro-batch of {len(batch.input_ids):,} tokens fits")
 
 

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from tuner.checkpoint.agree import Ranks
 from tuner.config.optimizers import MuonOptimizer
-from tuner.config.recipe import LowRankAdapter, Recipe
+from tuner.config.recipe import LowRankAdapter, Recipe, rows_method
 from tuner.data.batches import GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
@@ -35,6 +35,7 @@ from tuner.runtime.device import DeviceFacts, device_facts
 from tuner.runtime.launch import Launch
 from tuner.runtime.process import gloo_group
 from tuner.train.guard import Guard, GuardPolicy
+from tuner.train.methods import build_objective
 from tuner.train.optimizer import build_updater
 from tuner.train.plan import Cadence, Plan, cadence, plan_steps
 from tuner.train.probes import probe_inputs
@@ -111,7 +112,8 @@ def resolve(recipe: Recipe, max_length: int, launch: Launch) -> Resolved:
         lr = values.get("optimizer", {}).get("lr", recipe.optimizer.lr)
         settle("optimizer", "adamw_lr", lr, "that of lr")
     settle("data", "max_length", max_length, "as prepared")
-    settle("data", "too_long", "drop" if recipe.method.kind == "sft" else "split", recipe.method.kind)
+    kind = rows_method(recipe.method).kind
+    settle("data", "too_long", "drop" if kind == "sft" else "split", kind)
     changed = {section: getattr(recipe, section).model_copy(update=update) for section, update in values.items()}
     done = recipe.model_copy(update=changed)
     if done.model.kernels == "liger" and facts.kind != "cuda":
@@ -166,6 +168,7 @@ def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenize
         world_size=launch.world_size,
     )
     policy = GuardPolicy(recipe.train.nonfinite, recipe.train.skip_spikes)
+    root.objective = build_objective(recipe.method)
     learner = Learner(root, parameters, optimizer, numerics, Guard(policy, device))
     probes = probe_inputs(prepared.train)
     return Assembly(resolved, learner, batches, timetable(recipe, prepared), prepared, tokenizer, launch, probes)

@@ -1,6 +1,6 @@
 """One optimizer step: microbatches forward and backward, one collective, clip, update; nothing waits for the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -50,16 +50,18 @@ class StepResult:
     grad_norm: float
     skipped: bool
     halted: bool
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What the objective logs, each per trained token."""
 
 
 class StepScalars:
-    """A step's four numbers on their way to the host, float64 ``[4]`` in the order of :class:`StepResult`.
+    """A step's numbers on their way to the host: float64, in the order of :class:`StepResult`, figures by name last.
 
     On a CUDA device they travel behind the step's own work; reading them before that is done would make the host wait.
     """
 
-    def __init__(self, values: torch.Tensor) -> None:
-        self._host, self._done = values, None
+    def __init__(self, values: torch.Tensor, names: Sequence[str]) -> None:
+        self._host, self._done, self._names = values, None, tuple(names)
         if values.is_cuda:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
@@ -75,8 +77,8 @@ class StepScalars:
         """The numbers; waits until the device has got there."""
         if self._done is not None:
             self._done.synchronize()
-        loss, norm, skipped, halted = self._host.tolist()
-        return StepResult(loss, norm, bool(skipped), bool(halted))
+        loss, norm, skipped, halted, *figures = self._host.tolist()
+        return StepResult(loss, norm, bool(skipped), bool(halted), dict(zip(self._names, figures, strict=True)))
 
 
 def optimizer_step(learner: Learner, index: int, batches: StepBatches, factor: float) -> StepScalars:
@@ -89,17 +91,19 @@ def optimizer_step(learner: Learner, index: int, batches: StepBatches, factor: f
     learner.marks("optimizer")
     gradients = [local(p.grad) for p in learner.parameters.values() if p.grad is not None]
     squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
-    sums = torch.stack([loss_sum.double(), squares.double()])
+    figures = learner.root.objective.take()
+    sums = torch.stack([tensor.double() for tensor in (squares, loss_sum, *figures.values())])
     if dist.is_initialized():
         dist.all_reduce(sums)
-    values = torch.stack([sums[0] / max(1, batches.trained_count), sums[1].sqrt()])
+    means = sums[1:] / max(1, batches.trained_count)
+    values = torch.stack([means[0], sums[0].sqrt()])
     skip, halt = learner.guard.judge(values)
     limit = learner.numerics.max_grad_norm
     divisor = None if limit is None else ((values[1] + 1e-6) / limit).clamp_min(1.0).float()
     learner.optimizer.set_factor(factor)
     learner.optimizer.step(skip, divisor)
     learner.optimizer.zero_grad()
-    return StepScalars(torch.cat([values, torch.stack([skip, halt])]))
+    return StepScalars(torch.cat([values, torch.stack([skip, halt]), means[1:]]), list(figures))
 
 
 def forward_backward(learner: Learner, index: int, batches: StepBatches) -> torch.Tensor:

@@ -84,6 +84,7 @@ def _facts(entry: StepEntry, result: StepResult) -> dict[str, Any]:
         "loss": _number(result.loss),
         "lr": entry.lr,
         "grad_norm": _number(result.grad_norm),
+        **{name: _number(value) for name, value in result.figures.items()},
     }
     return facts | {"skipped": True} if result.skipped else facts
 

@@ -13,7 +13,7 @@ from tuner.errors import RecipeError
 from tuner.runtime.files import read_json
 
 if TYPE_CHECKING:
-    from tuner.config.recipe import DataSection, Method, ModelSection, TokenizerSection
+    from tuner.config.recipe import DataSection, Method, ModelSection, PretrainMethod, SftMethod, TokenizerSection
 
 AUTO_MAX_LENGTH = 2048
 """`data.max_length: auto` is at most this many tokens."""
@@ -25,7 +25,7 @@ class PrepareRequest:
     """Everything that decides the prepared data, and where the cache is."""
 
     data: "DataSection"
-    method: "Method"
+    method: "SftMethod | PretrainMethod"
     tokenizer: TextTokenizer
     max_length: int
     seed: int
@@ -67,9 +67,11 @@ def prepare_request(
     The cache is `cache_dir`, else the recipe's `data.cache_dir`, else $TUNER_CACHE, else ~/.cache/tuner.
     Raises DataError and MachineError where these are missing, RecipeError where rows are longer than the model allows.
     """
+    from tuner.config.recipe import rows_method
+
     return PrepareRequest(
         data=data,
-        method=method,
+        method=rows_method(method),
         tokenizer=load_tokenizer(model.name_or_path, model.revision, tokenizer),
         max_length=resolve_max_length(model, data),
         seed=seed,

@@ -1,0 +1,109 @@
+"""A loss of the user's own: its value, its figures in metrics.jsonl, its rows, and its mistakes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.test_run import launch, lines
+from tools import resume_campaign
+from tuner.errors import PluginError
+
+LOSS = """
+import torch
+def with_z_loss(weight=0.0):
+    def objective(hidden, head, bias, targets):
+        logits = (hidden @ head.to(hidden.dtype).T).float()
+        z = logits.logsumexp(-1)
+        loss = (z - logits.gather(1, targets[:, None])[:, 0]).sum() + weight * z.square().sum()
+        return loss, {"accuracy": (logits.argmax(-1) == targets).sum(), "z2": z.square().sum()}
+    return objective
+def mean(): return lambda hidden, head, bias, targets: hidden.mean()
+def vector(): return lambda hidden, head, bias, targets: (hidden.sum(-1), {})
+def clash(): return lambda hidden, head, bias, targets: (hidden.sum(), {"lr": hidden.sum()})
+def broken(): raise ValueError("no")
+def nothing(): return None
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    resume_campaign.prepare(tmp_path, 1)
+    (tmp_path / "my_loss.py").write_text(LOSS)
+    return tmp_path
+
+
+def custom(workplace: Path, name: str, use: str, **flags: str) -> list[dict[str, Any]]:
+    wanted = {"train__stop_after": "3 steps", "method__kind": "custom", "method__use": f"my_loss.py:{use}"}
+    return lines(launch(workplace, name=name, **(wanted | flags)).run_dir)
+
+
+def test_the_same_loss_trains_the_same_and_logs_its_figures(workplace: Path) -> None:
+    plain = lines(launch(workplace, name="plain", train__stop_after="3 steps").run_dir)
+    own = custom(workplace, "own", "with_z_loss")
+    for a, b in zip(plain, own, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+        assert 0 <= b["accuracy"] <= 1
+        assert list(b)[-4:] == ["step_s", "data_s", "tok_per_s", "mem_gib"]
+    heavier = custom(workplace, "heavier", "with_z_loss", method__options="{weight: 0.1}")
+    assert heavier[0]["loss"] == pytest.approx(own[0]["loss"] + 0.1 * own[0]["z2"], rel=1e-5)
+
+
+def test_figures_are_means_over_the_global_batch_for_any_micro_batch(workplace: Path) -> None:
+    one = custom(workplace, "one", "with_z_loss", train__micro_batch_size="1", adapter__dropout="0")
+    two = custom(workplace, "two", "with_z_loss", train__micro_batch_size="2", adapter__dropout="0")
+    assert one[0]["z2"] == pytest.approx(two[0]["z2"], rel=1e-6)
+
+
+def test_prepared_rows_are_those_of_the_method_that_it_names(workplace: Path) -> None:
+    from tuner.config.load import load_recipe
+    from tuner.config.overrides import Override
+    from tuner.data.building.keys import keys_of
+    from tuner.data.building.request import prepare_request
+
+    def key(**flags: str) -> str:
+        overrides = [Override(f"method.{name}", text) for name, text in flags.items()]
+        recipe = load_recipe(workplace / "r.yaml", overrides, cwd=workplace).recipe
+        return keys_of(prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, 1)).prepared
+
+    use = "my_loss.py:mean"
+    assert key() == key(kind="custom", use=use) == key(kind="custom", use=use, options="{a: 1}")
+    assert key(kind="custom", use=use, train_on="all") == key(train_on="all") != key()
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        ("mean", "returned no pair"),
+        ("vector", "the loss is no scalar"),
+        ("clash", "the figure lr has the name of another"),
+        ("broken", r"ValueError: no \(.*my_loss.py:13\)"),
+        ("nothing", "gave a NoneType, not a loss function"),
+        ("with_zloss", "did you mean with_z_loss|has no with_zloss"),
+    ],
+)
+def test_mistakes_are_named(workplace: Path, use: str, said: str) -> None:
+    with pytest.raises(PluginError, match=said):
+        custom(workplace, "bad", use)
+
+
+def test_an_unknown_option_is_named(workplace: Path) -> None:
+    with pytest.raises(PluginError, match="no option wait"):
+        custom(workplace, "bad", "with_z_loss", method__options="{wait: 1}")
+
+
+def test_evaluation_is_cross_entropy_whatever_the_loss(workplace: Path) -> None:
+    flags = {"data__eval": "9 documents", "eval__samples": "0", "train__stop_after": "1 steps"}
+    plain = lines(launch(workplace, name="plain", **flags).run_dir)
+    own = custom(
+        workplace,
+        "own",
+        "with_z_loss",
+        method__options="{weight: 1}",
+        **{k: v for k, v in flags.items() if "stop" not in k},
+    )
+    assert json.dumps(own[0]["loss"]) == json.dumps(plain[0]["loss"])
+    assert torch.tensor(own[0]["loss"]).isfinite()

@@ -1,0 +1,42 @@
+"""The loss of a recipe's method."""
+
+from pathlib import Path
+
+from tuner.config.recipe import CustomMethod, PretrainMethod, SftMethod
+from tuner.errors import PluginError
+from tuner.model.objective import CrossEntropy, Objective, OwnObjective
+from tuner.runtime.plugins import failure, load, require_call, source_file
+
+TAKEN = (
+    "step",
+    "epoch",
+    "tokens",
+    "loss",
+    "lr",
+    "grad_norm",
+    "skipped",
+    "kind",
+    "step_s",
+    "data_s",
+    "tok_per_s",
+    "mem_gib",
+)
+"""Keys of a line of metrics.jsonl that a figure cannot have."""
+
+
+def build_objective(method: SftMethod | PretrainMethod | CustomMethod) -> Objective:
+    """Cross-entropy, or the user's own: ``use`` is called with the options and gives the loss function.
+
+    Raises PluginError where it is not there or fails.
+    """
+    if not isinstance(method, CustomMethod):
+        return CrossEntropy()
+    factory = load(method.use, "tuner.methods", Path.cwd())  # a path in a loaded recipe is absolute
+    require_call(factory, method.use, (), method.options)
+    try:
+        function = factory(**method.options)
+    except Exception as error:
+        raise failure(f"method.use {method.use}", error, source_file(factory)) from error
+    if not callable(function):
+        raise PluginError(f"method.use {method.use} gave a {type(function).__name__}, not a loss function")
+    return OwnObjective(function, method.use, TAKEN)
