@@ -20,10 +20,10 @@ from tuner.errors import RecipeError
 
 ALL = list(fields().values())
 KINDS = {"adapter": "lora", "method": "sft", "optimizer": "adamw", "schedule": "cosine"}
-NEEDS = {"sgd": {"lr": 0.1}, "wsd_s": {"periods": "9 steps"}}
+NEEDS = {"sgd": {"lr": 0.1}, "wsd_s": {"periods": "9 steps"}, "custom": {"use": "my.py:loss"}}
 """Keys that a kind asks for."""
 MAY_BE_EMPTY = {"hooks", "optimizer.groups"}
-VALID = {"eval.every": "never", "schedule.periods": "9 steps"}
+VALID = {"eval.every": "never", "schedule.periods": "9 steps", "method.use": "my.py:loss"}
 """A value to write twice, where the default is none."""
 BASE = {"model.name_or_path": "owner/name", "data.train": "rows.jsonl"}
 

@@ -107,3 +107,11 @@ def test_evaluation_is_cross_entropy_whatever_the_loss(workplace: Path) -> None:
     )
     assert json.dumps(own[0]["loss"]) == json.dumps(plain[0]["loss"])
     assert torch.tensor(own[0]["loss"]).isfinite()
+
+
+def test_the_loss_in_the_docs_trains(workplace: Path, root: Path) -> None:
+    text = (root / "docs" / "methods.md").read_text(encoding="utf-8")
+    (workplace / "my_loss.py").write_text(text.split("```python\n")[1].split("```")[0])
+    found = custom(workplace, "documented", "with_z_loss", method__options="{weight: 1e-4}")
+    assert [line["step"] for line in found] == [1, 2, 3]
+    assert all("accuracy" in line for line in found)
