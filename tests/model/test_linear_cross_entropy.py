@@ -10,7 +10,8 @@ from tuner.model.linear_cross_entropy import linear_cross_entropy
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("n", [0, 1, 7, 16])
 def test_equals_plain(n: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_POSITIONS", 5)
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 5 * 11)
+    monkeypatch.setattr(module, "BLOCK_LOGITS", {"cpu": 2 * 11})
     torch.manual_seed(0)
     hidden = torch.randn(n, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)

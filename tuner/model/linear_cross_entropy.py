@@ -1,14 +1,19 @@
 """Cross-entropy of a linear output layer without the logits of the whole batch.
 
-Each chunk of positions makes its logits, its loss and, in the same pass, its gradient, and forgets the logits before
-the next chunk starts (the method of Liger Kernel, https://arxiv.org/abs/2410.10989, in plain torch operations).
+Each chunk of positions makes its logits in the type of the products, turns them into their gradient in place, and
+forgets them before the next chunk starts (the method of Liger Kernel, https://arxiv.org/abs/2410.10989, in plain torch
+operations). Normaliser, loss and the step from logits to gradient are float32, a few rows at a time.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-CHUNK_POSITIONS = 2048
+CHUNK_LOGITS = 1 << 27
+"""Logits of one chunk, at most: what bounds memory. Large, since every chunk adds to the gradient of the weight."""
+BLOCK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 28}
+"""Logits in float32 at one time: what fits a processor's cache, or fills a GPU."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -26,35 +31,45 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight) if wants_weight else None
         grad_bias = torch.zeros_like(bias) if wants_bias and bias is not None else None
-        exact = torch.promote_types(dtype, torch.float32)
-        loss = torch.zeros((), dtype=exact, device=hidden.device)
-        for start in range(0, hidden.shape[0], CHUNK_POSITIONS):
-            span = slice(start, start + CHUNK_POSITIONS)
+        loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
+        for span in _spans(len(hidden), max(1, CHUNK_LOGITS // len(weight))):
             rows = hidden[span].to(dtype)
-            logits = (rows @ compute_weight.T).to(exact)
-            if bias is not None:
-                logits += bias
-            target = targets[span, None]
-            log_normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
-            loss += (log_normaliser - logits.gather(1, target)).sum()
-            if not (wants_hidden or wants_weight or wants_bias):
-                continue
-            gradient = logits.sub_(log_normaliser).exp_()
-            gradient.scatter_add_(1, target, gradient.new_full(target.shape, -1.0))
-            if grad_bias is not None:
-                grad_bias += gradient.sum(0)
-            gradient = gradient.to(dtype)
+            logits = rows @ compute_weight.T
+            for block in _spans(len(rows), max(1, BLOCK_LOGITS[hidden.device.type] // len(weight))):
+                loss_of_block, gradient = _softmax_loss(logits[block], bias, targets[span][block], loss.dtype)
+                loss += loss_of_block
+                if grad_bias is not None:
+                    grad_bias += gradient.sum(0)
+                logits[block] = gradient
             if grad_hidden is not None:
-                grad_hidden[span] = gradient @ compute_weight
+                grad_hidden[span] = logits @ compute_weight
             if grad_weight is not None:
-                grad_weight += gradient.T @ rows
+                grad_weight += logits.T @ rows
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        scaled = [None if g is None else g * upstream.to(g.dtype) for g in ctx.saved_tensors]
+        # In place: a second backward through the same loss is refused by autograd.
+        scaled = [None if g is None else g.mul_(upstream) for g in ctx.saved_tensors]
         return (*scaled, None, None)
+
+
+def _spans(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(count, start + size)) for start in range(0, count, size))
+
+
+def _softmax_loss(
+    logits: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed loss of a few rows and its gradient by their logits, both in ``dtype``."""
+    exact = logits.to(dtype) if bias is None else logits + bias.to(dtype)
+    target = targets[:, None]
+    share = torch.softmax(exact, -1)
+    # The largest share is 1 over the normaliser, from the largest logit: one pass less than logsumexp needs.
+    log_normaliser = exact.amax(-1, keepdim=True) - share.amax(-1, keepdim=True).log()
+    loss = (log_normaliser - exact.gather(1, target)).sum()
+    return loss, share.scatter_add_(1, target, share.new_full(target.shape, -1.0))
 
 
 def linear_cross_entropy(
