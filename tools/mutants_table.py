@@ -284,6 +284,27 @@ MUTANTS: tuple[Mutant, ...] = (
         PREPARE,
     ),
     Mutant(
+        "data-orders-not-waited-for",
+        "tuner/data/building/workers.py",
+        "        while running.are_ordered():\n            running.receive()\n",
+        "",
+        ("tests/data/building/test_workers.py",),
+    ),
+    Mutant(
+        "data-hash-ahead-of-what-is-written",
+        "tuner/data/building/stream_file.py",
+        "while self._open and self._open[0][0] in self._filled:",
+        "if self._open:",
+        ("tests/data/building/test_stream_file.py",),
+    ),
+    Mutant(
+        "data-digest-without-order",
+        "tuner/data/reading/sources.py",
+        'hashlib.sha256(b"".join(digests))',
+        'hashlib.sha256(b"".join(sorted(digests)))',
+        ("tests/data/reading/test_sources.py",),
+    ),
+    Mutant(
         "data-share-is-the-beginning",
         "tuner/data/building/selection.py",
         'taken[np.argsort(words, kind="stable")[:rest]] += 1',

@@ -84,7 +84,7 @@ def test_the_first_failure_in_order_is_raised(workers: int) -> None:
 def test_an_error_that_cannot_be_sent_is_named_and_brings_its_traceback() -> None:
     with pytest.raises(RuntimeError, match="OddError: very odd") as caught:
         list(answers(Echo(), [("odd error", "very"), 1], 2))
-    assert "in work" in caught.value.__notes__[0]
+    assert "in answer" in caught.value.__notes__[0]
     with pytest.raises(DataError, match="cannot start"):
         list(answers(NeverStarts(), [1, 2], 2))
 
@@ -109,6 +109,53 @@ def test_a_worker_that_dies_is_an_error_in_its_turn(item: Any, how: str) -> None
 def test_all_workers_dead_is_no_hang() -> None:
     with pytest.raises(WorkerDiedError):
         list(answers(Echo(), [("exit", 1)] * 9, 2))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_orders_are_followed_where_the_answer_was_given(tmp_path: Path, workers: int) -> None:
+    items = [("sleep", 0.05 * (i % 3 == 0)) for i in range(9)]
+    known: list[int] = []
+    path = tmp_path / "orders"
+    encoded = answers(Echo(), items, workers, known.append)
+    given, order = [], None
+    with contextlib.suppress(StopIteration):
+        for number in range(10):
+            given.append(encoded.send(order))
+            order = (path, f"order {number}") if number % 2 == 0 else None
+    assert len(given) == 9
+    # The generator ended, so all orders were followed, each by who gave the answer.
+    assert sorted(known) == [0, 2, 4, 6, 8]
+    expected = [f"{i} order {i} {items[i]} {given[i][1]}" for i in known]
+    assert sorted(path.read_text().splitlines()) == sorted(expected)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_order_that_fails_is_raised(tmp_path: Path, workers: int) -> None:
+    with contextlib.closing(answers(Echo(), range(9), workers)) as encoded:
+        next(encoded)
+        with pytest.raises(FileNotFoundError):
+            for _ in range(9):
+                encoded.send((tmp_path / "no" / "orders", "order"))
+
+
+@pytest.mark.parametrize("items", [1, 9], ids=["idle", "busy"])
+def test_a_worker_that_dies_of_an_order_is_an_error(tmp_path: Path, items: int) -> None:
+    with contextlib.closing(answers(Echo(), range(items), 2)) as encoded:
+        next(encoded)
+        with pytest.raises(WorkerDiedError, match="killed by signal 9"):
+            for _ in range(9):
+                encoded.send((tmp_path / "orders", "die"))
+
+
+def test_a_worker_that_died_before_its_answer_was_settled_is_an_error(tmp_path: Path) -> None:
+    with contextlib.closing(answers(Echo(), [("sleep", 0.2), 1], 2)) as encoded:
+        _, first, _ = next(encoded)
+        _, second, _ = encoded.send((tmp_path / "orders", "order"))
+        assert second != first
+        os.kill(second, signal.SIGKILL)
+        wait_until_gone([second])
+        with pytest.raises(WorkerDiedError, match="killed by signal 9"):
+            encoded.send((tmp_path / "orders", "order"))
 
 
 PARENT = """

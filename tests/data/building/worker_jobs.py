@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,26 @@ class OddError(Exception):
 
 @dataclass(frozen=True)
 class Echo:
-    """Answers (the item, the worker's process id, its thread settings); what an item says is done first."""
+    """Answers (the item, the worker's process id, its thread settings); what an item says is done first.
+
+    An order is written, with the process and the answered item, to the file that the order names.
+    """
 
     directory: Path | None = None
+    left: dict[int, Any] = field(default_factory=dict)
 
-    def start(self) -> Callable[[Any], Any]:
-        return self.work
+    def start(self) -> Echo:
+        return self
 
-    def work(self, item: Any) -> Any:
+    def finish(self, number: int, order: tuple[Path, str]) -> None:
+        path, what = order
+        if what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        with path.open("a") as file:
+            file.write(f"{number} {what} {self.left.pop(number)} {os.getpid()}\n")
+
+    def answer(self, number: int, item: Any) -> Any:
+        self.left[number] = item
         if self.directory is not None:
             (self.directory / str(os.getpid())).touch()
         match item:
@@ -53,7 +64,7 @@ class Echo:
 class NeverStarts:
     """A job that cannot be started."""
 
-    def start(self) -> Callable[[Any], Any]:
+    def start(self) -> Echo:
         raise DataError("cannot start")
 
 

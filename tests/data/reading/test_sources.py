@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from tests.data import tiny
 from tuner.config.recipe import DataSource
 from tuner.data.building.prepare import prepare
+from tuner.data.reading import sources
 from tuner.data.reading.blocks import blocks, rows_of
 from tuner.data.reading.hub import hub_files
 from tuner.data.reading.sources import SourceFile, expand
@@ -131,6 +133,25 @@ def test_directories_and_globs_are_sorted_and_leave_out_what_is_hidden(tmp_path:
     assert names(DataSource(path=f"{tmp_path}/[odd].jsonl")) == ["[odd].jsonl"]
     files = expand([DataSource(path=f"{tmp_path}/a.txt"), DataSource(path=str(tmp_path / "sub"), weight=2)])
     assert [(file.source, file.weight) for file in files] == [(0, 1.0), (1, 2.0)]
+
+
+def test_the_digest_of_a_large_file_is_of_every_byte_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_PIECE_BYTES", 10)
+    monkeypatch.setattr(sources, "_COPY_BYTES", 4)
+    content = bytes(range(35))
+    path = tmp_path / "a.jsonl"
+    digests = []
+    changed = (content[:i] + b"x" + content[i + 1 :] for i in range(35))
+    swapped = content[10:20] + content[:10] + content[20:]
+    for other in (content, *changed, swapped, content + b"x", content[:-1], content[:30], content[:10], b""):
+        path.write_bytes(other)
+        digests.append(sources.content_digest(path))
+        assert sources.content_digest(path) == digests[-1]
+    assert len(set(digests)) == len(digests)
+    pieces = [hashlib.sha256(content[i : i + 10]).digest() for i in range(0, 35, 10)]
+    assert digests[0] == hashlib.sha256(b"".join(pieces)).digest()
 
 
 def test_an_identity_is_of_bytes_and_of_how_they_are_read(tmp_path: Path) -> None:

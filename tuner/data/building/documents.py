@@ -5,12 +5,13 @@ Blocks of rows are encoded by workers and arrive in order, as record batches. Wh
 them are written first and the chosen ones are then copied, batch by batch.
 """
 
+import itertools
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from tuner.data.building.encoded import (
 from tuner.data.building.keys import Keys, Source
 from tuner.data.building.progress import pace
 from tuner.data.building.selection import Digests, copies, distinct, hold_out, shared
+from tuner.data.building.stream_file import Place, StreamFiles
 from tuner.data.building.workers import WorkerDiedError, answers
 from tuner.data.encoding.encode import FastEncoderMismatch
 from tuner.data.prepared import arrow_bits
@@ -56,7 +58,7 @@ EVAL_SOURCES = 1 << 32
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Origin:
     """Where a block comes from."""
 
     side: "_Side"
@@ -185,7 +187,7 @@ def _build(
         fast=slow_reason is None,
     )
     with pace(console, _expected_bytes(sides)) as done:
-        _read(sides, job, request.workers, tmp, done)
+        hashed = _read(sides, job, request.workers, tmp, done)
     keys.refuse_changed()
     give_back()  # what encoding held: choosing documents needs its own
     taken = [_taken(side, request.seed) for side in sides]
@@ -198,28 +200,39 @@ def _build(
         if side.is_chosen_from:
             names = ("train", "eval") if side.is_split else (side.name,)
             _write_chosen(side, tmp, {name: by_name[name].copies for name in names}, schema)
-    return _body(sides, taken, by_name, keys, slow_reason)
+    return {**_body(sides, taken, by_name, keys, slow_reason), "files": hashed}
 
 
-def _read(sides: Sequence[_Side], job: EncodeJob, workers: int | None, tmp: Path, done: Callable[[int], None]) -> None:
-    """Encode every block of every side; write documents and bad rows in the order of the input."""
-    ahead: deque[list[_Place]] = deque()
+def _read(
+    sides: Sequence[_Side], job: EncodeJob, workers: int | None, tmp: Path, done: Callable[[int], None]
+) -> dict[str, Any]:
+    """Encode every block of every side; write documents and bad rows in the order of the input.
+
+    Returns the entries, as a manifest has them, of files that were hashed on the way.
+    """
+    ahead: deque[list[_Origin]] = deque()
     bundles = _bundles(sides, ahead)
-    first = list(islice(bundles, FEW_BUNDLES))
+    first = deque(islice(bundles, FEW_BUNDLES))
     count = 1 if len(first) < FEW_BUNDLES else cores() if workers is None else workers
     lines = 0
+
+    def hash_behind(side: _Side) -> bool:
+        return count > 1 and not side.is_chosen_from
+
     with (
-        closing(answers(job, chain(first, bundles), count)) as encoded,
+        StreamFiles(documents_schema(job.vocab_size)) as files,
+        closing(answers(job, _one_by_one(first, bundles), count, files.filled)) as encoded,
         (tmp / REJECTS).open("w", encoding="utf-8") as rejects,
-        _Writer(documents_schema(job.vocab_size)) as writer,
     ):
-        while True:
+        order: Place | None = None
+        places: list[_Origin] = []
+        for number in itertools.count():
             try:
-                bundle = next(encoded, None)
-            except WorkerDiedError as death:
-                raise _worker_died(ahead[0], lines, death) from death
-            if bundle is None:
+                bundle = encoded.send(order)
+            except StopIteration:
                 break
+            except WorkerDiedError as death:
+                raise _worker_died(ahead[0] if ahead else places, lines, death) from death
             places = ahead.popleft()
             for place, block in zip(places, bundle.blocks, strict=False):
                 lines = 0 if place.block == 0 else lines
@@ -232,20 +245,30 @@ def _read(sides: Sequence[_Side], job: EncodeJob, workers: int | None, tmp: Path
                 place.side.size += place.size
             side = places[0].side
             side.add(bundle)
-            writer.write(side.path(tmp, places[0].source), bundle.batch)
+            path = side.path(tmp, places[0].source)
+            files.require(path, hash_behind(side))
+            order = files.place(number, path, bundle.size) if bundle.size else None
             done(sum(place.size for place in places))
         for side in sides:
             for path, _ in side.parts(tmp):
-                writer.write(path, None)
+                files.require(path, hash_behind(side))
+        return files.entries()
 
 
-def _bundles(sides: Sequence[_Side], ahead: "deque[list[_Place]]") -> Iterator[Bundle]:
+def _one_by_one(first: deque[Bundle], others: Iterator[Bundle]) -> Iterator[Bundle]:
+    """`first` and then `others`, none of them kept."""
+    while first:
+        yield first.popleft()
+    yield from others
+
+
+def _bundles(sides: Sequence[_Side], ahead: "deque[list[_Origin]]") -> Iterator[Bundle]:
     """Every block, in order, small ones together; where they come from is appended to `ahead`.
 
     How blocks come together follows from their sizes, and from the sources only where a share is taken of each.
     """
     for side in sides:
-        pending: list[tuple[_Place, Block]] = []
+        pending: list[tuple[_Origin, Block]] = []
         for place, block in _blocks(side):
             full = sum(other.size for other, _ in pending) + place.size > BUNDLE_BYTES
             if pending and (full or (side.by_source and pending[0][0].source != place.source)):
@@ -258,11 +281,11 @@ def _bundles(sides: Sequence[_Side], ahead: "deque[list[_Place]]") -> Iterator[B
             yield tuple(other for _, other in pending)
 
 
-def _blocks(side: _Side) -> Iterator[tuple[_Place, Block]]:
+def _blocks(side: _Side) -> Iterator[tuple[_Origin, Block]]:
     for number, source in enumerate(side.sources):
         for file in source.files:
             for block in blocks(file):
-                yield _Place(side, number, block.index, file.name, _size(block)), block
+                yield _Origin(side, number, block.index, file.name, _size(block)), block
 
 
 def _size(block: Block) -> int:
@@ -281,35 +304,23 @@ def _expected_bytes(sides: Sequence[_Side]) -> int:
 
 
 class _Writer:
-    """Writes record batches to one Arrow IPC stream file after the other."""
+    """Writes record batches to a new Arrow IPC stream file."""
 
-    def __init__(self, schema: pa.Schema) -> None:
-        self._schema = schema
-        self._open: tuple[pa.NativeFile, pa.RecordBatchStreamWriter] | None = None
-        self._path: Path | None = None
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self._file = pa.OSFile(str(path), "wb")
+        self._stream = pa.ipc.new_stream(self._file, schema)
 
-    def write(self, path: Path, batch: pa.RecordBatch | None) -> None:
-        """Append a batch to a file, which is created where it is not there; one that was left is never come back to."""
-        if path != self._path and (batch is not None or not path.exists()):
-            self.close()
-            file = pa.OSFile(str(path), "wb")
-            self._open = file, pa.ipc.new_stream(file, self._schema)
-            self._path = path
-        if batch is not None and batch.num_rows and self._open is not None:
-            self._open[1].write_batch(batch)
-
-    def close(self) -> None:
-        """End the file that is open."""
-        if self._open is not None:
-            self._open[1].close()
-            self._open[0].close()
-            self._open = None
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Append a batch."""
+        if batch.num_rows:
+            self._stream.write_batch(batch)
 
     def __enter__(self) -> "_Writer":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._stream.close()
+        self._file.close()
 
 
 def _taken(side: _Side, seed: int) -> _Chosen:
@@ -339,15 +350,14 @@ def _write_chosen(side: _Side, tmp: Path, splits: Mapping[str, npt.NDArray[np.in
     """Copy the chosen documents of a side to the files of the splits, and remove the files that they were in."""
     for name, often in splits.items():
         start = 0
-        with _Writer(schema) as writer:
-            writer.write(tmp / f"{name}.arrow", None)
+        with _Writer(tmp / f"{name}.arrow", schema) as writer:
             for path, documents in side.parts(tmp):
                 own = often[start : start + documents]
                 start += documents
                 # Whole passes one after the other: repeats of a document are not neighbours.
                 for number in range(int(own.max(initial=0))):
                     for batch in _filtered(path, own > number):
-                        writer.write(tmp / f"{name}.arrow", batch)
+                        writer.write(batch)
     for path, _ in side.parts(tmp):
         path.unlink()
 
@@ -367,7 +377,7 @@ def _body(
     keys: Keys,
     slow_reason: str | None,
 ) -> dict[str, Any]:
-    """The manifest's body: nothing in it depends on the clock or on the workers."""
+    """What the manifest says of the documents: nothing in it depends on the clock or on the workers."""
     every = _sum(counts for side in sides for counts in side.counts)
     # What is held out was read with the rest: it counts as many rows as documents.
     read = {name: Counts(rows=int(documents.copies.sum())) for name, documents in chosen.items()}
@@ -461,7 +471,7 @@ def _reject(name: str, bad: BadRow, lines: int) -> str:
     return json.dumps(line, ensure_ascii=False) + "\n"
 
 
-def _worker_died(places: Sequence[_Place], lines: int, death: WorkerDiedError) -> MachineError:
+def _worker_died(places: Sequence[_Origin], lines: int, death: WorkerDiedError) -> MachineError:
     first = 1 if places[0].block == 0 else lines + 1
     more = f" and {len(places) - 1:,} files after it" if len(places) > 1 else ""
     return MachineError(

@@ -1,7 +1,7 @@
 """Rows encoded: what a worker does with some blocks of them, and the record batch and counts that it answers with."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tuner.data.building.selection import Digests, digest
+from tuner.data.building.stream_file import Place, write_batch
 from tuner.data.encoding.encode import EncodedBatch, Encoder
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import SpecialTokens, TrainOn
@@ -67,9 +68,10 @@ class EncodedBlock:
 
 @dataclass(frozen=True)
 class EncodedBundle:
-    """The n kept documents of a bundle, in order."""
+    """The n kept documents of a bundle, in order, but for their tokens: those stay with who encoded them."""
 
-    batch: pa.RecordBatch
+    size: int
+    """Bytes of their record batch in a file; 0 where there is none."""
     digests: Digests
     """uint64[n, 2]"""
     lengths: npt.NDArray[np.uint32]
@@ -94,11 +96,31 @@ class EncodeJob:
     """Whether nothing after a bad row of a bundle is wanted."""
     fast: bool = True
 
-    def start(self) -> Callable[[Bundle], EncodedBundle]:
-        """Return the function that encodes a bundle; it raises FastEncoderMismatch and DataError."""
+    def start(self) -> "Encoding":
+        """Build the encoder."""
         encoder = Encoder(self.tokenizer, self.train_on, self.special_tokens, self.fast)
-        schema = documents_schema(self.vocab_size)
-        return lambda bundle: _encode(bundle, encoder, schema, self.stop_at_bad_row)
+        return Encoding(encoder, documents_schema(self.vocab_size), self.stop_at_bad_row)
+
+
+class Encoding:
+    """Encodes bundles, and writes each one's documents when it is told where. A `workers.Work`."""
+
+    def __init__(self, encoder: Encoder, schema: pa.Schema, stop: bool) -> None:
+        self._encoder = encoder
+        self._schema = schema
+        self._stop = stop
+        self._unwritten: dict[int, pa.Buffer] = {}
+
+    def answer(self, number: int, bundle: Bundle) -> EncodedBundle:
+        """Encode a bundle; raises FastEncoderMismatch and DataError."""
+        encoded, documents = _encode(bundle, self._encoder, self._schema, self._stop)
+        if documents is not None:
+            self._unwritten[number] = documents
+        return encoded
+
+    def finish(self, number: int, place: Place) -> None:
+        """Write a bundle's record batch. OSError."""
+        write_batch(place, self._unwritten.pop(number))
 
 
 class _Found(NamedTuple):
@@ -128,7 +150,9 @@ def targets_of(trained: npt.NDArray[np.bool_], offsets: npt.NDArray[np.int64]) -
     return before[offsets[1:]] - before[np.minimum(offsets[:-1] + 1, offsets[1:])]
 
 
-def _encode(bundle: Bundle, encoder: Encoder, schema: pa.Schema, stop: bool) -> EncodedBundle:
+def _encode(
+    bundle: Bundle, encoder: Encoder, schema: pa.Schema, stop: bool
+) -> tuple[EncodedBundle, pa.Buffer | None]:
     examples: list[Example] = []
     found: list[_Found] = []
     for block in bundle:
@@ -187,16 +211,19 @@ def _bundle(
     kept: npt.NDArray[np.bool_],
     targets: npt.NDArray[np.int64],
     blocks: list[EncodedBlock],
-) -> EncodedBundle:
-    """The kept documents of an encoded batch as a record batch with its tables."""
+) -> tuple[EncodedBundle, pa.Buffer | None]:
+    """The tables of an encoded batch's kept documents, and the documents as a file holds them, where there are any."""
     ids, trained, offsets = batch.input_ids, batch.trained, batch.offsets
     lengths = np.diff(offsets)
     if not kept.all():
         tokens = np.repeat(kept, lengths)
         ids, trained, lengths = ids[tokens], trained[tokens], lengths[kept]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return EncodedBundle(
-        batch=_record_batch(ids, trained, offsets, batch.prompt_tokens[kept], schema),
+    documents = None
+    if len(lengths):
+        documents = _record_batch(ids, trained, offsets, batch.prompt_tokens[kept], schema).serialize()
+    bundle = EncodedBundle(
+        size=0 if documents is None else documents.size,
         digests=digest(ids, offsets),
         lengths=lengths.astype(np.uint32),
         targets=targets[kept].astype(np.uint32),
@@ -205,6 +232,7 @@ def _bundle(
         escaped=batch.escaped,
         notes=batch.notes,
     )
+    return bundle, documents
 
 
 def _record_batch(
@@ -216,7 +244,8 @@ def _record_batch(
 ) -> pa.RecordBatch:
     # Every buffer is made here, of exactly its size: the file's bytes then depend on nothing but the values.
     bounds = arrow(offsets.astype(np.int32))
-    narrow = ids.astype(np.uint16 if schema.field("input_ids").type.value_type == pa.uint16() else np.uint32)
+    is_narrow = schema.field("input_ids").type.value_type == pa.uint16()
+    narrow = ids.astype(np.uint16 if is_narrow else np.uint32, copy=False)
     lists = [pa.ListArray.from_arrays(bounds, values) for values in (arrow(narrow), arrow_bits(trained))]
     return pa.record_batch([*lists, arrow(prompts.astype(np.uint32))], schema=schema)
 

@@ -1,5 +1,8 @@
 """Work on items in several processes, answered in the order of the items.
 
+An answer may leave something large behind in the process that gave it, and what becomes of that is said once the
+answers before it are known: the receiver of an answer gives an order, and the process that holds the rest follows it.
+
 A worker is `python -m tuner.data.building.workers`, a fresh interpreter that shares one socket with its parent and
 nothing else: it inherits no lock, thread or open file, imports no user script, and is in no terminal's foreground
 group, so that Ctrl-C reaches the parent alone. When the parent ends, however it ends, the socket closes and the worker
@@ -18,7 +21,7 @@ from collections.abc import Callable, Generator, Iterable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from queue import SimpleQueue
+from queue import PriorityQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 from tuner.runtime.memory import calm_collector
@@ -27,9 +30,13 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 Item_contra = TypeVar("Item_contra", contravariant=True)
 Answer_co = TypeVar("Answer_co", covariant=True)
+Order = TypeVar("Order")
+Order_contra = TypeVar("Order_contra", contravariant=True)
 
 QUEUED = 2
 """Items that a worker holds: one in work and one that follows without a pause."""
+_ORDER, _ITEM = 0, 1
+"""What a worker is sent. Orders come first: they let go of memory."""
 END_S = 5.0
 """Seconds that a worker has to end after its socket closed, before it is killed."""
 _ONE_THREAD = {
@@ -41,11 +48,21 @@ _ONE_THREAD = {
 }
 
 
-class Job(Protocol[Item_contra, Answer_co]):
+class Work(Protocol[Item_contra, Answer_co, Order_contra]):
+    """What one process does; items are numbered from 0 over all processes."""
+
+    def answer(self, number: int, item: Item_contra, /) -> Answer_co:
+        """Answer an item."""
+
+    def finish(self, number: int, order: Order_contra, /) -> None:
+        """Do with what the answer left behind as is ordered."""
+
+
+class Job(Protocol[Item_contra, Answer_co, Order_contra]):
     """What workers do; it is sent to each once, so it and what it refers to can be pickled."""
 
-    def start(self) -> Callable[[Item_contra], Answer_co]:
-        """Return the function that answers one item; called once in each process."""
+    def start(self) -> Work[Item_contra, Answer_co, Order_contra]:
+        """Begin; called once in each process."""
 
 
 class WorkerDiedError(Exception):
@@ -56,19 +73,30 @@ class WorkerDiedError(Exception):
         self.how = how
 
 
-def answers(job: Job[Item, Answer], items: Iterable[Item], workers: int) -> Generator[Answer, None, None]:
+def answers(
+    job: Job[Item, Answer, Order],
+    items: Iterable[Item],
+    workers: int,
+    finished: Callable[[int], None] = lambda number: None,
+) -> Generator[Answer, Order | None, None]:
     """Yield the answer to every item, in the items' order, whatever the number of workers and their timing.
 
-    One worker is this process itself. At most `(QUEUED + 1) * workers` items are taken ahead of the one yielded. What
-    a worker raises is raised here when its item's turn comes, so that the first failure in order is the one seen; a
-    worker that dies raises WorkerDiedError then.
+    What is sent to the generator is the order for the answer last yielded; `finished` is called with an item's number
+    when its order was followed, and the generator ends when all were. One worker is this process itself. At most
+    `(QUEUED + 1) * workers` items are taken ahead of the one yielded. What a worker raises is raised here when its
+    item's turn comes, so that the first failure in order is the one seen; a worker that dies raises WorkerDiedError
+    then. What following an order raises is raised as soon as it is known.
     """
     if workers <= 1:
         work = job.start()
         with calm_collector():
-            yield from map(work, items)
+            for number, item in enumerate(items):
+                order = yield work.answer(number, item)
+                if order is not None:
+                    work.finish(number, order)
+                    finished(number)
         return
-    with _Workers(job, workers) as running:
+    with _Workers(job, workers, finished) as running:
         source = iter(items)
         sent = turn = 0
         done: dict[int, _Outcome[Answer]] = {}
@@ -83,10 +111,13 @@ def answers(job: Job[Item, Answer], items: Iterable[Item], workers: int) -> Gene
                     done.update(running.send(sent, item))
                     sent += 1
             if turn in done:
-                yield done.pop(turn).get()
+                order = yield done.pop(turn).get()
+                done.update(running.order(turn, order))
                 turn += 1
             elif turn < sent:
                 done.update(running.receive())
+        while running.are_ordered():
+            running.receive()
 
 
 class _Outcome(Generic[Answer]):
@@ -103,7 +134,7 @@ class _Outcome(Generic[Answer]):
 
 
 class _Worker:
-    """One worker process, the parent's end of its socket, and the numbers of the items that it holds."""
+    """One worker process, the parent's end of its socket, and the numbers of the items and orders that it holds."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -123,26 +154,41 @@ class _Worker:
                 raise
         self.connection: Connection[Any, Any] = Connection(ours.detach())
         self.items: deque[int] = deque()
-        self.alive = True
+        self.orders: set[int] = set()
+        self.death: WorkerDiedError | None = None
+        """Set once the socket is closed."""
+        self.is_told = False
+        """Whether an item fails of its death, so that it comes up in its turn."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether items can be sent to it."""
+        return self.death is None
 
     def lost(self) -> dict[int, "_Outcome[Any]"]:
-        """Give up on a worker whose socket closed: each of its items fails."""
-        self.alive = False
+        """Give up on a worker whose socket closed: each of its items fails. WorkerDiedError: it had orders alone."""
         self.connection.close()
         code = _ended(self.process)
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        failed = {number: _Outcome[Any](None, WorkerDiedError(how)) for number in self.items}
+        self.death = WorkerDiedError(how)
+        failed = {number: _Outcome[Any](None, self.death) for number in self.items}
+        self.is_told = bool(failed)
         self.items.clear()
+        if self.orders and not failed:
+            raise self.death
         return failed
 
 
 class _Workers:
     """The worker processes of one job; as a context manager it ends them, at once after an error."""
 
-    def __init__(self, job: Job[Any, Any], count: int) -> None:
+    def __init__(self, job: Job[Any, Any, Any], count: int, finished: Callable[[int], None]) -> None:
         self._job = job
         self._count = count
+        self._finished = finished
         self._workers: list[_Worker] = []
+        self._answered: dict[int, _Worker] = {}
+        """Who holds what answers left behind, until it is ordered what becomes of it."""
 
     def __enter__(self) -> "_Workers":
         try:
@@ -174,31 +220,56 @@ class _Workers:
         worker.items.append(number)
         try:
             # Never a deadlock: a thread of the worker reads whatever the worker itself is doing.
-            worker.connection.send((number, item))
+            worker.connection.send((_ITEM, number, item))
         except OSError:
             return worker.lost()
         return {}
 
+    def order(self, number: int, order: object) -> dict[int, _Outcome[Any]]:
+        """Send the order, if there is one, for what an answer left behind; returns what failed for it."""
+        worker = self._answered.pop(number)
+        if order is None:
+            return {}
+        worker.orders.add(number)
+        if worker.death is not None:
+            if worker.is_told:
+                return {}
+            raise worker.death
+        try:
+            worker.connection.send((_ORDER, number, order))
+        except OSError:
+            return worker.lost()
+        return {}
+
+    def are_ordered(self) -> bool:
+        """Whether an order was not yet followed."""
+        return any(worker.orders for worker in self._workers)
+
     def receive(self) -> dict[int, _Outcome[Any]]:
-        """Wait for answers, at least one, or for the death of a worker."""
+        """Wait for answers or followed orders, at least one, or for the death of a worker."""
         outcomes: dict[int, _Outcome[Any]] = {}
         by_connection = {worker.connection: worker for worker in self._workers if worker.alive}
         for ready in wait(list(by_connection)):
             worker = by_connection[ready]  # type: ignore[index]  # only connections are waited for
             try:
-                number, answer, error = worker.connection.recv()
+                kind, number, answer, error = worker.connection.recv()
             except (EOFError, OSError):
                 outcomes |= worker.lost()
-            else:
+                continue
+            if kind == _ITEM:
                 worker.items.remove(number)
+                self._answered[number] = worker
                 outcomes[number] = _Outcome(answer, error)
+            elif error is not None:
+                raise error
+            else:
+                worker.orders.remove(number)
+                self._finished(number)
         return outcomes
 
     def _end(self, at_once: bool) -> None:
         for worker in self._workers:
-            if worker.alive:
-                worker.alive = False
-                worker.connection.close()
+            worker.connection.close()
             if at_once:
                 worker.process.kill()
         for worker in self._workers:
@@ -222,26 +293,27 @@ def _environment() -> dict[str, str]:
 
 
 def _work(connection: "Connection[Any, Any]") -> None:
-    """Answer items until the parent is gone; never returns."""
-    items: SimpleQueue[tuple[int, Any]] = SimpleQueue()
-    job: Job[Any, Any] = connection.recv()
-    threading.Thread(target=_read, args=(connection, items), daemon=True).start()
-    work: Callable[[Any], Any] | None = None
+    """Answer items and follow orders until the parent is gone; never returns."""
+    tasks: PriorityQueue[tuple[int, int, Any]] = PriorityQueue()
+    job: Job[Any, Any, Any] = connection.recv()
+    threading.Thread(target=_read, args=(connection, tasks), daemon=True).start()
+    work: Work[Any, Any, Any] | None = None
     while True:
-        number, item = items.get()
+        kind, number, what = tasks.get()
         try:
             work = work or job.start()
-            message = ForkingPickler.dumps((number, work(item), None))
+            answer = (work.answer if kind == _ITEM else work.finish)(number, what)
+            message = ForkingPickler.dumps((kind, number, answer, None))
         except Exception as error:  # whatever it is, the parent decides
-            message = ForkingPickler.dumps((number, None, _portable(error)))
+            message = ForkingPickler.dumps((kind, number, None, _portable(error)))
         connection.send_bytes(message)
 
 
-def _read(connection: "Connection[Any, Any]", items: "SimpleQueue[tuple[int, Any]]") -> None:
-    """Take items as they come; when the parent is gone, end this process whatever it is doing."""
+def _read(connection: "Connection[Any, Any]", tasks: "PriorityQueue[tuple[int, int, Any]]") -> None:
+    """Take items and orders as they come; when the parent is gone, end this process whatever it is doing."""
     try:
         while True:
-            items.put(connection.recv())
+            tasks.put(connection.recv())
     except (EOFError, OSError):
         os._exit(0)
     except BaseException:  # an item that cannot be read: without this thread the process would wait for ever

@@ -246,7 +246,7 @@ class TextTokenizer:
 
     def _end_ids(self, model_eos_ids: Sequence[int]) -> tuple[int, ...]:
         ids = [] if self.eos_id is None else [self.eos_id]
-        ids += [i for i in model_eos_ids if i not in ids and i < self.vocab_size]
+        ids += [i for i in model_eos_ids if i not in ids and self._backend.id_to_token(i) is not None]
         try:
             turn = self.render(_PROBE)
         except DataError:
