@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,38 @@ def test_a_tracker_without_its_library_is_refused_before_anything_is_done(
         launch(workplace, "null", logging__trackers="[mlflow]")
     assert caught.value.hint == "install it: pip install mlflow-skinny sqlalchemy alembic"
     assert not (workplace / "runs").exists()
+
+
+def test_a_tracker_that_cannot_be_opened_stops_the_run_before_its_first_step(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tuner.train.trackers import choose
+
+    def unreachable(*arguments: Any) -> Any:
+        raise ConnectionError("no route\nto the host")
+
+    monkeypatch.setattr(choose, "open_tracker", unreachable)
+    monkeypatch.setitem(choose.MODULES, "mlflow", ())
+    with pytest.raises(MachineError, match="tracker mlflow cannot be opened: ConnectionError: no route$"):
+        launch(workplace, f"[{hook(workplace)}]", logging__trackers="[mlflow]")
+    assert [(r["stage"], r["status"]) for r in told(workplace)] == [("start", "running"), ("end", "failed")]
+    assert newest(workplace / "runs" / "r" / "checkpoints") is None
+
+
+def test_the_documented_hook_runs_as_documented(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
+    blocks = dict(re.findall(r"^```(python|yaml)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
+    recipe = (workplace / "r.yaml").read_text() + blocks["yaml"].replace("below: 2.5", "below: 9")
+    (workplace / "my_hooks.py").write_text(blocks["python"])
+    (workplace / "r.yaml").write_text(recipe)
+    monkeypatch.chdir(workplace)
+    train(load_recipe(workplace / "r.yaml"), TrainOptions(), Launch(), Console(main=False))
+    lines = [json.loads(line) for line in (workplace / "told.jsonl").read_text().splitlines()]
+    saves = [("save", step) for step in (4, 8, 12, 16)]
+    assert [(line["stage"], line["step"]) for line in lines] == [
+        *saves[:2], ("step", 10), *saves[2:], ("save", TOTAL), ("end", TOTAL)
+    ]  # fmt: skip
+    assert (lines[-1]["run"], lines[-1]["status"]) == ("r", "finished")
 
 
 def test_hooks_may_change_when_a_run_goes_on(workplace: Path) -> None:

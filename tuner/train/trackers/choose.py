@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tuner.config.recipe import STAGES, LoggingSection
-from tuner.errors import MachineError
+from tuner.errors import MachineError, TunerError
 from tuner.train.hooks import Registration, Report
 from tuner.train.plan import Cadence
 from tuner.train.trackers.outbox import Memory, Outbox
@@ -62,7 +62,16 @@ class TrackerHook:
     def __call__(self, report: Report) -> None:
         """Take note of the report. Raises MachineError where the tracker cannot be opened."""
         if report.stage == "start":
-            self.outbox = self._open(report)
+            try:
+                self.outbox = self._open(report)
+            except TunerError:
+                raise
+            except Exception as error:  # of a foreign library, or of its server
+                first = next(iter(str(error).splitlines()), "")
+                raise MachineError(
+                    f"tracker {self.name} cannot be opened: {type(error).__name__}: {first}",
+                    hint="mend it, or leave it out with --logging.trackers",
+                ) from error
         elif self.outbox is not None and report.stage in ("step", "evaluation"):
             self.outbox.put([point_of(report.metrics)])
         elif self.outbox is not None and report.stage == "end":

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlflow.entities import Metric, Param
-from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from tuner.errors import MachineError
 from tuner.history.record import flatten
 from tuner.train.trackers.tracker import Point, TrackedRun
 
@@ -26,15 +24,12 @@ class Mlflow:
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
         self.place = tracking_uri(run.run_dir)
-        try:
-            self._client = MlflowClient(self.place)
-            if known_id is None:
-                self.id = self._create(run)
-            else:
-                self.id = known_id
-                self._client.update_run(known_id, status="RUNNING")
-        except MlflowException as error:
-            raise MachineError(f"mlflow: {error}", hint="see the message; MLFLOW_TRACKING_URI says where") from error
+        self._client = MlflowClient(self.place)
+        if known_id is None:
+            self.id = self._create(run)
+        else:
+            self.id = known_id
+            self._client.update_run(known_id, status="RUNNING")
 
     def held(self) -> Mapping[str, int]:
         """The newest steps that MLflow has, by a number that every line of the kind holds."""
