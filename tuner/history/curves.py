@@ -17,7 +17,7 @@ LABELS = {
     "mem_gib": "peak memory (GiB)",
 }
 """Charts in the order in which they are shown; further metrics follow under their own names."""
-POSITIONS = frozenset({"kind", "step", "epoch", "tokens", "step_s", "data_s", "eval_s"})
+POSITIONS = frozenset({"kind", "step", "epoch", "tokens", "step_s", "data_s", "eval_s", "samples_s"})
 """Numbers of a line that say where and when, and are no curves."""
 MAX_POINTS = 1500
 """Points of one curve; longer ones are averaged, and keep their highest and lowest values."""

@@ -87,3 +87,23 @@ def linear_cross_entropy(
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype)  # type: ignore[no-untyped-call]
     return loss
+
+
+@torch.no_grad()
+def position_losses(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+) -> torch.Tensor:
+    """The cross-entropy in nats at each position, ``[N]``, of the same products and types as those of their sum.
+
+    Shapes as for :func:`linear_cross_entropy`; no gradients.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    compute_weight = weight.to(dtype)
+    losses = torch.empty(len(targets), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
+    for span in _spans(len(hidden), max(1, CHUNK_LOGITS // len(weight))):
+        logits, wanted, found = hidden[span].to(dtype) @ compute_weight.T, targets[span], losses[span]
+        for block in _spans(len(logits), max(1, BLOCK_LOGITS[device] // len(weight))):
+            exact = logits[block].to(losses.dtype) if bias is None else logits[block] + bias.to(losses.dtype)
+            found[block] = torch.logsumexp(exact, -1) - exact.gather(1, wanted[block, None])[:, 0]
+    return losses

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from tuner.model.documents import Documents
+from tuner.model.linear_cross_entropy import position_losses
 from tuner.model.objective import CrossEntropy, Objective
 
 
@@ -38,6 +39,19 @@ class CausalLM(nn.Module):
         head = self.model.get_output_embeddings()
         objective = self.objective if self.training else CrossEntropy()
         return objective(hidden[positions], head.weight, getattr(head, "bias", None), targets)
+
+    def losses(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        document_lengths: tuple[int, ...],
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> torch.Tensor:
+        """The cross-entropy at each of the ``positions`` ``[N]``, in any order: float32 ``[N]``, without gradients."""
+        hidden = self._hidden(input_ids, position_ids, document_lengths)
+        head = self.model.get_output_embeddings()
+        return position_losses(hidden[positions], head.weight, getattr(head, "bias", None), targets)
 
     def logits(
         self,
@@ -75,7 +89,7 @@ class CausalLM(nn.Module):
 
 
 # Methods beside forward that gather the root's parameters under FSDP2.
-FORWARD_METHODS = ("logits", "next_logits")
+FORWARD_METHODS = ("losses", "logits", "next_logits")
 
 
 def outer_parameters(root: CausalLM) -> set[str]:

@@ -1,42 +1,127 @@
-"""Loss and sample answers on held-out documents."""
+"""Loss on held-out documents, of each source and of all, and sample answers."""
 
+import os
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from tuner.data.batches import GlobalBatches
+from tuner.data.batches import Batch, GlobalBatches
 from tuner.data.prepared import PackedRows, Sample
 from tuner.model.decode import greedy
+from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import sync_gradients
-from tuner.train.step import Learner, microbatch_loss
+from tuner.train.step import Learner, Numerics, to_device
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out rows, and whose their documents are."""
+
+    rows: PackedRows
+    sources: tuple[str, ...]
+    """The sources' names, each its own."""
+    documents: tuple[int, ...]
+    """Documents of each; those of one source lie together, in the order of the sources."""
+
+    def by_source(self, batch: Batch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The batch's trained positions, those of one source together, and how many each source has."""
+        if len(self.sources) == 1:
+            return batch.trained_positions, np.array([len(batch.trained_positions)])
+        ends = np.cumsum(batch.lengths)
+        document = batch.documents[np.searchsorted(ends, batch.trained_positions, side="right")]
+        source = np.searchsorted(np.cumsum(self.documents), document, side="right")
+        order = np.argsort(source, kind="stable")
+        return batch.trained_positions[order], np.bincount(source, minlength=len(self.sources))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A loss in nats per trained token, over so many of them; of each source too, where there are several."""
+
+    loss: float
+    tokens: int
+    sources: dict[str, "Evaluation"] = field(default_factory=dict)
+
+    def line(self) -> dict[str, float]:
+        """The losses as `metrics.jsonl` names them: `loss` and `loss/<source>`."""
+        return {"loss": self.loss, **{f"loss/{name}": part.loss for name, part in self.sources.items()}}
+
+
+def source_names(paths: Sequence[str]) -> tuple[str, ...]:
+    """Short names of sources that tell them apart: file stems, with as many directories before as it takes.
+
+    A path that is there twice gets a number.
+    """
+    parts = [[part for part in PurePath(path).parts if part != os.sep] or [path] for path in paths]
+    names = [_stem(part[-1]) for part in parts]
+    depth = 1
+    while len(set(names)) < len(names) and depth < max(map(len, parts)):
+        depth += 1
+        again = {name for name in names if names.count(name) > 1}
+        names = [
+            "/".join((*part[-depth:-1], _stem(part[-1]))) if name in again else name
+            for name, part in zip(names, parts, strict=True)
+        ]
+    seen: dict[str, int] = {}
+    for i, name in enumerate(names):
+        seen[name] = seen.get(name, 0) + 1
+        names[i] = name if seen[name] == 1 else f"{name}#{seen[name]}"
+    return tuple(names)
+
+
+def held_out(rows: PackedRows, documents: Sequence[int], paths: Sequence[str]) -> HeldOut:
+    """Held-out rows of the sources at `paths`, of which each gave so many `documents`; those that gave none are out."""
+    names = source_names(paths)
+    given = [(name, count) for name, count in zip(names, documents, strict=True) if count]
+    return HeldOut(rows, tuple(name for name, _ in given), tuple(count for _, count in given))
 
 
 @torch.no_grad()
-def evaluate(learner: Learner, rows: PackedRows, micro_batch_size: int, max_rows: int | None, world_size: int) -> float:
-    """Mean loss in nats per trained token over the held-out rows, every process taking its share. Collective."""
-    learner.root.eval()
-    per_pass = micro_batch_size * world_size
+def evaluate(
+    root: CausalLM, numerics: Numerics, held: HeldOut, micro_batch_size: int, max_rows: int | None, world_size: int
+) -> Evaluation:
+    """Mean losses over the held-out rows, every process taking its share in one pass. Collective.
+
+    Sums are kept in float64 on the device, one for each source, and read once at the end; the whole's is their sum.
+    """
+    root.eval()
     batches = GlobalBatches(
-        rows,
+        held.rows,
         seed=0,
         shuffle=False,
-        global_batch_size=per_pass,
+        global_batch_size=micro_batch_size * world_size,
         micro_batch_size=micro_batch_size,
-        rank=learner.numerics.rank,
+        rank=numerics.rank,
         world_size=world_size,
         max_rows=max_rows,
     )
-    sums = torch.zeros(2, dtype=torch.float64, device=learner.numerics.device)
-    sync_gradients(learner.root, True)
+    sums = torch.zeros(len(held.sources), dtype=torch.float64, device=numerics.device)
+    counts = np.zeros(len(held.sources), dtype=np.int64)
+    sync_gradients(root, True)
     for index in range(batches.steps_per_epoch):
         for batch in batches.step(index).micro:
-            sums[0] += microbatch_loss(learner.root, batch, learner.numerics)
-            sums[1] += len(batch.trained_positions)
+            positions, own = held.by_source(batch)
+            losses = _losses(root, numerics, batch, positions)
+            # Slices and not an indexed sum: the same order of additions on every device.
+            sums += torch.stack([part.sum(dtype=torch.float64) for part in losses.split(own.tolist())])
+            counts += own
+    both = torch.stack([sums, torch.as_tensor(counts).to(sums)])
     if dist.is_initialized():
-        dist.all_reduce(sums)
-    loss_sum, count = sums.tolist()
-    return float(loss_sum / max(1.0, count))
+        dist.all_reduce(both)
+    totals, numbers = both.tolist()
+    parts = {
+        name: Evaluation(total / number, int(number))
+        for name, total, number in zip(held.sources, totals, numbers, strict=True)
+        if number
+    }
+    tokens = int(sum(numbers))
+    return Evaluation(sum(totals) / max(1, tokens), tokens, parts if len(held.sources) > 1 else {})
 
 
 def answer_samples(learner: Learner, samples: list[Sample], eos_ids: list[int], max_new_tokens: int) -> list[list[int]]:
@@ -58,3 +143,18 @@ def answer_samples(learner: Learner, samples: list[Sample], eos_ids: list[int], 
             )
             for sample in samples
         ]
+
+
+def _losses(root: CausalLM, numerics: Numerics, batch: Batch, positions: npt.NDArray[np.int64]) -> torch.Tensor:
+    """float32 ``[N]``: the losses at N trained positions of one batch, on the device."""
+    ids, places, at, targets = (
+        to_device(array, numerics.device)
+        for array in (batch.input_ids, batch.position_ids, positions, batch.targets[positions])
+    )
+    with numerics.autocast():
+        return root.losses(ids, places, batch.lengths, at, targets)
+
+
+def _stem(name: str) -> str:
+    """`orders` for `orders.jsonl.gz`; a hub name keeps its split."""
+    return name.split(".", maxsplit=1)[0] or name

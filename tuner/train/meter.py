@@ -57,11 +57,14 @@ class Meter:
         """Do not count the last ``seconds`` as part of the next step."""
         self._last_step += seconds
 
-    def evaluated(self, console: Console, step: int, loss: float, seconds: float) -> None:
-        """Print an evaluation and leave its time out of the step's."""
+    def evaluated(self, console: Console, step: int, losses: Mapping[str, float], seconds: float) -> None:
+        """Print an evaluation, below it the losses of its sources, and leave its time out of the step's."""
         self.leave_out(seconds)
         self._show_header(console)
-        console.line(f"{step:>6} {'-':>8} {loss:>8.4f} {'-':>8} {'-':>10} {'-':>9} {'-':>8}")
+        for name, loss in losses.items():
+            source = name.partition("/")[2]
+            at, rest = ("", f" {source}") if source else (step, f" {'-':>8} {'-':>10} {'-':>9} {'-':>8}")
+            console.line(f"{at:>6} {'' if source else '-':>8} {loss:>8.4f}{rest}")
 
     def refresh_due(self) -> bool:
         """Whether it is time to print and write what is buffered."""

@@ -79,21 +79,24 @@ class Session:
     def evaluate(self) -> None:
         """Loss and sample answers on the held-out rows, where there are any. Collective."""
         assembly, progress = self.assembly, self.progress
-        rows, recipe = assembly.prepared.eval, assembly.resolved.recipe
-        if rows is None:
+        held, recipe = assembly.held_out, assembly.resolved.recipe
+        if held is None:
             return
         self.log.settle()
         started = time.monotonic()
-        world_size = assembly.launch.world_size
-        loss = evaluate(assembly.learner, rows, recipe.train.micro_batch_size, recipe.eval.max_rows, world_size)
-        progress.evaluated(loss)
+        learner, world_size = assembly.learner, assembly.launch.world_size
+        micro_batch_size, max_rows = recipe.train.micro_batch_size, recipe.eval.max_rows
+        result = evaluate(learner.root, learner.numerics, held, micro_batch_size, max_rows, world_size)
+        progress.evaluated(result.loss)
+        measured = time.monotonic()
         self._answer_samples()
-        seconds = time.monotonic() - started
-        line = {"kind": "eval", "step": progress.step, "loss": loss, "eval_s": round(seconds, 3)}
+        seconds, samples_s = time.monotonic() - started, time.monotonic() - measured
+        times = {"eval_s": round(seconds, 3), "samples_s": round(samples_s, 3)}
+        line = {"kind": "eval", "step": progress.step, **result.line(), **times}
         self.metrics.add(line)
         self.hooks.tell("evaluation", progress.step, progress.tokens, metrics=line)
         self.samples.flush()
-        self.meter.evaluated(self.console, progress.step, loss, seconds)
+        self.meter.evaluated(self.console, progress.step, result.line(), seconds)
 
     def _answer_samples(self) -> None:
         assembly = self.assembly

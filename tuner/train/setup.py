@@ -34,6 +34,7 @@ from tuner.runtime.allocator import keep_freed_memory
 from tuner.runtime.device import DeviceFacts, device_facts
 from tuner.runtime.launch import Launch
 from tuner.runtime.process import gloo_group
+from tuner.train.evaluate import HeldOut, held_out
 from tuner.train.guard import Guard, GuardPolicy
 from tuner.train.methods import build_objective
 from tuner.train.optimizer import build_updater
@@ -81,6 +82,7 @@ class Assembly:
     tokenizer: TextTokenizer
     launch: Launch
     probes: list[torch.Tensor]
+    held_out: HeldOut | None = None
 
 
 def resolve(recipe: Recipe, max_length: int, launch: Launch) -> Resolved:
@@ -171,7 +173,16 @@ def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenize
     root.objective = build_objective(recipe.method)
     learner = Learner(root, parameters, optimizer, numerics, Guard(policy, device))
     probes = probe_inputs(prepared.train)
-    return Assembly(resolved, learner, batches, timetable(recipe, prepared), prepared, tokenizer, launch, probes)
+    table, held = timetable(recipe, prepared), held_out_rows(recipe, prepared)
+    return Assembly(resolved, learner, batches, table, prepared, tokenizer, launch, probes, held)
+
+
+def held_out_rows(recipe: Recipe, prepared: PreparedData) -> HeldOut | None:
+    """The held-out rows with the names of their sources: those of `data.eval`, or of what it is split from."""
+    if prepared.eval is None:
+        return None
+    sources = recipe.data.eval if isinstance(recipe.data.eval, tuple) else recipe.data.train
+    return held_out(prepared.eval, prepared.eval_documents, [source.path for source in sources])
 
 
 def _spec(recipe: Recipe) -> ModelSpec:

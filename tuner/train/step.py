@@ -125,21 +125,18 @@ def forward_backward(learner: Learner, index: int, batches: StepBatches) -> torc
 
 def microbatch_loss(root: CausalLM, batch: Batch, numerics: Numerics) -> torch.Tensor:
     """The summed loss of one microbatch, a float32 scalar on the device."""
-
-    def on_device(array: object) -> torch.Tensor:
-        tensor = torch.as_tensor(array)
-        return tensor.pin_memory().to(numerics.device, non_blocking=True) if numerics.device.type == "cuda" else tensor
-
     targets = batch.targets[batch.trained_positions]
+    arrays = (batch.input_ids, batch.position_ids, batch.trained_positions, targets)
+    ids, places, positions, wanted = (to_device(array, numerics.device) for array in arrays)
     with numerics.autocast():
-        loss: torch.Tensor = root(
-            on_device(batch.input_ids),
-            on_device(batch.position_ids),
-            batch.lengths,
-            on_device(batch.trained_positions),
-            on_device(targets),
-        )
+        loss: torch.Tensor = root(ids, places, batch.lengths, positions, wanted)
     return loss
+
+
+def to_device(array: object, device: torch.device) -> torch.Tensor:
+    """A host array as a tensor on the device; nothing waits for the copy."""
+    tensor = torch.as_tensor(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _mixed(*numbers: int) -> int:
