@@ -13,7 +13,7 @@ from tuner.config.numbers import parse_bytes
 if TYPE_CHECKING:
     from tuner.data.building.prepare import PreparedInfo
     from tuner.export.hf import ExportReport
-    from tuner.train.run import RunResult
+    from tuner.train.ready import RunResult
 
 __all__ = ["RecipeSource", "export_hf", "load_recipe", "prepare_data", "train"]
 
@@ -41,18 +41,16 @@ def train(
     prepared: str | Path | None = None,
     dry_run: bool = False,
 ) -> RunResult:
-    """Train the recipe in this process, or as one of those that torchrun or srun started; prepares missing data.
+    """Train the recipe in this process, as one of torchrun's or srun's, or in local ones; prepares missing data.
 
     `prepared` is a directory that `prepare_data` returned. Raises TunerError's children as `tuner train` reports them.
     """
-    from tuner.runtime.console import Console
-    from tuner.runtime.launch import Launch
-    from tuner.train.run import TrainOptions
-    from tuner.train.run import train as run_training
+    from tuner.train.launch import launch
+    from tuner.train.ready import TrainOptions
 
-    loaded, launch = _loaded(recipe), Launch.from_environment()
+    loaded = _loaded(recipe)
     options = TrainOptions(resume, None if prepared is None else _path(prepared), dry_run=dry_run)
-    return run_training(loaded, options, launch, Console(launch.is_main, loaded.recipe.logging.level))
+    return launch(loaded, options, loaded.recipe.logging.level)
 
 
 def export_hf(

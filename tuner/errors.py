@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from enum import IntEnum
 
 
@@ -59,6 +60,10 @@ class MachineError(TunerError):
     exit_code = ExitCode.ENVIRONMENT
 
 
+class LostRankError(MachineError):
+    """Another process of the run ended, or did not answer in time; the cause is told by that process."""
+
+
 class MemoryLimitError(TunerError):
     """Out of memory, predicted or real."""
 
@@ -81,3 +86,31 @@ class StoppedError(TunerError):
     """Stopped on request with a checkpoint saved: the run can be resumed."""
 
     exit_code = ExitCode.STOPPED
+
+
+MACHINE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE})
+
+
+def as_tuner_error(error: BaseException) -> TunerError:
+    """Return what an exception means to people: its line, its hint and its exit code."""
+    if isinstance(error, TunerError):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        return TunerError("interrupted")
+    kind, first = type(error).__name__, (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in first:
+        hint = "lower train.micro_batch_size or data.max_length"
+        return MemoryLimitError(f"out of memory: {first or kind}", hint=hint)
+    if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
+        return MachineError(f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror))
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("tuner"):
+        return MachineError(f"the library {error.name} is missing", hint=f"install it: pip install {error.name}")
+    return TunerError(f"{kind}: {first}" if first else kind, hint="a bug in tuner; run with --debug to see where")
+
+
+def rebuilt(kind: str, message: str, hint: str | None, exit_code: int) -> TunerError:
+    """An error that another process told of: of the class that it was there, where that is one of these."""
+    classes: list[type[TunerError]] = [*TunerError.__subclasses__(), LostRankError]
+    error = next((cls for cls in classes if cls.__name__ == kind), TunerError)(message, hint)
+    error.exit_code = ExitCode(exit_code)
+    return error

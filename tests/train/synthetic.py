@@ -16,7 +16,7 @@ MAX_LENGTH = 32
 
 
 class SyntheticRows:
-    """Rows of two random documents, of which `trained[i]` tokens of row i are trained."""
+    """Rows of two random documents, of which `trained[i]` tokens of row i are trained: 21 of the first, then others."""
 
     max_length = MAX_LENGTH
 
@@ -32,9 +32,39 @@ class SyntheticRows:
 
     def row(self, i: int) -> Row:
         trained = np.zeros(MAX_LENGTH, dtype=np.bool_)
-        trained[1 : 1 + int(self.trained_per_row[i])] = True
-        lengths = np.array([MAX_LENGTH - 10, 10], dtype=np.int32)
+        count, second = int(self.trained_per_row[i]), MAX_LENGTH - 10
+        trained[1 : min(1 + count, second)] = True
+        trained[second + 1 : second + 1 + max(0, count - (second - 1))] = True
+        lengths = np.array([second, 10], dtype=np.int32)
         return Row(self._ids[i].astype(np.int64), trained, lengths, np.array([2 * i, 2 * i + 1]))
+
+
+class UnpackedRows:
+    """The documents of `SyntheticRows`, each in a row of its own."""
+
+    max_length = MAX_LENGTH
+
+    def __init__(self, packed: SyntheticRows) -> None:
+        rows = [packed.row(i) for i in range(len(packed))]
+        self._rows = [row for whole in rows for row in _documents(whole)]
+        self.tokens_per_row = np.array([len(row.input_ids) for row in self._rows], dtype=np.int64)
+        self.trained_per_row = np.array([int(row.trained.sum()) for row in self._rows], dtype=np.int64)
+        self.squares_per_row = self.tokens_per_row**2
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, i: int) -> Row:
+        return self._rows[i]
+
+
+def _documents(row: Row) -> list[Row]:
+    ends = np.cumsum(row.lengths)
+    found = []
+    for end, length, document in zip(ends, row.lengths, row.documents, strict=True):
+        part = slice(end - length, end)
+        found.append(Row(row.input_ids[part], row.trained[part], np.array([length]), np.array([document])))
+    return found
 
 
 class NoTokenizer:
@@ -66,8 +96,8 @@ def recipe_for(model_dir: Path, **sections: dict[str, Any]) -> Recipe:
     return load_recipe(tree).recipe
 
 
-def assembly_for(recipe: Recipe, trained: list[int], launch: Launch) -> Assembly:
-    rows: Any = SyntheticRows(trained)
+def assembly_for(recipe: Recipe, trained: list[int], launch: Launch, packed: bool = True) -> Assembly:
+    rows: Any = SyntheticRows(trained) if packed else UnpackedRows(SyntheticRows(trained))
     prepared = PreparedData(Path("/none"), "key", {}, rows, None, [])
     tokenizer: Any = NoTokenizer()
     return assemble(resolve(recipe, MAX_LENGTH, launch), prepared, tokenizer, launch)

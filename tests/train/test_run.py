@@ -17,7 +17,8 @@ from tuner.errors import DivergedError, MemoryLimitError, RecipeError
 from tuner.runtime.console import Console
 from tuner.runtime.launch import Launch
 from tuner.train import loop, mock
-from tuner.train.run import RunResult, TrainOptions, resume_source, train
+from tuner.train.ready import RunResult, TrainOptions, resume_source
+from tuner.train.run import train
 
 TOTAL = 18
 

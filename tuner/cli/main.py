@@ -125,7 +125,8 @@ def _message(command: str, error: TyperException) -> str:
 
 
 def _broken(command: str, args: list[str], error: Exception) -> int:
-    from tuner.cli.session import as_tuner_error, print_failure
+    from tuner.cli.session import print_failure
+    from tuner.errors import as_tuner_error
 
     if "--debug" in args:
         import traceback

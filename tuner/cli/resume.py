@@ -29,7 +29,7 @@ def resume(
 
     def body() -> Outcome:
         path = input_path(run_dir)
-        from tuner.train.run import TrainOptions, resume_source
+        from tuner.train.ready import TrainOptions, resume_source
 
         return launch_training(resume_source(path), TrainOptions(resume="must", dry_run=dry_run), verbose)
 

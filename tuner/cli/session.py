@@ -16,7 +16,6 @@ Commands that take a recipe call `load_for_command(recipe, overrides_of(ctx))` i
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 import typer
 
 from tuner.cli.document import Outcome, failure_document, outcome_document, read_document, write_document
-from tuner.errors import ExitCode, MachineError, RecipeError, TunerError
+from tuner.errors import ExitCode, MachineError, RecipeError, TunerError, as_tuner_error
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
@@ -46,8 +45,6 @@ RecipeArgument = Annotated[
     typer.Argument(help="Recipe: a YAML file, a shipped recipe's name, or - for stdin; default ./recipe.yaml."),
 ]
 
-
-MACHINE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE})
 
 
 @dataclass(frozen=True)
@@ -150,25 +147,6 @@ def _fail(name: str, options: OutputOptions, error: BaseException, stdout: int) 
     report_error(known, _rank())
     document = failure_document(name, code, type(error).__name__, known.message or type(error).__name__, known.hint)
     _finish(stdout, write_document(document) if options.json else None, code)
-
-
-def as_tuner_error(error: BaseException) -> TunerError:
-    """Return what an exception means to people: its line, its hint and its exit code."""
-    from tuner.errors import MemoryLimitError
-
-    if isinstance(error, TunerError):
-        return error
-    if isinstance(error, KeyboardInterrupt):
-        return TunerError("interrupted")
-    kind, first = type(error).__name__, (str(error).strip().splitlines() or [""])[0]
-    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in first:
-        hint = "lower train.micro_batch_size or data.max_length"
-        return MemoryLimitError(f"out of memory: {first or kind}", hint=hint)
-    if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
-        return MachineError(f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror))
-    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("tuner"):
-        return MachineError(f"the library {error.name} is missing", hint=f"install it: pip install {error.name}")
-    return TunerError(f"{kind}: {first}" if first else kind, hint="a bug in tuner; run with --debug to see where")
 
 
 def report_error(error: TunerError, rank: int = 0) -> None:

@@ -23,7 +23,7 @@ from tuner.cli.session import (
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
     from tuner.runtime.console import Console
-    from tuner.train.run import RunResult, TrainOptions
+    from tuner.train.ready import RunResult, TrainOptions
 
 
 def train(  # noqa: PLR0913 - one parameter per option of the command
@@ -50,7 +50,7 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
 
     def body() -> Outcome:
         loaded = load_for_command(recipe, overrides_of(ctx))
-        from tuner.train.run import TrainOptions
+        from tuner.train.ready import TrainOptions
 
         options = TrainOptions(resume, input_path(prepared) if prepared is not None else None, no_prepare, dry_run)
         return launch_training(loaded, options, verbose)
@@ -59,14 +59,13 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
 
 
 def launch_training(loaded: LoadedRecipe, options: TrainOptions, verbose: bool) -> Outcome:
-    """Train in this process, or as one of those that torchrun or srun started, and say how it ended."""
+    """Train in this process, as one of those that torchrun or srun started, or in local ones; say how it ended."""
     from tuner.runtime.console import Console
     from tuner.runtime.launch import Launch
-    from tuner.train.run import train as run_training
+    from tuner.train.launch import launch
 
-    launch = Launch.from_environment()
-    console = Console(launch.is_main, "debug" if verbose else loaded.recipe.logging.level)
-    return outcome_of(run_training(loaded, options, launch, console), console)
+    level = "debug" if verbose else loaded.recipe.logging.level
+    return outcome_of(launch(loaded, options, level), Console(Launch.from_environment().is_main, level))
 
 
 def outcome_of(result: RunResult, console: Console) -> Outcome:

@@ -124,9 +124,12 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     ),
     "checkpoint.at_end": ("save_on_end", "save_last", "save_final", "save_at_end"),
     "checkpoint.keep": ("save_total_limit", "keep_last", "max_checkpoints", "num_to_keep", "keep_latest_k"),
-    "parallel.reshard_after_forward": (
-        "fsdp_reshard_after_forward", "fsdp", "fsdp_config", "sharding_strategy", "deepspeed",
+    "parallel.processes": ("nproc_per_node", "num_processes", "num_gpus", "n_gpus", "gpus", "num_devices"),
+    "parallel.shard": (
+        "fsdp", "fsdp_config", "fsdp_sharding_strategy", "sharding_strategy", "deepspeed", "data_parallel_shard_degree",
+        "dp_shard", "hsdp_shard_dim",
     ),
+    "parallel.reshard_after_forward": ("fsdp_reshard_after_forward",),
     "parallel.timeout": ("ddp_timeout", "dist_timeout", "nccl_timeout", "timeout_seconds"),
     "logging.level": ("log_level", "logging_level", "verbosity", "verbose"),
     "logging.trackers": ("report_to", "loggers", "use_wandb", "log_with", "use_tensorboard", "use_mlflow", "tracking"),

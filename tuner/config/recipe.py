@@ -318,6 +318,12 @@ class CheckpointSection(Section):
 class ParallelSection(Section):
     """Several processes."""
 
+    processes: Annotated[int | Auto, Whole(ge=1, le=1024, words=("auto",))] = "auto"
+    """Processes that tuner train starts on this machine; auto: one for each GPU. torchrun and srun start their own."""
+    shard: Annotated[
+        Literal["auto", "full", "hybrid", "none"], Choice(values=("auto", "full", "hybrid", "none"))
+    ] = "auto"
+    """Over which processes weights, gradients and moments are split; auto: hybrid on several machines, else full."""
     reshard_after_forward: Bool = True
     """Free gathered weights after each forward: less memory, more communication."""
     timeout: Annotated[Duration, Span(units=TIMES)] = Duration.parse("30 min")

@@ -24,6 +24,12 @@ class Launch:
         """Whether this is the process that speaks and writes shared files."""
         return self.rank == 0
 
+    @staticmethod
+    def is_given(env: Mapping[str, str] | None = None) -> bool:
+        """Whether torchrun, or srun with several tasks, started this process and says which one it is."""
+        values = os.environ if env is None else env
+        return ("RANK" in values and "WORLD_SIZE" in values) or _is_slurm_task(values)
+
     @classmethod
     def from_environment(cls, env: Mapping[str, str] | None = None) -> Launch:
         """Read torchrun's variables, else those of a SLURM step with several tasks; else a single process.
@@ -39,7 +45,7 @@ class Launch:
                 local_rank=local,
                 local_world_size=_number(values, "LOCAL_WORLD_SIZE", local + 1),
             )
-        elif "SLURM_STEP_ID" in values and "SLURM_PROCID" in values and _number(values, "SLURM_NTASKS", 1) > 1:
+        elif _is_slurm_task(values):
             local = _number(values, "SLURM_LOCALID", 0)
             launch = cls(
                 rank=_number(values, "SLURM_PROCID"),
@@ -59,6 +65,10 @@ class Launch:
                 f"local rank {self.local_rank} of {self.local_world_size}",
                 hint="unset RANK and WORLD_SIZE to run as a single process",
             )
+
+
+def _is_slurm_task(values: Mapping[str, str]) -> bool:
+    return "SLURM_STEP_ID" in values and "SLURM_PROCID" in values and _number(values, "SLURM_NTASKS", 1) > 1
 
 
 def _number(values: Mapping[str, str], name: str, default: int | None = None) -> int:

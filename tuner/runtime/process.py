@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
-from tuner.errors import MachineError
+from tuner.errors import LostRankError, MachineError
 from tuner.runtime.launch import Launch
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ def process_group(launch: Launch, device: str, timeout_s: float) -> Iterator[Non
     """Join the run's processes for the length of the block: gloo on `cpu`, gloo and NCCL on `cuda`.
 
     World size 1 starts nothing. Without OMP_NUM_THREADS, each local rank gets its share of the cores.
-    `timeout_s` bounds every collective, in seconds. Raises MachineError when the processes cannot meet.
+    `timeout_s` bounds every collective, in seconds. Raises MachineError when the processes cannot meet, and
+    LostRankError in place of what a collective raises when another process is gone or silent.
     """
     if launch.world_size == 1:
         yield
@@ -52,10 +53,16 @@ def process_group(launch: Launch, device: str, timeout_s: float) -> Iterator[Non
         ) from error
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         # With NCCL, an orderly end would wait for collectives that the failed rank never joins.
         if device != "cuda":
             _leave()
+        if _is_lost_rank(error):
+            raise LostRankError(
+                f"rank {launch.rank} lost another process of the run: it ended, or was silent for longer than "
+                "parallel.timeout",
+                hint="that process says why, or the log of its rank does",
+            ) from error
         raise
     _leave()
 
@@ -92,6 +99,18 @@ def any_of(flags: Sequence[bool], group: ProcessGroup | None) -> tuple[bool, ...
     votes = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
     dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
     return tuple(bool(vote) for vote in votes.tolist())
+
+
+# How gloo words, in a bare RuntimeError, that the other end is gone or silent.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "imed out waiting", "imeout caused")
+
+
+def _is_lost_rank(error: BaseException) -> bool:
+    import torch.distributed as dist
+
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
 
 
 def cores() -> int:

@@ -21,16 +21,23 @@ class StopSignals:
 
     torchrun passes a Ctrl-C on although the terminal has sent it already: signals that come within `repeat_s`
     seconds of the first count as the first. The default is 2 s below torchrun and 0 s elsewhere.
-    `on_request` is called with the signal's name from within the handler: let it print one line at most.
+    `on_request` is called with the signal's name from within the handler: let it print one line at most. `at_once`
+    is called before the process ends at the second signal: what must not outlive it ends there.
     Outside the main thread, where Python allows no handlers, entering changes nothing.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-    def __init__(self, on_request: Callable[[str], None] | None = None, repeat_s: float | None = None) -> None:
+    def __init__(
+        self,
+        on_request: Callable[[str], None] | None = None,
+        repeat_s: float | None = None,
+        at_once: Callable[[], None] | None = None,
+    ) -> None:
         below_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         self._repeat_s = repeat_s if repeat_s is not None else LAUNCHER_REPEAT_S if below_torchrun else 0.0
         self._on_request = on_request
+        self._at_once = at_once
         self._signal: signal.Signals | None = None
         self._first_s = 0.0
         self._old: dict[signal.Signals, Any] = {}
@@ -39,6 +46,11 @@ class StopSignals:
     def requested(self) -> bool:
         """Whether a stop was asked for."""
         return self._signal is not None
+
+    @property
+    def number(self) -> signal.Signals | None:
+        """The first signal; None before one came."""
+        return self._signal
 
     @property
     def signal_name(self) -> str | None:
@@ -72,5 +84,7 @@ class StopSignals:
             # No clean-up: every file operation is safe to cut anywhere, and clean-up is what might hang.
             try:
                 os.write(2, b"\nstopped at once; what was not saved is lost\n")
+                if self._at_once is not None:
+                    self._at_once()
             finally:
                 os._exit(ExitCode.INTERRUPTED)

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,13 +10,9 @@ import torch
 from tuner.checkpoint.agree import Ranks
 from tuner.checkpoint.load import CheckpointInfo, load_into, newest
 from tuner.checkpoint.save import CheckpointDir
-from tuner.checkpoint.steps import step_dirs
 from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import Recipe
-from tuner.data.building.prepare import find_prepared, prepare, prepared_path
-from tuner.data.building.request import PrepareRequest, prepare_request
-from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, MachineError, MemoryLimitError, RecipeError
 from tuner.runtime.console import Console
 from tuner.runtime.files import sweep, write_json
@@ -32,38 +27,13 @@ from tuner.train.hooks import Hooks, RunFacts, Status
 from tuner.train.loop import train_loop
 from tuner.train.meter import Meter
 from tuner.train.mock import mock_batch
-from tuner.train.observers import build_hooks, check_observers
+from tuner.train.observers import build_hooks
 from tuner.train.progress import Progress, restore_position, run_tensors
+from tuner.train.ready import RunResult, TrainOptions, make_ready, run_result
 from tuner.train.records import Records
 from tuner.train.rundir import RunDir, differences
 from tuner.train.session import STOP_FILE, Session
 from tuner.train.setup import Assembly, Resolved, Timetable, assemble, resolve, timetable
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """What a launch is told beside the recipe."""
-
-    resume: Literal["auto", "must", "never"] = "never"
-    """auto goes on where there is a run to go on with, must fails without one, never refuses to touch one."""
-    prepared: Path | None = None
-    """Prepared data to use instead of the cache's."""
-    no_prepare: bool = False
-    """Fail where the data is not prepared yet."""
-    dry_run: bool = False
-    """Say what would be done and stop; only prepared data may be written."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """How a launch ended."""
-
-    run_dir: Path
-    status: Literal["finished", "stopped", "planned"]
-    step: int
-    total_steps: int
-    checkpoint: Path | None
-    metrics: dict[str, Any]
 
 
 def train(loaded: LoadedRecipe, options: TrainOptions, launch: Launch, console: Console) -> RunResult:
@@ -72,17 +42,11 @@ def train(loaded: LoadedRecipe, options: TrainOptions, launch: Launch, console: 
     Raises TunerError children; nothing that was saved before is ever lost. A finished run with the same recipe is
     returned as it is.
     """
-    recipe = loaded.recipe
-    run = RunDir(Path(recipe.output_dir))
-    record = run.read_record()
-    found = _existing(run, record, recipe, options, console)
-    if record is not None and _is_finished(record, found):
-        step = int(record["launches"][-1].get("step") or (found.step if found is not None else 0))
-        console.say("finished", f"{run.path} is already trained: {step} steps")
-        return _result(run, "finished", found, step)
-    check_observers(recipe.hooks, recipe.logging)
-    request = prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
-    data = _data(request, options, console)
+    ready = make_ready(loaded, options, console)
+    if isinstance(ready, RunResult):
+        return ready
+    recipe, run, record, found = loaded.recipe, ready.run, ready.record, ready.found
+    request, data = ready.request, ready.data
     resolved = resolve(recipe, request.max_length, launch)
     if record is not None and run.resolved_recipe.is_file():
         _require_same_choices(run, resolved.recipe)
@@ -100,17 +64,6 @@ def train(loaded: LoadedRecipe, options: TrainOptions, launch: Launch, console: 
     ):
         assembly = assemble(resolved, data, request.tokenizer, launch)
         return _run(run, loaded, record, assembly, found, signals, console)
-
-
-def resume_source(run_dir: Path) -> LoadedRecipe:
-    """The recipe that a run directory goes on with. Raises RecipeError for a directory that holds no run."""
-    run = RunDir(run_dir.absolute())
-    if not run.path.is_dir():
-        raise RecipeError(f"{run_dir}: no such directory", hint="give the run directory that tuner train printed")
-    if run.read_record() is None or not run.resolved_recipe.is_file():
-        raise RecipeError(f"{run_dir} holds no run that could go on", hint="start it with tuner train")
-    loaded = load_recipe(run.resolved_recipe)
-    return replace(loaded, recipe=loaded.recipe.model_copy(update={"output_dir": str(run.path)}))
 
 
 def _run(
@@ -163,7 +116,7 @@ def _run(
     Ranks(gloo_group()).on_main(session.hooks.raise_error)
     saved = newest(run.checkpoints, verify=False) if progress.saved_step is not None else None
     ended: Literal["finished", "stopped"] = "finished" if finished else "stopped"
-    return _result(run, ended, saved, total, progress)
+    return run_result(run, ended, saved, total, progress)
 
 
 def _begin(
@@ -176,9 +129,12 @@ def _begin(
     sweep(run.checkpoints)
     resolved = assembly.resolved
     if found is None:
-        settled = resolved.recipe.model_copy(
-            update={"train": resolved.recipe.train.model_copy(update={"stop_after": None})}
-        )
+        # How long and on how many processes is each launch's own affair.
+        of_run = {
+            "train": resolved.recipe.train.model_copy(update={"stop_after": None}),
+            "parallel": loaded.recipe.parallel,
+        }
+        settled = resolved.recipe.model_copy(update=of_run)
         run.write_recipe(loaded.text, recipe_yaml(settled))
         assembly.tokenizer.save(run.path / "tokenizer")
         resolved.config.save_pretrained(run.path / "model_config")
@@ -260,57 +216,6 @@ def _meta(assembly: Assembly) -> dict[str, Any]:
     }
 
 
-def _existing(
-    run: RunDir, record: dict[str, Any] | None, recipe: Recipe, options: TrainOptions, console: Console
-) -> CheckpointInfo | None:
-    """The checkpoint to go on from, after checking that the directory, the recipe and the wish agree."""
-    if record is None:
-        if options.resume == "must":
-            raise RecipeError(f"{run.path} holds no run to resume", hint="leave out --resume must")
-        return None
-    if run.resolved_recipe.is_file():
-        changed = differences(recipe_dict(load_recipe(run.resolved_recipe).recipe), recipe_dict(recipe))
-        if changed:
-            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-            raise RecipeError(
-                f"{run.path} holds a run with another recipe ({'; '.join(changed[:3])}{more})",
-                hint=f"new run: --name NEW-NAME      throw it away: tuner runs rm {run.path}      it was not touched",
-            )
-    found = newest(run.checkpoints, console.warn)
-    if found is None and step_dirs(run.checkpoints):
-        raise DataError(
-            f"{run.checkpoints}: none of its checkpoints is valid",
-            hint="repair one, or start a new run with --name NEW-NAME; nothing was changed",
-        )
-    if options.resume == "never" and not _is_finished(record, found) and not options.dry_run:
-        at = f"at step {found.step}" if found is not None else "without a checkpoint"
-        raise RecipeError(
-            f"{run.path} holds an unfinished run, {at}",
-            hint=f"go on: tuner resume {run.path}      new run: --name NEW-NAME",
-        )
-    return found
-
-
-def _is_finished(record: dict[str, Any], found: CheckpointInfo | None) -> bool:
-    """By its record, or by a final checkpoint whose launch was killed before it could write that down."""
-    return record["status"] == "finished" or (found is not None and bool(found.state.get("finished")))
-
-
-def _data(request: PrepareRequest, options: TrainOptions, console: Console) -> PreparedData:
-    if options.prepared is not None:
-        data = open_prepared(options.prepared, verify=True)
-        wanted = prepared_path(request).name
-        if data.key != wanted:
-            raise DataError(
-                f"{options.prepared}: was not prepared by this recipe (key {data.key}, the recipe's is {wanted})",
-                hint="prepare it: tuner prepare-data RECIPE",
-            )
-        return data
-    if options.no_prepare and find_prepared(request) is None:
-        raise DataError("the data is not prepared", hint="run tuner prepare-data first, or leave out --no-prepare")
-    return open_prepared(prepare(request, console).path)
-
-
 def _require_same_data(found: CheckpointInfo, assembly: Assembly) -> None:
     meta = found.manifest["meta"]
     for key, now, what in (
@@ -378,15 +283,3 @@ def _memory_errors() -> Iterator[None]:
         raise MemoryLimitError(
             f"out of memory: {str(error).splitlines()[0]}", hint="lower train.micro_batch_size or data.max_length"
         ) from error
-
-
-def _result(
-    run: RunDir,
-    status: Literal["finished", "stopped"],
-    saved: CheckpointInfo | None,
-    total_steps: int,
-    progress: Progress | None = None,
-) -> RunResult:
-    state = progress.as_state(status == "finished") if progress is not None else dict(saved.state) if saved else {}
-    metrics = {key: value for key, value in state.items() if key != "finished"}
-    return RunResult(run.path, status, int(state.get("step", 0)), total_steps, saved.path if saved else None, metrics)

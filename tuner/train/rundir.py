@@ -28,7 +28,8 @@ FREE_KEYS = (
     "output_dir",
 )
 # What a launch that died before it wrote its record may leave behind.
-_FILLED = {"lock", "checkpoints", "launches", "recipe.yaml", "recipe.resolved.yaml", "tokenizer", "model_config"}
+_FILLED = {"lock", "logs", "checkpoints", "launches", "tokenizer", "model_config"}
+_FILLED |= {"recipe.yaml", "recipe.resolved.yaml"}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from tuner.model.build import (
 from tuner.model.freeze import freeze
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM, outer_parameters, trained_parameters
-from tuner.parallel.fsdp import data_mesh, materialise, shard
+from tuner.parallel.fsdp import data_mesh, materialise, shard, shard_size
 from tuner.runtime.allocator import keep_freed_memory
 from tuner.runtime.device import DeviceFacts, device_facts
 from tuner.runtime.launch import Launch
@@ -113,6 +113,9 @@ def resolve(recipe: Recipe, max_length: int, launch: Launch) -> Resolved:
     if isinstance(recipe.optimizer, MuonOptimizer):
         lr = values.get("optimizer", {}).get("lr", recipe.optimizer.lr)
         settle("optimizer", "adamw_lr", lr, "that of lr")
+    settle("parallel", "processes", launch.world_size, "as started")
+    machines = launch.world_size > launch.local_world_size
+    settle("parallel", "shard", "hybrid" if machines else "full", "several machines" if machines else "one machine")
     settle("data", "max_length", max_length, "as prepared")
     kind = rows_method(recipe.method).kind
     settle("data", "too_long", "drop" if kind == "sft" else "split", kind)
@@ -239,7 +242,8 @@ def _build_root(resolved: Resolved, launch: Launch, packed: bool) -> CausalLM:
     else:
         root = CausalLM(build_skeleton(resolved.config, dtype))
         _choose_trained(root.model, recipe)
-        shard(root, data_mesh(device.type, launch.world_size), recipe.parallel.reshard_after_forward)
+        size = shard_size(recipe.parallel.shard, launch)
+        shard(root, data_mesh(device.type, launch.world_size, size), recipe.parallel.reshard_after_forward)
         materialise(root, built[0] if built else None, device)
     if recipe.model.kernels == "liger":
         apply_liger(root.model)
@@ -258,12 +262,18 @@ def _check_sizes(
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and prepared.train.max_length > longest:
         raise RecipeError(f"data.max_length: {prepared.train.max_length} is above the model's {longest:,} positions")
-    batch, micro, world = recipe.train.global_batch_size, recipe.train.micro_batch_size, launch.world_size
-    if batch % (micro * world):
-        allowed = [n for n in range(1, min(batch, 64) + 1) if batch % (micro * n) == 0]
+    check_division(recipe.train.global_batch_size, recipe.train.micro_batch_size, launch.world_size)
+
+
+def check_division(global_batch_size: int, micro_batch_size: int, processes: int) -> None:
+    """Raise RecipeError, listing what would do, where a global batch does not divide into whole micro-batches."""
+    if global_batch_size % (micro_batch_size * processes):
+        numbers = range(1, min(global_batch_size, 64) + 1)
+        allowed = [n for n in numbers if global_batch_size % (micro_batch_size * n) == 0]
         raise RecipeError(
-            f"train.global_batch_size: {batch} rows do not divide into {world} processes of {micro} rows",
-            hint=f"processes that divide it: {', '.join(map(str, allowed))}",
+            f"train.global_batch_size: {global_batch_size} rows do not divide into {processes} processes of "
+            f"{micro_batch_size} rows",
+            hint=f"numbers of processes (parallel.processes) that divide it: {', '.join(map(str, allowed))}",
         )
 
 

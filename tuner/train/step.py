@@ -10,7 +10,7 @@ from torch import nn
 
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.root import CausalLM
-from tuner.parallel.fsdp import local, sync_gradients
+from tuner.parallel.fsdp import copies, local, sync_gradients
 from tuner.train.guard import Guard
 from tuner.train.optimizer import Updater
 
@@ -90,7 +90,7 @@ def optimizer_step(learner: Learner, index: int, batches: StepBatches, factor: f
     loss_sum = forward_backward(learner, index, batches)
     learner.marks("optimizer")
     gradients = [local(p.grad) for p in learner.parameters.values() if p.grad is not None]
-    squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
+    squares = torch.stack(torch._foreach_norm(gradients)).square().sum() / copies(learner.root)
     figures = learner.root.objective.take()
     sums = torch.stack([tensor.double() for tensor in (squares, loss_sum, *figures.values())])
     if dist.is_initialized():

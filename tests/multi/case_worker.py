@@ -1,0 +1,119 @@
+"""Takes real optimizer steps for many cases, each on as many processes as it names, and writes losses and gradients.
+
+Started once: it loads the libraries, becomes four processes by forking, and these form a new process group for each
+case. `python case_worker.py CASES_JSON OUTPUT_DIRECTORY`
+"""
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tests.train.synthetic import assembly_for, recipe_for
+from tuner.runtime.launch import Launch
+from tuner.runtime.process import process_group
+from tuner.train.step import optimizer_step
+
+WORLD = 4
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts the collectives of this process by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = str(func).partition(".")
+        if namespace in ("c10d", "_c10d_functional"):
+            name = name.split(".")[0].strip("_")
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def run_case(case: dict[str, Any], rank: int, output: Path) -> None:
+    launch = Launch(rank, case["world"], rank % case["local"], case["local"])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case["port"]))
+    model = Path(case["model"])
+    recipe = recipe_for(
+        model,
+        adapter=case["adapter"],
+        train={
+            "global_batch_size": case["global"],
+            "micro_batch_size": case["micro"],
+            "precision": case["precision"],
+            "max_grad_norm": "never",
+        },
+        data={"shuffle": False, "train": str(model / "rows.jsonl")},
+        parallel={"shard": case["shard"], "reshard_after_forward": case["reshard"]},
+    )
+    gradients: dict[str, torch.Tensor] = {}
+    counter, taken = CollectiveCounter(), []
+    with process_group(launch, "cpu", 60):
+        assembly = assembly_for(recipe, case["trained"], launch, packed=case["packed"])
+        learner = assembly.learner
+        real = learner.optimizer.step
+
+        def spy(*args: Any, **options: Any) -> Any:
+            with _disable_current_modes():
+                found = {n: p.grad for n, p in learner.parameters.items() if p.grad is not None}
+                gradients.update({f"{len(taken)}.{name}": whole(gradient) for name, gradient in found.items()})
+            return real(*args, **options)
+
+        learner.optimizer.step = spy  # type: ignore[method-assign]
+        for step in range(case["steps"]):
+            batches = assembly.batches.step(step)
+            with counter if step == 1 else contextlib.nullcontext():
+                taken.append(optimizer_step(learner, step, batches, case["factor"]))
+    results = [scalars.read() for scalars in taken]
+    if rank == 0:
+        facts = {
+            "loss": [r.loss for r in results],
+            "grad_norm": [r.grad_norm for r in results],
+            "collectives": counter.counts,
+        }
+        (output / f"{case['name']}.json").write_text(json.dumps(facts))
+        save_file(gradients, output / f"{case['name']}.safetensors")
+
+
+def run_rank(rank: int, cases: list[dict[str, Any]], output: Path) -> None:
+    for case in cases:
+        if rank < case["world"]:
+            run_case(case, rank, output)
+            assert not dist.is_initialized()
+
+
+def main() -> int:
+    cases, output = json.loads(sys.argv[1]), Path(sys.argv[2])
+    children = []
+    for rank in range(WORLD):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                run_rank(rank, cases, output)
+                code = 0
+            except BaseException:  # told by the traceback and by the exit code
+                sys.excepthook(*sys.exc_info())
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(pid)
+    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

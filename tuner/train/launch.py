@@ -1,0 +1,83 @@
+"""Where a run trains: in this process, among those that torchrun or srun started, or in local ranks started here."""
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tuner.config.dump import recipe_dict
+from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.config.recipe import ParallelSection
+from tuner.errors import MachineError
+from tuner.runtime.console import Console, Level
+from tuner.runtime.launch import Launch
+from tuner.runtime.ranks import run_ranks
+from tuner.train.ready import RunResult, TrainOptions, make_ready
+from tuner.train.run import train
+from tuner.train.setup import check_division
+
+RANK_MODULE = "tuner.train.rank"
+
+
+def launch(loaded: LoadedRecipe, options: TrainOptions, level: Level) -> RunResult:
+    """Train the recipe, in as many processes as it asks for; messages of `level` and above go to stderr.
+
+    Below torchrun and srun this process is one of theirs. Else `parallel.processes` of them start here: this one
+    then checks the recipe and the run directory and prepares the data, and takes no part in training. Raises
+    TunerError children, with the failing rank's message and exit code, and KeyboardInterrupt.
+    """
+    place = Launch.from_environment()
+    console = Console(place.is_main, level)
+    processes = 1 if Launch.is_given() else local_processes(loaded.recipe.parallel, loaded.recipe.train.device)
+    if processes == 1:
+        return train(loaded, options, place, console)
+    batch = loaded.recipe.train
+    check_division(batch.global_batch_size, batch.micro_batch_size, processes)
+    if options.dry_run:
+        return train(loaded, options, Launch(0, processes, 0, processes), console)
+    ready = make_ready(loaded, options, console)
+    if isinstance(ready, RunResult):
+        return ready
+    logs = ready.run.path / "logs"
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(f"{logs}: {error.strerror}", hint="choose an output_dir that can be written") from error
+    work = {
+        "recipe": recipe_dict(loaded.recipe),
+        "text": loaded.text,
+        "resume": options.resume,
+        "prepared": str(ready.data_dir.absolute()),
+        "level": level,
+    }
+    return _result_of(run_ranks(RANK_MODULE, work, processes, logs))
+
+
+def train_as_rank(work: Mapping[str, Any]) -> dict[str, Any]:
+    """What each process started by `launch` does with the work given to it; returns its result as plain values."""
+    loaded = dataclasses.replace(load_recipe(work["recipe"]), text=work["text"])
+    options = TrainOptions(work["resume"], Path(work["prepared"]), checked=True)
+    place = Launch.from_environment()
+    result = train(loaded, options, place, Console(place.is_main, work["level"]))
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in vars(result).items()}
+    sys.stderr.flush()
+    return plain
+
+
+def local_processes(section: ParallelSection, device: str) -> int:
+    """How many processes a launch without a launcher's variables has: `auto` is one for each CUDA device, at least one.
+
+    Asks the driver for the number of devices alone, so that this process takes no memory of any.
+    """
+    if section.processes != "auto":
+        return section.processes
+    return 1 if device == "cpu" else max(1, torch.cuda.device_count())
+
+
+def _result_of(plain: dict[str, Any]) -> RunResult:
+    checkpoint = plain["checkpoint"]
+    paths = {"run_dir": Path(plain["run_dir"]), "checkpoint": None if checkpoint is None else Path(checkpoint)}
+    return RunResult(**{**plain, **paths})

@@ -1,0 +1,154 @@
+"""Before a launch: what the run directory holds, whether the recipe belongs to it, and the prepared data."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tuner.checkpoint.load import CheckpointInfo, newest
+from tuner.checkpoint.steps import step_dirs
+from tuner.config.dump import recipe_dict
+from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.data.building.prepare import find_prepared, prepare, prepared_path
+from tuner.data.building.request import PrepareRequest, prepare_request
+from tuner.data.prepared import PreparedData, open_prepared
+from tuner.errors import DataError, RecipeError
+from tuner.runtime.console import Console
+from tuner.train.observers import check_observers
+from tuner.train.progress import Progress
+from tuner.train.rundir import RunDir, differences
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What a launch is told beside the recipe."""
+
+    resume: Literal["auto", "must", "never"] = "never"
+    """auto goes on where there is a run to go on with, must fails without one, never refuses to touch one."""
+    prepared: Path | None = None
+    """Prepared data to use instead of the cache's."""
+    no_prepare: bool = False
+    """Fail where the data is not prepared yet."""
+    dry_run: bool = False
+    """Say what would be done and stop; only prepared data may be written."""
+    checked: bool = False
+    """`prepared` was opened and checked a moment ago, by the process that started this one."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What is known before a launch: the run's directory and past, and its data."""
+
+    run: RunDir
+    record: dict[str, Any] | None
+    found: CheckpointInfo | None
+    request: PrepareRequest
+    data: PreparedData
+    data_dir: Path
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a launch ended."""
+
+    run_dir: Path
+    status: Literal["finished", "stopped", "planned"]
+    step: int
+    total_steps: int
+    checkpoint: Path | None
+    metrics: dict[str, Any]
+
+
+def make_ready(loaded: LoadedRecipe, options: TrainOptions, console: Console) -> Ready | RunResult:
+    """Look at the run directory and prepare the data: what needs no device and no other process.
+
+    The result of a run that is finished already. Raises TunerError children; only prepared data is written.
+    """
+    recipe = loaded.recipe
+    run = RunDir(Path(recipe.output_dir))
+    record = run.read_record()
+    found = _existing(run, record, loaded, options, console)
+    if record is not None and _is_finished(record, found):
+        step = int(record["launches"][-1].get("step") or (found.step if found is not None else 0))
+        console.say("finished", f"{run.path} is already trained: {step} steps")
+        return run_result(run, "finished", found, step)
+    check_observers(recipe.hooks, recipe.logging)
+    request = prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
+    directory = _data_dir(request, options, console)
+    return Ready(run, record, found, request, open_prepared(directory), directory)
+
+
+def resume_source(run_dir: Path) -> LoadedRecipe:
+    """The recipe that a run directory goes on with. Raises RecipeError for a directory that holds no run."""
+    run = RunDir(run_dir.absolute())
+    if not run.path.is_dir():
+        raise RecipeError(f"{run_dir}: no such directory", hint="give the run directory that tuner train printed")
+    if run.read_record() is None or not run.resolved_recipe.is_file():
+        raise RecipeError(f"{run_dir} holds no run that could go on", hint="start it with tuner train")
+    loaded = load_recipe(run.resolved_recipe)
+    return replace(loaded, recipe=loaded.recipe.model_copy(update={"output_dir": str(run.path)}))
+
+
+def _existing(
+    run: RunDir, record: dict[str, Any] | None, loaded: LoadedRecipe, options: TrainOptions, console: Console
+) -> CheckpointInfo | None:
+    """The checkpoint to go on from, after checking that the directory, the recipe and the wish agree."""
+    if record is None:
+        if options.resume == "must":
+            raise RecipeError(f"{run.path} holds no run to resume", hint="leave out --resume must")
+        return None
+    if run.resolved_recipe.is_file():
+        changed = differences(recipe_dict(load_recipe(run.resolved_recipe).recipe), recipe_dict(loaded.recipe))
+        if changed:
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            raise RecipeError(
+                f"{run.path} holds a run with another recipe ({'; '.join(changed[:3])}{more})",
+                hint=f"new run: --name NEW-NAME      throw it away: tuner runs rm {run.path}      it was not touched",
+            )
+    found = newest(run.checkpoints, console.warn)
+    if found is None and step_dirs(run.checkpoints):
+        raise DataError(
+            f"{run.checkpoints}: none of its checkpoints is valid",
+            hint="repair one, or start a new run with --name NEW-NAME; nothing was changed",
+        )
+    if options.resume == "never" and not _is_finished(record, found) and not options.dry_run:
+        at = f"at step {found.step}" if found is not None else "without a checkpoint"
+        raise RecipeError(
+            f"{run.path} holds an unfinished run, {at}",
+            hint=f"go on: tuner resume {run.path}      new run: --name NEW-NAME",
+        )
+    return found
+
+
+def _is_finished(record: dict[str, Any], found: CheckpointInfo | None) -> bool:
+    """By its record, or by a final checkpoint whose launch was killed before it could write that down."""
+    return record["status"] == "finished" or (found is not None and bool(found.state.get("finished")))
+
+
+def _data_dir(request: PrepareRequest, options: TrainOptions, console: Console) -> Path:
+    if options.prepared is not None and options.checked:
+        return options.prepared
+    if options.prepared is not None:
+        data = open_prepared(options.prepared, verify=True)
+        wanted = prepared_path(request).name
+        if data.key != wanted:
+            raise DataError(
+                f"{options.prepared}: was not prepared by this recipe (key {data.key}, the recipe's is {wanted})",
+                hint="prepare it: tuner prepare-data RECIPE",
+            )
+        return options.prepared
+    if options.no_prepare and find_prepared(request) is None:
+        raise DataError("the data is not prepared", hint="run tuner prepare-data first, or leave out --no-prepare")
+    return prepare(request, console).path
+
+
+def run_result(
+    run: RunDir,
+    status: Literal["finished", "stopped"],
+    saved: CheckpointInfo | None,
+    total_steps: int,
+    progress: Progress | None = None,
+) -> RunResult:
+    """How a launch ended, from its progress or from the checkpoint of an earlier one."""
+    state = progress.as_state(status == "finished") if progress is not None else dict(saved.state) if saved else {}
+    metrics = {key: value for key, value in state.items() if key != "finished"}
+    return RunResult(run.path, status, int(state.get("step", 0)), total_steps, saved.path if saved else None, metrics)
