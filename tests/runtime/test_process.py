@@ -82,7 +82,7 @@ def test_nowhere_to_meet_is_one_clear_line() -> None:
 
 FAIL = """
 import sys, time
-from tuner.errors import DataError
+from tuner.errors import DataError, LostRankError
 from tuner.runtime.launch import Launch
 from tuner.runtime.process import any_rank, gloo_group, process_group
 launch = Launch.from_environment()
@@ -93,7 +93,7 @@ try:
         any_rank(False, gloo_group())
 except DataError:
     sys.exit(3)
-except RuntimeError:
+except LostRankError:
     sys.exit(9)
 """
 
