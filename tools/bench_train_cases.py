@@ -1,0 +1,114 @@
+"""What bench_train.py trains on: models, rows, and the arithmetic of a step."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: a model shape or directory, how it is trained, rows of `max_length` tokens, `rows` a step."""
+
+    name: str
+    shape: dict[str, Any] | None
+    """A Qwen3 config to be filled with random weights; None: the directory given with --model."""
+    lora: bool
+    rows: int
+    max_length: int
+    steps: int
+    goals: tuple[float, float]
+    """How many times faster than TRL's defaults, and than its best configuration."""
+
+
+def _qwen3(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocab: int
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab, "tie_word_embeddings": True,
+        "max_position_embeddings": 32768, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 2,
+    }  # fmt: skip
+
+
+NINE_MILLION = _qwen3(256, 768, 8, 8, 4, 32, 8192)
+QWEN3_06B = _qwen3(1024, 3072, 28, 16, 8, 128, 151936)
+QWEN3_17B = _qwen3(2048, 6144, 28, 16, 8, 128, 151936)
+SMALLEST = _qwen3(32, 64, 2, 4, 2, 8, 64)
+CASES = {
+    case.name: case
+    for case in (
+        Case("smollm2-full", None, False, 1, 1024, 8, (3.4, 2.1)),
+        Case("smollm2-lora", None, True, 1, 1024, 8, (2.8, 1.8)),
+        Case("qwen3-9m", NINE_MILLION, False, 2, 1024, 24, (5.5, 5.0)),
+        Case("qwen3-0.6b-4k", QWEN3_06B, False, 4, 4096, 30, (5.0, 1.5)),
+        Case("qwen3-0.6b-8k", QWEN3_06B, False, 2, 8192, 30, (5.0, 1.5)),
+        Case("qwen3-1.7b-4k", QWEN3_17B, False, 4, 4096, 20, (5.0, 1.5)),
+        Case("qwen3-1.7b-8k", QWEN3_17B, False, 2, 8192, 20, (5.0, 1.5)),
+        Case("smallest", SMALLEST, False, 2, 64, 4, (0.0, 0.0)),
+    )
+}
+
+
+def write_model(shape: dict[str, Any], directory: Path) -> None:
+    """A Qwen3 model of this shape with random float32 weights, and a tokenizer of as many words."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**shape)).float().save_pretrained(directory)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(shape["vocab_size"])}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w2").save_pretrained(directory)
+
+
+def write_rows(path: Path, vocab: int, max_length: int, rows: int, seed: int) -> None:
+    """Documents of random ids that fill `rows` rows exactly: 2 to 8 of uneven length in each."""
+    generator = random.Random(seed)
+    with path.open("w", encoding="utf-8") as out:
+        for _ in range(rows):
+            cuts = sorted(generator.sample(range(8, max_length - 8), generator.randint(1, 7)))
+            for start, end in zip([0, *cuts], [*cuts, max_length], strict=True):
+                # A few words make most of the text, as in real text; uniform ids would leave nothing to learn.
+                ids = [min(vocab - 1, 3 + int(generator.paretovariate(0.4))) for _ in range(end - start)]
+                out.write(json.dumps({"input_ids": ids}) + "\n")
+
+
+def packed_rows(prepared: Path) -> list[dict[str, list[int]]]:
+    """The rows that the command trains on, in their order: token ids and document lengths."""
+    from tuner.data.prepared import open_prepared
+
+    rows = open_prepared(prepared).train
+    return [{"input_ids": row.input_ids.tolist(), "seq_lengths": row.lengths.tolist()} for row in rows]
+
+
+def flops_per_step(model: Path, lora: bool, rows: Sequence[dict[str, list[int]]]) -> float:
+    """Arithmetic of one mean step over `rows`, by the convention of docs/benchmarks.md.
+
+    Full training: 6 for each weight of a product and token, and 6 x layers x heads x head size x sum of squared
+    document lengths. LoRA: 4 for each frozen weight, 6 for each of the adapter (rank 16 on every linear layer).
+    """
+    import torch
+    from transformers import AutoConfig
+
+    from tuner.model.adapter import linear_layer_names
+    from tuner.model.build import build_skeleton
+
+    config = AutoConfig.from_pretrained(model)
+    skeleton = build_skeleton(config, torch.float32)
+    names = set(linear_layer_names(skeleton))
+    shapes = [m.weight.shape for n, m in skeleton.named_modules() if n.rpartition(".")[2] in names]
+    head = skeleton.get_output_embeddings().weight.numel()
+    products = sum(shape.numel() for shape in shapes) + head
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    squares = sum(length**2 for row in rows for length in row["seq_lengths"])
+    attention = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * squares
+    if not lora:
+        return float(6 * products * tokens + attention)
+    adapter = sum(16 * sum(shape) for shape in shapes)
+    return float((4 * products + 6 * adapter) * tokens + attention)
