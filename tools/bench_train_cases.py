@@ -96,14 +96,14 @@ def flops_per_step(model: Path, lora: bool, rows: Sequence[dict[str, list[int]]]
     import torch
     from transformers import AutoConfig
 
-    from tuner.model.adapter import linear_layer_names
     from tuner.model.build import build_skeleton
 
     config = AutoConfig.from_pretrained(model)
     skeleton = build_skeleton(config, torch.float32)
-    names = set(linear_layer_names(skeleton))
-    shapes = [m.weight.shape for n, m in skeleton.named_modules() if n.rpartition(".")[2] in names]
-    head = skeleton.get_output_embeddings().weight.numel()
+    output = skeleton.get_output_embeddings()
+    linear = [module for module in skeleton.modules() if isinstance(module, torch.nn.Linear) and module is not output]
+    shapes = [module.weight.shape for module in linear]
+    head = output.weight.numel()
     products = sum(shape.numel() for shape in shapes) + head
     tokens = sum(len(row["input_ids"]) for row in rows)
     squares = sum(length**2 for row in rows for length in row["seq_lengths"])
