@@ -16,7 +16,8 @@ from tuner.config.overrides import Override
 from tuner.errors import MachineError, PluginError, RecipeError
 from tuner.runtime.console import Console
 from tuner.runtime.launch import Launch
-from tuner.train.run import RunResult, TrainOptions, resume_source, train
+from tuner.train.ready import RunResult, TrainOptions, resume_source
+from tuner.train.run import train
 
 TOTAL = 18
 HOOK = """\
