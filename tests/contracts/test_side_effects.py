@@ -59,6 +59,8 @@ COMMANDS = [
     ["config", "--help"],
     ["config", "check", "tiny_pretrain_cpu"],
     ["config", "show", "--origin", "tiny_pretrain_cpu"],
+    ["config", "show", "--plot-schedule", "tiny_pretrain_cpu"],
+    ["config", "show", "--plot-schedule", "tiny_pretrain_cpu", "--train.duration", "50 steps"],
     ["config", "schema"],
     ["config", "check", "tiny_pretrain_cpu", "--optimizer.lrr", "1"],
     ["recipes", "list"],

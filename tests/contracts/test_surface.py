@@ -31,7 +31,7 @@ SURFACE = {
     "runs rm": "RUNS",
     "profile": "(RECIPE) --steps --memory --dry-run",
     "config check": "(RECIPE)",
-    "config show": "(RECIPE) --origin",
+    "config show": "(RECIPE) --origin --plot-schedule",
     "config schema": "",
     "recipes list": "",
     "recipes show": "NAME",

@@ -87,6 +87,12 @@ def test_no_step_is_trained_at_0_and_a_floor_is_reached() -> None:
         assert schedule(100, kind=kind, min_lr_ratio=0.25).factor(100) == 0.25, kind
 
 
+def test_a_decay_has_its_steps_with_and_without_a_floor() -> None:
+    for floor in (0.0, 0.5):
+        found = schedule(100, kind="wsd", decay="10 steps", min_lr_ratio=floor)
+        assert [found.factor(i) < 1 for i in range(89, 101)] == [False] * 2 + [True] * 10
+
+
 @pytest.mark.parametrize("warmup", ["20 steps", "8000 tokens", "10%"])
 def test_warmup_in_every_unit(warmup: str) -> None:
     found = schedule(200, kind="constant", warmup=warmup)

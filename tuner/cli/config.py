@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import shutil
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +18,12 @@ from tuner.cli.session import (
     overrides_of,
     run_command,
 )
+from tuner.errors import RecipeError
 
+if TYPE_CHECKING:
+    from tuner.config.recipe import Recipe
+
+MOST_COLUMNS = 100
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -44,6 +50,9 @@ def show(
     ctx: typer.Context,
     recipe: RecipeArgument = None,
     origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
+    plot_schedule: Annotated[
+        bool, typer.Option("--plot-schedule", help="Draw the learning rate over the run instead.")
+    ] = False,
     json: JsonOption = False,
     verbose: VerboseOption = False,
     debug: DebugOption = False,
@@ -55,12 +64,26 @@ def show(
         from tuner.config.origin import with_origins
 
         loaded = load_for_command(recipe, overrides_of(ctx))
+        if plot_schedule:
+            if origin:
+                raise RecipeError("--origin and --plot-schedule exclude each other", hint="leave one of them out")
+            return _schedule(loaded.recipe)
         text = with_origins(loaded) if origin else recipe_yaml(loaded.recipe)
         return Outcome(
             text, artifacts={"recipe": recipe_dict(loaded.recipe), "origins": dict(loaded.origins)}, is_text=True
         )
 
     run_command("config show", OutputOptions(json, verbose, debug), body)
+
+
+def _schedule(recipe: Recipe) -> Outcome:
+    from tuner.cli.schedule_view import course, drawing, figures
+
+    found, warnings = course(recipe)
+    width = min(MOST_COLUMNS, shutil.get_terminal_size().columns)
+    return Outcome(
+        drawing(recipe, found, width), artifacts={"schedule": figures(recipe, found)}, warnings=warnings, is_text=True
+    )
 
 
 @app.command()

@@ -31,6 +31,10 @@ class Schedule(Protocol):
         """The factor, 0 to 1, at ``index``, 0 to the number of steps."""
         ...
 
+    def turns(self) -> list[tuple[int, str]]:
+        """Indices at which something begins or ends, with what, for people."""
+        ...
+
 
 @dataclass(frozen=True)
 class Fall:
@@ -73,6 +77,17 @@ class WarmupAndFalls:
         fall = next((fall for fall in self.falls if index <= fall.end), self.falls[-1] if self.falls else None)
         return risen if fall is None else min(risen, fall.factor(index))
 
+    def turns(self) -> list[tuple[int, str]]:
+        """The end of the warm-up, and where falls begin, end and start again."""
+        found = [(self.warmup_steps, "warm-up ends")] if self.warmup_steps else []
+        for number, fall in enumerate(self.falls):
+            found.append((fall.start, "fall begins"))
+            if fall.shape != "inverse_sqrt":
+                found.append((fall.end, "fall ends"))
+            if number + 1 < len(self.falls):
+                found.append((fall.end + 1, "starts again"))
+        return found
+
 
 def build_schedule(section: Section, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> WarmupAndFalls:
     """The schedule of a run of ``plan.total_steps`` steps. Raises RecipeError where its periods end before the run.
@@ -90,9 +105,9 @@ def build_schedule(section: Section, plan: Plan, row_tokens: npt.NDArray[np.int6
             floor = section.min_lr_ratio
             return WarmupAndFalls(warmup, (Fall(warmup, max(warmup, _end(total, floor)), section.kind, floor),))
         case WsdSchedule():
-            floor, end = section.min_lr_ratio, _end(total, section.min_lr_ratio)
-            start = max(0, end - steps_of(section.decay, plan, row_tokens))
-            return WarmupAndFalls(warmup, (Fall(start, end, section.decay_shape, floor),))
+            floor = section.min_lr_ratio
+            start = max(0, total - steps_of(section.decay, plan, row_tokens))
+            return WarmupAndFalls(warmup, (Fall(start, _end(total, floor), section.decay_shape, floor),))
         case WsdPeriodsSchedule():
             ends = _ends([steps_of(period, plan, row_tokens) for period in section.periods], total)
             return WarmupAndFalls(warmup, tuple(_falls(section, ends, plan, row_tokens)))

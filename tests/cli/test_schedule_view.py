@@ -1,0 +1,129 @@
+"""`tuner config show --plot-schedule`: the drawing, its figures, and lengths that are known, prepared or unknown."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tuner.api import prepare_data
+from tuner.cli.document import SCHEMA_PATH
+from tuner.cli.schedule_view import course, drawing, figures
+from tuner.config.dump import recipe_dict
+from tuner.config.load import load_recipe
+from tuner.config.recipe import Recipe
+from tuner.errors import RecipeError
+
+ROOT = Path(__file__).parents[2]
+PERIODS = {"kind": "wsd_s", "periods": ["1000 steps", "1000 steps", "2000 steps"], "warmup": "100 steps"}
+
+
+def recipe(directory: Path, **sections: Any) -> Recipe:
+    """A recipe of 45 rows of text, with a model that has nothing but its config."""
+    (directory / "model").mkdir(exist_ok=True)
+    (directory / "model" / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 64}')
+    (directory / "rows.jsonl").write_text("".join(json.dumps({"text": "a" * 40}) + "\n" for _ in range(45)))
+    tree: dict[str, Any] = {
+        "model": {"name_or_path": str(directory / "model"), "init": "random"},
+        "tokenizer": {"name_or_path": "byte"},
+        "method": {"kind": "pretrain"},
+        "data": {"train": str(directory / "rows.jsonl"), "max_length": 64, "packing": False, "workers": 1},
+        "train": {"duration": "4000 steps", "global_batch_size": 8},
+        "optimizer": {"lr": 4e-4},
+    }
+    return load_recipe({**tree, **sections}, cwd=directory).recipe
+
+
+def dots(line: str) -> set[int]:
+    """The cells of a line of the plot in which the curve is seen."""
+    return {column for column, cell in enumerate(line) if cell > "⠀"}
+
+
+def test_the_curve_its_axes_and_its_turns(tmp_path: Path) -> None:
+    groups = [{"match": ["embed"], "lr": 1e-5}, {"match": ["head"], "weight_decay": 0.5}]
+    wanted = recipe(tmp_path, schedule=PERIODS, optimizer={"kind": "muon", "lr": 4e-4, "groups": groups})
+    found, warnings = course(wanted)
+    lines = drawing(wanted, found, 91).splitlines()
+    assert warnings == []
+    assert lines[0].strip() == "learning rate"
+    assert [line.split(" ┤")[0].strip() for line in lines if "┤" in line] == ["4.00e-04", "2.00e-04", "0"]
+    axis = next(line for line in lines if "└" in line)
+    assert len(axis) == 91
+    # Peaks at 100, between 1,001 and 1,900 and between 2,001 and 3,800 of 4,000 steps; zeros at 0, 1,000, 2,000, 4,000.
+    plot = lines[1:14]
+    top, bottom = (dots(line[11:]) for line in (plot[0], plot[-1]))
+    for steps, seen in (((0, 1000, 2000, 4000), bottom), ((500, 1500, 3000), top)):
+        for step in steps:
+            column = round(step / 4000 * 79)
+            assert {column - 1, column, column + 1} & seen, step
+    assert not {10, 30, 60} & bottom
+    table = [line.split() for line in lines[lines.index("") + 1 :]]
+    assert table[0] == ["step", "lr", "adamw_lr", "groups.0.lr"]
+    assert table[1:4] == [
+        ["0", "0", "0", "0", "start"],
+        ["1", "4e-06", "4e-06", "1e-07", "first", "step"],
+        ["100", "0.0004", "0.0004", "1e-05", "warm-up", "ends"],
+    ]
+    assert ["1,000", "0", "0", "0", "fall", "ends"] in table
+    assert table[-1] == ["4,000", "0", "0", "0", "fall", "ends,", "last", "step"]
+
+
+def test_figures(tmp_path: Path) -> None:
+    wanted = recipe(tmp_path, schedule=PERIODS, optimizer={})
+    found = figures(wanted, course(wanted)[0])
+    assert (found["total_steps"], found["peaks"]) == (4000, {"lr": None})
+    assert {(point["at"], point["factor"]) for point in found["points"]} >= {(0, 0), (1000, 0), (1001, 1), (4000, 0)}
+    assert [point["at"] for point in found["curve"]][:3] == [0, 10, 20]
+
+
+def test_a_length_that_only_the_data_tell(tmp_path: Path) -> None:
+    lengths = {"train": {"duration": "10 epochs", "global_batch_size": 8}}
+    section = {"kind": "linear", "warmup": "820 tokens"}
+    with pytest.raises(RecipeError, match="820 tokens cannot be drawn .*the data is not prepared"):
+        course(recipe(tmp_path, schedule=section, **lengths))
+    wanted = recipe(tmp_path, **lengths)
+    found, warnings = course(wanted)
+    assert (found.known, found.place(30)) == (False, "3%")
+    assert "the data is not prepared" in warnings[0]
+    text = drawing(wanted, found, 80)
+    assert "100%" in text
+    assert "step" not in text
+    prepare_data(recipe_dict(wanted))
+    found, warnings = course(recipe(tmp_path, schedule=section, **lengths))
+    assert (found.known, found.total_steps, warnings) == (True, 60, [])
+    assert [index for index, what in found.points() if "warm-up ends" in what] == [3]  # at 307.5 tokens a step
+
+
+def test_short_runs_can_be_drawn(tmp_path: Path) -> None:
+    for steps in (1, 2, 7):
+        wanted = recipe(
+            tmp_path, train={"duration": f"{steps} steps"}, schedule={"kind": "constant", "warmup": "never"}
+        )
+        lines = drawing(wanted, course(wanted)[0], 20).splitlines()
+        assert len(lines[14]) == 20
+        assert lines[-1].endswith("last step")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    def show(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "tuner", "config", "show", "--plot-schedule", *words]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "70"}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    flags = ["tiny_pretrain_cpu", "--train.duration", "500 steps", "--schedule.kind", "wsd", "--optimizer.lr", "1e-3"]
+    done = show(*flags)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "┤" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) == 70
+    document = json.loads(show(*flags, "--json").stdout)
+    jsonschema.validate(document, json.loads(SCHEMA_PATH.read_text()))
+    assert document["artifacts"]["schedule"]["total_steps"] == 500
+    both = show(*flags, "--origin")
+    assert (both.returncode, both.stdout) == (2, "")
+    assert "exclude each other" in both.stderr
