@@ -5,11 +5,13 @@ forgets them before the next chunk starts (the method of Liger Kernel, https://a
 operations). Normaliser, loss and the step from logits to gradient are float32, a few rows at a time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+Kernel = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
+"""From logits ``[N, V]`` and targets ``[N]`` to the summed loss; where wanted, logits become their gradient in place."""
 CHUNK_LOGITS = 1 << 27
 """Logits of one chunk, at most: what bounds memory. Large, since every chunk adds to the gradient of the weight."""
 BLOCK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 28}
@@ -25,6 +27,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         dtype: torch.dtype,
+        kernel: Kernel,
     ) -> torch.Tensor:
         compute_weight = weight.to(dtype)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -35,12 +38,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for span in _spans(len(hidden), max(1, CHUNK_LOGITS // len(weight))):
             rows = hidden[span].to(dtype)
             logits = rows @ compute_weight.T
-            for block in _spans(len(rows), max(1, BLOCK_LOGITS[hidden.device.type] // len(weight))):
-                loss_of_block, gradient = _softmax_loss(logits[block], bias, targets[span][block], loss.dtype)
-                loss += loss_of_block
-                if grad_bias is not None:
-                    grad_bias += gradient.sum(0)
-                logits[block] = gradient
+            if bias is not None:
+                logits += bias
+            loss += kernel(logits, targets[span], any(ctx.needs_input_grad))
+            if grad_bias is not None:
+                grad_bias += logits.sum(0, dtype=loss.dtype)
             if grad_hidden is not None:
                 grad_hidden[span] = logits @ compute_weight
             if grad_weight is not None:
@@ -52,28 +54,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # In place: a second backward through the same loss is refused by autograd.
         scaled = [None if g is None else g.mul_(upstream) for g in ctx.saved_tensors]
-        return (*scaled, None, None)
+        return (*scaled, None, None, None)
 
 
 def _spans(count: int, size: int) -> Iterator[slice]:
     return (slice(start, min(count, start + size)) for start in range(0, count, size))
 
 
-def _softmax_loss(
-    logits: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss of a few rows and its gradient by their logits, both in ``dtype``."""
-    exact = logits.to(dtype) if bias is None else logits + bias.to(dtype)
-    target = targets[:, None]
-    share = torch.softmax(exact, -1)
-    # The largest share is 1 over the normaliser, from the largest logit: one pass less than logsumexp needs.
-    log_normaliser = exact.amax(-1, keepdim=True) - share.amax(-1, keepdim=True).log()
-    loss = (log_normaliser - exact.gather(1, target)).sum()
-    return loss, share.scatter_add_(1, target, share.new_full(target.shape, -1.0))
+def softmax_into_gradient(logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
+    """Summed loss, a float32 scalar; ``logits`` become its gradient where that is wanted. A few rows at a time."""
+    exact_dtype = torch.promote_types(logits.dtype, torch.float32)
+    total = torch.zeros((), dtype=exact_dtype, device=logits.device)
+    for block in _spans(len(logits), max(1, BLOCK_LOGITS[logits.device.type] // logits.shape[1])):
+        exact = logits[block].to(exact_dtype)
+        target = targets[block, None]
+        share = torch.softmax(exact, -1)
+        # The largest share is 1 over the normaliser, from the largest logit: one pass less than logsumexp needs.
+        log_normaliser = exact.amax(-1, keepdim=True) - share.amax(-1, keepdim=True).log()
+        total += (log_normaliser - exact.gather(1, target)).sum()
+        if wants_gradient:
+            logits[block] = share.scatter_add_(1, target, share.new_full(target.shape, -1.0))
+    return total
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    kernel: Kernel = softmax_into_gradient,
 ) -> torch.Tensor:
     """Sum of the cross-entropies in nats, a scalar; zero, with a gradient of zeros, for no positions.
 
@@ -85,7 +94,7 @@ def linear_cross_entropy(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     if not torch.is_grad_enabled():  # the function would still see parameters that want a gradient, and make it
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype, kernel)  # type: ignore[no-untyped-call]
     return loss
 
 

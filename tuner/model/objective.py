@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from tuner.errors import PluginError
-from tuner.model.linear_cross_entropy import linear_cross_entropy
+from tuner.model.linear_cross_entropy import Kernel, linear_cross_entropy, softmax_into_gradient
 
 LossFunction = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, Mapping[str, torch.Tensor]]
@@ -32,11 +32,14 @@ class Objective(Protocol):
 class CrossEntropy:
     """Next-token prediction; it logs nothing beside its loss."""
 
+    def __init__(self, kernel: Kernel = softmax_into_gradient) -> None:
+        self._kernel = kernel
+
     def __call__(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
     ) -> torch.Tensor:
         """See :func:`~tuner.model.linear_cross_entropy.linear_cross_entropy`."""
-        return linear_cross_entropy(hidden, weight, bias, targets)
+        return linear_cross_entropy(hidden, weight, bias, targets, self._kernel)
 
     def take(self) -> dict[str, torch.Tensor]:
         """Nothing."""

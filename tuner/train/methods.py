@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tuner.config.recipe import CustomMethod, PretrainMethod, SftMethod
 from tuner.errors import PluginError
+from tuner.model.liger_loss import loss_into_gradient
 from tuner.model.objective import CrossEntropy, Objective, OwnObjective
 from tuner.runtime.plugins import failure, load, require_call, source_file
 
@@ -24,13 +25,13 @@ TAKEN = (
 """Keys of a line of metrics.jsonl that a figure cannot have."""
 
 
-def build_objective(method: SftMethod | PretrainMethod | CustomMethod) -> Objective:
-    """Cross-entropy, or the user's own: ``use`` is called with the options and gives the loss function.
+def build_objective(method: SftMethod | PretrainMethod | CustomMethod, liger: bool) -> Objective:
+    """Cross-entropy, by liger's kernel or plain torch, or the user's own: ``use`` is called with the options and gives the loss function.
 
     Raises PluginError where it is not there or fails.
     """
     if not isinstance(method, CustomMethod):
-        return CrossEntropy()
+        return CrossEntropy(loss_into_gradient) if liger else CrossEntropy()
     factory = load(method.use, "tuner.methods", Path.cwd())  # a path in a loaded recipe is absolute
     require_call(factory, method.use, (), method.options)
     try:

@@ -173,7 +173,7 @@ def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenize
         world_size=launch.world_size,
     )
     policy = GuardPolicy(recipe.train.nonfinite, recipe.train.skip_spikes)
-    root.objective = build_objective(recipe.method)
+    root.objective = build_objective(recipe.method, recipe.model.kernels == "liger")
     learner = Learner(root, parameters, optimizer, numerics, Guard(policy, device))
     probes = probe_inputs(prepared.train)
     table, held = timetable(recipe, prepared), held_out_rows(recipe, prepared)

@@ -1,0 +1,60 @@
+"""Liger's cross-entropy kernel gives the loss and gradients of plain torch, in Triton's interpreter without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPARE = """
+import json, sys, torch
+from tuner.model.linear_cross_entropy import linear_cross_entropy, softmax_into_gradient
+from tuner.model.liger_loss import loss_into_gradient
+device = sys.argv[1]
+found = []
+for n, d, v, with_bias in [(5, 8, 300, False), (3, 16, 70000, False), (4, 8, 11, True), (0, 8, 11, False)]:
+    torch.manual_seed(n)
+    leaves = [torch.randn(n, d, device=device), torch.randn(v, d, device=device)]
+    leaves += [torch.randn(v, device=device)] if with_bias else []
+    targets = torch.randint(0, v, (n,), device=device)
+    results = []
+    for kernel in (softmax_into_gradient, loss_into_gradient):
+        copies = [leaf.clone().requires_grad_() for leaf in leaves]
+        loss = linear_cross_entropy(copies[0], copies[1], copies[2] if with_bias else None, targets, kernel)
+        results.append([loss, *torch.autograd.grad(3 * loss, copies)])
+    for a, b in zip(*results, strict=True):
+        found.append(float((a - b).norm() / b.norm().clamp_min(1e-9)))
+    with torch.no_grad():
+        alone = linear_cross_entropy(*leaves[:2], leaves[2] if with_bias else None, targets, loss_into_gradient)
+    found.append(float((alone - results[0][0]).abs() / results[0][0].abs().clamp_min(1e-9)))
+print(json.dumps(found))
+"""
+
+
+def differences(device: str, **env: str) -> list[float]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPARE, device],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+    )
+    assert done.returncode == 0, done.stderr
+    return [float(item) for item in json.loads(done.stdout.splitlines()[-1])]
+
+
+def test_the_kernel_equals_plain_torch_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    found = differences("cpu", TRITON_INTERPRET="1")
+    assert len(found) == 17
+    assert max(found) < 1e-5, found
+
+
+@pytest.mark.gpu
+def test_the_kernel_equals_plain_torch_on_the_device() -> None:
+    assert torch.cuda.is_available()
+    assert max(differences("cuda")) < 1e-5
