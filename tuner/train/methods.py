@@ -26,8 +26,9 @@ TAKEN = (
 
 
 def build_objective(method: SftMethod | PretrainMethod | CustomMethod, liger: bool) -> Objective:
-    """Cross-entropy, by liger's kernel or plain torch, or the user's own: ``use`` is called with the options and gives the loss function.
+    """Cross-entropy, by liger's kernel or in plain torch; or the user's own.
 
+    For the latter ``use`` is called with the options and gives the loss function.
     Raises PluginError where it is not there or fails.
     """
     if not isinstance(method, CustomMethod):
