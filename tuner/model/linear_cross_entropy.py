@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
-"""From logits ``[N, V]`` and targets ``[N]`` to the summed loss; where wanted, logits become their gradient in place."""
+"""From logits ``[N, V]`` and targets ``[N]`` to the summed loss; if wanted, logits become their gradient in place."""
 CHUNK_LOGITS = 1 << 27
 """Logits of one chunk, at most: what bounds memory. Large, since every chunk adds to the gradient of the weight."""
 BLOCK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 28}
