@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.train.synthetic import assembly_for, recipe_for
@@ -61,6 +62,7 @@ def trained(model: Path, optimizer: dict[str, Any], launch: Launch, drawn: bool)
     )
     assembly = assembly_for(recipe, ROWS, launch)
     learner, losses = assembly.learner, []
+    start = {f"start/{name}": whole(parameter) for name, parameter in learner.parameters.items()}
     for step in range(STEPS):
         if drawn:
             give(learner.parameters, step)
@@ -73,7 +75,7 @@ def trained(model: Path, optimizer: dict[str, Any], launch: Launch, drawn: bool)
     if launch.world_size > 1 and not drawn:
         torch.distributed.all_reduce(total)
     state = {name: whole(tensor) for name, tensor in learner.optimizer.state_tensors().items()}
-    return {"loss": total} | {name: whole(p) for name, p in learner.parameters.items()} | state
+    return start | {"loss": total} | {name: whole(p) for name, p in learner.parameters.items()} | state
 
 
 def all_trained(model: Path, launch: Launch) -> dict[str, dict[str, torch.Tensor]]:
@@ -91,7 +93,8 @@ def main() -> None:
     with process_group(launch, "cpu", 120):
         found = all_trained(model, launch)
     if launch.is_main:
-        torch.save(found, target)
+        flat = {f"{case}|{name}": tensor for case, state in found.items() for name, tensor in state.items()}
+        save_file({name: tensor.contiguous() for name, tensor in flat.items()}, target)
 
 
 if __name__ == "__main__":

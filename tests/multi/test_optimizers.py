@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.multi import optimizer_worker
 from tests.multi.launcher import run
@@ -19,9 +20,12 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
     model = tmp_path_factory.mktemp("model")
     write_model(model)
     (model / "rows.jsonl").touch()
-    run([WORKER, str(model), str(model / "two.pt")], 2)
-    one = optimizer_worker.all_trained(model, Launch())
-    return one, torch.load(model / "two.pt", weights_only=True)
+    run([WORKER, str(model), str(model / "two.safetensors")], 2)
+    two: dict[str, Any] = {}
+    for name, tensor in load_file(model / "two.safetensors").items():
+        case, _, name_in_case = name.partition("|")
+        two.setdefault(case, {})[name_in_case] = tensor
+    return optimizer_worker.all_trained(model, Launch()), two
 
 
 @pytest.mark.multi
@@ -35,9 +39,12 @@ def test_two_processes_take_the_steps_of_one(
     assert any(name.startswith("optimizer/") for name in one)
     for name, expected in one.items():
         assert two[name].shape == expected.shape, name
-        # Muon rounds to bf16, which makes a last digit of a gradient one of the eighth bit in the update.
-        bound = 3e-4 if kind == "muon" and not drawn and name != "loss" else 1e-5
-        difference = torch.linalg.vector_norm(two[name] - expected) / torch.linalg.vector_norm(expected)
+        scale, bound = torch.linalg.vector_norm(expected), 1e-5
+        if kind == "muon" and not drawn and f"start/{name}" in one:
+            # Muon orthogonalizes in bf16, where directions that hardly count are brought to full length with
+            # their rounding; with gradients that are drawn, which have none of those, it is held to 1e-5 too.
+            scale, bound = torch.linalg.vector_norm(expected - one[f"start/{name}"]), 0.05
+        difference = torch.linalg.vector_norm(two[name] - expected) / scale
         assert difference <= bound, (name, difference)
 
 
