@@ -40,10 +40,11 @@ def test_two_processes_take_the_steps_of_one(
     for name, expected in one.items():
         assert two[name].shape == expected.shape, name
         scale, bound = torch.linalg.vector_norm(expected), 1e-5
-        if kind == "muon" and not drawn and f"start/{name}" in one:
+        if kind == "muon" and not drawn and name != "loss":
             # Muon orthogonalizes in bf16, where directions that hardly count are brought to full length with
             # their rounding; with gradients that are drawn, which have none of those, it is held to 1e-5 too.
-            scale, bound = torch.linalg.vector_norm(expected - one[f"start/{name}"]), 0.05
+            start = one.get(f"start/{name}")
+            scale, bound = (scale, 1e-3) if start is None else (torch.linalg.vector_norm(expected - start), 0.05)
         difference = torch.linalg.vector_norm(two[name] - expected) / scale
         assert difference <= bound, (name, difference)
 
