@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -48,6 +50,22 @@ def test_other_ranks_are_quiet_but_for_errors() -> None:
     console.warn("d")
     console.error("rank 1: e")
     assert stream.getvalue() == "error: rank 1: e\n"
+
+
+def test_a_log_keeps_what_was_said_with_the_time_whoever_says_it(tmp_path: Path) -> None:
+    log = tmp_path / "rank1.log"
+    log.write_text("an earlier launch\n")
+    console, stream = said(main=False, level="error")
+    console.say("plan", "before")
+    console.keep(log)
+    console.line("a step")
+    console.debug("left out")
+    console.error("broken")
+    first, *lines = log.read_text().splitlines()
+    assert first == "an earlier launch"
+    assert [line[22:] for line in lines] == ["plan      before", "a step", "error: broken"]
+    assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ  ", line) for line in lines)
+    assert stream.getvalue() == "error: broken\n"
 
 
 def test_control_characters_are_escaped() -> None:

@@ -11,31 +11,31 @@ from tuner.cli.session import DebugOption, JsonOption, Outcome, OutputOptions, V
 from tuner.errors import RecipeError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-NameArgument = Annotated[str, typer.Argument(help="Name of a shipped recipe.")]
+NameArgument = Annotated[str, typer.Argument(help="Name of a shipped recipe or script.")]
 
 
 def _find(name: str) -> Path:
     from difflib import get_close_matches
 
-    from tuner.config.shipped import shipped_recipes
+    from tuner.config.shipped import shipped_recipes, shipped_scripts
 
-    shipped = shipped_recipes()
+    shipped = shipped_recipes() | shipped_scripts()
     key = name.removesuffix(".yaml")
     if key not in shipped:
         near = get_close_matches(key, shipped, 1, 0.4)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(shipped)}"
-        raise RecipeError(f"no shipped recipe {name}", hint=hint)
+        raise RecipeError(f"no shipped recipe or script {name}", hint=hint)
     return shipped[key]
 
 
 @app.command("list")
 def list_recipes(json: JsonOption = False, verbose: VerboseOption = False, debug: DebugOption = False) -> None:
-    """List the shipped recipes, one a line, with what each is for."""
+    """List the shipped recipes and scripts, one a line, with what each is for."""
 
     def body() -> Outcome:
-        from tuner.config.shipped import shipped_recipes, summary
+        from tuner.config.shipped import shipped_recipes, shipped_scripts, summary
 
-        lines = {name: summary(path) for name, path in shipped_recipes().items()}
+        lines = {name: summary(path) for name, path in (shipped_recipes() | shipped_scripts()).items()}
         width = max((len(name) for name in lines), default=0)
         text = "\n".join(f"{name.ljust(width)}  {line}".rstrip() for name, line in lines.items())
         return Outcome(text, artifacts={"recipes": lines}, is_text=True)
@@ -47,7 +47,7 @@ def list_recipes(json: JsonOption = False, verbose: VerboseOption = False, debug
 def show(
     name: NameArgument, json: JsonOption = False, verbose: VerboseOption = False, debug: DebugOption = False
 ) -> None:
-    """Print a shipped recipe."""
+    """Print a shipped recipe or script."""
     run_command(
         "recipes show",
         OutputOptions(json, verbose, debug),
@@ -58,12 +58,12 @@ def show(
 @app.command()
 def copy(
     name: NameArgument,
-    target: Annotated[Path | None, typer.Argument(help="File to write; default ./NAME.yaml.")] = None,
+    target: Annotated[Path | None, typer.Argument(help="File to write; default the shipped one's name.")] = None,
     json: JsonOption = False,
     verbose: VerboseOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Copy a shipped recipe to a file of your own; an existing file is never overwritten."""
+    """Copy a shipped recipe or script to a file of your own; an existing file is never overwritten."""
 
     def body() -> Outcome:
         source = _find(name)
@@ -77,6 +77,7 @@ def copy(
             raise RecipeError(f"{path} exists already", hint="name another file") from None
         except FileNotFoundError:
             raise RecipeError(f"no directory {path.parent}") from None
-        return Outcome(str(path), next=f"tuner config check {path}")
+        follows = f"tuner config check {path}" if source.suffix == ".yaml" else f"sbatch {path} RECIPE"
+        return Outcome(str(path), next=follows)
 
     run_command("recipes copy", OutputOptions(json, verbose, debug), body)

@@ -19,7 +19,13 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(recipes_dir().glob(f"*{SUFFIX}"))}
 
 
+def shipped_scripts() -> dict[str, Path]:
+    """Return the scripts for schedulers that ship beside the recipes, by file name."""
+    return {path.name: path for path in sorted((recipes_dir() / "slurm").glob("*.sbatch"))}
+
+
 def summary(path: Path) -> str:
-    """Return a recipe's first comment line: what it is for."""
-    first = path.read_text(encoding="utf-8").splitlines()[0]
+    """Return the comment that a recipe or script begins with: what it is for."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    first = lines[1] if lines[0].startswith("#!") else lines[0]
     return first.lstrip("# ").strip() if first.startswith("#") else ""

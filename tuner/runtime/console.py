@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import time
 import unicodedata
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO, Literal
 
 from rich.console import Console as RichConsole
@@ -13,6 +17,8 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 LABEL_WIDTH = 10
+EARLY_LINES = 200
+"""Lines that are remembered for a log that is opened later."""
 Level = Literal["debug", "info", "warning", "error"]
 _ORDER: dict[str, int] = {"debug": 0, "info": 1, "warning": 2, "error": 3}
 _DIRECTION = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -53,12 +59,15 @@ class Progress:
 class Console:
     """Writes `label     text` lines to stderr (or `stream`); silent unless `main`, and below `level`.
 
-    Colour and bars need a terminal and the absence of NO_COLOR. A closed stderr is no error.
+    Colour and bars need a terminal and the absence of NO_COLOR. A closed stderr is no error. `keep` has every line
+    written to a file too, by any process.
     """
 
     def __init__(self, main: bool = True, level: Level = "info", stream: IO[str] | None = None) -> None:
         self._level = _ORDER[level]
         self._main = main
+        self._log: Path | None = None
+        self._early: deque[str] = deque(maxlen=EARLY_LINES)
         self._rich = RichConsole(
             file=stream, stderr=stream is None, highlight=False, markup=False, emoji=False, soft_wrap=True
         )
@@ -67,6 +76,15 @@ class Console:
     def is_live(self) -> bool:
         """Whether bars are drawn."""
         return self._main and self._rich.is_terminal and self._level <= _ORDER["info"]
+
+    def keep(self, path: Path) -> None:
+        """Append what was said so far, and every line from here on, to a file, each with its time (UTC).
+
+        The file gets what is said at level `info` and above, however little is shown.
+        """
+        self._log = path
+        while self._early:
+            _append(path, self._early.popleft())
 
     def say(self, label: str, text: str, level: Level = "info") -> None:
         """One aligned line; a newline in `text` continues below the text, other control characters are escaped."""
@@ -96,6 +114,7 @@ class Console:
         line.append("\n  ".join(escape(part) for part in message.split("\n")), style="")
         if hint is not None:
             line.append("\n  " + "\n  ".join(escape(part) for part in hint.split("\n")), style="")
+        self._note(line.plain)
         self._write(line)
 
     @contextmanager
@@ -110,8 +129,17 @@ class Console:
             yield Progress(bar, label, total)
 
     def _print(self, line: Text, level: Level) -> None:
+        if _ORDER[level] >= min(self._level, _ORDER["info"]):
+            self._note(line.plain)
         if self._main and _ORDER[level] >= self._level:
             self._write(line)
+
+    def _note(self, text: str) -> None:
+        stamped = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}  {text}\n"
+        if self._log is None:
+            self._early.append(stamped)
+        else:
+            _append(self._log, stamped)
 
     def _write(self, line: Text) -> None:
         # A closed pipe or descriptor: the work goes on, there is nobody left to tell.
@@ -119,3 +147,13 @@ class Console:
             self._rich.print(line, soft_wrap=True)
         except (OSError, ValueError):
             return
+
+
+def _append(path: Path, text: str) -> None:
+    # A disk that fails here fails at the next checkpoint, where it is told.
+    with suppress(OSError):
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+        try:
+            os.write(log, text.encode(errors="backslashreplace"))
+        finally:
+            os.close(log)

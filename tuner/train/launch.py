@@ -41,7 +41,7 @@ def launch(loaded: LoadedRecipe, options: TrainOptions, level: Level) -> RunResu
     ready = make_ready(loaded, options, console)
     if isinstance(ready, RunResult):
         return ready
-    logs = ready.run.path / "logs"
+    logs = ready.run.logs
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -79,6 +79,7 @@ def _run(
     if found is not None:
         _require_same_data(found, assembly)
     record = Ranks(gloo_group()).on_main(lambda: _begin(run, loaded, record, assembly, found))
+    console.keep(run.logs / f"rank{launch.rank}.log")
     at = 0 if found is None else found.step
     facts = RunFacts(run.path, str(record["run_id"]), total, recipe_dict(assembly.resolved.recipe), at)
     hooks = build_hooks(assembly, facts, console)
@@ -126,6 +127,7 @@ def _begin(
     if run.read_record() != record:
         raise MachineError(f"{run.path}: another launch used it meanwhile", hint="run the same command again")
     run.checkpoints.mkdir(parents=True, exist_ok=True)
+    run.logs.mkdir(exist_ok=True)
     sweep(run.checkpoints)
     resolved = assembly.resolved
     if found is None:

@@ -44,6 +44,11 @@ class RunDir:
         return self.path / CHECKPOINTS
 
     @property
+    def logs(self) -> Path:
+        """`rankN.log` of each process: what it said, with the time."""
+        return self.path / "logs"
+
+    @property
     def record(self) -> Path:
         """`run.json`: status, and of each launch its start and end, command, environment, versions and source trees."""
         return self.path / RECORD
