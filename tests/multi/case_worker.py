@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from tests.multi.launcher import bound_listener, open_store
 from tests.train.synthetic import assembly_for, recipe_for
 from tuner.runtime.launch import Launch
 from tuner.runtime.process import process_group
@@ -98,6 +99,10 @@ def run_rank(rank: int, cases: list[dict[str, Any]], output: Path) -> None:
 
 def main() -> int:
     cases, output = json.loads(sys.argv[1]), Path(sys.argv[2])
+    listeners = [bound_listener() for _ in cases]
+    for case, (_, port) in zip(cases, listeners, strict=True):
+        case["port"] = port
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     children = []
     for rank in range(WORLD):
         pid = os.fork()
@@ -112,6 +117,8 @@ def main() -> int:
                 sys.stderr.flush()
                 os._exit(code)
         children.append(pid)
+    stores = [open_store(listener, port) for listener, port in listeners]  # after forking: each has a thread
+    assert len(stores) == len(cases)
     return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children)
 
 

@@ -1,4 +1,4 @@
-"""Starts a script on several ranks, as torchrun would, on a free port of the loopback."""
+"""Starts a script on several ranks, as torchrun would, meeting on the loopback."""
 
 import os
 import socket
@@ -6,7 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from torch.distributed import TCPStore
+
 ROOT = Path(__file__).resolve().parents[2]
+_stores: list[TCPStore] = []
+"""Where the ranks of this process's tests meet."""
+
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -25,20 +30,29 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
     return env
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def bound_listener() -> tuple[socket.socket, int]:
+    """A listening socket of the loopback and its port, which nobody else can take between now and its use."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(64)
+    return listener, int(listener.getsockname()[1])
+
+
+def open_store(listener: socket.socket, port: int) -> TCPStore:
+    """The store at which ranks meet that were told ``TORCHELASTIC_USE_AGENT_STORE``; kept as long as they need it."""
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def start(arguments: list[str], world_size: int, **options: object) -> list[subprocess.Popen[str]]:
     """Start `python ARGUMENTS` on every rank."""
-    port = free_port()
-    return [
+    listener, port = bound_listener()
+    store = open_store(listener, port)
+    processes = [
         subprocess.Popen(
             [sys.executable, *arguments],
             env=rank_environment(rank, world_size, port),
@@ -49,6 +63,8 @@ def start(arguments: list[str], world_size: int, **options: object) -> list[subp
         )
         for rank in range(world_size)
     ]
+    _stores.append(store)
+    return processes
 
 
 def run(arguments: list[str], world_size: int, timeout_s: float = 300) -> str:

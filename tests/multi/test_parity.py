@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.multi.launcher import ROOT, free_port
+from tests.multi.launcher import ROOT
 from tests.train.synthetic import SyntheticRows, write_model
 from tuner.data.batches import GlobalBatches
 
@@ -59,7 +59,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(directory)
     cases = []
     for name, changes in CASES.items():
-        case = {**ONE, **changes, "name": name, "model": str(directory), "port": free_port()}
+        case = {**ONE, **changes, "name": name, "model": str(directory)}
         cases.append({**case, "adapter": ADAPTERS[case["adapter"]]})
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
