@@ -100,13 +100,14 @@ def open_checkpoint(path: Path, verify: bool = True) -> CheckpointInfo:
     return CheckpointInfo(path, step, manifest, read_json(path / STATE_NAME))
 
 
-def load_into(info: CheckpointInfo, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_into(info: CheckpointInfo, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> None:
     """Fill `tensors` (plain or DTensors) in place with the checkpoint's, saved at any world size; collective.
 
-    Names, shapes and dtypes must be the checkpoint's. Raises DataError with the first that differ.
+    Names, shapes and dtypes must be those of the checkpoint's tensors whose names begin with `prefix`. Raises DataError
+    with the first that differ.
     """
     index = info.index()
-    require_same(info.path, index, tensors)
+    require_same(info.path, {name: entry for name, entry in index.items() if name.startswith(prefix)}, tensors)
     ranks = Ranks(gloo_group())
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:

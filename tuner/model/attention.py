@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from tuner.model.blocked_attention import attend_documents
-from tuner.model.documents import Documents
+from tuner.model.documents import Documents, GrowingDocuments
 
 PACKED = "tuner_packed"
 # Keyword arguments of other attention functions that change the result. Ignoring one would be silently wrong.
@@ -46,12 +46,16 @@ def packed_attention(
         unsupported.append("bidirectional attention")
     if unsupported:
         raise ValueError(f"packed attention does not compute {', '.join(unsupported)}")
-    documents: Documents | None = options.get("documents")
+    documents: Documents | GrowingDocuments | None = options.get("documents")
     window, dropout, scaling = options.get("sliding_window"), options.get("dropout", 0.0), options.get("scaling")
     if documents is None:
         output = _causal(query, key, value, window, dropout, scaling).transpose(1, 2)
+    elif isinstance(documents, GrowingDocuments):
+        sizes = (documents.new, documents.whole, documents.whole)
+        output = _one_by_one((query, key, value), sizes, window, dropout, scaling)
     elif dropout > 0:
-        output = _one_by_one(query, key, value, documents, window, dropout, scaling)
+        lengths = tuple(documents.host.diff().tolist())
+        output = _one_by_one((query, key, value), (lengths,) * 3, window, dropout, scaling)
     else:
         q, k, v = _as_computed(query[0], key[0], value[0])
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -93,17 +97,14 @@ def _varlen(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _one_by_one(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: Documents,
+    tensors: tuple[torch.Tensor, ...],
+    sizes: tuple[tuple[int, ...], ...],
     window: int | None,
     dropout: float,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Torch's own attention for each document, with dropout."""
-    lengths = documents.host.diff().tolist()
-    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    """Torch's own attention for each document; of query, key and value so many positions each are its own."""
+    parts = zip(*(tensor.split(own, dim=2) for tensor, own in zip(tensors, sizes, strict=True)), strict=True)
     return torch.cat([_causal(q, k, v, window, dropout, scaling) for q, k, v in parts], dim=2).transpose(1, 2)
 
 

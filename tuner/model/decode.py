@@ -1,29 +1,111 @@
-"""Greedy decoding with a key-value cache, the same on every rank."""
+"""Greedy decoding of several prompts at once, the same on every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import accumulate, chain
+from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from tuner.model.documents import GrowingDocuments
 from tuner.model.root import CausalLM
+
+
+class SideBySide(DynamicCache):
+    """Keys and values of several documents that grow at the same time, each at its own length.
+
+    A layer gets the keys of all of them end to end; :class:`GrowingDocuments` says where each one's lie. A layer with a
+    sliding window keeps all keys too: attention leaves out those that are too old.
+    """
+
+    def __init__(self, config: PretrainedConfig, count: int) -> None:
+        super().__init__(config=config)
+        self.documents = GrowingDocuments((), (0,) * count)
+        self._kept: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def grow(self, new: Sequence[int]) -> None:
+        """Before a forward: each document will get so many tokens."""
+        whole = (past + more for past, more in zip(self.documents.whole, new, strict=True))
+        self.documents = GrowingDocuments(tuple(new), tuple(whole))
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Forget all documents but those at these places."""
+        new, whole = self.documents.new, self.documents.whole
+        self.documents = GrowingDocuments(tuple(new[i] for i in places), tuple(whole[i] for i in places))
+        self._kept = {layer: [kept[i] for i in places] for layer, kept in self._kept.items()}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys and values ``[1, heads, new tokens of all, d]``; all of them so far, end to end."""
+        added = list(zip(*(states.split(self.documents.new, 2) for states in (key_states, value_states)), strict=True))
+        before = self._kept.get(layer_idx)
+        if before is not None:
+            added = [
+                (torch.cat([keys, more_keys], 2), torch.cat([values, more_values], 2))
+                for (keys, values), (more_keys, more_values) in zip(before, added, strict=True)
+            ]
+        self._kept[layer_idx] = added
+        return torch.cat([keys for keys, _ in added], 2), torch.cat([values for _, values in added], 2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the longest document before this forward."""
+        past = (whole - new for new, whole in zip(self.documents.new, self.documents.whole, strict=True))
+        return max(past, default=0)
 
 
 @torch.no_grad()
 def greedy(
-    root: CausalLM, prompt_ids: Sequence[int], eos_ids: Sequence[int], max_new_tokens: int, device: torch.device
-) -> list[int]:
-    """The most likely continuation, token by token, up to an end token (left out) or ``max_new_tokens``.
+    root: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    eos_ids: Collection[int],
+    limits: Sequence[int],
+    device: torch.device,
+) -> list[list[int]]:
+    """The most likely continuation of each prompt, up to an end token (left out) or as many tokens as its limit.
 
-    Under FSDP2 every rank must call it with the same prompt: the ranks then take the same number of forwards.
+    All prompts take each step together where the model keeps plain keys and values: reading the weights, and gathering
+    them under FSDP2, costs as much for one as for several. A model with a state of another kind takes them one by one.
+    Under FSDP2 every rank must call it with the same prompts: the ranks then take the same number of forwards.
     """
-    cache = DynamicCache(config=root.model.config)
-    ends = set(eos_ids)
-    given = torch.tensor(list(prompt_ids), dtype=torch.int64, device=device)
-    answer: list[int] = []
-    while len(answer) < max_new_tokens:
-        token = int(root.next_logits(given, cache).argmax())
-        if token in ends:
-            break
-        answer.append(token)
-        given = torch.tensor([token], dtype=torch.int64, device=device)
-    return answer
+    config = root.model.config
+    wanted = [i for i, limit in enumerate(limits) if limit > 0]
+    answers: list[list[int]] = [[] for _ in prompts]
+    for group in [wanted] if _is_plain(config) else [[i] for i in wanted]:
+        cache = SideBySide(config, len(group)) if _is_plain(config) else DynamicCache(config=config)
+        live, given = group, [list(prompts[i]) for i in group]
+        while live:
+            tokens = _next_logits(root, given, cache, device).argmax(-1).tolist()
+            going = []
+            for place, (i, token) in enumerate(zip(live, tokens, strict=True)):
+                if token not in eos_ids:
+                    answers[i].append(token)
+                    if len(answers[i]) < limits[i]:
+                        going.append(place)
+            if isinstance(cache, SideBySide) and len(going) < len(live):
+                cache.keep(going)
+            live, given = [live[place] for place in going], [[tokens[place]] for place in going]
+    return answers
+
+
+def _next_logits(root: CausalLM, given: list[list[int]], cache: Cache, device: torch.device) -> torch.Tensor:
+    """Logits ``[documents, V]`` after the tokens that each document is given now."""
+    lengths = [len(ids) for ids in given]
+    if isinstance(cache, SideBySide):
+        cache.grow(lengths)
+        starts = [whole - new for whole, new in zip(cache.documents.whole, lengths, strict=True)]
+    else:
+        starts = [cache.get_seq_length()]
+    places = [start + i for start, length in zip(starts, lengths, strict=True) for i in range(length)]
+    lasts = [end - 1 for end in accumulate(lengths)]
+    ids, positions, at = (
+        torch.tensor(values, dtype=torch.int64, device=device) for values in (list(chain(*given)), places, lasts)
+    )
+    return root.next_logits(ids, positions, at, cache, cache.documents if isinstance(cache, SideBySide) else None)
+
+
+def _is_plain(config: PretrainedConfig) -> bool:
+    """Whether every layer keeps keys and values of each token, and nothing else."""
+    layers = DynamicCache(config=config).layers
+    return bool(layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)

@@ -8,6 +8,17 @@ from itertools import accumulate
 import torch
 
 
+@dataclass(frozen=True)
+class GrowingDocuments:
+    """Documents that are decoded side by side: of each, the tokens of this forward, and all tokens so far with them.
+
+    Keys and values of each document's tokens so far lie end to end.
+    """
+
+    new: tuple[int, ...]
+    whole: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Documents:
     """The bounds of the documents that lie end to end in T tokens. No layer asks the device for them.

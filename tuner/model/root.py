@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
-from tuner.model.documents import Documents
+from tuner.model.documents import Documents, GrowingDocuments
 from tuner.model.linear_cross_entropy import position_losses
 from tuner.model.objective import CrossEntropy, Objective
 
@@ -65,14 +65,26 @@ class CausalLM(nn.Module):
         logits: torch.Tensor = self.model.get_output_embeddings()(hidden[positions])
         return logits
 
-    def next_logits(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Logits ``[V]`` after the last of ``input_ids`` ``[T]``, which continue the document in ``cache``."""
-        seen = cache.get_seq_length()
-        position_ids = torch.arange(seen, seen + input_ids.shape[0], device=input_ids.device)
+    def next_logits(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        lasts: torch.Tensor,
+        cache: Cache,
+        documents: GrowingDocuments | None,
+    ) -> torch.Tensor:
+        """Logits ``[N, V]`` at the ``lasts`` ``[N]`` of tokens ``[T]`` that continue the ``documents`` in ``cache``.
+
+        Without ``documents`` there is one.
+        """
         output = self.model.get_decoder()(
-            input_ids=input_ids[None], position_ids=position_ids[None], past_key_values=cache, use_cache=True
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            past_key_values=cache,
+            use_cache=True,
+            documents=documents,
         )
-        logits: torch.Tensor = self.model.get_output_embeddings()(output.last_hidden_state[0, -1])
+        logits: torch.Tensor = self.model.get_output_embeddings()(output.last_hidden_state[0, lasts])
         return logits
 
     def _hidden(

@@ -12,11 +12,14 @@ import torch
 import torch.distributed as dist
 
 from tuner.data.batches import Batch, GlobalBatches
+from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PackedRows, Sample
 from tuner.model.decode import greedy
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import sync_gradients
 from tuner.train.step import Learner, Numerics, to_device
+
+MAX_ANSWER_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -124,25 +127,24 @@ def evaluate(
     return Evaluation(sum(totals) / max(1, tokens), tokens, parts if len(held.sources) > 1 else {})
 
 
-def answer_samples(learner: Learner, samples: list[Sample], eos_ids: list[int], max_new_tokens: int) -> list[list[int]]:
-    """Greedy answers, as token ids, to held-out prompts. Collective: every rank decodes the same prompts.
+def answer_samples(learner: Learner, samples: Sequence[Sample], tokenizer: TextTokenizer) -> list[str]:
+    """Greedy answers to held-out prompts. Collective: every rank decodes the same prompts, all of them together.
 
-    An answer ends at an end token, after ``max_new_tokens``, or at the model's last position.
+    An answer ends at an end token, at the model's last position, after MAX_ANSWER_TOKENS, or where it is a good part
+    longer than what was wanted.
     """
     learner.root.eval()
     config = learner.root.model.config.get_text_config()
     max_positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    wanted = [len(tokenizer.encode(sample.reference)) for sample in samples]
+    limits = [
+        min(MAX_ANSWER_TOKENS, count + count // 4 + 8, max(0, max_positions - len(sample.prompt_ids)))
+        for sample, count in zip(samples, wanted, strict=True)
+    ]
+    prompts = [sample.prompt_ids for sample in samples]
     with learner.numerics.autocast():
-        return [
-            greedy(
-                learner.root,
-                sample.prompt_ids,
-                eos_ids,
-                min(max_new_tokens, max(0, max_positions - len(sample.prompt_ids))),
-                learner.numerics.device,
-            )
-            for sample in samples
-        ]
+        answers = greedy(learner.root, prompts, frozenset(tokenizer.eos_ids), limits, learner.numerics.device)
+    return [tokenizer.decode(ids) for ids in answers]
 
 
 def _losses(root: CausalLM, numerics: Numerics, batch: Batch, positions: npt.NDArray[np.int64]) -> torch.Tensor:

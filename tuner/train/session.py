@@ -25,7 +25,6 @@ from tuner.train.setup import Assembly
 from tuner.train.step import StepResult
 from tuner.train.steplog import StepLog
 
-MAX_ANSWER_TOKENS = 128
 SHOWN_CHARACTERS = 140
 STOP_FILE = "STOP"
 """A file of this name in the run directory asks the run to save and stop; it is removed when that is done."""
@@ -101,9 +100,8 @@ class Session:
     def _answer_samples(self) -> None:
         assembly = self.assembly
         samples = assembly.prepared.samples[: assembly.resolved.recipe.eval.samples]
-        answers = answer_samples(assembly.learner, samples, list(assembly.tokenizer.eos_ids), MAX_ANSWER_TOKENS)
-        for sample, ids in zip(samples, answers, strict=True):
-            answer = assembly.tokenizer.decode(ids)
+        answers = answer_samples(assembly.learner, samples, assembly.tokenizer)
+        for sample, answer in zip(samples, answers, strict=True):
             said = {"prompt": sample.prompt_text, "answer": answer, "reference": sample.reference}
             self.samples.add({"step": self.progress.step, **said})
             self.console.say("sample", f"wanted {_one_line(sample.reference)}\ngot    {_one_line(answer)}")

@@ -1,0 +1,88 @@
+"""Several prompts decoded together: each gets what it would get alone, with its whole text computed anew each time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from tests.model.tiny import TINY, VOCAB, tiny_config
+from tuner.model import decode
+from tuner.model.build import ModelSpec, build_model
+from tuner.model.decode import greedy
+from tuner.model.root import CausalLM
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 9, 3], [7] * 2 + [11, 30, 4, 8, 60, 61, 62, 12, 13], [40]]
+"""The second is longer than the sliding windows."""
+LIMITS = [12, 9, 14]
+
+
+def model(kind: str, directory: Path) -> CausalLM:
+    tiny_config(kind).save_pretrained(directory)
+    root = CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, 3))
+    with torch.no_grad():  # larger weights, so that answers vary and ties do not decide
+        for parameter in root.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+    return root
+
+
+def anew(root: CausalLM, prompt: list[int], ends: set[int], limit: int) -> list[int]:
+    """The answer without any cache."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + limit:
+        given = torch.tensor(ids)
+        with torch.no_grad():
+            logits = root.logits(given, torch.arange(len(ids)), (len(ids),), torch.tensor([len(ids) - 1]))
+        token = int(logits[0].argmax())
+        if token in ends:
+            break
+        ids.append(token)
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_answers_are_those_of_each_prompt_alone(kind: str, tmp_path: Path) -> None:
+    root = model(kind, tmp_path)
+    alone = [anew(root, prompt, set(), limit) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
+    assert len({token for answer in alone for token in answer}) > 3
+    assert greedy(root, PROMPTS, (), LIMITS, CPU) == alone
+    # An end token in the middle of the second: the others go on.
+    end = alone[1][4]
+    with_end = [anew(root, prompt, {end}, limit) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
+    assert len(with_end[1]) <= 4
+    assert greedy(root, PROMPTS, {end}, LIMITS, CPU) == with_end
+
+
+def test_prompts_without_room_have_empty_answers(tmp_path: Path) -> None:
+    root = model("llama", tmp_path)
+    assert greedy(root, PROMPTS, (), [0, 2, 0], CPU) == [[], anew(root, PROMPTS[1], set(), 2), []]
+    assert greedy(root, [], (), [], CPU) == []
+
+
+def test_a_model_with_another_kind_of_state_takes_them_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = model("llama", tmp_path)
+    together = greedy(root, PROMPTS, (), LIMITS, CPU)
+    caches: list[type] = []
+    real = CausalLM.next_logits
+
+    def watched(self: CausalLM, *arguments: object) -> torch.Tensor:
+        caches.append(type(arguments[3]))
+        return real(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CausalLM, "next_logits", watched)
+    assert greedy(root, PROMPTS, (), LIMITS, CPU) == together
+    assert (len(caches), set(caches)) == (max(LIMITS), {decode.SideBySide})
+    caches.clear()
+    monkeypatch.setattr(decode, "_is_plain", lambda config: False)
+    assert greedy(root, PROMPTS, (), LIMITS, CPU) == together
+    assert (len(caches), set(caches)) == (sum(LIMITS), {DynamicCache})
+
+
+def test_the_vocabulary_is_that_of_the_prompts() -> None:
+    assert max(max(prompt) for prompt in PROMPTS) < VOCAB

@@ -1,0 +1,108 @@
+"""`tuner eval`: the loss of a run, a checkpoint or a Hugging Face directory on a recipe's held-out rows."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tuner.cli.session import (
+    DebugOption,
+    JsonOption,
+    Outcome,
+    OutputOptions,
+    VerboseOption,
+    input_path,
+    load_for_command,
+    overrides_of,
+    run_command,
+)
+from tuner.errors import RecipeError
+
+if TYPE_CHECKING:
+    from tuner.config.load import LoadedRecipe
+    from tuner.config.overrides import Override
+    from tuner.runtime.console import Console
+    from tuner.train.score import Score, Trained
+
+OF_THE_MODEL = ("model.", "adapter.", "tokenizer.")
+
+
+def eval(  # noqa: A001 - the command's name
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(help="Run, checkpoint or Hugging Face directory; - reads stdin.")],
+    recipe: Annotated[
+        str | None, typer.Argument(help="Recipe that names the held-out rows; default the run's own, or ./recipe.yaml.")
+    ] = None,
+    json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Measure the loss on held-out rows, of each source and of all, and print it."""
+
+    def body() -> Outcome:
+        if model == recipe == "-":
+            raise RecipeError("only one of the two can be read from stdin")
+        path = input_path(model)
+        from tuner.runtime.console import Console
+        from tuner.runtime.launch import Launch
+        from tuner.train.score import find_trained, score
+
+        launch = Launch.from_environment()
+        console = Console(launch.is_main, "debug" if verbose else "info")
+        trained = find_trained(path, console)
+        loaded = _load(trained, recipe, overrides_of(ctx))
+        result = score(trained, loaded, launch, console)
+        _show(result, console)
+        return _outcome(result)
+
+    run_command("eval", OutputOptions(json, verbose, debug), body)
+
+
+def _load(trained: Trained, recipe: str | None, flags: list[Override]) -> LoadedRecipe:
+    """The recipe given, or the run's own. Raises RecipeError for a flag that would change the model."""
+    from tuner.config.load import load_recipe
+    from tuner.train.score import run_recipe
+
+    wrong = next((flag.key for flag in flags if flag.key.startswith(OF_THE_MODEL)), None)
+    if wrong is not None:
+        raise RecipeError(f"flag --{wrong}: the model is {trained.path}'s own", hint="leave it out")
+    if recipe is None and trained.checkpoint is not None:
+        return load_recipe(run_recipe(trained), flags)
+    return load_for_command(recipe, flags)
+
+
+def _outcome(score: Score) -> Outcome:
+    whole = score.evaluation
+    sources = {name: _figures(part.loss, part.tokens) for name, part in whole.sources.items()}
+    figures = _figures(whole.loss, whole.tokens)
+    return Outcome(
+        repr(whole.loss),
+        artifacts={"path": str(score.path), "sources": sources},
+        metrics={**figures, "step": score.step, "rows": score.rows, "seconds": round(score.seconds, 3)},
+        is_text=True,
+    )
+
+
+def _figures(loss: float, tokens: int) -> dict[str, Any]:
+    return {"loss": loss, "perplexity": perplexity(loss), "tokens": tokens}
+
+
+def perplexity(loss: float) -> float:
+    """e to the loss; infinite where that is no number any more."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _show(score: Score, console: Console) -> None:
+    from tuner.cli.table import columns
+
+    whole = score.evaluation
+    parts = [*whole.sources.items(), ("all" if whole.sources else "held out", whole)]
+    lines = [["", "loss", "perplexity", "tokens"]]
+    lines += [[name, f"{part.loss:.4f}", f"{perplexity(part.loss):,.2f}", f"{part.tokens:,}"] for name, part in parts]
+    for line in columns(lines, right=(1, 2, 3)).split("\n"):
+        console.line(line)
