@@ -40,7 +40,7 @@ NEVER_HEAVY = {"errors", "config", "data", "history"}
 LAZILY_HEAVY = {"runtime", "cli", "api", ""}
 # Who may see the whole recipe; everything else gets its own section or plain values.
 SEES_RECIPE = {"config", "profile", "cli", "api"}
-SEES_RECIPE_FILES = {"tuner.train.setup", "tuner.train.run"}
+SEES_RECIPE_FILES = {"tuner.train.setup", "tuner.train.run", "tuner.train.score"}
 
 
 def modules() -> dict[str, Path]:

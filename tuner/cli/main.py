@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "data": "List, show, verify or clean up prepared data.",
     "train": "Train the recipe's model, or go on where it stopped.",
     "resume": "Go on with a stopped run.",
+    "eval": "Measure the loss on held-out rows.",
     "export-hf": "Write a Hugging Face directory and verify it.",
     "runs": "List, show, compare, plot or remove runs.",
     "generate": "Write text with a run, a checkpoint or a Hugging Face directory.",
@@ -29,8 +30,8 @@ COMMANDS: dict[str, str] = {
 """Every command and its line of help; its file `tuner/cli/<command>.py` is imported only when it runs."""
 
 GROUPS = frozenset({"config", "data", "recipes", "runs"})
-TAKES_RECIPE = frozenset({"prepare-data", "train", "profile", "config"})
-SHOWS_FLAGS = frozenset({"prepare-data", "train", "profile"})
+TAKES_RECIPE = frozenset({"prepare-data", "train", "eval", "profile", "config"})
+SHOWS_FLAGS = frozenset({"prepare-data", "train", "eval", "profile"})
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

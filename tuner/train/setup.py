@@ -153,16 +153,10 @@ def timetable(recipe: Recipe, prepared: PreparedData) -> Timetable:
 def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenizer, launch: Launch) -> Assembly:
     """Build model, optimizer, batches and schedule. Collective where there are several processes."""
     recipe = resolved.recipe
-    if resolved.facts.kind == "cpu":
-        keep_freed_memory(resolved.facts.free_bytes // 2)
     _check_sizes(recipe, tokenizer, resolved.config, prepared, launch)
-    root = _build_root(resolved, launch, packed=recipe.data.packing or recipe.train.micro_batch_size > 1)
+    root, numerics = assemble_model(resolved, launch)
     parameters = trained_parameters(root)
     optimizer = build_updater(recipe.optimizer, parameters, outer_parameters(root))
-    device = _device(resolved.facts, launch)
-    numerics = Numerics(
-        device, _autocast(device, recipe.train.precision), recipe.train.max_grad_norm, recipe.seed, launch.rank
-    )
     batches = GlobalBatches(
         prepared.train,
         seed=recipe.seed,
@@ -174,10 +168,21 @@ def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenize
     )
     policy = GuardPolicy(recipe.train.nonfinite, recipe.train.skip_spikes)
     root.objective = build_objective(recipe.method, recipe.model.kernels == "liger")
-    learner = Learner(root, parameters, optimizer, numerics, Guard(policy, device))
+    learner = Learner(root, parameters, optimizer, numerics, Guard(policy, numerics.device))
     probes = probe_inputs(prepared.train)
     table, held = timetable(recipe, prepared), held_out_rows(recipe, prepared)
     return Assembly(resolved, learner, batches, table, prepared, tokenizer, launch, probes, held)
+
+
+def assemble_model(resolved: Resolved, launch: Launch) -> tuple[CausalLM, Numerics]:
+    """The model as a training starts with it, and how it computes. Collective where there are several processes."""
+    recipe = resolved.recipe
+    if resolved.facts.kind == "cpu":
+        keep_freed_memory(resolved.facts.free_bytes // 2)
+    root = _build_root(resolved, launch, packed=recipe.data.packing or recipe.train.micro_batch_size > 1)
+    device = _device(resolved.facts, launch)
+    autocast = _autocast(device, recipe.train.precision)
+    return root, Numerics(device, autocast, recipe.train.max_grad_norm, recipe.seed, launch.rank)
 
 
 def held_out_rows(recipe: Recipe, prepared: PreparedData) -> HeldOut | None:
@@ -250,9 +255,8 @@ def _build_root(resolved: Resolved, launch: Launch, packed: bool) -> CausalLM:
     return root
 
 
-def _check_sizes(
-    recipe: Recipe, tokenizer: TextTokenizer, config: PretrainedConfig, prepared: PreparedData, launch: Launch
-) -> None:
+def check_fits(tokenizer: TextTokenizer, config: PretrainedConfig, prepared: PreparedData) -> None:
+    """Check that the model has an embedding for every id and a position for every token. Raises RecipeError."""
     text = config.get_text_config()
     if tokenizer.vocab_size > text.vocab_size:
         raise RecipeError(
@@ -262,6 +266,12 @@ def _check_sizes(
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and prepared.train.max_length > longest:
         raise RecipeError(f"data.max_length: {prepared.train.max_length} is above the model's {longest:,} positions")
+
+
+def _check_sizes(
+    recipe: Recipe, tokenizer: TextTokenizer, config: PretrainedConfig, prepared: PreparedData, launch: Launch
+) -> None:
+    check_fits(tokenizer, config, prepared)
     check_division(recipe.train.global_batch_size, recipe.train.micro_batch_size, launch.world_size)
 
 
