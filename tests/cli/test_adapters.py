@@ -36,7 +36,11 @@ WISHES: dict[str, dict[str, Any]] = {
             "target_modules": ["model.layers.*.self_attn.*_proj"],
             "modules_to_save": ["lm_head", "layers.1.mlp"],
         },
-        "train": {"precision": "bf16"},
+        "train": {
+            "precision": "bf16",
+            "gradient_checkpointing": "full",
+            "gradient_checkpointing_layers": "50%",
+        },
     },
     "frozen": {"adapter": {"kind": "none"}, "model": {"freeze": ["embed_tokens", "*.0.*"]}},
 }

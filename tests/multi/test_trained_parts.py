@@ -1,4 +1,4 @@
-"""Adapters of every kind and frozen parts of a model: one process and two FSDP2 processes take the same steps."""
+"""Adapters, frozen parts and recomputed layers: one process and two FSDP2 processes take the same steps."""
 
 import json
 from pathlib import Path
@@ -14,14 +14,17 @@ from tuner.runtime.launch import Launch
 WORKER = str(Path(__file__).with_name("parity_worker.py"))
 NONE = {"kind": "none"}
 BLOCK = "model.layers.{}.{}.weight"
-# Every unit that FSDP2 shards mixes frozen and trained parameters; in the last one bfloat16 and float32 ones, too.
+# In the first three every unit that FSDP2 shards mixes frozen and trained parameters, of two types in `saved`.
 WISHES: dict[str, dict[str, Any]] = {
     "freeze": {"adapter": NONE, "model_keys": {"freeze": ["embed_tokens", "layers.0", "*.mlp"]}},
     "dora": {"adapter": {"kind": "dora", "r": 4, "dropout": 0.0, "target_modules": ["*layers.1.self_attn.*_proj"]}},
     "saved": {
         "adapter": {"kind": "lora", "r": 4, "use_rslora": True, "modules_to_save": ["embed_tokens", "layers.0.mlp"]},
         "precision": "bf16",
+        "train": {"gradient_checkpointing": "selective"},
     },
+    "full": {"adapter": NONE, "train": {"gradient_checkpointing": "full", "gradient_checkpointing_layers": "1 layer"}},
+    "selective": {"adapter": NONE, "train": {"gradient_checkpointing": "selective"}},
 }
 
 
@@ -32,7 +35,7 @@ def test_one_process_and_two_agree(tmp_path: Path) -> None:
     wishes = [{**plain, "trained": [1, 20, 3, 15, 7, 5], **wish} for wish in WISHES.values()]
     two = json.loads(run([WORKER, json.dumps([{**wish, "micro": 2} for wish in wishes])], 2))
     for name, wish, there in zip(WISHES, wishes, two, strict=True):
-        here = take_steps(wish, Launch())
+        here = take_steps({**wish, "train": {}}, Launch())
         assert here["trained"] == there["trained"]
         assert here["loss"][0] != here["loss"][-1], "the weights must have moved"
         bound = 1e-5 if wish["precision"] == "fp32" else 1e-3  # a rounded update moves the later steps apart

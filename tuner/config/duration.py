@@ -10,15 +10,16 @@ from typing import Literal
 
 from tuner.config.numbers import parse_number, write_number
 
-Unit = Literal["epochs", "steps", "tokens", "%", "documents", "s", "min", "h"]
+Unit = Literal["epochs", "steps", "tokens", "%", "documents", "layers", "s", "min", "h"]
 
 WORDS: dict[str, Unit] = {
     "epoch": "epochs", "epochs": "epochs", "step": "steps", "steps": "steps", "token": "tokens", "tokens": "tokens",
-    "%": "%", "document": "documents", "documents": "documents", "s": "s", "sec": "s", "second": "s", "seconds": "s",
+    "%": "%", "document": "documents", "documents": "documents", "layer": "layers", "layers": "layers",
+    "s": "s", "sec": "s", "second": "s", "seconds": "s",
     "min": "min", "minute": "min", "minutes": "min", "h": "h", "hour": "h", "hours": "h",
 }  # fmt: skip
 SECONDS: dict[str, int] = {"s": 1, "min": 60, "h": 3600}
-WHOLE: frozenset[str] = frozenset({"steps", "tokens", "documents"})
+WHOLE: frozenset[str] = frozenset({"steps", "tokens", "documents", "layers"})
 
 _SPLIT = re.compile(r"(.*?)\s*(%|(?<![A-Za-z])[a-z]+|(?<=[KMBGTi])[a-z]+)", re.DOTALL)
 

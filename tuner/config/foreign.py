@@ -82,6 +82,13 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     ),
     "train.precision": ("bf16", "fp16", "tf32", "mixed_precision", "amp", "pure_bf16"),
     "train.device": ("use_cpu", "no_cuda", "device_map", "accelerator"),
+    "train.gradient_checkpointing": (
+        "activation_checkpointing", "enable_activation_checkpointing", "use_gradient_checkpointing",
+        "recompute_granularity", "activation_checkpointing_mode", "gradient_checkpointing_kwargs",
+    ),
+    "train.gradient_checkpointing_layers": (
+        "recompute_num_layers", "selective_ac_option", "activation_checkpoint_interval", "checkpoint_num_layers",
+    ),
     "train.max_grad_norm": ("gradient_clipping", "clip_grad_norm", "grad_clip", "gradient_clip_val", "grad_norm_clip"),
     "train.nonfinite": ("skip_nan_grad", "check_for_nan_in_loss", "detect_anomaly", "nan_policy", "terminate_on_nan"),
     "train.skip_spikes": ("loss_watchdog_threshold", "skip_step_sigma_factor", "spike_threshold", "loss_spike_sigma"),

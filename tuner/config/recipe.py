@@ -272,6 +272,12 @@ class TrainSection(Section):
     """Type of the computation; auto is bf16 where the device is fast at it, else fp32."""
     device: Annotated[Literal["auto", "cuda", "cpu"], Choice(values=("auto", "cuda", "cpu"))] = "auto"
     """Where to train; auto takes CUDA when there is one."""
+    gradient_checkpointing: Annotated[
+        Literal["none", "selective", "full"], Choice(values=("none", "selective", "full"))
+    ] = "none"
+    """Decoder layers run again in the backward pass: full keeps their input alone, selective matrix products too."""
+    gradient_checkpointing_layers: Annotated[Duration, Span(units=("%", "layers"))] = Duration.parse("100%")
+    """How many layers are computed again, evenly spread, such as 50% or 12 layers."""
     max_grad_norm: Annotated[float | None, Real(gt=0, aliases=(("never", None),))] = 1.0
     """Gradient norm above which gradients are scaled down; never clips nothing and still logs it."""
     nonfinite: Annotated[int, Skips()] = 0

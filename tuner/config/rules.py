@@ -67,6 +67,12 @@ def _freeze_needs_full(recipe: Recipe, given: Set[str]) -> str | None:
     return "an adapter freezes the whole model; remove freeze, or set adapter.kind: none"
 
 
+def _layers_need_recompute(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.train.gradient_checkpointing != "none" or str(recipe.train.gradient_checkpointing_layers) == "100%":
+        return None
+    return "needs train.gradient_checkpointing: selective or full"
+
+
 def _split_fits_cap(recipe: Recipe, given: Set[str]) -> str | None:
     from tuner.config.duration import Duration
 
@@ -99,6 +105,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("train.micro_batch_size", "train.global_batch_size"), _micro_divides_global),
     Rule(("model.config", "model.init"), _config_needs_random),
     Rule(("model.freeze", "adapter.kind"), _freeze_needs_full),
+    Rule(("train.gradient_checkpointing_layers", "train.gradient_checkpointing"), _layers_need_recompute),
     Rule(("data.train", "method.kind"), _pretrain_takes_text),
     Rule(("tokenizer.chat_template", "method.kind"), _pretrain_has_no_turns),
     Rule(("data.eval",), _split_fits_cap),

@@ -22,6 +22,7 @@ FREE_KEYS = (
     "parallel.",
     "train.stop_after",
     "train.micro_batch_size",
+    "train.gradient_checkpointing",
     "train.mock_batch",
     "eval.samples",
     "name",

@@ -1,6 +1,7 @@
 """The assembly: the one place below the commands where the sections of the recipe meet."""
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,12 +23,14 @@ from tuner.model.build import (
     apply_liger,
     build_model,
     build_skeleton,
+    decoder_blocks,
     generation_config,
     has_liger,
     model_config,
 )
 from tuner.model.freeze import freeze
 from tuner.model.probe import require_isolation
+from tuner.model.recompute import apply_recompute
 from tuner.model.root import CausalLM, outer_parameters, trained_parameters
 from tuner.parallel.fsdp import data_mesh, materialise, shard, shard_size
 from tuner.runtime.allocator import keep_freed_memory
@@ -244,15 +247,29 @@ def _build_root(resolved: Resolved, launch: Launch, packed: bool) -> CausalLM:
     Ranks(gloo_group()).on_main(build)
     if launch.world_size == 1:
         root = built[0].to(device)
+        _recompute(root, recipe)
     else:
         root = CausalLM(build_skeleton(resolved.config, dtype))
         _choose_trained(root.model, recipe)
+        _recompute(root, recipe)
         size = shard_size(recipe.parallel.shard, launch)
         shard(root, data_mesh(device.type, launch.world_size, size), recipe.parallel.reshard_after_forward)
         materialise(root, built[0] if built else None, device)
     if recipe.model.kernels == "liger":
         apply_liger(root.model)
     return root
+
+
+def _recompute(root: CausalLM, recipe: Recipe) -> None:
+    """Have the decoder layers that the recipe wants computed again in the backward pass."""
+    level, wish = recipe.train.gradient_checkpointing, recipe.train.gradient_checkpointing_layers
+    if level == "none":
+        return
+    there = len(decoder_blocks(root.model))
+    wanted = math.ceil(wish.share * there) if wish.unit == "%" else int(wish.count)
+    if wanted > there:
+        raise RecipeError(f"train.gradient_checkpointing_layers: {wish}, but the model has {there}")
+    apply_recompute(root, level, wanted)
 
 
 def check_fits(tokenizer: TextTokenizer, config: PretrainedConfig, prepared: PreparedData) -> None:

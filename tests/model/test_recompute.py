@@ -1,0 +1,117 @@
+"""Recomputed layers: the plain model's gradients, dropout or not, from fewer bytes."""
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+from tests.model.test_packing import LENGTHS, gradient, packed_inputs, random_ids
+from tests.model.tiny import tiny_config
+from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.build import ModelSpec, build_model
+from tuner.model.recompute import _policy, apply_recompute, spread
+from tuner.model.root import CausalLM
+from tuner.profile.memory import StorageLog
+
+LEVELS: tuple[Literal["selective", "full"], ...] = ("selective", "full")
+
+
+def root_for(kind: str, directory: Path, dropout: bool = False, lora: LoraSpec | None = None) -> CausalLM:
+    config = tiny_config(kind)
+    if dropout and kind == "gpt2":
+        config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.3
+    elif dropout:
+        config.attention_dropout = 0.3
+    config.save_pretrained(directory)
+    root = CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=1))
+    if lora is not None:
+        add_lora(root.model, lora, seed=2)
+    return root.train()
+
+
+def gradients_of(root: CausalLM, bf16: bool = False) -> torch.Tensor:
+    root.zero_grad()
+    torch.manual_seed(5)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+        loss = root(document_lengths=LENGTHS, **packed_inputs(random_ids(97), LENGTHS))
+    loss.backward()
+    return gradient(root)
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3"])
+def test_gradients_are_the_plain_models(kind: str, dropout: bool, tmp_path: Path) -> None:
+    expected = gradients_of(root_for(kind, tmp_path, dropout))
+    for level in LEVELS:
+        root = root_for(kind, tmp_path, dropout)
+        apply_recompute(root, level)
+        assert torch.equal(gradients_of(root), expected), level
+    if dropout:
+        assert not torch.equal(expected, gradients_of(root_for(kind, tmp_path))), "dropout must have acted"
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_of_an_adapter_with_dropout_in_bf16(
+    level: Literal["selective", "full"], dora: bool, tmp_path: Path
+) -> None:
+    lora = LoraSpec(4, 8.0, 0.3, "all-linear", use_dora=dora)
+    expected = gradients_of(root_for("llama", tmp_path, lora=lora), bf16=True)
+    root = root_for("llama", tmp_path, lora=lora)
+    apply_recompute(root, level, 1)
+    assert torch.equal(gradients_of(root, bf16=True), expected)
+
+
+def forward_bytes(root: CausalLM, bf16: bool) -> int:
+    """Bytes of the tensors that forward made and that wait for the backward pass."""
+    log = StorageLog(torch.device("cpu"))
+    inputs = packed_inputs(random_ids(97), LENGTHS)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16, cache_enabled=False), log:
+        loss = root(document_lengths=LENGTHS, **inputs)
+    living = sum(size for _, _, size in log._living.values())
+    loss.backward()
+    return living
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_fewer_bytes_wait_for_the_backward_pass(bf16: bool, tmp_path: Path) -> None:
+    plain = forward_bytes(root_for("llama", tmp_path), bf16)
+    held: dict[tuple[str, int], int] = {}
+    for level in LEVELS:
+        for layers in (1, 2):
+            root = root_for("llama", tmp_path)
+            apply_recompute(root, level, layers)
+            held[level, layers] = forward_bytes(root, bf16)
+    assert held["full", 2] < held["full", 1] < plain
+    assert held["selective", 2] < held["selective", 1] < plain
+    assert held["full", 2] < held["selective", 2]
+
+
+def test_a_kernel_that_draws_random_numbers_is_run_again() -> None:
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention.default
+    heads = torch.zeros(1, 1, 2, 8)
+    assert _policy(None, kernel, heads, heads, heads) == CheckpointPolicy.MUST_SAVE
+    for given in ((0.1,), ()):
+        kept = _policy(None, kernel, heads, heads, heads, *given, **({} if given else {"dropout_p": 0.1}))
+        assert kept == CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_layers_are_evenly_spread() -> None:
+    assert spread(4, 4) == [0, 1, 2, 3]
+    assert spread(4, 2) == [0, 2]
+    assert spread(30, 3) == [0, 10, 20]
+    assert spread(5, 4) == [0, 1, 2, 3]
+
+
+def test_without_gradients_nothing_is_kept_or_run_twice(tmp_path: Path) -> None:
+    root = root_for("llama", tmp_path)
+    apply_recompute(root, "full")
+    runs = []
+    root.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    with torch.no_grad():
+        root(document_lengths=LENGTHS, **packed_inputs(random_ids(97), LENGTHS))
+    assert len(runs) == 1
+    gradients_of(root)
+    assert len(runs) == 3
