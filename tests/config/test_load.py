@@ -297,7 +297,7 @@ def test_python_takes_a_mapping_and_reports_like_a_file() -> None:
         ("train", "epochs", "did you mean train.duration: N epochs?"),
         ("train", "lr", "did you mean optimizer.lr?"),
         ("adapter", "lora_r", "did you mean adapter.r?"),
-        ("train", "gradient_checkpointing", "train has duration, stop_after,"),
+        ("train", "zzz", "train has duration, stop_after,"),
         (None, "zzz", "a recipe has version, name,"),
     ],
 )
