@@ -191,7 +191,8 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     assert r"\x1b[31m" in done.stderr
 
 
-def test_an_interrupt_ends_with_130() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_an_interrupt_ends_with_130(number: signal.Signals) -> None:
     code = COMMAND.replace("{body}", "import time; print('up', flush=True); time.sleep(30)")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
@@ -204,7 +205,7 @@ def test_an_interrupt_ends_with_130() -> None:
         assert child.stderr is not None
         while "up" not in child.stderr.readline():
             time.sleep(0.01)
-        child.send_signal(signal.SIGINT)
+        child.send_signal(number)
         out, _ = child.communicate(timeout=30)
     assert child.returncode == 130
     assert json.loads(out)["exit_code"] == 130

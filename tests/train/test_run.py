@@ -1,6 +1,8 @@
 """Whole launches in this process: the schedule, stopping, resuming, pruning and the records they leave."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,14 @@ import torch
 from tools import resume_campaign
 from tuner.checkpoint.load import newest
 from tuner.checkpoint.steps import step_dirs
+from tuner.cli.train import launch_training
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.data.batches import GlobalBatches
 from tuner.errors import DivergedError, MemoryLimitError, RecipeError
 from tuner.runtime.console import Console
 from tuner.runtime.launch import Launch
-from tuner.train import loop, mock
+from tuner.train import evaluate, loop, mock, ready, session
 from tuner.train.ready import RunResult, TrainOptions, resume_source
 from tuner.train.run import train
 
@@ -114,6 +117,50 @@ def test_a_stop_file_saves_stops_and_is_used_up(workplace: Path) -> None:
     assert found is not None
     assert found.step == 3
     assert launch(workplace, TrainOptions(resume="auto")).status == "finished"
+
+
+def test_a_signal_in_an_evaluation_cuts_it_short_and_it_is_done_when_the_run_goes_on(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {"data__eval": "7 documents", "eval__every": "5 steps", "eval__samples": "1"}
+    whole = launch(workplace, name="whole", **flags)
+    evaluated = [*range(0, whole.step, 5), whole.step]
+    real, signal_at = evaluate.answer_samples, {"evaluation": 0}
+
+    def signalled(*args: Any, **options: Any) -> Any:
+        signal_at["evaluation"] -= 1
+        if signal_at["evaluation"] == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args, **options)
+
+    monkeypatch.setattr(session, "answer_samples", signalled)
+    for last, step in ((0, 0), (0, 5), (5, whole.step)):
+        signal_at["evaluation"] = evaluated.index(step) - evaluated.index(last) + 1
+        stopped = launch(workplace, TrainOptions(resume="auto"), **flags)
+        assert (stopped.status, stopped.step) == ("stopped", step)
+    done = launch(workplace, TrainOptions(resume="auto"), **flags)
+    assert (done.status, done.metrics["eval_loss"]) == ("finished", whole.metrics["eval_loss"])
+    assert resume_campaign.outcome(done.run_dir) == resume_campaign.outcome(whole.run_dir)
+    samples = [json.loads(line)["step"] for line in (done.run_dir / "samples.jsonl").read_text().splitlines()]
+    assert samples == evaluated
+
+
+def test_a_signal_before_the_first_step_leaves_a_run_to_go_on_with(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    loaded = load_recipe(workplace / "r.yaml", [], cwd=workplace)
+    monkeypatch.setattr(ready, "prepare", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launch_training(loaded, TrainOptions(resume="auto"), False)
+    monkeypatch.undo()
+    stopped = launch(workplace, train__stop_after="3 steps")
+    monkeypatch.setattr(ready, "prepare", interrupted)
+    outcome = launch_training(loaded, TrainOptions(resume="auto"), False)
+    assert (outcome.status, outcome.exit_code, outcome.metrics["step"]) == ("stopped", 75, 3)
+    assert outcome.artifacts["checkpoint"] == str(stopped.checkpoint)
 
 
 def test_the_first_batch_is_trained_on_again_and_again(workplace: Path) -> None:

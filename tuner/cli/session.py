@@ -17,8 +17,11 @@ Commands that take a recipe call `load_for_command(recipe, overrides_of(ctx))` i
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
@@ -116,11 +119,13 @@ def run_command(name: str, options: OutputOptions, body: Callable[[], Outcome]) 
 
     File descriptor 1 points to stderr from here on: whatever a library prints goes there. The result alone - the
     path, or with `--json` one document, on failure too - goes to the real stdout, and only from rank 0.
-    Errors become one line on stderr; a traceback needs `--debug`.
+    Errors become one line on stderr; a traceback needs `--debug`. A stop signal ends the body as Ctrl-C does, with 130,
+    but for the stretch in which training listens itself.
     """
     stdout = _take_stdout()
     try:
-        outcome = body()
+        with _stop_signals_interrupt():
+            outcome = body()
     except _PassedOn as passed:
         code = int(passed.document["exit_code"])
         _say(f"error: {passed.document.get('command', 'the command before')} {passed.document['status']} (exit {code})")
@@ -135,6 +140,20 @@ def run_command(name: str, options: OutputOptions, body: Callable[[], Outcome]) 
         outcome.exit_code = int(ExitCode.STOPPED)
     line = write_document(outcome_document(name, outcome)) if options.json else outcome.result
     _finish(stdout, line, outcome.exit_code)
+
+
+@contextmanager
+def _stop_signals_interrupt() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _fail(name: str, options: OutputOptions, error: BaseException, stdout: int) -> NoReturn:

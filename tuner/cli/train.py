@@ -59,13 +59,26 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
 
 
 def launch_training(loaded: LoadedRecipe, options: TrainOptions, verbose: bool) -> Outcome:
-    """Train in this process, as one of those that torchrun or srun started, or in local ones; say how it ended."""
+    """Train in this process, as one of those that torchrun or srun started, or in local ones; say how it ended.
+
+    A signal before the first step stops a run that has a checkpoint as one after it does: with 75, to go on from there.
+    """
     from tuner.runtime.console import Console
     from tuner.runtime.launch import Launch
-    from tuner.train.launch import launch
 
     level = "debug" if verbose else loaded.recipe.logging.level
-    return outcome_of(launch(loaded, options, level), Console(Launch.from_environment().is_main, level))
+    try:
+        from tuner.train.launch import launch
+
+        result = launch(loaded, options, level)
+    except KeyboardInterrupt:
+        from tuner.train.ready import left_before
+
+        left = left_before(loaded, options)
+        if left is None:
+            raise
+        result = left
+    return outcome_of(result, Console(Launch.from_environment().is_main, level))
 
 
 def outcome_of(result: RunResult, console: Console) -> Outcome:

@@ -1,6 +1,6 @@
 """Greedy decoding of several prompts at once, the same on every rank."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -62,12 +62,14 @@ def greedy(
     eos_ids: Collection[int],
     limits: Sequence[int],
     device: torch.device,
+    between: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
     """The most likely continuation of each prompt, up to an end token (left out) or as many tokens as its limit.
 
     All prompts take each step together where the model keeps plain keys and values: reading the weights, and gathering
     them under FSDP2, costs as much for one as for several. A model with a state of another kind takes them one by one.
     Under FSDP2 every rank must call it with the same prompts: the ranks then take the same number of forwards.
+    ``between`` is called before each; what it raises ends the decoding.
     """
     config = root.model.config
     wanted = [i for i, limit in enumerate(limits) if limit > 0]
@@ -76,6 +78,7 @@ def greedy(
         cache = SideBySide(config, len(group)) if _is_plain(config) else DynamicCache(config=config)
         live, given = group, [list(prompts[i]) for i in group]
         while live:
+            between()
             tokens = _next_logits(root, given, cache, device).argmax(-1).tolist()
             going = []
             for place, (i, token) in enumerate(zip(live, tokens, strict=True)):

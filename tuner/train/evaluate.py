@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
@@ -20,6 +20,10 @@ from tuner.parallel.fsdp import sync_gradients
 from tuner.train.step import Learner, Numerics, to_device
 
 MAX_ANSWER_TOKENS = 128
+
+
+class EvaluationCutError(Exception):
+    """Raised by what an evaluation calls between its forwards, on every rank alike, to end it without a result."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,17 @@ def held_out(rows: PackedRows, documents: Sequence[int], paths: Sequence[str]) -
 
 @torch.no_grad()
 def evaluate(
-    root: CausalLM, numerics: Numerics, held: HeldOut, micro_batch_size: int, max_rows: int | None, world_size: int
+    root: CausalLM,
+    numerics: Numerics,
+    held: HeldOut,
+    micro_batch_size: int,
+    max_rows: int | None,
+    world_size: int,
+    between: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Mean losses over the held-out rows, every process taking its share in one pass. Collective.
+
+    ``between`` is called before each batch, as often on every process.
 
     Sums are kept in float64 on the device, one for each source, and read once at the end; the whole's is their sum.
     """
@@ -108,6 +120,7 @@ def evaluate(
     counts = np.zeros(len(held.sources), dtype=np.int64)
     sync_gradients(root, True)
     for index in range(batches.steps_per_epoch):
+        between()
         for batch in batches.step(index).micro:
             positions, own = held.by_source(batch)
             losses = _losses(root, numerics, batch, positions)
@@ -127,11 +140,13 @@ def evaluate(
     return Evaluation(sum(totals) / max(1, tokens), tokens, parts if len(held.sources) > 1 else {})
 
 
-def answer_samples(learner: Learner, samples: Sequence[Sample], tokenizer: TextTokenizer) -> list[str]:
+def answer_samples(
+    learner: Learner, samples: Sequence[Sample], tokenizer: TextTokenizer, between: Callable[[], None] = lambda: None
+) -> list[str]:
     """Greedy answers to held-out prompts. Collective: every rank decodes the same prompts, all of them together.
 
     An answer ends at an end token, at the model's last position, after MAX_ANSWER_TOKENS, or where it is a good part
-    longer than what was wanted.
+    longer than what was wanted. ``between`` is called before each forward.
     """
     learner.root.eval()
     config = learner.root.model.config.get_text_config()
@@ -143,7 +158,8 @@ def answer_samples(learner: Learner, samples: Sequence[Sample], tokenizer: TextT
     ]
     prompts = [sample.prompt_ids for sample in samples]
     with learner.numerics.autocast():
-        answers = greedy(learner.root, prompts, frozenset(tokenizer.eos_ids), limits, learner.numerics.device)
+        device = learner.numerics.device
+        answers = greedy(learner.root, prompts, frozenset(tokenizer.eos_ids), limits, device, between)
     return [tokenizer.decode(ids) for ids in answers]
 
 

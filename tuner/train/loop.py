@@ -1,6 +1,5 @@
 """The training loop: one function on one screen; what it calls is already built."""
 
-from tuner.runtime.stop import StopSignals
 from tuner.train.diagnose import TakenStep
 from tuner.train.feed import Feed
 from tuner.train.session import Session
@@ -8,13 +7,14 @@ from tuner.train.step import optimizer_step
 from tuner.train.steplog import StepEntry
 
 
-def train_loop(session: Session, feed: Feed, signals: StopSignals) -> bool:
+def train_loop(session: Session, feed: Feed) -> bool:
     """Train to the end of the plan; true when finished, false when stopped with a checkpoint saved."""
     assembly, progress = session.assembly, session.progress
     learner, table, settings = assembly.learner, assembly.timetable, assembly.resolved.recipe
-    total, stop = table.plan.total_steps, False
-    if progress.step == 0 and settings.eval.at_start:
+    total = table.plan.total_steps
+    if progress.evaluation_owed or (progress.step == 0 and settings.eval.at_start):
         session.evaluate()
+    stop = progress.evaluation_owed
     while progress.step < total and not stop:
         index = progress.step
         batches, data_s = session.meter.timed(feed.next)
@@ -23,15 +23,16 @@ def train_loop(session: Session, feed: Feed, signals: StopSignals) -> bool:
         progress.advance(batches)
         lr, epoch = learner.optimizer.peak_lr * factor, table.plan.epoch_at(progress.step)
         session.log.add(StepEntry(TakenStep(index, batches), epoch, progress.tokens, lr, data_s, scalars))
-        stop, save_due = session.wishes(signals)
+        stop, save_due = session.wishes()
         if table.evaluation.due_at(progress.step) or (progress.step == total and settings.eval.at_end):
             session.evaluate()
-        if (save_due or stop or table.saving.due_at(progress.step)) and progress.step < total:
+            stop = stop or progress.evaluation_owed
+        if (save_due or table.saving.due_at(progress.step)) and progress.step < total and not stop:
             session.save(finished=False)
         session.refresh()
-    finished = progress.step >= total
+    finished = progress.step >= total and not progress.evaluation_owed
     session.log.settle()
-    if finished and settings.checkpoint.at_end:
-        session.save(finished=True)
+    if settings.checkpoint.at_end if finished else progress.saved_step != progress.step:
+        session.save(finished)
     session.end()
     return finished

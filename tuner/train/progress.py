@@ -19,6 +19,8 @@ class Progress:
     first_eval_loss: float | None = None
     loss: float | None = None
     saved_step: int | None = None
+    evaluation_owed: bool = False
+    """Whether the evaluation of this step was cut short, so that the run goes on with it."""
 
     def advance(self, batches: StepBatches) -> None:
         """One more step was taken."""
@@ -29,6 +31,7 @@ class Progress:
     def evaluated(self, loss: float) -> None:
         """The model was evaluated."""
         self.eval_loss = loss
+        self.evaluation_owed = False
         if self.first_eval_loss is None:
             self.first_eval_loss = loss
 
@@ -41,6 +44,7 @@ class Progress:
             "eval_loss": self.eval_loss,
             "first_eval_loss": self.first_eval_loss,
             "loss": self.loss,
+            "evaluation_owed": self.evaluation_owed,
             "finished": finished,
         }
 
@@ -57,6 +61,6 @@ def restore_position(assembly: Assembly, progress: Progress, state: Mapping[str,
     progress.step = progress.saved_step = int(state["step"])
     progress.tokens, progress.trained_tokens = int(state["tokens"]), int(state["trained_tokens"])
     progress.eval_loss, progress.first_eval_loss = state["eval_loss"], state["first_eval_loss"]
-    progress.loss = state["loss"]
+    progress.loss, progress.evaluation_owed = state["loss"], bool(state["evaluation_owed"])
     left_out = assembly.learner.guard.restore(state["guard"])
     assembly.learner.optimizer.set_step_count(progress.step - left_out)

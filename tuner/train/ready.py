@@ -88,6 +88,15 @@ def resume_source(run_dir: Path) -> LoadedRecipe:
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"output_dir": str(run.path)}))
 
 
+def left_before(loaded: LoadedRecipe, options: TrainOptions) -> RunResult | None:
+    """What an earlier launch left to go on from, for a launch that ends before its first step; None without any."""
+    run = RunDir(Path(loaded.recipe.output_dir))
+    record, found = run.read_record(), newest(run.checkpoints, verify=False)
+    if options.resume == "never" or record is None or found is None or not record["launches"]:
+        return None
+    return run_result(run, "stopped", found, int(record["launches"][-1]["total_steps"]))
+
+
 def _existing(
     run: RunDir, record: dict[str, Any] | None, loaded: LoadedRecipe, options: TrainOptions, console: Console
 ) -> CheckpointInfo | None:
@@ -150,5 +159,5 @@ def run_result(
 ) -> RunResult:
     """How a launch ended, from its progress or from the checkpoint of an earlier one."""
     state = progress.as_state(status == "finished") if progress is not None else dict(saved.state) if saved else {}
-    metrics = {key: value for key, value in state.items() if key != "finished"}
+    metrics = {key: value for key, value in state.items() if key not in ("finished", "evaluation_owed")}
     return RunResult(run.path, status, int(state.get("step", 0)), total_steps, saved.path if saved else None, metrics)

@@ -83,7 +83,7 @@ def _run(
     at = 0 if found is None else found.step
     facts = RunFacts(run.path, str(record["run_id"]), total, recipe_dict(assembly.resolved.recipe), at)
     hooks = build_hooks(assembly, facts, console)
-    session = _session(run, record, assembly, progress, console, hooks)
+    session = _session(run, record, assembly, progress, (console, hooks, signals))
     status: Status = "failed"
     why: str | None = None
     try:
@@ -103,7 +103,7 @@ def _run(
             calm_collector(),
         ):
             session.meter.on_progress = bar.update
-            finished = train_loop(session, feed, signals)
+            finished = train_loop(session, feed)
         Ranks(gloo_group()).on_main(session.hooks.raise_error)
         status, why = ("finished", None) if finished else ("stopped", _why_stopped(run, launch, signals))
     except BaseException as error:
@@ -156,8 +156,13 @@ def _begin(
 
 
 def _session(
-    run: RunDir, record: dict[str, Any], assembly: Assembly, progress: Progress, console: Console, hooks: Hooks
+    run: RunDir,
+    record: dict[str, Any],
+    assembly: Assembly,
+    progress: Progress,
+    around: tuple[Console, Hooks, StopSignals],
 ) -> Session:
+    console, hooks, signals = around
     recipe, main = assembly.resolved.recipe, assembly.launch.is_main
     limit = recipe.train.stop_after
     total = assembly.timetable.plan.total_steps
@@ -181,6 +186,7 @@ def _session(
         console,
         Meter(recipe.logging.console_every.seconds, assembly.learner.numerics.device, total),
         hooks,
+        signals,
         stop_after,
     )
 

@@ -10,12 +10,13 @@ from tuner.checkpoint.agree import Ranks
 from tuner.checkpoint.prune import prune
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.checkpoint.steps import step_name
+from tuner.data.prepared import Sample
 from tuner.errors import DivergedError
 from tuner.runtime.console import Console
-from tuner.runtime.process import any_of, gloo_group
+from tuner.runtime.process import any_of, any_rank, gloo_group
 from tuner.runtime.stop import StopSignals
 from tuner.train.diagnose import TakenStep, diverged
-from tuner.train.evaluate import answer_samples, evaluate
+from tuner.train.evaluate import EvaluationCutError, answer_samples, evaluate
 from tuner.train.hooks import Hooks
 from tuner.train.meter import Meter
 from tuner.train.probes import record_probes
@@ -44,6 +45,7 @@ class Session:
     console: Console
     meter: Meter
     hooks: Hooks
+    signals: StopSignals
     stop_after: Callable[[int, float], bool]
     """Whether this launch is over, given its steps and seconds so far."""
     protected: tuple[Path, ...] = ()
@@ -62,11 +64,11 @@ class Session:
         self._saved_at = self._started
         self.meter.begin()
 
-    def wishes(self, signals: StopSignals) -> tuple[bool, bool]:
+    def wishes(self) -> tuple[bool, bool]:
         """Whether any rank wants to stop, and whether any wants to save now. Collective on the CPU, not the device."""
         now = time.monotonic()
         leave = (
-            signals.requested
+            self.signals.requested
             or self.stop_after(self.progress.step - self._first_step, now - self._started)
             or (self.run_dir / STOP_FILE).exists()
             or self.hooks.error is not None
@@ -76,19 +78,28 @@ class Session:
         return stop, save_due
 
     def evaluate(self) -> None:
-        """Loss and sample answers on the held-out rows, where there are any. Collective."""
+        """Loss and sample answers on the held-out rows, where there are any. Collective.
+
+        A stop signal cuts it short: nothing is written then, and the evaluation is owed.
+        """
         assembly, progress = self.assembly, self.progress
         held, recipe = assembly.held_out, assembly.resolved.recipe
+        progress.evaluation_owed = held is not None
         if held is None:
             return
         self.log.settle()
         started = time.monotonic()
         learner, world_size = assembly.learner, assembly.launch.world_size
-        micro_batch_size, max_rows = recipe.train.micro_batch_size, recipe.eval.max_rows
-        result = evaluate(learner.root, learner.numerics, held, micro_batch_size, max_rows, world_size)
+        rows = (recipe.train.micro_batch_size, recipe.eval.max_rows, world_size)
+        try:
+            result = evaluate(learner.root, learner.numerics, held, *rows, self._heed_signals)
+            measured = time.monotonic()
+            answers = self._answer_samples()
+        except EvaluationCutError:
+            self.console.say("eval", f"step {progress.step}: cut short, done again when the run goes on")
+            return
         progress.evaluated(result.loss)
-        measured = time.monotonic()
-        self._answer_samples()
+        self._show_samples(answers)
         seconds, samples_s = time.monotonic() - started, time.monotonic() - measured
         times = {"eval_s": round(seconds, 3), "samples_s": round(samples_s, 3)}
         line = {"kind": "eval", "step": progress.step, **result.line(), **times}
@@ -97,11 +108,19 @@ class Session:
         self.samples.flush()
         self.meter.evaluated(self.console, progress.step, result.line(), seconds)
 
-    def _answer_samples(self) -> None:
+    def _heed_signals(self) -> None:
+        """Called between the forwards of an evaluation. Collective."""
+        if any_rank(self.signals.requested, gloo_group()):
+            raise EvaluationCutError
+
+    def _answer_samples(self) -> list[tuple[Sample, str]]:
         assembly = self.assembly
         samples = assembly.prepared.samples[: assembly.resolved.recipe.eval.samples]
-        answers = answer_samples(assembly.learner, samples, assembly.tokenizer)
-        for sample, answer in zip(samples, answers, strict=True):
+        answers = answer_samples(assembly.learner, samples, assembly.tokenizer, self._heed_signals)
+        return list(zip(samples, answers, strict=True))
+
+    def _show_samples(self, answers: list[tuple[Sample, str]]) -> None:
+        for sample, answer in answers:
             said = {"prompt": sample.prompt_text, "answer": answer, "reference": sample.reference}
             self.samples.add({"step": self.progress.step, **said})
             self.console.say("sample", f"wanted {_one_line(sample.reference)}\ngot    {_one_line(answer)}")
