@@ -130,7 +130,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "checkpoint-oldest-first",
-        "tuner/checkpoint/load.py",
+        "tuner/checkpoint/steps.py",
         "return sorted(found, reverse=True)",
         "return sorted(found)",
         CHECKPOINT,
@@ -356,16 +356,16 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "model-documents-see-each-other",
-        "tuner/model/attention.py",
-        "    if len(lengths) == 1:\n        return",
-        "    if len(lengths) >= 1:\n        return",
+        "tuner/model/documents.py",
+        "[0, *accumulate(lengths)]",
+        "[0, sum(lengths)]",
         MODEL,
     ),
     Mutant(
         "model-gradient-sign",
         "tuner/model/linear_cross_entropy.py",
-        "gradient.new_full(target.shape, -1.0)",
-        "gradient.new_full(target.shape, 1.0)",
+        "share.new_full(target.shape, -1.0)",
+        "share.new_full(target.shape, 1.0)",
         MODEL,
     ),
     Mutant(
@@ -450,8 +450,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "train-decay-on-norms",
         "tuner/train/optimizer.py",
-        "Group(others, lr, 0.0)",
-        "Group(others, lr, weight_decay)",
+        "decay if is_matrix(name, parameter) else 0.0",
+        "decay",
         TRAIN,
     ),
     Mutant(
@@ -479,9 +479,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "export-merge-sign",
-        "tuner/export/weights.py",
-        "tensor.data.add_(layers[name]",
-        "tensor.data.sub_(layers[name]",
+        "tuner/model/adapter.py",
+        "weight + layer.get_delta_weight(ADAPTER).float()",
+        "weight - layer.get_delta_weight(ADAPTER).float()",
         EXPORT,
     ),
     Mutant(
