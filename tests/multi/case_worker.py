@@ -1,5 +1,7 @@
 """Takes real optimizer steps for many cases, each on as many processes as it names, and writes losses and gradients.
 
+A case with a `recipe` is a whole run of that file instead, in which the collectives of its third step are counted.
+
 Started once: it loads the libraries, becomes four processes by forking, and these form a new process group for each
 case. `python case_worker.py CASES_JSON OUTPUT_DIRECTORY`
 """
@@ -19,9 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from tests.multi.launcher import bound_listener, open_store
 from tests.train.synthetic import assembly_for, recipe_for
+from tuner.config.load import load_recipe
+from tuner.config.overrides import Override
+from tuner.runtime.console import Console
 from tuner.runtime.launch import Launch
 from tuner.runtime.process import process_group
-from tuner.train.step import optimizer_step
+from tuner.train import loop
+from tuner.train.ready import TrainOptions
+from tuner.train.run import train
+from tuner.train.step import Learner, optimizer_step
 
 WORLD = 4
 
@@ -45,9 +53,30 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_case(case: dict[str, Any], rank: int, output: Path) -> None:
-    launch = Launch(rank, case["world"], rank % case["local"], case["local"])
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case["port"]))
+def run_whole(case: dict[str, Any], launch: Launch, output: Path) -> None:
+    """Train as the command does; what is counted lies between the beginnings of the third and the fourth step."""
+    real, counter = loop.optimizer_step, CollectiveCounter()
+
+    def counted(learner: Learner, index: int, *rest: Any) -> Any:
+        if index == 2:
+            counter.__enter__()
+        elif index == 3:
+            counter.__exit__(None, None, None)
+        return real(learner, index, *rest)
+
+    recipe = Path(case["recipe"])
+    overrides = [Override(key, text) for key, text in case["flags"].items()]
+    loop.optimizer_step = counted
+    try:
+        train(load_recipe(recipe, overrides, recipe.parent), TrainOptions(), launch, Console(main=False))
+    finally:
+        loop.optimizer_step = real
+    if launch.is_main:
+        (output / f"{case['name']}.json").write_text(json.dumps({"collectives": counter.counts}))
+
+
+def run_steps(case: dict[str, Any], launch: Launch, output: Path) -> None:
+    """Take steps and keep the losses, the gradients before the update, and the collectives of the second step."""
     model = Path(case["model"])
     recipe = recipe_for(
         model,
@@ -57,6 +86,7 @@ def run_case(case: dict[str, Any], rank: int, output: Path) -> None:
             "micro_batch_size": case["micro"],
             "precision": case["precision"],
             "max_grad_norm": "never",
+            "gradient_checkpointing": case["recompute"],
         },
         data={"shuffle": False, "train": str(model / "rows.jsonl")},
         parallel={"shard": case["shard"], "reshard_after_forward": case["reshard"]},
@@ -80,7 +110,7 @@ def run_case(case: dict[str, Any], rank: int, output: Path) -> None:
             with counter if step == 1 else contextlib.nullcontext():
                 taken.append(optimizer_step(learner, step, batches, case["factor"]))
     results = [scalars.read() for scalars in taken]
-    if rank == 0:
+    if launch.is_main:
         facts = {
             "loss": [r.loss for r in results],
             "grad_norm": [r.grad_norm for r in results],
@@ -93,7 +123,9 @@ def run_case(case: dict[str, Any], rank: int, output: Path) -> None:
 def run_rank(rank: int, cases: list[dict[str, Any]], output: Path) -> None:
     for case in cases:
         if rank < case["world"]:
-            run_case(case, rank, output)
+            launch = Launch(rank, case["world"], rank % case["local"], case["local"])
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case["port"]))
+            (run_whole if "recipe" in case else run_steps)(case, launch, output)
             assert not dist.is_initialized()
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.multi.launcher import ROOT
 from tests.train.synthetic import SyntheticRows, write_model
+from tools import resume_campaign
 from tuner.data.batches import GlobalBatches
 
 WORKER = str(Path(__file__).with_name("case_worker.py"))
@@ -23,7 +24,7 @@ TRAINED = [1, 29, 3, 15, 30, 7, 5, 2, 0, 0, 0, 0, 20, 7, 25, 2, 9, 24]
 ADAPTERS: dict[str, dict[str, Any]] = {"full": {"kind": "none"}, "lora": {"kind": "lora", "r": 4}}
 ONE: dict[str, Any] = {
     "adapter": "full", "world": 1, "local": 1, "shard": "auto", "reshard": True, "packed": True, "precision": "fp32",
-    "global": 8, "micro": 8, "steps": 3, "factor": 0.0, "trained": TRAINED,
+    "recompute": "none", "global": 8, "micro": 8, "steps": 3, "factor": 0.0, "trained": TRAINED,
 }  # fmt: skip
 # Each case beside the one that it must equal. With factor 0 the weights stay, so that every step's gradient counts.
 CASES: dict[str, dict[str, Any]] = {
@@ -39,8 +40,16 @@ CASES: dict[str, dict[str, Any]] = {
     "2 x 2": {"world": 4, "local": 2, "micro": 2},  # two machines: auto is hybrid
     "2 x 2, 2 micro-batches": {"world": 4, "local": 2, "micro": 1, "shard": "hybrid"},
     "four replicas": {"world": 4, "local": 4, "micro": 1, "shard": "none"},
+    "one, selective": {"recompute": "selective"},
+    "one, full": {"recompute": "full"},
+    "two, full, 2 micro-batches": {"world": 2, "local": 2, "micro": 2, "recompute": "full"},
+    "four, selective, gathered once": {
+        "world": 4, "local": 4, "micro": 1, "reshard": False, "recompute": "selective",
+    },
+    "2 x 2, full": {"world": 4, "local": 2, "micro": 2, "recompute": "full"},
     "lora: one": {"adapter": "lora"},
     "lora: four": {"adapter": "lora", "world": 4, "local": 4, "micro": 1},
+    "lora: four, full": {"adapter": "lora", "world": 4, "local": 4, "micro": 2, "recompute": "full"},
     "lora: 2 x 2": {"adapter": "lora", "world": 4, "local": 2, "micro": 1},
     "lora: two replicas": {"adapter": "lora", "world": 2, "local": 2, "micro": 2, "shard": "none"},
     "bf16: one": {"precision": "bf16"},
@@ -48,7 +57,23 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16: 2 x 2": {"precision": "bf16", "world": 4, "local": 2, "micro": 2},
     "trained: one": {"factor": 1.0, "steps": 10},
     "trained: 2 x 2": {"factor": 1.0, "steps": 10, "world": 4, "local": 2, "micro": 1},
+}  # fmt: skip
+# Whole runs, of which the collectives are counted; of 8 rows a step.
+WHOLE: dict[str, dict[str, Any]] = {
+    f"run: {name}": {**at, "flags": {"train.micro_batch_size": str(micro), "parallel.shard": shard}}
+    for name, at, micro, shard in (
+        ("two", {"world": 2, "local": 2}, 4, "full"),
+        ("two, 4 micro-batches", {"world": 2, "local": 2}, 1, "full"),
+        ("four", {"world": 4, "local": 4}, 2, "full"),
+        ("four, 2 micro-batches", {"world": 4, "local": 4}, 1, "full"),
+        ("2 x 2", {"world": 4, "local": 2}, 2, "hybrid"),
+        ("2 x 2, 2 micro-batches", {"world": 4, "local": 2}, 1, "hybrid"),
+    )
 }
+FLAGS = {
+    "train.duration": "5 steps", "checkpoint.at_end": "false", "checkpoint.every": "never",
+    "parallel.processes": "auto",
+}  # fmt: skip
 ALIKE = [(name, name.partition(": ")[0] + ": one" if ": " in name else "one") for name in CASES]
 
 
@@ -61,7 +86,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, changes in CASES.items():
         case = {**ONE, **changes, "name": name, "model": str(directory)}
         cases.append({**case, "adapter": ADAPTERS[case["adapter"]]})
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    resume_campaign.prepare(directory, 1)
+    recipe = directory / "r.yaml"
+    lines = recipe.read_text().splitlines(keepends=True)
+    recipe.write_text("".join(line for line in lines if not line.startswith("adapter")))
+    for number, (name, changes) in enumerate(WHOLE.items()):
+        flags = {**FLAGS, **changes["flags"], "name": f"run{number}"}
+        cases.append({**changes, "name": name, "recipe": str(recipe), "flags": flags})
+    own = {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(directory / "cache")}
+    env = {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [sys.executable, WORKER, json.dumps(cases), str(directory)],
         env=env, check=False, capture_output=True, text=True, timeout=300,
@@ -103,24 +136,23 @@ def test_the_same_loss_and_gradients(found: Path, name: str, like: str) -> None:
 
 
 @pytest.mark.multi
-def test_accumulation_adds_no_reduction(found: Path) -> None:
-    """A step of 2 micro-batches gathers more often, but reduces each unit's gradients once, and agrees once."""
-    for few, many in (("four", "four, 2 micro-batches"), ("2 x 2", "2 x 2, 2 micro-batches")):
-        once, twice = facts(found, few)["collectives"], facts(found, many)["collectives"]
-        reductions = {name for name in once if "reduce" in name}
-        assert reductions, once
-        assert {name: once[name] for name in reductions} == {name: twice[name] for name in reductions}
-        assert set(twice) == set(once)
-    assert sum(count for name, count in facts(found, "four")["collectives"].items() if "reduce" in name) == UNITS + 1
+@pytest.mark.parametrize(("name", "case"), WHOLE.items())
+def test_a_step_of_a_run_talks_no_more_than_fsdp_does(found: Path, name: str, case: dict[str, Any]) -> None:
+    """Beyond FSDP's own: one sum of gradient norm and loss, and one flag. Nothing more with several micro-batches."""
+    micro_batches = 8 // case["world"] // int(case["flags"]["train.micro_batch_size"])
+    replicated = UNITS if case["flags"]["parallel.shard"] == "hybrid" else 0
+    assert facts(found, name)["collectives"] == {
+        "allgather_base": micro_batches * (2 * UNITS - 1),  # the root's weights stay until its backward pass
+        "reduce_scatter_base": UNITS,
+        "allreduce": replicated + 2,
+    }
 
 
 @pytest.mark.multi
 def test_weights_that_are_kept_are_gathered_once_a_micro_batch(found: Path) -> None:
-    def gathered(name: str) -> int:
-        return sum(count for kind, count in facts(found, name)["collectives"].items() if "gather" in kind)
-
-    assert gathered("two, 4 micro-batches, gathered once") == 4 * UNITS
-    assert gathered("two") == 2 * UNITS
+    assert facts(found, "two, 4 micro-batches, gathered once")["collectives"] == {
+        "allgather_base": 4 * UNITS, "reduce_scatter_base": UNITS, "allreduce": 1,
+    }  # fmt: skip
 
 
 def test_the_rows_leave_ranks_without_trained_tokens() -> None:

@@ -55,12 +55,14 @@ def copies(root: nn.Module) -> int:
 def shard(root: CausalLM, mesh: DeviceMesh, reshard_after_forward: bool) -> None:
     """Shard a model on the meta device, in place: each decoder block a unit, the rest in the root's unit.
 
-    Gradients are summed, not averaged, over processes: the loss is already divided by the global count. No mixed
-    precision policy is set, since autocast inside gives one meaning of bf16 at every world size.
+    With ``reshard_after_forward`` a block's weights are gathered again for its backward pass. Gradients are summed, not
+    averaged, over processes: the loss is already divided by the global count. No mixed precision policy is set, since
+    autocast inside gives one meaning of bf16 at every world size.
     """
     for block in decoder_blocks(root.model):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(root, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    # Embeddings and head are what the backward pass begins with: they stay gathered between the two.
+    fully_shard(root, mesh=mesh, reshard_after_forward=False)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
