@@ -20,10 +20,16 @@ from tuner.errors import RecipeError
 
 ALL = list(fields().values())
 KINDS = {"adapter": "lora", "method": "sft", "optimizer": "adamw", "schedule": "cosine"}
-NEEDS = {"sgd": {"lr": 0.1}, "wsd_s": {"periods": "9 steps"}, "custom": {"use": "my.py:loss"}}
-"""Keys that a kind asks for."""
+NEEDS: dict[tuple[str, str], dict[str, object]] = {
+    ("optimizer", "sgd"): {"lr": 0.1},
+    ("optimizer", "custom"): {"use": "my.py:Lion", "lr": 0.1},
+    ("schedule", "wsd_s"): {"periods": "9 steps"},
+    ("schedule", "custom"): {"use": "my.py:triangle"},
+    ("method", "custom"): {"use": "my.py:loss"},
+}
+"""Keys that a kind of a section asks for."""
 MAY_BE_EMPTY = {"hooks", "optimizer.groups"}
-VALID = {"eval.every": "never", "schedule.periods": "9 steps", "method.use": "my.py:loss"}
+VALID = {"eval.every": "never", "schedule.periods": "9 steps"} | {f"{s}.use": "my.py:own" for s, _ in NEEDS}
 """A value to write twice, where the default is none."""
 BASE = {"model.name_or_path": "owner/name", "data.train": "rows.jsonl"}
 
@@ -40,7 +46,7 @@ def base(without: str = "") -> dict[str, object]:
     for section, usual in KINDS.items():
         kind = field.kinds[0] if field is not None and field.kinds and field.section == section else usual
         if without != f"{section}.kind":
-            required = NEEDS.get(kind, {})
+            required = NEEDS.get((section, kind), {})
             recipe[section] = {"kind": kind} | {k: v for k, v in required.items() if without != f"{section}.{k}"}
     return dict(recipe)
 

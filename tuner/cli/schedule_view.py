@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PARTS = 1000
 """Steps of a run whose length is not known yet: tenths of a percent."""
+HINT = "prepare the data first: tuner prepare-data RECIPE; or write train.duration in steps"
 ROWS = 13
 MOST_POINTS = 400
 """Points of the curve in the `--json` document."""
@@ -54,6 +55,7 @@ def course(recipe: Recipe) -> tuple[Course, list[str]]:
     import numpy as np
 
     from tuner.config.duration import Duration
+    from tuner.config.schedules import CustomSchedule
     from tuner.train.plan import plan_steps
     from tuner.train.schedule import build_schedule
 
@@ -64,11 +66,14 @@ def course(recipe: Recipe) -> tuple[Course, list[str]]:
         rows = rows if prepared is None else prepared
     known = not why
     if not known:
+        if isinstance(recipe.schedule, CustomSchedule):
+            use = recipe.schedule.use
+            raise RecipeError(f"schedule.use {use} needs the number of steps, which is not known ({why})", hint=HINT)
         for duration in timed[1:]:
             if duration.unit != "%":
                 raise RecipeError(
                     f"schedule: {duration} cannot be drawn over a run whose number of steps is not known ({why})",
-                    hint="prepare the data first: tuner prepare-data RECIPE; or write train.duration in steps",
+                    hint=HINT,
                 )
     length = recipe.train.duration if known else Duration.parse(f"{PARTS} steps")
     plan = plan_steps(length, rows, recipe.train.global_batch_size)

@@ -109,8 +109,13 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "optimizer.decay_rate": ("beta2_decay", "adafactor_decay_rate"),
     "optimizer.clip_threshold": ("adafactor_clip_threshold",),
     "optimizer.scale_parameter": ("multiply_by_parameter_scale",),
+    "optimizer.use": ("optimizer_cls", "optimizer_class", "optimizer_cls_and_kwargs", "custom_optimizer"),
+    "optimizer.options": ("optim_args", "optimizer_kwargs", "optim_params"),
+    "optimizer.elementwise": ("zero_allow_untested_optimizer",),
     "schedule.kind": ("lr_scheduler_type", "lr_scheduler", "scheduler", "lr_schedule", "lr_decay_style"),
     "schedule.warmup": ("warmup_ratio", "warmup_steps", "num_warmup_steps", "lr_warmup_steps", "lr_warmup_iters"),
+    "schedule.use": ("lr_scheduler_class", "custom_scheduler", "scheduler_fn"),
+    "schedule.options": ("scheduler_kwargs", "lr_scheduler_args"),
     "schedule.min_lr_ratio": (
         "cosine_min_lr_ratio", "min_lr", "lr_end", "lr_scheduler_kwargs", "min_lr_rate", "eta_min",
     ),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, model_validator
 
 from tuner.config.leaves import Choice, Real, Several, Text, Whole, refuse, shown
-from tuner.config.section import Auto, Bool, Section
+from tuner.config.section import Auto, Bool, Options, Section, Use
 
 Lr = Annotated[float | Auto, Real(gt=0, words=("auto",))]
 Betas = Annotated[tuple[float, float], Several(item=Real(ge=0, lt=1), length=2)]
@@ -51,7 +51,7 @@ class AdamwOptimizer(Section):
     """AdamW with decoupled weight decay."""
 
     kind: Annotated[Literal["adamw"], Choice(values=("adamw",))] = "adamw"
-    """adamw, sgd, adafactor, or muon for hidden matrices with adamw for everything else."""
+    """adamw, sgd, adafactor, muon for hidden matrices with adamw for the rest, or custom for one of your own."""
     lr: Lr = "auto"
     """Peak learning rate; auto: 2e-4 adapter, 3e-4 random weights, else 1e-4 below 500M parameters, 2e-5 above."""
     betas: Betas = (0.9, 0.95)
@@ -68,7 +68,7 @@ class SgdOptimizer(Section):
     """Gradient descent with momentum; no learning rate suits every model, so it must be given."""
 
     kind: Annotated[Literal["sgd"], Choice(values=("sgd",))] = "sgd"
-    """adamw, sgd, adafactor, or muon for hidden matrices with adamw for everything else."""
+    """adamw, sgd, adafactor, muon for hidden matrices with adamw for the rest, or custom for one of your own."""
     lr: Annotated[float, Real(gt=0)]
     """Peak learning rate; sgd has no auto."""
     momentum: Share = 0.9
@@ -85,7 +85,7 @@ class AdafactorOptimizer(Section):
     """Adafactor: second moments of matrices as a row and a column."""
 
     kind: Annotated[Literal["adafactor"], Choice(values=("adafactor",))] = "adafactor"
-    """adamw, sgd, adafactor, or muon for hidden matrices with adamw for everything else."""
+    """adamw, sgd, adafactor, muon for hidden matrices with adamw for the rest, or custom for one of your own."""
     lr: Lr = "auto"
     """Peak learning rate; auto as for adamw."""
     decay_rate: Annotated[float, Real(gt=-1, lt=0)] = -0.8
@@ -104,7 +104,7 @@ class MuonOptimizer(Section):
     """Muon for hidden matrices, AdamW for embeddings, the output layer, norms and biases."""
 
     kind: Annotated[Literal["muon"], Choice(values=("muon",))] = "muon"
-    """adamw, sgd, adafactor, or muon for hidden matrices with adamw for everything else."""
+    """adamw, sgd, adafactor, muon for hidden matrices with adamw for the rest, or custom for one of your own."""
     lr: Lr = "auto"
     """Peak learning rate of the hidden matrices; auto as for adamw."""
     adamw_lr: Lr = "auto"
@@ -127,3 +127,28 @@ class MuonOptimizer(Section):
     """Share of the weights taken off per unit of learning rate; never on norms, biases and other vectors."""
     groups: Groups = ()
     """Parameters with settings of their own: {match, lr, weight_decay} each."""
+
+
+class CustomOptimizer(Section):
+    """An optimizer of the user's own; it has no auto for its learning rate, so that must be given."""
+
+    kind: Annotated[Literal["custom"], Choice(values=("custom",))] = "custom"
+    """adamw, sgd, adafactor, muon for hidden matrices with adamw for the rest, or custom for one of your own."""
+    use: Use
+    """FILE.py:NAME or an entry point of the group tuner.optimizers: called with groups, lr and `options`."""
+    lr: Annotated[float, Real(gt=0)]
+    """Peak learning rate; custom has no auto."""
+    options: Options = {}
+    """Keyword arguments of the class or function, beside lr and weight_decay."""
+    elementwise: Bool = False
+    """Whether each element's update looks at no other element: only then can parameters be sharded."""
+    weight_decay: Decay = 0.0
+    """Handed over in each group for the optimizer to apply; 0 for norms, biases and other vectors."""
+    groups: Groups = ()
+    """Parameters with settings of their own: {match, lr, weight_decay} each."""
+
+    @model_validator(mode="after")
+    def _has_one_place_for_each(self) -> CustomOptimizer:
+        if own := [name for name in ("lr", "weight_decay") if name in self.options]:
+            raise refuse(f"{own[0]} among the options; write optimizer.{own[0]}, which each group is given")
+        return self

@@ -11,6 +11,7 @@ from tuner.config.leaves import Choice, Names, Real, Several, Skips, Switch, Tab
 from tuner.config.optimizers import (
     AdafactorOptimizer,
     AdamwOptimizer,
+    CustomOptimizer,
     MuonOptimizer,
     ParameterGroup,
     SgdOptimizer,
@@ -18,12 +19,13 @@ from tuner.config.optimizers import (
 from tuner.config.schedules import (
     ConstantSchedule,
     CosineSchedule,
+    CustomSchedule,
     InverseSqrtSchedule,
     LinearSchedule,
     WsdPeriodsSchedule,
     WsdSchedule,
 )
-from tuner.config.section import Auto, Bool, Durations, Section
+from tuner.config.section import Auto, Bool, Durations, Options, Section, Use
 from tuner.config.spans import Cadence, Span
 
 TIMES = ("s", "min", "h")
@@ -123,17 +125,14 @@ class PretrainMethod(Section):
     """sft learns answers to prompts; pretrain learns every token of plain text; custom has a loss of your own."""
 
 
-PLUGIN = r"(?:.+\.py:[^\W\d]\w*|(?!.*\.py$)(?!.*:)\S.*)"
-
-
 class CustomMethod(Section):
     """A loss of the user's own."""
 
     kind: Annotated[Literal["custom"], Choice(values=("custom",))] = "custom"
     """sft learns answers to prompts; pretrain learns every token of plain text; custom has a loss of your own."""
-    use: Annotated[str, Text(kind="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)]
+    use: Use
     """FILE.py:NAME, or the name of an entry point of the group tuner.methods: called with `options`, gives the loss."""
-    options: Annotated[dict[str, Any], Table()] = {}
+    options: Options = {}
     """Keyword arguments of the function."""
     rows: Annotated[Literal["sft", "pretrain"], Choice(values=("sft", "pretrain"))] = "sft"
     """Which method's rows it is trained on."""
@@ -358,13 +357,13 @@ class LoggingSection(Section):
 class HookSection(Section):
     """Code of the user's own that is told how the run goes on."""
 
-    use: Annotated[str, Text(kind="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)]
+    use: Use
     """FILE.py:NAME, or the name of an entry point of the group tuner.hooks: a class or a function."""
     stages: Annotated[tuple[Stage, ...], Several(item=Choice(values=STAGES))] = STAGES
     """What it is told about: start, step, evaluation, save and end of a launch."""
     every: Annotated[Durations | None, Cadence(units=("steps", "epochs", "%", *TIMES))] = (Duration.parse("1 step"),)
     """How often it is told about a step; above 1 step it is told at once, else when metrics.jsonl is written."""
-    options: Annotated[dict[str, Any], Table()] = {}
+    options: Options = {}
     """Keyword arguments of the class or function."""
 
 
@@ -383,6 +382,7 @@ UNIONS: dict[str, dict[str, type[Section]]] = {
         "sgd": SgdOptimizer,
         "adafactor": AdafactorOptimizer,
         "muon": MuonOptimizer,
+        "custom": CustomOptimizer,
     },
     "schedule": {
         "cosine": CosineSchedule,
@@ -391,6 +391,7 @@ UNIONS: dict[str, dict[str, type[Section]]] = {
         "inverse_sqrt": InverseSqrtSchedule,
         "wsd": WsdSchedule,
         "wsd_s": WsdPeriodsSchedule,
+        "custom": CustomSchedule,
     },
 }
 """Sections with a choice: the first kind is the default."""
@@ -425,14 +426,16 @@ Schedule = Annotated[
     | Annotated[ConstantSchedule, Tag("constant")]
     | Annotated[InverseSqrtSchedule, Tag("inverse_sqrt")]
     | Annotated[WsdSchedule, Tag("wsd")]
-    | Annotated[WsdPeriodsSchedule, Tag("wsd_s")],
+    | Annotated[WsdPeriodsSchedule, Tag("wsd_s")]
+    | Annotated[CustomSchedule, Tag("custom")],
     Discriminator(lambda value: kind_of("schedule", value)),
 ]
 Optimizer = Annotated[
     Annotated[AdamwOptimizer, Tag("adamw")]
     | Annotated[SgdOptimizer, Tag("sgd")]
     | Annotated[AdafactorOptimizer, Tag("adafactor")]
-    | Annotated[MuonOptimizer, Tag("muon")],
+    | Annotated[MuonOptimizer, Tag("muon")]
+    | Annotated[CustomOptimizer, Tag("custom")],
     Discriminator(lambda value: kind_of("optimizer", value)),
 ]
 

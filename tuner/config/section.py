@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from tuner.config.duration import Duration
-from tuner.config.leaves import Switch
+from tuner.config.leaves import Switch, Table, Text
 
 Auto = Literal["auto"]
 Durations = tuple[Duration, ...]
 Bool = Annotated[bool, Switch()]
+_PLUGIN = r"(?:.+\.py:[^\W\d]\w*|(?!.*\.py$)(?!.*:)\S.*)"
+Use = Annotated[str, Text(kind="FILE.py:NAME or the name of an entry point", pattern=_PLUGIN)]
+"""Code of the user's own."""
+Options = Annotated[dict[str, Any], Table()]
+"""Its keyword arguments."""
 
 
 class Section(BaseModel):

@@ -147,6 +147,8 @@ def _logged_step(assembly: Assembly, clock: _Clock) -> MemoryPeak:
     learner = assembly.learner
     log = StorageLog(learner.numerics.device)
     log.assign(model_tensors(learner.root), "weights")
+    learner.optimizer.allocate()
+    learner.optimizer.set_step_count(0)
     log.assign(learner.optimizer.local_tensors(), "optimizer")
 
     def mark(part: str) -> None:

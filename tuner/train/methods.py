@@ -6,7 +6,7 @@ from tuner.config.recipe import CustomMethod, PretrainMethod, SftMethod
 from tuner.errors import PluginError
 from tuner.model.liger_loss import loss_into_gradient
 from tuner.model.objective import CrossEntropy, Objective, OwnObjective
-from tuner.runtime.plugins import failure, load, require_call, source_file
+from tuner.runtime.plugins import Plugin, failure, load, require_call, source_file
 
 TAKEN = (
     "step",
@@ -25,6 +25,12 @@ TAKEN = (
 """Keys of a line of metrics.jsonl that a figure cannot have."""
 
 
+def check_method(method: SftMethod | PretrainMethod | CustomMethod) -> None:
+    """Load a loss of the user's own and check its signature. Raises PluginError; nothing is called."""
+    if isinstance(method, CustomMethod):
+        _factory(method)
+
+
 def build_objective(method: SftMethod | PretrainMethod | CustomMethod, liger: bool) -> Objective:
     """Cross-entropy, by liger's kernel or in plain torch; or the user's own.
 
@@ -33,8 +39,7 @@ def build_objective(method: SftMethod | PretrainMethod | CustomMethod, liger: bo
     """
     if not isinstance(method, CustomMethod):
         return CrossEntropy(loss_into_gradient) if liger else CrossEntropy()
-    factory = load(method.use, "tuner.methods", Path.cwd())  # a path in a loaded recipe is absolute
-    require_call(factory, method.use, (), method.options)
+    factory = _factory(method)
     try:
         function = factory(**method.options)
     except Exception as error:
@@ -42,3 +47,9 @@ def build_objective(method: SftMethod | PretrainMethod | CustomMethod, liger: bo
     if not callable(function):
         raise PluginError(f"method.use {method.use} gave a {type(function).__name__}, not a loss function")
     return OwnObjective(function, method.use, TAKEN)
+
+
+def _factory(method: CustomMethod) -> Plugin:
+    factory = load(method.use, "tuner.methods", Path.cwd())  # a path in a loaded recipe is absolute
+    require_call(factory, method.use, (), method.options)
+    return factory

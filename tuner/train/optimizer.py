@@ -8,7 +8,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from tuner.config.optimizers import AdafactorOptimizer, AdamwOptimizer, MuonOptimizer, ParameterGroup, SgdOptimizer
+from tuner.config.optimizers import (
+    AdafactorOptimizer,
+    AdamwOptimizer,
+    CustomOptimizer,
+    MuonOptimizer,
+    ParameterGroup,
+    SgdOptimizer,
+)
 from tuner.config.recipe import Optimizer
 from tuner.errors import RecipeError
 from tuner.model.select import select
@@ -16,6 +23,7 @@ from tuner.parallel.fsdp import local
 from tuner.parallel.shards import Layout
 from tuner.train.adafactor import ShardedAdafactor, moment_shape
 from tuner.train.muon import ShardedMuon
+from tuner.train.own_optimizer import Stepper, build_own_optimizer
 
 
 @dataclass(frozen=True)
@@ -26,9 +34,14 @@ class Group:
     lr: float
     weight_decay: float
 
+    @property
+    def settings(self) -> dict[str, float]:
+        """Learning rate and decay as torch's optimizers name them."""
+        return {"lr": self.lr, "weight_decay": self.weight_decay}
+
 
 class Updater:
-    """One or several torch optimizers over named parameters, with all their state allocated.
+    """One or several torch optimizers over named parameters; ours have all their state allocated.
 
     They hold each process's own part of a sharded parameter as a plain tensor: the update of an element needs no other,
     and plain tensors are dispatched many times faster than DTensors.
@@ -43,7 +56,7 @@ class Updater:
         self,
         parameters: Mapping[str, nn.Parameter],
         held: Mapping[str, torch.Tensor],
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Sequence[Stepper],
         takes_flag: bool,
         peak_lr: float,
     ) -> None:
@@ -93,14 +106,33 @@ class Updater:
     def local_tensors(self) -> list[torch.Tensor]:
         """This process's part of all state, step counts included."""
         states = (state for optimizer in self._optimizers for state in optimizer.state.values())
-        return [tensor for state in states for tensor in state.values()]
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
+    def allocate(self) -> None:
+        """Have all state there, with any values, so that a checkpoint can be loaded into it.
+
+        What is missing, as an optimizer of the user's own allocates it in its first step, comes of a step at a learning
+        rate of 0. Weights, state and step counts are to be loaded after it.
+        """
+        states = [(optimizer.state, optimizer.param_groups) for optimizer in self._optimizers]
+        if all(state.get(p) for state, groups in states for group in groups for p in group["params"]):
+            return
+        self.set_factor(0.0)
+        self._see_parts()
+        for held in self._held.values():
+            held.grad = torch.zeros_like(held)
+        for optimizer in self._optimizers:
+            optimizer.step()
+        self.zero_grad()
 
     def set_step_count(self, steps: int) -> None:
         """Say how many updates the loaded moments have seen: steps taken, less those left out."""
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
-                if "step" in state:
-                    state["step"].fill_(float(steps))
+                if isinstance(count := state.get("step"), torch.Tensor):
+                    count.fill_(float(steps))
+                elif count is not None:
+                    state["step"] = steps
 
     def _see_parts(self) -> None:
         """Let the held tensors be this process's parts as they are now: FSDP may move them at its first forward."""
@@ -128,7 +160,7 @@ def build_updater(section: Optimizer, parameters: Mapping[str, nn.Parameter], ou
             for group in group_parameters(chosen, lr, section.weight_decay, own)
         ]
 
-    optimizers: list[torch.optim.Optimizer]
+    optimizers: list[Stepper]
     match section:
         case AdamwOptimizer():
             optimizers = [_adamw(groups(parameters, lr), section.betas, section.eps)]
@@ -146,7 +178,13 @@ def build_updater(section: Optimizer, parameters: Mapping[str, nn.Parameter], ou
             optimizers = [ShardedMuon(groups(hidden, lr), layouts, *steps)]
             if others := [name for name in parameters if name not in set(hidden)]:
                 optimizers.append(_adamw(groups(others, float(section.adamw_lr)), section.betas, section.eps))
-    return Updater(parameters, held, optimizers, takes_flag=True, peak_lr=lr)
+        case CustomOptimizer():
+            given = [
+                {"params": [held[name] for name in group.names], "names": group.names} | group.settings
+                for group in group_parameters(parameters, lr, section.weight_decay, own)
+            ]
+            optimizers = [build_own_optimizer(section, given, layouts)]
+    return Updater(parameters, held, optimizers, takes_flag=not isinstance(section, CustomOptimizer), peak_lr=lr)
 
 
 def chosen_groups(names: Iterable[str], groups: Sequence[ParameterGroup]) -> dict[str, ParameterGroup]:
@@ -211,7 +249,13 @@ def _as_sharded(moment: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.
     """A moment of this process's part of a parameter as a tensor that lies over the processes as the parameter does."""
     if not isinstance(like, DTensor):
         return tensor
-    shape, sharded = moment_shape(moment, like.shape)
+    part = local(like)
+    if tensor.shape == part.shape:
+        shape, sharded = like.shape, True
+    elif part.shape == like.shape:
+        shape, sharded = tensor.shape, False
+    else:
+        shape, sharded = moment_shape(moment, like.shape)
     placements = like.placements if sharded else [Replicate()] * like.device_mesh.ndim
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(tensor, like.device_mesh, placements, run_check=False, shape=shape, stride=strides)

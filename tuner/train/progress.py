@@ -56,6 +56,12 @@ def run_tensors(assembly: Assembly) -> dict[str, Any]:
     return model | learner.optimizer.state_tensors()
 
 
+def make_room(assembly: Assembly, state: Mapping[str, Any]) -> None:
+    """Allocate what a checkpoint with this JSON state holds: the optimizer's state, once there was an update."""
+    if int(state["step"]) > int(state["guard"]["skipped"]):
+        assembly.learner.optimizer.allocate()
+
+
 def restore_position(assembly: Assembly, progress: Progress, state: Mapping[str, Any]) -> None:
     """Take over a checkpoint's JSON state once its tensors are loaded."""
     progress.step = progress.saved_step = int(state["step"])

@@ -13,9 +13,12 @@ from tuner.data.building.request import PrepareRequest, prepare_request
 from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, RecipeError
 from tuner.runtime.console import Console
+from tuner.train.methods import check_method
 from tuner.train.observers import check_observers
+from tuner.train.own_schedule import check_schedule
 from tuner.train.progress import Progress
 from tuner.train.rundir import RunDir, differences
+from tuner.train.trial import try_optimizer
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,9 @@ def make_ready(loaded: LoadedRecipe, options: TrainOptions, console: Console) ->
         console.say("finished", f"{run.path} is already trained: {step} steps")
         return run_result(run, "finished", found, step)
     check_observers(recipe.hooks, recipe.logging)
+    check_method(recipe.method)
+    check_schedule(recipe.schedule)
+    try_optimizer(recipe.optimizer)
     request = prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     directory = _data_dir(request, options, console)
     return Ready(run, record, found, request, open_prepared(directory), directory)

@@ -28,7 +28,7 @@ from tuner.train.loop import train_loop
 from tuner.train.meter import Meter
 from tuner.train.mock import mock_batch
 from tuner.train.observers import build_hooks
-from tuner.train.progress import Progress, restore_position, run_tensors
+from tuner.train.progress import Progress, make_room, restore_position, run_tensors
 from tuner.train.ready import RunResult, TrainOptions, make_ready, run_result
 from tuner.train.records import Records
 from tuner.train.rundir import RunDir, differences
@@ -88,6 +88,7 @@ def _run(
     why: str | None = None
     try:
         if found is not None:
+            make_room(assembly, found.state)
             load_into(found, run_tensors(assembly))
             restore_position(assembly, progress, found.state)
             session.protected = (found.path,)

@@ -12,16 +12,26 @@ import numpy.typing as npt
 from tuner.config.schedules import (
     ConstantSchedule,
     CosineSchedule,
+    CustomSchedule,
     InverseSqrtSchedule,
     LinearSchedule,
     WsdPeriodsSchedule,
     WsdSchedule,
 )
 from tuner.errors import RecipeError
+from tuner.train.own_schedule import own_schedule
 from tuner.train.plan import Plan, steps_of
 
 Shape = Literal["linear", "cosine", "sqrt", "inverse_sqrt"]
-Section = ConstantSchedule | LinearSchedule | CosineSchedule | InverseSqrtSchedule | WsdSchedule | WsdPeriodsSchedule
+Section = (
+    ConstantSchedule
+    | LinearSchedule
+    | CosineSchedule
+    | InverseSqrtSchedule
+    | WsdSchedule
+    | WsdPeriodsSchedule
+    | CustomSchedule
+)
 
 
 class Schedule(Protocol):
@@ -89,11 +99,15 @@ class WarmupAndFalls:
         return found
 
 
-def build_schedule(section: Section, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> WarmupAndFalls:
-    """The schedule of a run of ``plan.total_steps`` steps. Raises RecipeError where its periods end before the run.
+def build_schedule(section: Section, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> Schedule:
+    """The schedule of a run of ``plan.total_steps`` steps.
+
+    Raises RecipeError where its periods end before the run, PluginError for one of the user's own that does not fit.
 
     A fall to 0 at the end of the run reaches it one step later: a step at a learning rate of 0 would be thrown away.
     """
+    if isinstance(section, CustomSchedule):
+        return own_schedule(section, plan.total_steps)
     warmup = 0 if section.warmup is None else steps_of(section.warmup, plan, row_tokens)
     total = plan.total_steps
     match section:
