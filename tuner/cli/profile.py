@@ -21,13 +21,16 @@ from tuner.errors import MemoryLimitError, RecipeError
 
 if TYPE_CHECKING:
     from tuner.profile.measure import ProfileReport
+    from tuner.runtime.console import Level
 
 
 def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
     ctx: typer.Context,
     recipe: RecipeArgument = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to time, after one in which memory is measured.")] = 3,
-    memory: Annotated[str | None, typer.Option(help="Judge against this much, e.g. 24GiB, not what is free.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Judge each process against this much, e.g. 24GiB, not what is free.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be measured and measure nothing.")] = False,
     json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -36,37 +39,19 @@ def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
     """Measure time and peak memory of real training steps; nothing is saved, no run directory is touched."""
 
     def body() -> Outcome:
+        loaded = load_for_command(recipe, overrides_of(ctx))
+        limit = _bytes(memory)
+        from tuner.profile.launch import ProfileOptions
+        from tuner.profile.launch import profile as measured
         from tuner.runtime.console import Console
         from tuner.runtime.launch import Launch
 
-        loaded = load_for_command(recipe, overrides_of(ctx))
-        limit = _bytes(memory)
-        launch = Launch.from_environment()
-        console = Console(main=launch.is_main, level="debug" if verbose else "info")
-        from tuner.data.building.prepare import prepare
-        from tuner.data.building.request import prepare_request
-        from tuner.data.prepared import open_prepared
-        from tuner.profile.measure import measure
-        from tuner.runtime.process import process_group
-        from tuner.train.setup import resolve, timetable
-
-        wish = loaded.recipe
-        request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
-        prepared = open_prepared(prepare(request, console).path)
-        resolved = resolve(wish, request.max_length, launch)
-        plan = timetable(resolved.recipe, prepared).plan
-        facts = resolved.facts
-        console.say(
-            "plan",
-            f"{plan.total_steps:,} steps of {plan.global_batch_size} rows; one measured for memory, {steps} for time · "
-            f"{facts.kind}, {resolved.recipe.train.precision} compute, {facts.threads} threads",
-        )
-        if dry_run:
-            metrics = {"total_steps": plan.total_steps, "steps": steps, "dry_run": True}
+        level: Level = "debug" if verbose else "info"
+        total_steps, report = measured(loaded, ProfileOptions(steps, limit, dry_run), level)
+        if report is None:
+            metrics = {"total_steps": total_steps, "steps": steps, "dry_run": True}
             return Outcome("not measured: --dry-run", metrics=metrics, is_text=True)
-        with process_group(launch, facts.kind, wish.parallel.timeout.seconds):
-            report = measure(resolved, prepared, request.tokenizer, launch, steps, limit)
-        console.say("time", report.time_text())
+        Console(Launch.from_environment().is_main, level).say("time", report.time_text())
         if not report.fits:
             raise MemoryLimitError(
                 f"measured {report.text()}",

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from tuner.checkpoint.agree import Ranks
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
 from tuner.errors import MemoryLimitError, RecipeError
 from tuner.profile.memory import MemoryPeak, StorageLog, gradient_tensors, model_tensors
 from tuner.runtime.files import gib
 from tuner.runtime.launch import Launch
+from tuner.runtime.process import gloo_group
 from tuner.train.setup import Assembly, Resolved, assemble
 from tuner.train.step import optimizer_step
 
@@ -44,6 +46,8 @@ class ProfileReport:
     step_s: float
     tok_per_s: float
     estimate_s: float
+    processes: int = 1
+    """How many there were; memory is that of the one in which it is shortest, times are the first one's."""
 
     @property
     def fits(self) -> bool:
@@ -57,7 +61,8 @@ class ProfileReport:
         shown = {names.get(part, part): f"{size / divisor:.2f}" for part, size in self.memory.items()}
         parts = ", ".join(f"{name} {size}" for name, size in shown.items() if float(size))
         verdict = f"{'fits' if self.fits else 'does not fit'} in {gib(self.free_bytes)} free"
-        peak = f"peak {self.peak_bytes / divisor:.2f} {unit} ({parts})"
+        of = f" in each of {self.processes} processes" if self.processes > 1 else ""
+        peak = f"peak {self.peak_bytes / divisor:.2f} {unit}{of} ({parts})"
         return f"{peak} · {verdict} · {self.total_steps:,} steps, about {duration_text(self.estimate_s)}"
 
     def time_text(self) -> str:
@@ -96,12 +101,13 @@ def measure(
     """Build what `train` builds, take one step with every allocation logged and `steps` timed ones, and report.
 
     The logged step is the one with the longest row. Nothing is saved and no run directory is touched. Memory is judged
-    against `limit_bytes`, by default what was free on the device before the model was built. Collective where there are
-    several processes. Raises MemoryLimitError where the device runs out of memory.
+    against `limit_bytes` for each process, by default what was free on the device before the model was built, on a CPU
+    this process's share of it. Collective where there are several processes: each then has the same report. Raises
+    MemoryLimitError where the device runs out of memory.
     """
     if steps < 1:
         raise RecipeError(f"--steps {steps}: at least one step is measured")
-    free = limit_bytes if limit_bytes is not None else resolved.facts.free_bytes
+    free = limit_bytes if limit_bytes is not None else _free_bytes(resolved, launch)
     clock: _Clock | None = None
     with _out_of_memory(free, lambda: clock.part if clock else "setup"):
         assembly = assemble(resolved, prepared, tokenizer, launch)
@@ -118,7 +124,7 @@ def measure(
     times = {part: seconds / steps for part, seconds in clock.seconds.items()}
     step_s = sum(times.values())
     table = assembly.timetable.plan
-    return ProfileReport(
+    report = ProfileReport(
         device=resolved.facts.name,
         steps=steps,
         total_steps=table.total_steps,
@@ -131,7 +137,16 @@ def measure(
         step_s=step_s,
         tok_per_s=sum(tokens) / steps / step_s,
         estimate_s=step_s * table.total_steps,
+        processes=launch.world_size,
     )
+    return of_all(Ranks(gloo_group()).everywhere(lambda: report))
+
+
+def of_all(reports: Sequence[ProfileReport]) -> ProfileReport:
+    """One report for all processes, given theirs in order: the first one's, with the memory of where it is shortest."""
+    shortest = max(reports, key=lambda report: report.peak_bytes / max(1, report.free_bytes))
+    keys = ("peak_bytes", "memory", "free_bytes", "resident_bytes")
+    return replace(reports[0], **{key: getattr(shortest, key) for key in keys})
 
 
 def duration_text(seconds: float) -> str:
@@ -145,7 +160,7 @@ def duration_text(seconds: float) -> str:
 def _logged_step(assembly: Assembly, clock: _Clock) -> MemoryPeak:
     """One real step under the log; it is also the warm-up of the timed ones."""
     learner = assembly.learner
-    log = StorageLog(learner.numerics.device)
+    log = StorageLog(learner.numerics.device, resized=assembly.launch.world_size > 1)
     log.assign(model_tensors(learner.root), "weights")
     learner.optimizer.allocate()
     learner.optimizer.set_step_count(0)
@@ -178,6 +193,12 @@ def _step(assembly: Assembly, batch_index: int, index: int) -> int:
     factor = table.schedule.factor(min(index + 1, table.plan.total_steps))
     optimizer_step(assembly.learner, index, batches, factor)
     return batches.tokens
+
+
+def _free_bytes(resolved: Resolved, launch: Launch) -> int:
+    """The processes of one machine share its memory on a CPU; each has a CUDA device of its own."""
+    facts = resolved.facts
+    return facts.free_bytes if facts.kind == "cuda" else facts.free_bytes // launch.local_world_size
 
 
 def _longest_step(assembly: Assembly) -> int:

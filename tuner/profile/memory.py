@@ -34,12 +34,15 @@ class StorageLog(TorchDispatchMode):
     """Logs the life of every tensor storage that operations make on one device while the mode is on.
 
     Activations are storages made in forward and alive at the peak; `other` are those made anywhere else, such as the
-    gradients of activations. Scratch space inside a kernel has no storage and is not seen.
+    gradients of activations. Scratch space inside a kernel has no storage and is not seen. Weights that FSDP2 gathers
+    count as weights while they are there; it frees them by resizing their storage to nothing, which no operation tells
+    of: with ``resized`` the sizes of all living storages are read again after each operation.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, resized: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device.type
+        self._resized = resized
         self._events: list[_Event] = []
         self._part: dict[int, str] = {}
         self._living: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # id(storage) -> reference, serial, bytes
@@ -54,7 +57,11 @@ class StorageLog(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operation and log what it returned."""
+        if self._resized:
+            self._read_sizes()
         result = func(*args, **(kwargs or {}))
+        if str(func).startswith("fsdp.split_with_sizes_copy"):
+            self.assign((kwargs or {})["out"], "weights")
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._log(leaf, self.phase)
@@ -107,6 +114,13 @@ class StorageLog(TorchDispatchMode):
         self._part[serial] = part
         self._events.append(_Event(serial, size))
         return serial
+
+    def _read_sizes(self) -> None:
+        for reference, serial, size in list(self._living.values()):
+            storage = reference()
+            if storage is not None and (now := storage.nbytes()) != size:
+                self._events.append(_Event(serial, now - size))
+                self._living[id(storage)] = (reference, serial, now)
 
     def _ended(self, key: int, serial: int) -> None:
         known = self._living.get(key)
