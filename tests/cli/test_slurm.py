@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tools import resume_campaign
 from tuner.config.shipped import shipped_scripts
 
 SCRIPT = shipped_scripts()["train.sbatch"]
@@ -17,13 +20,34 @@ printf ' [%s]' "$@" >> "$CALLS"
 echo >> "$CALLS"
 exit "${CODE_OF_SRUN:-0}"
 """
+# Two tasks on one node, as srun starts them; its exit code is the largest of theirs.
+SRUN = """#!/bin/bash
+shift 2
+export SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_STEP_TASKS_PER_NODE=2 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=here
+for task in 0 1; do
+    SLURM_PROCID=$task SLURM_LOCALID=$task "$@" &
+    started+=($!)
+done
+largest=0
+for task in "${started[@]}"; do
+    wait "$task"
+    code=$?
+    [ "$code" -gt "$largest" ] && largest=$code
+done
+exit "$largest"
+"""
+
+
+def put_on_path(directory: Path, **programs: str) -> None:
+    programs["scontrol"] = STANDS_IN.replace("${CODE_OF_SRUN:-0}", "0")
+    for name, script in programs.items():
+        (directory / name).write_text(script)
+        (directory / name).chmod(0o755)
 
 
 def submit(directory: Path, code: int, *words: str) -> tuple[int, list[str]]:
     """Run the script where `srun` ends with `code`; its own exit code and the commands that it ran."""
-    for name, script in {"srun": STANDS_IN, "scontrol": STANDS_IN.replace("${CODE_OF_SRUN:-0}", "0")}.items():
-        (directory / name).write_text(script)
-        (directory / name).chmod(0o755)
+    put_on_path(directory, srun=STANDS_IN)
     calls = directory / "calls"
     calls.touch()
     env = {
@@ -54,3 +78,31 @@ def test_the_job_asks_for_its_signal_and_may_be_requeued() -> None:
     assert {"--signal=TERM@120", "--requeue", "--open-mode=append"} <= set(asked)
     # SLURM reads nothing that comes after the first command.
     assert not any(line.startswith("#SBATCH") for line in lines[commands[0] :])
+
+
+@pytest.mark.multi
+def test_two_tasks_train_stop_and_have_the_job_requeued(tmp_path: Path) -> None:
+    resume_campaign.prepare(tmp_path, 2)
+    put_on_path(tmp_path, srun=SRUN, tuner=f'#!/bin/bash\nexec "{sys.executable}" -m tuner "$@"\n')
+    calls = tmp_path / "calls"
+    env = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TUNER_CACHE": str(tmp_path / "cache"),
+        "CALLS": str(calls),
+        "SLURM_JOB_ID": str(os.getpid()),
+    }
+    words = ["bash", str(SCRIPT), "r.yaml", "--train.stop_after", "2 steps", "--logging.level", "info"]
+    done = subprocess.run(words, cwd=tmp_path, env=env, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 75, done.stderr
+    assert calls.read_text() == f"scontrol [requeue] [{os.getpid()}]\n"
+    run = tmp_path / "runs" / "r"
+    assert done.stdout == f"{run}\n"
+    assert done.stderr.count("go on: tuner resume") == 1, "rank 0 speaks for both"
+    (launch,) = json.loads((run / "run.json").read_text())["launches"]
+    assert (launch["status"], launch["step"], launch["world_size"]) == ("stopped", 2, 2)
+    assert all((run / "logs" / f"rank{rank}.log").is_file() for rank in (0, 1))

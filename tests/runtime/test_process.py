@@ -87,9 +87,11 @@ from tuner.runtime.launch import Launch
 from tuner.runtime.process import any_rank, gloo_group, process_group
 launch = Launch.from_environment()
 try:
-    with process_group(launch, "cpu", 60.0):
+    with process_group(launch, "cpu", float(sys.argv[2])):
         if launch.rank == 1:
-            raise DataError("bad row")
+            if sys.argv[1] == "fails":
+                raise DataError("bad row")
+            time.sleep(4)
         any_rank(False, gloo_group())
 except DataError:
     sys.exit(3)
@@ -99,12 +101,15 @@ except LostRankError:
 
 
 @pytest.mark.multi
-def test_one_ranks_error_ends_the_others_wait(root: Path) -> None:
+@pytest.mark.parametrize(("what", "timeout_s", "codes"), [("fails", "60", [9, 3]), ("sleeps", "1.5", [9, 9])])
+def test_a_rank_that_fails_or_is_silent_ends_the_others_wait(
+    root: Path, what: str, timeout_s: str, codes: list[int]
+) -> None:
     env = {"RANK": "%", "WORLD_SIZE": "2", "LOCAL_RANK": "%", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    processes = start(root, env, FAIL)
+    processes = start(root, env, FAIL, what, timeout_s)
     try:
-        assert [process.wait(30) for process in processes] == [9, 3]
+        assert [process.wait(30) for process in processes] == codes
     finally:
         for process in processes:
             process.kill()
