@@ -47,21 +47,22 @@ def write_tokenizer(directory: Path) -> None:
     fast.save_pretrained(directory)
 
 
-def train_a_little(model: PreTrainedModel) -> None:
-    """Move every trained parameter as training would, by a seeded amount."""
+def train_a_little(model: PreTrainedModel, amount: float) -> None:
+    """Move every trained parameter as training would, by a seeded step of this size."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for _, parameter in sorted(trained_parameters(CausalLM(model)).items()):
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(amount * torch.randn(parameter.shape, generator=generator))
 
 
-def write_run(
+def write_run(  # noqa: PLR0913 - what a run can be
     run: Path,
     base: Path,
     lora: LoraSpec | None = None,
     probes: bool = True,
     frozen: str = "fp32",
     left_alone: tuple[str, ...] = (),
+    amount: float = 0.05,
 ) -> Path:
     """A run directory with one checkpoint at step 7, saved by the product's own writer."""
     dtype = torch.bfloat16 if frozen == "bf16" else torch.float32
@@ -73,7 +74,7 @@ def write_run(
         add_lora(model, lora, seed=0)
     if left_alone:
         freeze(model, left_alone)
-    train_a_little(model)
+    train_a_little(model, amount)
     tensors = {f"model/{name}": p.detach() for name, p in trained_parameters(CausalLM(model)).items()}
     first = next(iter(tensors))
     tensors["optimizer/exp_avg/" + first.removeprefix("model/")] = torch.zeros_like(tensors[first])

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from tests.export import runs
 from tests.export.runs import PROMPTS, write_base, write_run
 from tuner.checkpoint.load import open_checkpoint, read_probe, read_tensors
 from tuner.errors import DataError, RecipeError, VerificationError
-from tuner.export import hf, verify, weights
+from tuner.export import hf, outputs, verify
 from tuner.export.hf import export_hf, plan_export
+from tuner.export.rows import HeldRows
+from tuner.export.shards import Output, Shard
 from tuner.model.adapter import LoraSpec
 
 LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
@@ -34,9 +37,10 @@ def make_run(tmp_path: Path) -> MakeRun:
         frozen: str = "fp32",
         probes: bool = True,
         freeze: tuple[str, ...] = (),
+        amount: float = 0.05,
     ) -> Path:
         base = write_base(tmp_path / "base", kind)
-        return write_run(tmp_path / "run", base, lora, probes, frozen, freeze)
+        return write_run(tmp_path / "run", base, lora, probes, frozen, freeze, amount)
 
     return make
 
@@ -123,15 +127,13 @@ def test_every_adapter_is_exported_merged_and_kept(make_run: MakeRun, variant: s
         assert facts["ensure_weight_tying"] == (kind != "llama")
 
 
-@pytest.mark.parametrize("fault", ["scale", "length"])
-def test_a_wrong_merge_is_not_published(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+@pytest.mark.parametrize("fault", [{"scale": 4.04}, {"length": None}])
+def test_a_wrong_merge_is_not_published(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, fault: dict[str, object]
+) -> None:
     run = make_run("llama", VARIANTS["all"])
-    real = weights.merged_weight
-    wrong = {
-        "scale": lambda layer, weight: real(layer, weight) * 1.01,
-        "length": lambda layer, weight: weight + layer.get_delta_weight("default"),
-    }
-    monkeypatch.setattr(weights, "merged_weight", wrong[fault])
+    right = outputs.LowRank
+    monkeypatch.setattr(outputs, "LowRank", lambda **facts: right(**facts | fault))
     with pytest.raises(VerificationError, match="not the trained model"):
         export_hf(run, dtype="fp32")
 
@@ -140,15 +142,8 @@ def test_an_adapter_that_peft_would_not_take_is_not_published(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run("llama", VARIANTS["dora"])
-    write = hf.write_adapter
-
-    def misnamed(directory: Path, *args: object) -> dict[str, torch.Tensor]:
-        tensors = write(directory, *args)  # type: ignore[arg-type]
-        wrong = {name.replace("lora_magnitude_vector", "lora_length"): tensor for name, tensor in tensors.items()}
-        save_file(wrong, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-        return wrong
-
-    monkeypatch.setattr(hf, "write_adapter", misnamed)
+    right = outputs.peft_name
+    monkeypatch.setattr(outputs, "peft_name", lambda name: right(name).replace("lora_magnitude_vector", "lora_length"))
     with pytest.raises(VerificationError, match="peft does not take"):
         export_hf(run, adapter="keep")
 
@@ -250,34 +245,49 @@ def test_another_directory_is_refused(make_run: MakeRun, tmp_path: Path) -> None
         export_hf(run, tmp_path / "a")
 
 
+def flip(checkpoint: Path, tensor: str) -> Path:
+    """Turn one bit of a tensor in a checkpoint's file, which is returned."""
+    [chunk] = open_checkpoint(checkpoint).index()[tensor].chunks
+    path = checkpoint / chunk.file
+    data = bytearray(path.read_bytes())
+    data[chunk.start + chunk.length // 2] ^= 16
+    path.write_bytes(data)
+    return path
+
+
 def test_a_damaged_checkpoint_is_a_data_error(make_run: MakeRun) -> None:
     run = make_run()
-    shard = run / "checkpoints" / "step-7" / "rank-0000-of-0001.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[-5] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(DataError, match="no valid checkpoint"):
-        export_hf(run)
-    with pytest.raises(DataError, match=shard.name):
-        export_hf(run / "checkpoints" / "step-7")
-    assert not (run / "exports").exists()
+    checkpoint = run / "checkpoints" / "step-7"
+    shard = flip(checkpoint, "model/model.layers.1.mlp.up_proj.weight")
+    for given in (run, checkpoint):
+        with pytest.raises(DataError, match=rf"{shard.name}.*model.layers.1.mlp.up_proj.weight"):
+            export_hf(given)
+    assert not list((run / "exports").iterdir())
 
 
+def test_damage_of_what_is_not_exported_does_no_harm(make_run: MakeRun) -> None:
+    run = make_run()
+    optimizer = [name for name in open_checkpoint(run / "checkpoints" / "step-7").index() if "exp_avg" in name]
+    flip(run / "checkpoints" / "step-7", optimizer[0])
+    assert export_hf(run).path.is_dir()
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_base_weights_fail(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    run = make_run("llama")
-    base = AutoModelForCausalLM.from_pretrained(run.parent / "base", dtype=torch.float32)
-    load = hf.load_trained
+def test_base_weights_fail(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, dtype: Literal["fp32", "bf16"], lora: LoraSpec | None
+) -> None:
+    run = make_run("llama", lora, amount=0.3 if lora else 0.05)
+    base = load_file(run.parent / "base" / "model.safetensors")
+    merged = outputs.Values.merged
 
-    def untrained(source: object) -> object:
-        trained = load(source)  # type: ignore[arg-type]
-        trained.model.load_state_dict(base.state_dict())
-        return trained
+    def untrained(values: outputs.Values, kind: torch.dtype) -> list[Output]:
+        return [Output(output.name, kind, HeldRows(base[output.name])) for output in merged(values, kind)]
 
-    monkeypatch.setattr(hf, "load_trained", untrained)
-    with pytest.raises(VerificationError, match="recorded"):
-        export_hf(run, dtype=dtype)  # type: ignore[arg-type]
-    assert not (run / "exports").exists()
+    monkeypatch.setattr(outputs.Values, "merged", untrained)
+    with pytest.raises(VerificationError, match="export"):
+        export_hf(run, dtype=dtype)
+    assert not list((run / "exports").iterdir())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -286,18 +296,18 @@ def test_tampered_files_are_not_published(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, dtype: str, kind: str
 ) -> None:
     run = make_run(kind)
-    write = hf.write_model
+    write = hf.write_shards
 
-    def tampered(directory: Path, *args: object) -> dict[str, torch.Tensor]:
-        expected = write(directory, *args)  # type: ignore[arg-type]
+    def tampered(directory: Path, shards: Sequence[Shard]) -> dict[str, str]:
+        written = write(directory, shards)
         path = directory / "model.safetensors"
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
-        return expected
+        return written
 
-    monkeypatch.setattr(hf, "write_model", tampered)
-    with pytest.raises(VerificationError, match="differs"):
+    monkeypatch.setattr(hf, "write_shards", tampered)
+    with pytest.raises(VerificationError, match="other bytes"):
         export_hf(run, dtype=dtype)  # type: ignore[arg-type]
     assert list((run / "exports").iterdir()) == []
 
@@ -308,8 +318,8 @@ def test_probes_of_another_model_fail(make_run: MakeRun, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         hf, "read_probe", lambda info: {k: v + 1e-3 if k == "logits" else v for k, v in read(info).items()}
     )
-    with pytest.raises(VerificationError, match="recorded"):
-        export_hf(run)
+    with pytest.raises(VerificationError, match="not the trained model"):
+        export_hf(run, dtype="fp32")
 
 
 def test_training_that_rounding_undoes_is_not_published(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from tuner.errors import DataError
 from tuner.runtime.files import inside, json_bytes, read_json
 
 INDEX_NAME = "index.json"
-SCHEMA = 1
+SCHEMA = 2
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -35,13 +35,17 @@ DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.ite
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: `sizes` elements at `offsets`, row-major, in bytes `start` to `start + length` of `file`."""
+    """A box of a tensor: `sizes` elements at `offsets`, row-major, in bytes `start` to `start + length` of `file`.
+
+    `sha256` is of these bytes alone, so that a reader of some tensors need not read the whole file to trust them.
+    """
 
     file: str
     start: int
     length: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ def index_bytes(index: Mapping[str, TensorEntry]) -> bytes:
                     "length": chunk.length,
                     "offsets": list(chunk.offsets),
                     "sizes": list(chunk.sizes),
+                    "sha256": chunk.sha256,
                 }
                 for chunk in entry.chunks
             ],
@@ -113,6 +118,7 @@ def _entry(fields: Any) -> TensorEntry:
             length=_count(chunk["length"]),
             offsets=_counts(chunk["offsets"]),
             sizes=_counts(chunk["sizes"]),
+            sha256=str(chunk["sha256"]),
         )
         for chunk in fields["chunks"]
     )

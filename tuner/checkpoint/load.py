@@ -59,24 +59,27 @@ def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def newest(
-    checkpoints_dir: Path, warn: Callable[[str], None] | None = None, verify: bool = True
+    checkpoints_dir: Path, warn: Callable[[str], None] | None = None, verify: bool = True, shards: bool = True
 ) -> CheckpointInfo | None:
     """The valid checkpoint with the highest step; None when there is none.
 
     Each invalid one that is passed over is told to `warn` in one line. Only those tried are hashed, and none without
-    `verify`.
+    `verify`; their tensors' files only with `shards`.
     """
     for _, path in step_dirs(checkpoints_dir):
         try:
-            return open_checkpoint(path, verify)
+            return open_checkpoint(path, verify, shards)
         except DataError as error:
             if warn is not None:
                 warn(f"{path} is not used: {error.message}")
     return None
 
 
-def open_checkpoint(path: Path, verify: bool = True) -> CheckpointInfo:
-    """Check manifest, file set and sizes, and with `verify` every SHA-256. Raises DataError naming the bad file."""
+def open_checkpoint(path: Path, verify: bool = True, shards: bool = True) -> CheckpointInfo:
+    """Check manifest, file set and sizes, and with `verify` every SHA-256, of tensors' files only with `shards`.
+
+    Without `shards`, who reads a tensor holds it against the SHA-256 of its chunks. Raises DataError naming the file.
+    """
     manifest_path = path / MANIFEST_NAME
     manifest = read_json(manifest_path)
     if manifest.get("schema") != MANIFEST_SCHEMA:
@@ -90,13 +93,16 @@ def open_checkpoint(path: Path, verify: bool = True) -> CheckpointInfo:
         raise DataError(f"{manifest_path}: meta is missing")
     if (match := STEP.fullmatch(path.name)) and int(match[1]) != step:
         raise DataError(f"{manifest_path}: belongs to step {step}, not to {path.name}")
-    shards = {name for name in files if name.startswith("rank-")}
-    if not 0 < world_size <= len(shards) + 1 or shards != {shard_name(rank, world_size) for rank in range(world_size)}:
+    of_ranks = {name for name in files if name.startswith("rank-")}
+    expected = {shard_name(rank, world_size) for rank in range(min(world_size, len(files)))}
+    if world_size < 1 or of_ranks != expected:
         raise DataError(f"{manifest_path}: its files are not those of {world_size} ranks")
     for name in (INDEX_NAME, STATE_NAME):
         if name not in files:
             raise DataError(f"{manifest_path}: {name} is not listed")
-    verify_entries(path, files, hash=verify)
+    unhashed = of_ranks if verify and not shards else set()
+    verify_entries(path, {name: entry for name, entry in files.items() if name not in unhashed}, hash=verify)
+    verify_entries(path, {name: files[name] for name in unhashed}, hash=False)
     return CheckpointInfo(path, step, manifest, read_json(path / STATE_NAME))
 
 

@@ -102,14 +102,15 @@ class SafetensorsWriter(StorageWriter):
         size = len(header) + (spans[-1][1] if spans else 0)
         path = self.directory / name
         try:
-            digest = _write_file(path, header, (planner.resolve_data(item) for item in items), spans)
+            tensors = (planner.resolve_data(item) for item in items)
+            digest, of_chunks = _write_file(path, header, tensors, spans)
             fsync_dir(self.directory)
         except OSError as error:
             raise machine_error(path, error, size) from error
         self._written = WrittenFile(name, size, digest)
         results = [
-            WriteResult(item.index, end - start, Chunk(name, len(header) + start, end - start, *_box(item)))
-            for item, (start, end) in zip(items, spans, strict=True)
+            WriteResult(item.index, end - start, Chunk(name, len(header) + start, end - start, *_box(item), sha256))
+            for item, (start, end), sha256 in zip(items, spans, of_chunks, strict=True)
         ]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -273,8 +274,9 @@ def _layout(items: Sequence[WriteItem]) -> tuple[bytes, list[tuple[int, int]]]:
     return len(header).to_bytes(8, "little") + header, spans
 
 
-def _write_file(path: Path, header: bytes, tensors: Any, spans: Sequence[tuple[int, int]]) -> str:
-    digest = hashlib.sha256()
+def _write_file(path: Path, header: bytes, tensors: Any, spans: Sequence[tuple[int, int]]) -> tuple[str, list[str]]:
+    """SHA-256 of the file and of each tensor in it."""
+    digest, of_tensors = hashlib.sha256(), []
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     try:
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="sha256") as hasher:
@@ -284,18 +286,25 @@ def _write_file(path: Path, header: bytes, tensors: Any, spans: Sequence[tuple[i
                 data = tensor_bytes(tensor)
                 if len(data) != end - start:
                     raise TunerError(f"{path}: a tensor has {len(data):,} bytes where {end - start:,} were planned")
+                of_tensor = hashlib.sha256()
                 for at in range(0, len(data), BLOCK_BYTES):
                     block = data[at : at + BLOCK_BYTES]
-                    hashed = hasher.submit(digest.update, block) if len(block) > INLINE_BYTES else None
+                    hashed = hasher.submit(_update, block, digest, of_tensor) if len(block) > INLINE_BYTES else None
                     write_all(descriptor, block)
                     if hashed is None:
-                        digest.update(block)
+                        _update(block, digest, of_tensor)
                     else:
                         hashed.result()
+                of_tensors.append(of_tensor.hexdigest())
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return digest.hexdigest()
+    return digest.hexdigest(), of_tensors
+
+
+def _update(block: memoryview, *digests: Any) -> None:
+    for digest in digests:
+        digest.update(block)
 
 
 def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:

@@ -6,22 +6,29 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError
-from transformers import PreTrainedModel
-
 from tuner.checkpoint.load import PROBE_NAME, read_probe
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.export import verify
 from tuner.export.card import CARD, LINEAGE, card, lineage
+from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
+from tuner.export.rows import OpenFiles
+from tuner.export.shards import Output, plan_shards, write_one, write_shards
 from tuner.export.source import Source, resolve
-from tuner.export.weights import DTYPES, TrainedModel, load_trained, merge, plain_base, read_config, round_to
-from tuner.export.write import quiet, write_adapter, write_generation_config, write_model, write_tokenizer
+from tuner.export.weights import DTYPES, load_trained, lora_spec, plain_base, read_config
+from tuner.export.write import (
+    ADAPTER_WEIGHTS,
+    quiet,
+    write_adapter_config,
+    write_config,
+    write_generation_config,
+    write_tokenizer,
+)
 from tuner.runtime.files import (
     MANIFEST_NAME,
     TMP_PREFIX,
@@ -32,6 +39,7 @@ from tuner.runtime.files import (
     machine_error,
     publish_dir,
     read_json,
+    regular_size,
     sha256_file,
     verify_entries,
     write_new,
@@ -94,7 +102,7 @@ def plan_export(
     """
     if dtype not in DTYPES or adapter not in ("merge", "keep") or shard_size <= 0:
         raise RecipeError("export takes dtype bf16 or fp32, adapter merge or keep, and a positive shard size")
-    source = resolve(path, warn)
+    source = resolve(path, warn, shards=False)
     if adapter == "keep" and source.adapter is None:
         raise RecipeError("--adapter keep: the run trained all parameters, it has no adapter to keep")
     final = (output or source.run_dir / "exports" / f"step-{source.step}").absolute()
@@ -132,63 +140,65 @@ def run_export(plan: ExportPlan) -> ExportReport:
     if plan.done:
         return _report(plan, None, None, started)
     with quiet():
-        trained = load_trained(plan.source)
-        probes = _probes(plan.source, trained)
+        trained = trained_skeleton(plan.source)
     with _temporary(plan.output) as directory:
         with quiet():
-            difference = _write_and_verify(plan, directory, trained, probes)
-        _write_identity(plan, directory)
+            outputs, written = _write(plan, directory, trained)
+            verify.require_written(directory, written, outputs)
+            probes = _probes(plan.source)
+            difference = _compare(plan, directory, probes)
+        _write_identity(plan, directory, written)
         publish_dir(directory, plan.output)
     return _report(plan, difference, probes, started)
 
 
-def _probes(source: Source, trained: TrainedModel) -> verify.Probes:
-    """The run's probes, after the rebuilt model has proven that it answers them as the trained one did."""
-    has_probes = PROBE_NAME in source.checkpoint.manifest["files"]
-    recorded = verify.read_probes(read_probe(source.checkpoint)) if has_probes else None
-    if recorded is None:
-        return verify.fallback_probes(trained.model)
-    answers = verify.last_logits(trained.model, recorded.prompts)
-    verify.require_close(
-        verify.compare(recorded.logits, answers),
-        "the checkpoint's weights do not give the logits that the run recorded",
-        relative=verify.SAME_MODEL,
-    )
-    return recorded
-
-
-def _write_and_verify(
-    plan: ExportPlan, directory: Path, trained: TrainedModel, probes: verify.Probes
-) -> verify.Difference:
+def _write(plan: ExportPlan, directory: Path, trained: Trained) -> tuple[list[Output], dict[str, str]]:
+    """Write every file but the identity; the tensors, and the SHA-256 of each file that holds some."""
     source, dtype = plan.source, DTYPES[plan.dtype]
     config = read_config(source)
-    _require_space(plan, trained.model)
     write_tokenizer(directory, source)
-    if plan.adapter == "keep":
-        expected = write_adapter(directory, trained, (source.hub_name, source.model.get("revision")), dtype)
-        verify.require_written(directory, expected)
-        loaded = verify.load_adapter(directory, plain_base(source, trained), expected)
-    else:
-        model = merge(trained, config) if plan.adapter == "merge" else trained.model
-        round_to(model, dtype)
-        expected = write_model(directory, model, plan.shard_size)
-        verify.require_written(directory, expected)
-        loaded = verify.load_plain(directory)
-        verify.require_same_state(model, loaded)
     write_generation_config(directory, source, config)
+    with OpenFiles() as files:
+        values = Values(source, trained, files)
+        if plan.adapter == "keep":
+            outputs = values.adapter(dtype)
+            _require_space(plan, outputs)
+            base = (source.hub_name, source.model.get("revision"))
+            write_adapter_config(directory, trained.adapted, lora_spec(source.adapter or {}), base)
+            return outputs, write_one(directory / ADAPTER_WEIGHTS, outputs)
+        outputs = values.merged(dtype)
+        _require_space(plan, outputs)
+        write_config(directory, config, type(trained.plain).__name__, dtype)
+        return outputs, write_shards(directory, plan_shards(outputs, plan.shard_size))
+
+
+def _probes(source: Source) -> verify.Probes:
+    """The run's probes, or fixed ones that the model answers, rebuilt from the checkpoint, where it recorded none."""
+    has_probes = PROBE_NAME in source.checkpoint.manifest["files"]
+    recorded = verify.read_probes(read_probe(source.checkpoint)) if has_probes else None
+    return recorded or verify.fallback_probes(load_trained(source).model)
+
+
+def _compare(plan: ExportPlan, directory: Path, probes: verify.Probes) -> verify.Difference:
+    """Load the export as its users will and hold its answers against those of the trained model."""
+    if plan.adapter == "keep":
+        loaded = verify.load_adapter(directory, plain_base(plan.source))
+    else:
+        loaded = verify.load_plain(directory)
     difference = verify.compare(probes.logits, verify.last_logits(loaded, probes.prompts))
     if plan.dtype == "fp32":
-        bound = verify.MERGED if plan.adapter == "merge" else verify.SAME_MODEL
-        verify.require_close(difference, "the loaded export is not the trained model", relative=bound)
+        verify.require_close(difference, "the export is not the trained model", relative=verify.SAME_MODEL)
     else:
-        verify.require_close(difference, "rounded to bf16 the model answers differently", kl=verify.ROUNDED_KL)
+        verify.require_close(difference, "rounded to bf16 the export answers differently", kl=verify.ROUNDED_KL)
     return difference
 
 
-def _write_identity(plan: ExportPlan, directory: Path) -> None:
+def _write_identity(plan: ExportPlan, directory: Path, written: Mapping[str, str]) -> None:
     facts = lineage(plan.source, plan.manifest_sha256, plan.options)
     write_new(directory / CARD, card(plan.source, facts, plan.adapter == "keep").encode())
-    write_new(directory / LINEAGE, json_bytes({**facts, "files": file_entries(directory, exclude=(LINEAGE,))}))
+    files = file_entries(directory, exclude=(LINEAGE, *written))
+    files |= {name: {"size": regular_size(directory / name), "sha256": sha256} for name, sha256 in written.items()}
+    write_new(directory / LINEAGE, json_bytes({**facts, "files": dict(sorted(files.items()))}))
 
 
 def _is_done(plan: ExportPlan) -> bool:
@@ -210,9 +220,8 @@ def _is_done(plan: ExportPlan) -> bool:
     return True
 
 
-def _require_space(plan: ExportPlan, model: PreTrainedModel) -> None:
-    kept = [p for p in model.parameters() if plan.adapter != "keep" or p.requires_grad]
-    needed = sum(parameter.numel() for parameter in kept) * (2 if plan.dtype == "bf16" else 4)
+def _require_space(plan: ExportPlan, outputs: Sequence[Output]) -> None:
+    needed = total_bytes(outputs)
     free = free_bytes(plan.output.parent)
     if free < needed:
         raise MachineError(
@@ -238,8 +247,6 @@ def _temporary(final: Path) -> Iterator[Path]:
         yield directory
     except OSError as error:
         raise machine_error(directory, error) from error
-    except SafetensorError as error:  # what a full disk looks like from inside the writer
-        raise MachineError(f"{directory}: cannot be written: {error}", hint="free some space") from error
     finally:
         if directory.is_dir():
             discard_dir(directory)

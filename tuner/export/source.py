@@ -66,22 +66,23 @@ class Source:
         return hub_name(str(self.model.get("name_or_path", "")))
 
 
-def resolve(path: Path, warn: Callable[[str], None] | None = None) -> Source:
+def resolve(path: Path, warn: Callable[[str], None] | None = None, shards: bool = True) -> Source:
     """The newest valid checkpoint of a run directory, or the checkpoint directory given.
 
-    A newer checkpoint that is damaged is passed over and told to `warn`. Raises RecipeError for a path that is
-    neither and DataError for a run without a valid checkpoint.
+    Without ``shards`` the tensors' files are not hashed: for a reader that checks each tensor as it reads it. A newer
+    checkpoint that is damaged is passed over and told to `warn`. Raises RecipeError for a path that is neither and
+    DataError for a run without a valid checkpoint.
     """
     path = path.absolute()
     if not path.is_dir():
         raise RecipeError(f"{path}: no such directory", hint="give a run directory, or one of its checkpoints")
     if (path / CHECKPOINTS).is_dir():
-        found = newest(path / CHECKPOINTS, warn)
+        found = newest(path / CHECKPOINTS, warn, shards=shards)
         if found is None:
             raise DataError(f"{path}: the run has no valid checkpoint", hint=f"train it first: tuner resume {path}")
         return Source(path, found)
     if path.parent.name == CHECKPOINTS:
-        return Source(path.parent.parent, open_checkpoint(path))
+        return Source(path.parent.parent, open_checkpoint(path, shards=shards))
     raise RecipeError(
         f"{path}: neither a run directory nor a checkpoint inside one",
         hint="a run directory holds checkpoints/; a checkpoint is <run>/checkpoints/step-N",

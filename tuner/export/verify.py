@@ -9,13 +9,17 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch.nn.functional import kl_div, log_softmax
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tuner.checkpoint.index import DTYPE_NAMES
 from tuner.errors import DataError, VerificationError
+from tuner.export.shards import Output
+from tuner.export.write import ADAPTER_WEIGHTS
+from tuner.runtime.files import sha256_file
 
 SAME_MODEL = 1e-5  # float32, the same operations: only the order of sums differs
-MERGED = 1e-4  # float32, W + s·B·A rounded once against W x + s·B·(A x)
 ROUNDED_KL = 0.02  # nats, weights rounded to bf16
 _N_FALLBACK_PROBES, _FALLBACK_LENGTH = 8, 32
 
@@ -31,7 +35,11 @@ class Probes:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two sets of logits: largest absolute difference, the same relative to the largest logit, mean KL in nats."""
+    """Of two sets of logits: largest absolute difference, the same relative to the largest logit, mean KL in nats.
+
+    The KL is the larger of that between the logits as they are and that between them scaled to unit spread: a model
+    whose answers are all but uniform would pass the first with any weights.
+    """
 
     absolute: float
     relative: float
@@ -79,8 +87,14 @@ def compare(expected: torch.Tensor, actual: torch.Tensor) -> Difference:
     expected, actual = expected.double(), actual.double()
     absolute = float((expected - actual).abs().max())
     scale = max(float(expected.abs().max()), 1e-12)
+    spread = max(float(expected.std(-1).mean()), 1e-12)
+    kl = max(_kl(expected, actual), _kl(expected / spread, actual / spread))
+    return Difference(absolute, absolute / scale, kl)
+
+
+def _kl(expected: torch.Tensor, actual: torch.Tensor) -> float:
     kl = kl_div(log_softmax(actual, -1), log_softmax(expected, -1), reduction="batchmean", log_target=True)
-    return Difference(absolute, absolute / scale, max(float(kl), 0.0))
+    return max(float(kl), 0.0)
 
 
 def require_close(difference: Difference, what: str, relative: float | None = None, kl: float | None = None) -> None:
@@ -97,16 +111,23 @@ def require_close(difference: Difference, what: str, relative: float | None = No
         )
 
 
-def require_written(directory: Path, expected: Mapping[str, torch.Tensor]) -> None:
-    """Read every safetensors file back: the names are the expected ones and every tensor is equal bit for bit."""
-    left = set(expected)
+def require_written(directory: Path, written: Mapping[str, str], outputs: Sequence[Output]) -> None:
+    """Read every safetensors file back: bytes, names, types and shapes are those that were to be written.
+
+    ``written`` holds each file's SHA-256 as it was handed to the system. Raises VerificationError.
+    """
+    left = {output.name: output for output in outputs}
     for path in sorted(directory.glob("*.safetensors")):
+        if sha256_file(path) != written.get(path.name):
+            raise VerificationError(f"{path.name}: the disk holds other bytes than were written; nothing was published")
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - the file object is no mapping
-                if name not in left:
+                output, part = left.pop(name, None), file.get_slice(name)
+                if output is None:
                     raise VerificationError(f"{path.name}: unexpected tensor {name}; nothing was published")
-                left.discard(name)
-                _require_bits(name, expected[name], file.get_tensor(name))
+                facts = (part.get_dtype(), list(part.get_shape()))
+                if facts != (DTYPE_NAMES[output.dtype], list(output.rows.shape)):
+                    raise VerificationError(f"{path.name}: {name} is {facts[0]} {facts[1]}; nothing was published")
     if left:
         raise VerificationError(f"tensors were not written: {', '.join(sorted(left)[:3])}; nothing was published")
 
@@ -127,10 +148,10 @@ def load_plain(directory: Path) -> PreTrainedModel:
     return loaded
 
 
-def load_adapter(directory: Path, base: PreTrainedModel, expected: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+def load_adapter(directory: Path, base: PreTrainedModel) -> torch.nn.Module:
     """The exported adapter directory loaded by peft onto the plain base model; both in float32.
 
-    Raises VerificationError unless peft holds every ``expected`` tensor, by peft's names.
+    Raises VerificationError unless peft holds every tensor of the files, by its name there.
     """
     from peft import PeftModel, get_peft_model_state_dict
 
@@ -139,21 +160,12 @@ def load_adapter(directory: Path, base: PreTrainedModel, expected: Mapping[str, 
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise VerificationError(f"peft cannot load the export: {error}; nothing was published") from error
     held = get_peft_model_state_dict(model, save_embedding_layers=False)
-    for name, tensor in expected.items():
+    for name, tensor in load_file(directory / ADAPTER_WEIGHTS).items():
         if name not in held:
             raise VerificationError(f"peft does not take {name} from the export; nothing was published")
         _require_bits(name, tensor.to(held[name].dtype), held[name])
     loaded: torch.nn.Module = model.eval()
     return loaded
-
-
-def require_same_state(expected: torch.nn.Module, loaded: torch.nn.Module) -> None:
-    """Every tensor of the loaded model equals the expected one, widened to its type, bit for bit."""
-    actual = loaded.state_dict()
-    for name, tensor in expected.state_dict().items():
-        if name not in actual:
-            raise VerificationError(f"{name} is not in the loaded export; nothing was published")
-        _require_bits(name, tensor.to(actual[name].dtype), actual[name])
 
 
 def _require_bits(name: str, expected: torch.Tensor, actual: torch.Tensor) -> None:

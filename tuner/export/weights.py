@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from tuner.checkpoint.load import read_tensors
-from tuner.errors import DataError, RecipeError
+from tuner.errors import DataError
 from tuner.export.source import MODEL_CONFIG, MODEL_PREFIX, Source
-from tuner.model.adapter import LoraSpec, add_lora, lora_layers, merged_weight, without_adapter
+from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.freeze import freeze
 
@@ -40,13 +40,13 @@ def load_trained(source: Source) -> TrainedModel:
         model = plain_model(config)
         frozen = source.recipe.get("model", {}).get("freeze") or []
         if frozen or any(True for _ in _persistent_buffers(model)):
-            _copy_base(model, _base_model(source))
+            _copy_base(model, base_model(source))
         if frozen:
             freeze(model, frozen)
         _fill(source, _trained(model))
         return TrainedModel(model, None)
     lora = lora_spec(source.adapter)
-    model = _base_model(source)
+    model = base_model(source)
     add_lora(model, lora, seed=0)
     _fill(source, _trained(model))
     return TrainedModel(_widened(model), lora)
@@ -96,29 +96,10 @@ def lora_spec(adapter: Mapping[str, Any]) -> LoraSpec:
 
 
 @torch.no_grad()
-def merge(trained: TrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    """A plain float32 model with the one weight that computes the same in place of every adapted one.
-
-    Raises RecipeError where an adapted weight is tied to one that is not adapted: one tensor cannot be both.
-    """
-    merged = plain_model(config)
-    layers = {f"{name}.weight": layer for name, layer in lora_layers(trained.model)}
-    _require_untied(merged, set(layers))
-    weights = _base_weights(trained.model)
-    own = dict(merged.named_parameters()) | dict(_persistent_buffers(merged))
-    _require_names(own, weights, "the base model")
-    for name, tensor in own.items():
-        tensor.data.copy_(weights[name])
-        if name in layers:
-            tensor.data.copy_(merged_weight(layers[name], tensor.data))
-    return merged
-
-
-@torch.no_grad()
-def plain_base(source: Source, trained: TrainedModel) -> PreTrainedModel:
+def plain_base(source: Source) -> PreTrainedModel:
     """The base model as transformers loads it, rounded to the type in which training held it, then widened to float32.
 
-    Where no directory holds the base as it was trained (random weights, changed config) it comes from the run.
+    Where no directory holds the base as it was trained (random weights, changed config) it is built as the run did.
     """
     facts = source.model
     if facts.get("init") != "random" and not source.recipe.get("model", {}).get("config"):
@@ -127,30 +108,12 @@ def plain_base(source: Source, trained: TrainedModel) -> PreTrainedModel:
         )
         return _widened(base)
     plain = plain_model(read_config(source))
-    weights = _base_weights(trained.model)
-    for name, tensor in (dict(plain.named_parameters()) | dict(_persistent_buffers(plain))).items():
-        tensor.data.copy_(weights[name])
+    _copy_base(plain, base_model(source))
     return plain
 
 
-@torch.no_grad()
-def round_to(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Round every floating parameter and persistent buffer once, in place; tied ones stay tied."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-    for _, buffer in _persistent_buffers(model):
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
-
-
-def _base_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers outside the adapter, by the names of the model without one; tied ones twice."""
-    named = [*model.named_parameters(remove_duplicate=False), *_persistent_buffers(model)]
-    return {without_adapter(name): tensor for name, tensor in named if ".lora_" not in name}
-
-
-def _base_model(source: Source) -> PreTrainedModel:
+def base_model(source: Source) -> PreTrainedModel:
+    """The model before training, loaded in the type in which training held it."""
     facts = source.model
     spec = ModelSpec(
         name_or_path=str(facts["name_or_path"]),
@@ -168,7 +131,7 @@ def _fill(source: Source, parameters: Mapping[str, nn.Parameter]) -> None:
     _require_names(parameters, names, str(source.checkpoint.path))
     unexpected = sorted(names - parameters.keys())
     if unexpected:
-        raise DataError(f"{source.checkpoint.path}: unexpected model tensors: {_some(unexpected)}")
+        raise DataError(f"{source.checkpoint.path}: unexpected model tensors: {some(unexpected)}")
     wanted = [MODEL_PREFIX + name for name in sorted(names)]
     with torch.no_grad():
         for name, tensor in read_tensors(source.checkpoint, wanted):
@@ -182,20 +145,7 @@ def _fill(source: Source, parameters: Mapping[str, nn.Parameter]) -> None:
 def _require_names(wanted: Iterable[str], given: Iterable[str], where: str) -> None:
     missing = sorted(set(wanted) - set(given))
     if missing:
-        raise DataError(f"{where}: model tensors are missing: {_some(missing)}")
-
-
-def _require_untied(model: PreTrainedModel, adapted: set[str]) -> None:
-    by_storage: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_storage.setdefault(id(parameter), set()).add(name)
-    for names in by_storage.values():
-        if len(names) > 1 and names & adapted:
-            raise RecipeError(
-                f"{sorted(names & adapted)[0]} is adapted and tied to {sorted(names - adapted or names)[0]}: "
-                "merging would change both",
-                hint="export with --adapter keep",
-            )
+        raise DataError(f"{where}: model tensors are missing: {some(missing)}")
 
 
 def _persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -223,7 +173,8 @@ def _widened(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 

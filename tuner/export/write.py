@@ -1,8 +1,9 @@
-"""The files of an export: weights in shards, config, generation config, tokenizer, adapter."""
+"""The files of an export beside its weights: config, generation config, tokenizer, the adapter's config."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import shutil
 import warnings
@@ -11,88 +12,75 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from tuner.errors import DataError
 from tuner.export.source import MODEL_CONFIG, TOKENIZER, Source
-from tuner.export.weights import TrainedModel
 from tuner.model.adapter import ADAPTER, LoraSpec, saved_modules
 from tuner.runtime.files import inside, json_bytes, read_json, regular_size, write_new
 
+CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 GENERATION_CONFIG = "generation_config.json"
 _PEFT_PREFIX = "base_model.model."
 
 
-def write_model(directory: Path, model: PreTrainedModel, shard_size: int) -> dict[str, torch.Tensor]:
-    """Write sharded safetensors and config.json under the names of the architecture's published files.
-
-    Returns what must now be on disk: file tensor name -> tensor, tied ones once.
-    """
-    with quiet():
-        model.save_pretrained(directory, max_shard_size=shard_size)
-        config = directory / "config.json"
-        facts = {key: value for key, value in read_json(config).items() if key != "_name_or_path"}
-        config.unlink()
-        write_new(config, json_bytes(facts))
-        state = model.state_dict()
-        once = {name: state[name] for name, _ in model.named_parameters()}
-        once |= {name: state[name] for name, _ in model.named_buffers() if name in state}
-        written: dict[str, torch.Tensor] = revert_weight_conversion(model, once)
-    return written
+def write_config(directory: Path, config: PretrainedConfig, architecture: str, dtype: torch.dtype) -> None:
+    """Write config.json as transformers does for a model of this class and type, without local paths."""
+    config = copy.deepcopy(config)
+    config.architectures, config.dtype = [architecture], dtype
+    config.save_pretrained(directory)
+    path = directory / CONFIG
+    facts = {key: value for key, value in read_json(path).items() if key != "_name_or_path"}
+    path.unlink()
+    write_new(path, json_bytes(facts))
 
 
-def write_adapter(
-    directory: Path, trained: TrainedModel, base: tuple[str | None, str | None], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Write peft's two files; `base` is the base model's hub name and revision, each None where there is none.
-
-    Returns what must now be on disk, by peft's names.
-    """
-    if trained.lora is None:
-        raise DataError("the run trained no adapter")
-    tensors = {
-        _peft_name(name): parameter.detach().to(dtype).contiguous()
-        for name, parameter in sorted(trained.model.named_parameters())
-        if parameter.requires_grad
-    }
-    saved, twin = _saved_modules(trained.model, trained.lora)
-    if twin is not None:
-        tensors[_peft_name(twin[1])] = tensors[_peft_name(twin[0])].clone()
-    save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+def write_adapter_config(
+    directory: Path, adapted: PreTrainedModel, lora: LoraSpec, base: tuple[str | None, str | None]
+) -> None:
+    """Write peft's config; ``base`` is the base model's hub name and revision, each None where there is none."""
     # peft resolved these against the model: the layers behind `all-linear` and globs, and GPT-2's transposed weights.
-    injected: Any = getattr(trained.model, "peft_config", {})[ADAPTER]
-    config: Any = trained.lora.peft_config(sorted(injected.target_modules), base[0])
+    injected: Any = getattr(adapted, "peft_config", {})[ADAPTER]
+    config: Any = lora.peft_config(sorted(injected.target_modules), base[0])
     facts = {key: _plain(value) for key, value in config.to_dict().items()}
     facts["fan_in_fan_out"] = bool(injected.fan_in_fan_out)
-    facts |= {**saved, "inference_mode": True, "revision": base[1]}
+    facts |= {**_saved_modules(adapted, lora), "inference_mode": True, "revision": base[1]}
     write_new(directory / ADAPTER_CONFIG, json_bytes(facts))
-    return tensors
 
 
-def _peft_name(name: str) -> str:
+def peft_name(name: str) -> str:
     """The name under which peft's files hold a trained parameter: without the adapter's own name."""
     short = name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")
     return _PEFT_PREFIX + short.replace(f".{ADAPTER}.", ".")
 
 
-def _saved_modules(model: PreTrainedModel, lora: LoraSpec) -> tuple[dict[str, Any], tuple[str, str] | None]:
-    """What peft's config says of modules trained in full, and the names of a trained tensor that it wants twice.
+def saved_twin(model: PreTrainedModel, lora: LoraSpec) -> tuple[str, str] | None:
+    """Names of a tensor trained in full that peft wants twice: tied embeddings are one, and it reads both names."""
+    tied = _tied_and_saved(model, lora)
+    return None if tied is None else (f"{tied[0]}.weight", f"{tied[1]}.weight")
 
-    Tied embeddings are one tensor; peft keeps them one when it is told so, but reads both names.
-    """
+
+def _saved_modules(model: PreTrainedModel, lora: LoraSpec) -> dict[str, Any]:
+    """What peft's config says of modules trained in full; tied ones stay one tensor where it is told so."""
     if not lora.modules_to_save:
-        return {}, None
+        return {}
+    saved, tied = set(saved_modules(model, lora)), _tied_and_saved(model, lora)
+    if tied is None:
+        return {"modules_to_save": sorted(saved)}
+    return {"modules_to_save": sorted((saved | {tied[1]}) - {tied[0]}), "ensure_weight_tying": True}
+
+
+def _tied_and_saved(model: PreTrainedModel, lora: LoraSpec) -> tuple[str, str] | None:
+    """Names of the input and the output embeddings where they are one tensor that is trained in full."""
+    if not lora.modules_to_save:
+        return None
     names = {module: name for name, module in model.named_modules()}
-    saved = set(saved_modules(model, lora))
     source, output = model.get_input_embeddings(), model.get_output_embeddings()
-    if source.weight is not output.weight or not saved & {names[source], names[output]}:
-        return {"modules_to_save": sorted(saved)}, None
-    facts = {"modules_to_save": sorted((saved | {names[output]}) - {names[source]}), "ensure_weight_tying": True}
-    return facts, (f"{names[source]}.weight", f"{names[output]}.weight")
+    if source.weight is not output.weight or not set(saved_modules(model, lora)) & {names[source], names[output]}:
+        return None
+    return names[source], names[output]
 
 
 def write_tokenizer(directory: Path, source: Source) -> None:

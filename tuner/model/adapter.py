@@ -104,28 +104,10 @@ def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
-def merged_weight(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    """The one float32 weight that computes what the layer does: W + s·B·A, with DoRA's lengths where it has them.
-
-    ``weight`` is the layer's own in float32, in its own layout (GPT-2's is transposed).
-    """
-    whole: torch.Tensor = weight + layer.get_delta_weight(ADAPTER).float()
-    if not layer.lora_magnitude_vector:
-        return whole
-    length: torch.Tensor = layer.lora_magnitude_vector[ADAPTER].weight
-    factor = length.float() / weight_length(layer, whole)
-    return whole * (factor[None, :] if layer.fan_in_fan_out else factor[:, None])
-
-
 def weight_length(layer: Any, weight: torch.Tensor) -> torch.Tensor:
     """Euclidean length ``[out]`` of the weights that make each output of the layer."""
     length: torch.Tensor = torch.linalg.vector_norm(weight, dim=0 if layer.fan_in_fan_out else 1)
     return length
-
-
-def without_adapter(name: str) -> str:
-    """The parameter's name in the model without adapters (peft keeps the base weight under ``base_layer``)."""
-    return name.replace(".base_layer.", ".")
 
 
 def _train_in_full(model: PreTrainedModel, module: nn.Module) -> None:

@@ -1,0 +1,56 @@
+"""Names of a model's tensors in its published files, found on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+
+@dataclass(frozen=True)
+class Published:
+    """A tensor of the model and the tensors that stand for it in published files, name -> shape.
+
+    ``is_itself`` where it is one tensor, only renamed; others are cut up or laid out anew (fused experts, for one).
+    """
+
+    name: str
+    targets: dict[str, tuple[int, ...]]
+    is_itself: bool
+
+
+def state_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, tied ones once, and persistent buffers, by name."""
+    kept = model.state_dict(keep_vars=True).keys()
+    own: dict[str, torch.Tensor] = dict(model.named_parameters())
+    return own | {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def published(skeleton: PreTrainedModel) -> list[Published]:
+    """All tensors of a model on the meta device in the order of its state, with their published names."""
+    state = {name: tensor.detach() for name, tensor in state_names(skeleton).items()}
+    whole = revert_weight_conversion(skeleton, dict(state))
+    renamed = {id(tensor): name for name, tensor in whole.items()}
+    found = []
+    for name, tensor in state.items():
+        if id(tensor) in renamed:
+            found.append(Published(name, {renamed[id(tensor)]: tuple(tensor.shape)}, is_itself=True))
+            continue
+        parts = revert_weight_conversion(skeleton, {name: tensor})
+        found.append(Published(name, {key: tuple(part.shape) for key, part in parts.items()}, is_itself=False))
+    names = [key for entry in found for key in entry.targets]
+    if sorted(names) != sorted(whole):
+        raise ValueError(f"{type(skeleton).__name__}: tensors of its published files stand for several of the model's")
+    return found
+
+
+def converter(skeleton: PreTrainedModel, name: str) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
+    """What turns the model's tensor of this name into its published ones."""
+
+    def convert(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(revert_weight_conversion(skeleton, {name: tensor}))
+
+    return convert
