@@ -479,9 +479,23 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "export-merge-sign",
-        "tuner/model/adapter.py",
-        "weight + layer.get_delta_weight(ADAPTER).float()",
-        "weight - layer.get_delta_weight(ADAPTER).float()",
+        "tuner/export/merged.py",
+        ".float() + delta * adapter.scale",
+        ".float() - delta * adapter.scale",
+        EXPORT,
+    ),
+    Mutant(
+        "export-damage-unseen",
+        "tuner/export/rows.py",
+        "and digest.hexdigest() != chunk.sha256",
+        "and not digest.hexdigest()",
+        EXPORT,
+    ),
+    Mutant(
+        "export-first-rows-again",
+        "tuner/export/rows.py",
+        "at = (first - chunk.offsets[0]) * row_bytes if self.shape else 0",
+        "at = 0",
         EXPORT,
     ),
     Mutant(
@@ -492,10 +506,10 @@ MUTANTS: tuple[Mutant, ...] = (
         EXPORT,
     ),
     Mutant(
-        "export-written-bits-unchecked",
+        "export-written-bytes-unchecked",
         "tuner/export/verify.py",
-        "if not same or not torch.equal(_bytes(expected), _bytes(actual)):",
-        "if not same:",
+        "if sha256_file(path) != written.get(path.name):",
+        "if path.name not in written:",
         EXPORT,
     ),
 )

@@ -55,6 +55,7 @@ class MergedRows:
         merged = self._base.read(start, stop).float() + delta * adapter.scale
         if adapter.length is None:
             return merged
+        lengths: torch.Tensor = torch.linalg.vector_norm(merged, dim=0 if adapter.transposed else 1)
         if adapter.transposed:
-            return merged * (adapter.length / torch.linalg.vector_norm(merged, dim=0))[None, :]
-        return merged * (adapter.length[start:stop] / torch.linalg.vector_norm(merged, dim=1))[:, None]
+            return merged * (adapter.length / lengths)[None, :]
+        return merged * (adapter.length[start:stop] / lengths)[:, None]

@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.model import attention
 
+_HALF = (torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -133,9 +135,29 @@ def has_liger(model_type: str) -> bool:
 
 
 def _finished(model: PreTrainedModel) -> PreTrainedModel:
+    _exact_constants(model)
     model.config.use_cache = False
     model.eval()
     return model
+
+
+@torch.no_grad()
+def _exact_constants(model: PreTrainedModel) -> None:
+    """Compute constants that transformers rounded to the type of the weights again, in float32.
+
+    They are in no file, so a rounded one (Gemma's scale of the embeddings) is another model than the one that is
+    exported and loaded in another type.
+    """
+    for module in model.modules():
+        kept = module._non_persistent_buffers_set
+        constants = [buffer for name, buffer in module.named_buffers(recurse=False) if name in kept]
+        rounded = [buffer for buffer in constants if buffer.dtype in _HALF and not buffer.is_meta]
+        if rounded:
+            for buffer in rounded:
+                buffer.data = buffer.data.float()
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            model._init_weights(module)
 
 
 def _require_complete(spec: ModelSpec, report: Mapping[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """Logits of the trained model on stored inputs, recorded with a checkpoint so that an export can be verified."""
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -22,12 +24,23 @@ _PRODUCTS = {
 
 
 class _Float32Products(TorchFunctionMode):
-    """Computes products with float32 copies of bfloat16 weights, so that a frozen bfloat16 base adds no rounding."""
+    """Computes products with float32 copies of bfloat16 weights, so that a frozen bfloat16 base adds no rounding.
+
+    What a module casts to the type of its bfloat16 weights (Gemma's scale of the embeddings) stays as it is.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.Tensor.to and len(args) == 2 and args[1] is torch.bfloat16:
+            return args[0]
+        kwargs = kwargs or {}
         if func in _PRODUCTS:
-            args = tuple(a.float() if isinstance(a, torch.Tensor) and a.dtype == torch.bfloat16 else a for a in args)
-        return func(*args, **(kwargs or {}))
+            args = tuple(_widened(value) for value in args)
+            kwargs = {name: _widened(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
 
 
 def probe_inputs(rows: PackedRows) -> list[torch.Tensor]:
