@@ -8,7 +8,7 @@ import torch
 
 from tests.model.tiny import tiny_config
 from tuner.errors import RecipeError
-from tuner.model.adapter import LoraSpec, add_lora, lora_layers, merged_weight
+from tuner.model.adapter import LoraSpec, add_lora, lora_layers
 from tuner.model.build import ModelSpec, build_model, build_skeleton
 from tuner.model.freeze import freeze
 from tuner.model.probe import require_isolation
@@ -134,8 +134,6 @@ def test_the_scale_and_the_lengths_are_those_of_the_papers(variant: str, kind: s
         expected = (
             expected / expected.norm(dim=1, keepdim=True) * layer.lora_magnitude_vector["default"].weight[:, None]
         )
-    merged = merged_weight(layer, stored.detach().float())
-    torch.testing.assert_close(merged.T if kind == "gpt2" else merged, expected, rtol=1e-5, atol=1e-6)
     rows = torch.randn(3, weight.shape[1])
     torch.testing.assert_close(layer(rows), torch.nn.functional.linear(rows, expected, layer.get_base_layer().bias))
 

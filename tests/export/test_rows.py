@@ -1,0 +1,95 @@
+"""Tensors read by rows: any cut of them, in any number of blocks, gives the whole."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tuner.checkpoint.index import Chunk, TensorEntry
+from tuner.errors import DataError
+from tuner.export.merged import LowRank, MergedRows
+from tuner.export.rows import CheckpointRows, HeldRows, OpenFiles, n_rows
+from tuner.export.shards import Output, Rows, plan_shards
+
+
+def cut(total: int, places: list[int]) -> list[tuple[int, int]]:
+    ends = sorted({0, total, *(place % (total + 1) for place in places)})
+    return list(zip(ends, ends[1:], strict=False))
+
+
+def by_blocks(rows: Rows, places: list[int]) -> torch.Tensor:
+    parts = [rows.read(a, b) for a, b in cut(n_rows(rows.shape), places)]
+    return torch.cat(parts) if rows.shape else parts[0]
+
+
+def write_chunks(directory: Path, tensor: torch.Tensor, rows: list[int], columns: list[int]) -> TensorEntry:
+    """The tensor as a grid of chunks in two files, in an order of no meaning."""
+    chunks: list[Chunk] = []
+    held = {"a": b"header", "b": b""}
+    for number, (top, bottom) in enumerate(reversed(cut(tensor.shape[0], rows))):
+        for left, right in cut(tensor.shape[1], columns):
+            data = tensor[top:bottom, left:right].contiguous().numpy().tobytes()
+            name = "ab"[number % 2]
+            place = ((top, left), (bottom - top, right - left))
+            chunks.append(Chunk(name, len(held[name]), len(data), *place, hashlib.sha256(data).hexdigest()))
+            held[name] += data
+    for name, data in held.items():
+        (directory / name).write_bytes(data)
+    return TensorEntry(tensor.dtype, tuple(tensor.shape), tuple(chunks))
+
+
+CUTS = st.lists(st.integers(0, 100), max_size=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 7), CUTS, CUTS, CUTS)
+def test_any_sharding_read_in_any_blocks_is_the_tensor(
+    tmp_path_factory: pytest.TempPathFactory, height: int, width: int, rows: list[int], columns: list[int],
+    blocks: list[int],
+) -> None:  # fmt: skip
+    directory = tmp_path_factory.mktemp("chunks")
+    tensor = torch.arange(height * width, dtype=torch.float32).reshape(height, width)
+    entry = write_chunks(directory, tensor, rows, columns)
+    with OpenFiles() as files:
+        assert torch.equal(by_blocks(CheckpointRows(files, directory, "w", entry), blocks), tensor)
+
+
+def test_a_damaged_chunk_is_named_when_its_end_is_read(tmp_path: Path) -> None:
+    tensor = torch.arange(20, dtype=torch.float32).reshape(4, 5)
+    entry = write_chunks(tmp_path, tensor, [2], [])
+    data = bytearray((tmp_path / "b").read_bytes())
+    data[3] ^= 1
+    (tmp_path / "b").write_bytes(data)
+    with OpenFiles() as files:
+        rows = CheckpointRows(files, tmp_path, "model/w", entry)
+        rows.read(0, 1)
+        with pytest.raises(DataError, match=r"/b: the SHA-256 of model/w"):
+            rows.read(1, 3)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("with_length", [False, True])
+@pytest.mark.parametrize("blocks", [[], [1, 2, 3], [4]])
+def test_merged_by_blocks_is_merged_at_once(transposed: bool, with_length: bool, blocks: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, a, b, length = (torch.randn(s, generator=generator) for s in ((7, 5), (2, 5), (7, 2), (7,)))
+    expected = weight + (b @ a) * 1.5
+    if with_length:
+        expected = expected * (length / expected.norm(dim=1))[:, None]
+    base = weight.T.contiguous() if transposed else weight
+    rows = MergedRows(HeldRows(base), lambda: LowRank(a, b, 1.5, length if with_length else None, transposed))
+    torch.testing.assert_close(by_blocks(rows, blocks), expected.T if transposed else expected, rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(4, 200))
+def test_shards_hold_every_tensor_once_in_order_and_keep_their_size(sizes: list[int], limit: int) -> None:
+    outputs = [Output(f"t{i}", torch.float32, HeldRows(torch.zeros(size))) for i, size in enumerate(sizes)]
+    shards = plan_shards(outputs, limit)
+    assert [output.name for shard in shards for output in shard.outputs] == [output.name for output in outputs]
+    for shard in shards:
+        assert len(shard.outputs) == 1 or sum(output.nbytes for output in shard.outputs) <= limit
+    assert len({shard.name for shard in shards}) == len(shards)
