@@ -124,8 +124,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "checkpoint-unverified",
         "tuner/checkpoint/load.py",
-        "verify_entries(path, files, hash=verify)",
-        "verify_entries(path, files, hash=False)",
+        "if name not in unhashed}, hash=verify)",
+        "if name not in unhashed}, hash=False)",
         CHECKPOINT,
     ),
     Mutant(
