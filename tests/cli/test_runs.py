@@ -25,7 +25,8 @@ SCHEMA = json.loads(SCHEMA_PATH.read_text())
 def place(tmp_path: Path) -> Path:
     """A directory with two runs of different recipes under runs/."""
     made.run(tmp_path / "runs" / "slow")
-    launches = [made.launch("11:00:00", "11:00:20", 0, 4, total_steps=4)]
+    command = ["/lib/tuner/__main__.py", "train", "r.yaml", "--train.duration", "4 steps"]
+    launches = [made.launch("11:00:00", "11:00:20", 0, 4, total_steps=4, command=command)]
     lines = [made.step_line(4, 0.25), made.eval_line(4, 0.125, orders=0.1, chat=0.2)]
     made.run(tmp_path / "runs" / "fast", lines, "seed: 1\noptimizer: {lr: 0.003}\n", launches)
     return tmp_path
@@ -68,6 +69,7 @@ def test_show(place: Path) -> None:
     shown = runs(place, "show", "-", stdin="runs/fast\n").stdout
     for part in ("status    finished", "eval      0.1000  orders", "launch 1", "saved     checkpoints/step-4"):
         assert part in shown
+    assert "command   tuner train r.yaml --train.duration '4 steps'\n" in shown
     facts = document(runs(place, "show", "runs/fast", "--json"))["artifacts"]
     assert facts["eval_sources"] == {"orders": 0.1, "chat": 0.2}
     assert facts["recipe"]["optimizer.lr"] == 0.003
@@ -82,6 +84,9 @@ def test_compare(place: Path) -> None:
         ["status", "finished", "finished"],
     ]
     assert ["eval", "0.7500", "0.1250"] in lines
+    other = str(made.run(place / "runs" / "other", recipe="seed: 1\noptimizer: {lr: 0.001}\nschedule: {decay: 10%}\n"))
+    across = [line.split() for line in runs(place, "compare", "runs/slow", other).stdout.splitlines()]
+    assert across[1] == ["schedule.decay", "-", "10%"]
     many = [str(made.run(place / "runs" / f"r{i}", recipe=f"seed: {i}\n")) for i in range(10)]
     down = runs(place, "compare", *many).stdout.splitlines()
     assert len(down) == 11

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,10 +92,10 @@ def compare(
         recipes = [run.recipe for run in found]
         keys = differing(recipes)
         summaries = [summary(run) for run in found]
-        values = [{key: recipe.get(key) for key in keys} for recipe in recipes]
+        values = [{key: recipe[key] for key in keys if key in recipe} for recipe in recipes]
         lines = [["run", *keys, *FIGURES.values()]]
         for name, item, own in zip(_names(found), summaries, values, strict=True):
-            shown = [_cut(flow(own[key])) for key in keys]
+            shown = [_cut(flow(own[key])) if key in own else "-" for key in keys]
             first, *rest = _row(name, item)
             lines.append([first, *shown, *rest])
         text = _table(lines, len(keys)) if len(found) >= len(lines[0]) else _table_across(lines)
@@ -223,10 +224,16 @@ def _shown(run: Run) -> str:
     lines += [("saved", str(path.relative_to(run.path))) for path in run.checkpoints]
     newest = run.launches[-1] if run.launches else {}
     if newest.get("command"):
-        lines.append(("command", " ".join(newest["command"])))
+        lines.append(("command", _command(newest["command"])))
     versions = newest.get("versions", {})
     lines.append(("versions", "  ".join(f"{name} {version}" for name, version in versions.items())))
     return "\n".join(f"{label:<{LABEL_WIDTH}}{escape(str(text))}" for label, text in lines)
+
+
+def _command(words: Sequence[str]) -> str:
+    """A command line as it could be typed again; `python -m tuner` is recorded as the path of its file."""
+    program, *rest = words
+    return shlex.join(["tuner" if os.path.basename(program) in {"tuner", "__main__.py"} else program, *rest])
 
 
 def _launch(launch: dict[str, Any]) -> str:
