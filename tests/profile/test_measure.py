@@ -43,10 +43,11 @@ def recipe(tmp_path: Path) -> Path:
     return tmp_path / "r.yaml"
 
 
-def profiled(recipe: Path, limit: int | None = None, adapter: str = "none") -> ProfileReport:
+def profiled(recipe: Path, limit: int | None = None, adapter: str = "none", **optimizer: str) -> ProfileReport:
     from tuner.config.overrides import Override
 
-    wish = load_recipe(recipe, [Override("adapter.kind", adapter)]).recipe
+    flags = {"adapter.kind": adapter, **{f"optimizer.{key}": value for key, value in optimizer.items()}}
+    wish = load_recipe(recipe, [Override(*flag) for flag in flags.items()]).recipe
     request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
     prepared = open_prepared(prepare(request).path)
     resolved = resolve(wish, request.max_length, SINGLE)
@@ -76,6 +77,16 @@ def test_parts_are_those_of_the_model(recipe: Path, adapter: str) -> None:
     assert all(seconds > 0 for seconds in report.times.values())
     assert report.fits and report.text().startswith("peak ") and "fits in" in report.text()
     assert not (recipe.parent / "runs").exists()
+
+
+def test_state_of_other_optimizers_is_counted_under_their_names(recipe: Path) -> None:
+    """Momentum is one number a weight; one of the user's own allocates it in its first step."""
+    (recipe.parent / "own.py").write_text("from torch.optim import SGD\n")
+    whole = profiled(recipe).memory["optimizer"]
+    sgd = profiled(recipe, kind="sgd", lr="0.1")
+    own = profiled(recipe, kind="custom", use=f"{recipe.parent}/own.py:SGD", lr="0.1", options="{momentum: 0.9}")
+    assert sgd.memory["optimizer"] == own.memory["optimizer"] == pytest.approx(whole / 2, rel=0.01)
+    assert "SGD " in sgd.text() and "optimizer " in own.text()
 
 
 def test_limit_decides(recipe: Path) -> None:

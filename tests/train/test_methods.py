@@ -25,6 +25,10 @@ def vector(): return lambda hidden, head, bias, targets: (hidden.sum(-1), {})
 def clash(): return lambda hidden, head, bias, targets: (hidden.sum(), {"lr": hidden.sum()})
 def broken(): raise ValueError("no")
 def nothing(): return None
+def raises():
+    def objective(hidden, head, bias, targets):
+        return hidden @ targets
+    return objective
 """
 
 
@@ -82,6 +86,7 @@ def test_prepared_rows_are_those_of_the_method_that_it_names(workplace: Path) ->
         ("clash", "the figure lr has the name of another"),
         ("broken", r"ValueError: no \(.*my_loss.py:13\)"),
         ("nothing", "gave a NoneType, not a loss function"),
+        ("raises", r"my_loss.py:raises failed: RuntimeError: .*my_loss.py:17\)"),
         ("with_zloss", "did you mean with_z_loss|has no with_zloss"),
     ],
 )

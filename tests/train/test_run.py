@@ -163,6 +163,24 @@ def test_a_signal_before_the_first_step_leaves_a_run_to_go_on_with(
     assert outcome.artifacts["checkpoint"] == str(stopped.checkpoint)
 
 
+@pytest.mark.parametrize("limit", ["0.5 epochs", "0.5%", "500 tokens", "3 steps"])
+def test_a_launch_may_end_after_any_duration(workplace: Path, limit: str) -> None:
+    """Six steps an epoch of about 1,100 tokens, and 18 in all."""
+    result = launch(workplace, train__stop_after=limit)
+    assert (result.status, result.step) == ("stopped", 1 if limit == "0.5%" else 3)
+
+
+def test_evaluations_and_checkpoints_count_tokens_too(workplace: Path) -> None:
+    flags = {"data__eval": "9 documents", "eval__samples": "0", "eval__every": "500 tokens", "checkpoint__keep": "9"}
+    run = launch(workplace, checkpoint__every="0.5 epochs", train__duration="9 steps", **flags).run_dir
+    found = lines(run)
+    mean = next(line["tokens"] for line in found if line["step"] == 9) / 9
+    every = -(-500 // mean)
+    steps = [line["step"] for line in found if line["kind"] == "eval"]
+    assert steps == sorted({0, 9, *range(0, 10, int(every))})
+    assert sorted(step for step, _ in step_dirs(run / "checkpoints")) == [3, 6, 9]
+
+
 def test_the_first_batch_is_trained_on_again_and_again(workplace: Path) -> None:
     flags = {"train__stop_after": "4 steps", "optimizer__lr": "1e-12", "adapter__dropout": "0"}
     losses = [line["loss"] for line in lines(launch(workplace, train__overfit_first_batch="true", **flags).run_dir)]

@@ -29,6 +29,7 @@ from tuner.config.section import Auto, Bool, Durations, Options, Section, Use
 from tuner.config.spans import Cadence, Span
 
 TIMES = ("s", "min", "h")
+COUNTS = ("steps", "epochs", "tokens", "%")
 Stage = Literal["start", "step", "evaluation", "save", "end"]
 STAGES: tuple[Stage, ...] = ("start", "step", "evaluation", "save", "end")
 """When a hook may be called, in the order of a run."""
@@ -261,7 +262,7 @@ class TrainSection(Section):
 
     duration: Annotated[Duration, Span(units=("epochs", "steps", "tokens"))] = Duration.parse("1 epoch")
     """How long the whole run is."""
-    stop_after: Annotated[Duration | None, Span(units=("steps", *TIMES), aliases=(("never", None),))] = None
+    stop_after: Annotated[Duration | None, Span(units=(*COUNTS, *TIMES), aliases=(("never", None),))] = None
     """Save and stop this launch after so long (exit code 75); the run can be resumed."""
     global_batch_size: Annotated[int, Whole(ge=1, le=2**20)] = 16
     """Rows per optimizer step, on any number of processes."""
@@ -294,7 +295,7 @@ class TrainSection(Section):
 class EvalSection(Section):
     """Evaluation on held-out rows."""
 
-    every: Annotated[Durations | None, Cadence(units=("steps", "epochs", "%"))] = (Duration.parse("10%"),)
+    every: Annotated[Durations | None, Cadence(units=COUNTS)] = (Duration.parse("10%"),)
     """How often to evaluate; only where data.eval is set."""
     at_start: Bool = True
     """Evaluate before the first step."""
@@ -309,7 +310,7 @@ class EvalSection(Section):
 class CheckpointSection(Section):
     """Saving, so that a run can go on."""
 
-    every: Annotated[Durations | None, Cadence(units=("steps", *TIMES))] = (
+    every: Annotated[Durations | None, Cadence(units=(*COUNTS, *TIMES))] = (
         Duration.parse("500 steps"),
         Duration.parse("15 min"),
     )
@@ -361,7 +362,7 @@ class HookSection(Section):
     """FILE.py:NAME, or the name of an entry point of the group tuner.hooks: a class or a function."""
     stages: Annotated[tuple[Stage, ...], Several(item=Choice(values=STAGES))] = STAGES
     """What it is told about: start, step, evaluation, save and end of a launch."""
-    every: Annotated[Durations | None, Cadence(units=("steps", "epochs", "%", *TIMES))] = (Duration.parse("1 step"),)
+    every: Annotated[Durations | None, Cadence(units=(*COUNTS, *TIMES))] = (Duration.parse("1 step"),)
     """How often it is told about a step; above 1 step it is told at once, else when metrics.jsonl is written."""
     options: Options = {}
     """Keyword arguments of the class or function."""

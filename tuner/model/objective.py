@@ -5,8 +5,9 @@ from typing import Protocol
 
 import torch
 
-from tuner.errors import PluginError
+from tuner.errors import PluginError, TunerError
 from tuner.model.linear_cross_entropy import Kernel, linear_cross_entropy, softmax_into_gradient
+from tuner.runtime.plugins import failure, source_file
 
 LossFunction = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, Mapping[str, torch.Tensor]]
@@ -50,15 +51,20 @@ class OwnObjective:
     """A loss function of the user's own, whose figures, under any names but those ``taken``, are summed up."""
 
     def __init__(self, function: LossFunction, name: str, taken: Collection[str] = ()) -> None:
-        self._function, self._name, self._taken = function, name, taken
+        self._function, self._name, self._taken, self._file = function, name, taken, source_file(function)
         self._sums: dict[str, torch.Tensor] = {}
         self._names: tuple[str, ...] | None = None
 
     def __call__(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
     ) -> torch.Tensor:
-        """Call the function. Raises PluginError for a result that is not what :data:`LossFunction` says."""
-        result = self._function(hidden, weight, bias, targets)
+        """Call the function. Raises PluginError for what it raises, and a result that :data:`LossFunction` is not."""
+        try:
+            result = self._function(hidden, weight, bias, targets)
+        except (TunerError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            raise failure(f"{self._name} failed", error, self._file) from error
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
             raise PluginError(f"{self._name} returned no pair of a loss and a mapping", hint="return loss, {}")
         loss, figures = result

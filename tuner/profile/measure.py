@@ -24,6 +24,7 @@ from tuner.train.step import optimizer_step
 
 TIMES = ("data", "forward", "backward", "optimizer")
 DEFAULT_STEPS = 3
+OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "adafactor": "Adafactor", "muon": "Muon and AdamW"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class ProfileReport:
     """
 
     device: str
+    optimizer: str
     steps: int
     total_steps: int
     tokens_per_step: float
@@ -57,7 +59,7 @@ class ProfileReport:
     def text(self) -> str:
         """The verdict on one line."""
         divisor, unit = _unit(self.peak_bytes)
-        names = {"optimizer": "AdamW"}
+        names = {"optimizer": OPTIMIZER_NAMES.get(self.optimizer, "optimizer")}
         shown = {names.get(part, part): f"{size / divisor:.2f}" for part, size in self.memory.items()}
         parts = ", ".join(f"{name} {size}" for name, size in shown.items() if float(size))
         verdict = f"{'fits' if self.fits else 'does not fit'} in {gib(self.free_bytes)} free"
@@ -126,6 +128,7 @@ def measure(
     table = assembly.timetable.plan
     report = ProfileReport(
         device=resolved.facts.name,
+        optimizer=resolved.recipe.optimizer.kind,
         steps=steps,
         total_steps=table.total_steps,
         tokens_per_step=sum(tokens) / steps,

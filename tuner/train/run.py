@@ -12,7 +12,7 @@ from tuner.checkpoint.load import CheckpointInfo, load_into, newest
 from tuner.checkpoint.save import CheckpointDir
 from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import LoadedRecipe, load_recipe
-from tuner.config.recipe import Recipe
+from tuner.config.recipe import TIMES, Recipe
 from tuner.errors import DataError, MachineError, MemoryLimitError, RecipeError
 from tuner.runtime.console import Console
 from tuner.runtime.files import sweep, write_json
@@ -28,6 +28,7 @@ from tuner.train.loop import train_loop
 from tuner.train.meter import Meter
 from tuner.train.mock import mock_batch
 from tuner.train.observers import build_hooks
+from tuner.train.plan import steps_of
 from tuner.train.progress import Progress, make_room, restore_position, run_tensors
 from tuner.train.ready import RunResult, TrainOptions, make_ready, run_result
 from tuner.train.records import Records
@@ -170,8 +171,8 @@ def _session(
     stop_after: Callable[[int, float], bool]
     if limit is None:
         stop_after = _never
-    elif limit.unit == "steps":
-        last = int(limit.count)
+    elif limit.unit not in TIMES:
+        last = steps_of(limit, assembly.timetable.plan, assembly.prepared.train.tokens_per_row)
         stop_after = lambda steps, seconds: steps >= last  # noqa: E731 - one of three small rules
     else:
         allowed = limit.seconds
