@@ -149,6 +149,41 @@ def test_the_number_of_workers_changes_no_byte(tmp_path: Path, data: dict[str, A
     assert b'"reason"' in found[0]["prepared/rejects.jsonl"]
 
 
+@pytest.mark.parametrize("rows_in_a_slice", [1, 7, 64])
+def test_how_many_rows_are_encoded_at_a_time_changes_no_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_in_a_slice: int
+) -> None:
+    train, found = several(tmp_path / "rows", 5), []
+    for cache in ("a", "b"):
+        info = prepare(tiny.request(tmp_path / cache, train, eval="10%", workers=1, on_bad_row="skip"))
+        levels = (info.path, next((tmp_path / cache / "encoded").glob("[!.]*")))
+        found.append({f"{path.parent.name}/{f.name}": f.read_bytes() for path in levels for f in path.iterdir()})
+        monkeypatch.setattr("tuner.data.building.encoded.SLICE_ROWS", rows_in_a_slice)
+    assert found[0] == found[1]
+    assert b'"reason"' in found[0]["prepared/rejects.jsonl"]
+    with pytest.raises(DataError) as stopped:
+        prepare(tiny.request(tmp_path / "c", train, workers=1))
+    monkeypatch.undo()
+    with pytest.raises(DataError) as expected:
+        prepare(tiny.request(tmp_path / "c", train, workers=1))
+    assert stopped.value.message == expected.value.message
+
+
+def test_a_slice_ends_by_its_bytes_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tuner.data.building.encoded.SLICE_BYTES", 1000)
+    sizes: list[int] = []
+
+    class Counting(Encoder):
+        def encode(self, examples: Any, *more: Any) -> Any:
+            sizes.append(len(examples))
+            return super().encode(examples, *more)
+
+    monkeypatch.setattr("tuner.data.building.encoded.Encoder", Counting)
+    prepare(tiny.request(tmp_path / "cache", tiny.write_rows(tmp_path / "r.jsonl", rows(60))))
+    assert sum(sizes) == 60
+    assert max(sizes) < 12
+
+
 @pytest.mark.usefixtures("small_bundles")
 def test_small_blocks_are_one_bundle_and_shares_keep_them_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -271,11 +306,11 @@ class Mismatching:
         self._own = Encoder(*arguments)
         self._calls = 0
 
-    def encode(self, examples: Any) -> Any:
+    def encode(self, examples: Any, *more: Any) -> Any:
         self._calls += 1
         if self._fast and self._calls == 2:
             raise FastEncoderMismatch("row 7 differs")
-        return self._own.encode(examples)
+        return self._own.encode(examples, *more)
 
 
 @pytest.mark.usefixtures("small_bundles")

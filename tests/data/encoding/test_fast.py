@@ -259,18 +259,19 @@ def test_memory_is_given_back_by_building_anew(monkeypatch: pytest.MonkeyPatch, 
     encoder = FastEncoder(tokenizer, ByteTable(tokenizer))
     built = []
     monkeypatch.setattr(encoder, "_load", lambda json_text: built.append(1) or gigatoken_rs.load_hf_json(json_text))
-    sizes = iter(range(0, 1 << 20, 300))
-    monkeypatch.setattr(fast, "resident_bytes", lambda: next(sizes) if readable else None)
+    monkeypatch.setattr(encoder, "_before", 0)
+    sizes = iter(range(300, 1 << 20, 300))
+    monkeypatch.setattr(fast, "allocated_bytes", lambda: next(sizes) if readable else None)
     for name, value in (("_CACHE_TEXT", 1000), ("_CACHE_BYTES", 900), ("_MEASURED_CHARS", 100)):
         monkeypatch.setattr(fast, name, value)
     expected = tokenizer.encode("hello world" * 10)
     for _ in range(28):
         assert encoder.encode("hello world" * 10).tolist() == expected
-    # Two calls to be warm, three more of 300 bytes, and one too many; or 110 characters a call.
-    assert len(built) == (4 if readable else 2)
+    # Three calls of 300 bytes and one too many, which builds; or 110 characters a call.
+    assert len(built) == (7 if readable else 2)
     for _ in range(28):
         encoder.encode("hello world")
-    assert len(built) == (4 if readable else 2)
+    assert len(built) == (7 if readable else 2)
 
 
 def test_conversations_with_other_keys_are_rendered() -> None:

@@ -285,16 +285,7 @@ def _blocks(side: _Side) -> Iterator[tuple[_Origin, Block]]:
     for number, source in enumerate(side.sources):
         for file in source.files:
             for block in blocks(file):
-                yield _Origin(side, number, block.index, file.name, _size(block)), block
-
-
-def _size(block: Block) -> int:
-    """Bytes of a block's rows, inflated."""
-    if block.data is not None:
-        return len(block.data)
-    if block.spans:
-        return int(np.frombuffer(block.spans, dtype=np.int64).reshape(-1, 5)[:, 1].sum())
-    return block.stop - block.start
+                yield _Origin(side, number, block.index, file.name, block.size), block
 
 
 def _expected_bytes(sides: Sequence[_Side]) -> int:

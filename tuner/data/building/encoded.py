@@ -1,10 +1,10 @@
 """Rows encoded: what a worker does with some blocks of them, and the record batch and counts that it answers with."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,17 +12,22 @@ import pyarrow as pa
 
 from tuner.data.building.selection import Digests, digest
 from tuner.data.building.stream_file import Place, write_batch
-from tuner.data.encoding.encode import EncodedBatch, Encoder
+from tuner.data.encoding.encode import CHECKS, EncodedBatch, Encoder
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import SpecialTokens, TrainOn
 from tuner.data.prepared import arrow, arrow_bits
 from tuner.data.reading.blocks import Block, RawRow, lines_in, place, rows_of
 from tuner.data.reading.problems import RowProblem
 from tuner.data.reading.rows import Example, parse_row
+from tuner.runtime.memory import give_back
 
 Bundle = tuple[Block, ...]
 """Blocks that are encoded together: one large one, or consecutive small ones."""
 NO_TRAINED_TOKEN = "no trained token"
+SLICE_ROWS, SLICE_BYTES = 8192, 1 << 20
+"""Rows of a bundle that are encoded at a time: Python's objects and 64-bit positions take many times their bytes."""
+SLICE_CHECKS = 2
+"""Rows of each slice that are placed alone and compared, where there are several."""
 REJECT_BYTES = 10_000
 """A longer row is cut in `rejects.jsonl`."""
 
@@ -98,7 +103,9 @@ class EncodeJob:
 
     def start(self) -> "Encoding":
         """Build the encoder."""
+        give_back()  # reading a tokenizer leaves a hundred megabytes of holes, which nothing that follows would fill
         encoder = Encoder(self.tokenizer, self.train_on, self.special_tokens, self.fast)
+        give_back()
         return Encoding(encoder, documents_schema(self.vocab_size), self.stop_at_bad_row)
 
 
@@ -123,11 +130,21 @@ class Encoding:
         write_batch(place, self._unwritten.pop(number))
 
 
-class _Found(NamedTuple):
-    """Rows of one block: those with an example, in order, and the bad ones."""
+class _Slice:
+    """Rows that are encoded together, and those that gave no example."""
 
-    rows: list[RawRow]
-    bad: list[tuple[RawRow, RowProblem]]
+    def __init__(self) -> None:
+        self.examples: list[Example] = []
+        self.rows: list[RawRow] = []
+        self.owners: list[int] = []
+        """The block, by its place in the bundle, of each of the rows."""
+        self.size = 0
+        self.bad: list[tuple[int, RawRow, RowProblem]] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is to be added any more."""
+        return len(self.rows) >= SLICE_ROWS or len(self.bad) >= SLICE_ROWS or self.size >= SLICE_BYTES
 
 
 def documents_schema(vocab_size: int) -> pa.Schema:
@@ -145,109 +162,161 @@ def record_batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 def targets_of(trained: npt.NDArray[np.bool_], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return int64[documents]: trained tokens of each, without its first one, which is predicted from nothing."""
-    before = np.zeros(len(trained) + 1, dtype=np.int64)
+    before = np.zeros(len(trained) + 1, dtype=np.int32)
     np.cumsum(trained, out=before[1:])
-    return before[offsets[1:]] - before[np.minimum(offsets[:-1] + 1, offsets[1:])]
+    return np.subtract(before[offsets[1:]], before[np.minimum(offsets[:-1] + 1, offsets[1:])], dtype=np.int64)
 
 
 def _encode(
     bundle: Bundle, encoder: Encoder, schema: pa.Schema, stop: bool
 ) -> tuple[EncodedBundle, pa.Buffer | None]:
-    examples: list[Example] = []
-    found: list[_Found] = []
-    for block in bundle:
-        found.append(_parsed(block, examples, stop))
-        if stop and found[-1].bad:
+    """The tables of a bundle's kept documents, and the documents as a file holds them, where there are any."""
+    gathered = _Gathered(bundle, schema)
+    checks = CHECKS if gathered.size <= SLICE_BYTES else SLICE_CHECKS
+    for part in _slices(bundle, stop):
+        gathered.add(part, encoder.encode(part.examples, gathered.size, checks))
+        if stop and gathered.is_bad:
             break
-    batch = encoder.encode(examples)
-    targets = targets_of(batch.trained, batch.offsets)
-    kept = targets > 0
-    blocks, start = [], 0
-    for block, own in zip(bundle, found, strict=False):
-        stop_at = start + len(own.rows)
-        documents = slice(*np.searchsorted(batch.rows, (start, stop_at)).tolist())
-        bad = own.bad + [
-            (own.rows[i - start], batch.problems[i]) for i in sorted(batch.problems) if start <= i < stop_at
-        ]
-        blocks.append(_encoded_block(block, own, bad, kept[documents]))
-        start = stop_at
-    return _bundle(batch, schema, kept, targets, blocks)
+    return gathered.done()
 
 
-def _parsed(block: Block, examples: list[Example], stop: bool) -> _Found:
-    """Read a block and append its examples; with `stop`, nothing after the first bad row."""
-    rows: list[RawRow] = []
-    bad: list[tuple[RawRow, RowProblem]] = []
-    form, columns = block.file.format, dict(block.file.columns)
-    for row in rows_of(block):
-        problem = row.problem
-        if row.value is not None:
-            try:
-                examples.append(parse_row(row.value, form, columns))
-                rows.append(row)
-            except RowProblem as found:
-                problem = found
-        if problem is not None:
-            bad.append((row, problem))
-            if stop:
-                break
-    return _Found(rows, bad)
+def _slices(bundle: Bundle, stop: bool) -> Iterator[_Slice]:
+    """Read blocks and yield their rows, at least one slice; with `stop`, nothing after the first bad row."""
+    part = _Slice()
+    for number, block in enumerate(bundle):
+        form, columns = block.file.format, dict(block.file.columns)
+        for row in rows_of(block):
+            problem = row.problem
+            if row.value is not None:
+                try:
+                    part.examples.append(parse_row(row.value, form, columns))
+                except RowProblem as found:
+                    problem = found
+                else:
+                    part.rows.append(row)
+                    part.owners.append(number)
+                    part.size += len(row.raw)
+            if problem is not None:
+                part.bad.append((number, row, problem))
+                if stop:
+                    yield part
+                    return
+            if part.is_full:
+                yield part
+                part = _Slice()
+    yield part
 
 
-def _encoded_block(
-    block: Block, found: _Found, bad: Sequence[tuple[RawRow, RowProblem]], kept: npt.NDArray[np.bool_]
-) -> EncodedBlock:
-    counts = Counts(rows=len(found.rows) + len(found.bad), documents=int(kept.sum()))
-    counts.skipped.update(problem.kind for _, problem in bad)
-    if not kept.all():
-        counts.dropped[NO_TRAINED_TOKEN] = int((~kept).sum())
-    ordered = sorted(bad, key=lambda pair: (pair[0].line, pair[0].col))
-    return EncodedBlock(counts, [bad_row(row, problem) for row, problem in ordered], lines_in(block))
+class _Gathered:
+    """The kept documents of a bundle, as flat arrays that grow slice by slice, and what became of its rows."""
 
+    def __init__(self, bundle: Bundle, schema: pa.Schema) -> None:
+        self._bundle = bundle
+        self._schema = schema
+        self.size = sum(block.size for block in bundle)
+        """Bytes of all rows."""
+        self._columns: list[tuple[npt.NDArray[Any], ...]] = []
+        self._counts = [Counts() for _ in bundle]
+        self._bad: list[list[tuple[int, int, BadRow]]] = [[] for _ in bundle]
+        """Of each block, with the place where the row begins."""
+        self._fast = self._escaped = 0
+        self._notes = Counter[str]()
 
-def _bundle(
-    batch: EncodedBatch,
-    schema: pa.Schema,
-    kept: npt.NDArray[np.bool_],
-    targets: npt.NDArray[np.int64],
-    blocks: list[EncodedBlock],
-) -> tuple[EncodedBundle, pa.Buffer | None]:
-    """The tables of an encoded batch's kept documents, and the documents as a file holds them, where there are any."""
-    ids, trained, offsets = batch.input_ids, batch.trained, batch.offsets
-    lengths = np.diff(offsets)
-    if not kept.all():
-        tokens = np.repeat(kept, lengths)
-        ids, trained, lengths = ids[tokens], trained[tokens], lengths[kept]
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-    documents = None
-    if len(lengths):
-        documents = _record_batch(ids, trained, offsets, batch.prompt_tokens[kept], schema).serialize()
-    bundle = EncodedBundle(
-        size=0 if documents is None else documents.size,
-        digests=digest(ids, offsets),
-        lengths=lengths.astype(np.uint32),
-        targets=targets[kept].astype(np.uint32),
-        blocks=blocks,
-        fast=batch.fast,
-        escaped=batch.escaped,
-        notes=batch.notes,
-    )
-    return bundle, documents
+    @property
+    def is_bad(self) -> bool:
+        """Whether a row was bad."""
+        return any(self._bad)
+
+    def add(self, part: _Slice, batch: EncodedBatch) -> None:
+        """Keep what is needed of a slice."""
+        owners = np.array(part.owners, dtype=np.int64)
+        targets = targets_of(batch.trained, batch.offsets)
+        kept = targets > 0
+        self._count(owners, batch.rows, kept)
+        for number, row, problem in part.bad:
+            self._counts[number].rows += 1
+            self._refuse(number, row, problem)
+        for i, problem in batch.problems.items():
+            self._refuse(part.owners[i], part.rows[i], problem)
+        self._columns.append(self._kept(batch, targets, kept))
+        self._fast += batch.fast
+        self._escaped += batch.escaped
+        self._notes.update(batch.notes)
+
+    def done(self) -> tuple[EncodedBundle, pa.Buffer | None]:
+        """The tables, and the documents as a file holds them, where there are any."""
+        ids, trained, lengths, targets, prompts, digests = (
+            np.concatenate(columns) for columns in zip(*self._columns, strict=True)
+        )
+        self._columns.clear()
+        documents = None
+        if len(lengths):
+            documents = _record_batch(ids, trained, lengths, prompts, self._schema).serialize()
+        bundle = EncodedBundle(
+            size=0 if documents is None else documents.size,
+            digests=digests,
+            lengths=lengths,
+            targets=targets,
+            blocks=[self._block(number) for number in range(len(self._bundle))],
+            fast=self._fast,
+            escaped=self._escaped,
+            notes=self._notes,
+        )
+        return bundle, documents
+
+    def _count(self, owners: npt.NDArray[np.int64], rows: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]) -> None:
+        """Count the rows of a slice, and its documents, which come from `rows`, by block."""
+        size = len(self._bundle)
+        read = np.bincount(owners, minlength=size)
+        documents, dropped = (np.bincount(owners[rows[which]], minlength=size) for which in (kept, ~kept))
+        for number in np.flatnonzero(read).tolist():
+            counts = self._counts[number]
+            counts.rows += int(read[number])
+            counts.documents += int(documents[number])
+            if dropped[number]:
+                counts.dropped[NO_TRAINED_TOKEN] += int(dropped[number])
+
+    def _refuse(self, number: int, row: RawRow, problem: RowProblem) -> None:
+        self._counts[number].skipped[problem.kind] += 1
+        self._bad[number].append((row.line, row.col, bad_row(row, problem)))
+
+    def _kept(
+        self, batch: EncodedBatch, targets: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]
+    ) -> tuple[npt.NDArray[Any], ...]:
+        """Ids, flags, lengths, targets, prompts and digests of the documents that are kept."""
+        ids, trained, offsets = batch.input_ids, batch.trained, batch.offsets
+        lengths = np.diff(offsets)
+        if not kept.all():
+            tokens = np.repeat(kept, lengths)
+            ids, trained, lengths = ids[tokens], trained[tokens], lengths[kept]
+            offsets = np.concatenate([[0], np.cumsum(lengths)])
+        is_narrow = self._schema.field("input_ids").type.value_type == pa.uint16()
+        counts = (lengths, targets[kept], batch.prompt_tokens[kept])
+        return (
+            ids.astype(np.uint16 if is_narrow else np.uint32, copy=False),
+            trained,
+            *(column.astype(np.uint32) for column in counts),
+            digest(ids, offsets),
+        )
+
+    def _block(self, number: int) -> EncodedBlock:
+        bad = [one for *_, one in sorted(self._bad[number], key=lambda found: found[:2])]
+        return EncodedBlock(self._counts[number], bad, lines_in(self._bundle[number]))
 
 
 def _record_batch(
-    ids: npt.NDArray[np.uint32],
+    ids: npt.NDArray[Any],
     trained: npt.NDArray[np.bool_],
-    offsets: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.uint32],
     prompts: npt.NDArray[np.uint32],
     schema: pa.Schema,
 ) -> pa.RecordBatch:
     # Every buffer is made here, of exactly its size: the file's bytes then depend on nothing but the values.
-    bounds = arrow(offsets.astype(np.int32))
-    is_narrow = schema.field("input_ids").type.value_type == pa.uint16()
-    narrow = ids.astype(np.uint16 if is_narrow else np.uint32, copy=False)
-    lists = [pa.ListArray.from_arrays(bounds, values) for values in (arrow(narrow), arrow_bits(trained))]
-    return pa.record_batch([*lists, arrow(prompts.astype(np.uint32))], schema=schema)
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    bounds = arrow(offsets)
+    lists = [pa.ListArray.from_arrays(bounds, values) for values in (arrow(ids), arrow_bits(trained))]
+    return pa.record_batch([*lists, arrow(prompts)], schema=schema)
 
 
 def bad_row(row: RawRow, problem: RowProblem) -> BadRow:

@@ -6,8 +6,9 @@ Python object stands for a document.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,21 +68,38 @@ def copies(share: Share, documents: int, seed: int, source: int) -> npt.NDArray[
     return taken
 
 
-def distinct(digests: Digests) -> int:
-    """The number of different documents."""
-    first = np.sort(digests[:, 0])
-    again = np.unique(first[1:][first[1:] == first[:-1]])
-    if len(again) == 0:
-        return len(digests)
-    # Only those that share their first half with another can be equal: seldom more than a few.
-    some = digests[np.isin(digests[:, 0], again)]
-    ordered = some[np.lexsort((some[:, 1], some[:, 0]))]
-    return len(digests) - len(some) + 1 + int(np.any(ordered[1:] != ordered[:-1], axis=1).sum())
+def distinct(*digests: Digests) -> int:
+    """The number of different documents in all tables together; beside them, 8 bytes a document are held or 16."""
+    first = np.concatenate([table[:, 0] for table in digests])
+    first.sort()
+    is_new = np.ones(len(first), dtype=np.bool_)
+    np.not_equal(first[1:], first[:-1], out=is_new[1:])
+    halves = int(np.count_nonzero(is_new))
+    if halves == len(first):
+        return halves
+    # What shares its first half with another differs from it in the second half, or not at all.
+    again = first[:-1][is_new[:-1] & ~is_new[1:]]
+    del first, is_new
+    second = np.zeros(len(again), dtype=np.uint64)
+    for part, at in _found(digests, again):
+        second[at] = part[:, 1]
+    others = {tuple(pair) for part, at in _found(digests, again) for pair in part[part[:, 1] != second[at]].tolist()}
+    return halves + len(others)
+
+
+def _found(digests: Sequence[Digests], ordered: npt.NDArray[np.uint64]) -> Iterator[tuple[Digests, npt.NDArray[Any]]]:
+    """The digests of which the first half is in `ordered`, and where, a part of the tables at a time."""
+    for table in digests:
+        for start in range(0, len(table), _CHUNK):
+            part = table[start : start + _CHUNK]
+            at = np.minimum(np.searchsorted(ordered, part[:, 0]), len(ordered) - 1)
+            is_there = ordered[at] == part[:, 0]
+            yield part[is_there], at[is_there]
 
 
 def shared(left: Digests, right: Digests) -> int:
     """The number of different documents that are on both sides."""
-    return distinct(left) + distinct(right) - distinct(np.concatenate([left, right]))
+    return distinct(left) + distinct(right) - distinct(left, right)
 
 
 def hold_out(digests: Digests, split: Duration, seed: int) -> npt.NDArray[np.bool_]:
@@ -98,18 +116,18 @@ def hold_out(digests: Digests, split: Duration, seed: int) -> npt.NDArray[np.boo
             f"data.eval: {split} of {total:,} documents leaves none to train on",
             hint="give data.eval a file of its own",
         )
-    order, group = _keyed_order(digests, seed)
-    sizes = np.bincount(group).astype(np.int32)
+    order, sizes = _keyed_groups(digests, seed)
     chosen = np.zeros(len(sizes), dtype=np.bool_)
-    left = np.arange(len(sizes))
-    while wanted and len(left):
-        left = left[sizes[left] <= wanted]
-        fits = int(np.searchsorted(np.cumsum(sizes[left]), wanted, side="right"))
-        chosen[left[:fits]] = True
-        wanted -= int(sizes[left[:fits]].sum())
-        left = left[fits:]
+    for start in range(0, len(sizes), _CHUNK):
+        left = np.arange(start, min(start + _CHUNK, len(sizes)))
+        while wanted and len(left):
+            left = left[sizes[left] <= wanted]
+            fits = int(np.searchsorted(np.cumsum(sizes[left]), wanted, side="right"))
+            chosen[left[:fits]] = True
+            wanted -= int(sizes[left[:fits]].sum())
+            left = left[fits:]
     held = np.zeros(total, dtype=np.bool_)
-    held[order] = chosen[group]
+    held[order] = np.repeat(chosen, sizes)
     if not held.any():
         raise DataError("data.eval: the documents repeat too often to hold any out", hint="give data.eval a file")
     return held
@@ -126,8 +144,8 @@ def digest(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64]) -> Diges
     return np.frombuffer(hashes, dtype="<u8").astype(np.uint64).reshape(-1, 2)
 
 
-def _keyed_order(digests: Digests, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """The documents in the order of their keyed hash, and of each the number of its group of equal ones, from 0."""
+def _keyed_groups(digests: Digests, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The documents in the order of their keyed hash, and the sizes of the groups of equal ones that they come in."""
     key = np.frombuffer(hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=16).digest(), dtype="<u8")
     hashed = np.empty(len(digests), dtype=np.uint64)
     for start in range(0, len(digests), _CHUNK):
@@ -135,10 +153,10 @@ def _keyed_order(digests: Digests, seed: int) -> tuple[npt.NDArray[np.int64], np
         hashed[start : start + _CHUNK] = _mixed(_mixed(part[:, 0] ^ key[0]) ^ part[:, 1] ^ key[1])
     order = np.argsort(hashed, kind="stable").astype(np.int64, copy=False)
     hashed = hashed[order]
-    group = np.zeros(len(digests), dtype=np.int32)
     # Two different documents of one hash would merely stay together.
-    np.cumsum(hashed[1:] != hashed[:-1], out=group[1:])
-    return order, group
+    ends = np.flatnonzero(hashed[1:] != hashed[:-1]) + 1
+    del hashed
+    return order, np.diff(ends, prepend=0, append=len(order))
 
 
 def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -30,7 +30,7 @@ class ByteTable:
         missing = [symbol for symbol in byte_symbols() if symbol not in vocabulary]
         self.size = size
         """Ids from here on stand for bytes that the tokenizer does not know and leaves out."""
-        self.lengths = np.zeros(size + len(missing), dtype=np.int64)
+        self.lengths = np.zeros(size + len(missing), dtype=np.int32)
         self.lengths[size:] = 1
         self.lengths[list(vocabulary.values())] = [len(token) for token in vocabulary]
         for token, i in added.items():

@@ -29,9 +29,13 @@ from tuner.data.reading.rows import Conversation, Example, Tokens
 
 FAST_FROM_BYTES = 256 << 10
 """A batch of fewer bytes is not worth building and proving the fast encoder for."""
-_CHECK_EVERY, _CHECK_PARTS = 997, 5
+CHECKS = 5
+"""Rows of a batch that are placed alone and compared, besides every `_CHECK_EVERY`th."""
+_CHECK_EVERY = 997
 _CHECK_TOKENS = 1 << 15
 Ints = npt.NDArray[np.int64]
+Edges = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+"""Running sums over tokens, in 32 bits wherever they fit."""
 
 
 class FastEncoderMismatch(Exception):
@@ -128,14 +132,19 @@ class Encoder:
                 self._table = ByteTable(tokenizer)
                 self._is_special = np.zeros(len(self._table.lengths), dtype=np.bool_)
                 self._is_special[list(tokenizer.special_ids)] = True
+                self._is_unknown = np.arange(len(self._table.lengths)) >= self._table.size
                 self._separator = next((tokenizer.decode([i]) for i in sorted(tokenizer.special_ids)), "")
             except Unproven as error:
                 self.not_fast = str(error)
 
-    def encode(self, examples: Sequence[Example]) -> EncodedBatch:
+    def encode(
+        self, examples: Sequence[Example], total_bytes: int | None = None, checks: int = CHECKS
+    ) -> EncodedBatch:
         """Encode examples, in order; one that cannot be used gives its problem.
 
-        Raises DataError without a chat template, FastEncoderMismatch where the sample refutes the fast path.
+        Where they are a part of more rows that were cut for the sake of memory, `total_bytes` are those of all parts:
+        it decides about the fast encoder. Of each part `checks` rows are placed alone too and compared. Raises
+        DataError without a chat template, FastEncoderMismatch where the sample refutes the fast path.
         """
         rows, alone, notes = _Rows(), _Alone(self._planner, self._placer), Counter[str]()
         for i, example in enumerate(examples):
@@ -144,8 +153,8 @@ class Encoder:
                     self._add(rows, i, example, alone, notes)
             except RowProblem as problem:
                 alone.problems[i] = problem
-        merged = _merge(self._encode_rows(rows, examples, alone), alone.documents)
-        self._check(examples, merged)
+        merged = _merge(self._encode_rows(rows, examples, alone, total_bytes), alone.documents)
+        self._check(examples, merged, checks)
         return replace(merged, problems=alone.problems, escaped=alone.escaped, notes=notes)
 
     def explain(self, example: Example) -> Document:
@@ -215,12 +224,14 @@ class Encoder:
         # A control token cuts the text: what follows it is encoded without regard to what precedes.
         return plan.text[0 if last is None else last[0] : start]
 
-    def _encode_rows(self, rows: _Rows, examples: Sequence[Example], alone: "_Alone") -> EncodedBatch | None:
+    def _encode_rows(
+        self, rows: _Rows, examples: Sequence[Example], alone: "_Alone", total_bytes: int | None
+    ) -> EncodedBatch | None:
         """Encode the collected rows together; those that cannot stay are placed alone."""
         table = self._table
         if not rows.examples or table is None:
             return None
-        flat, fast = self._flat(rows, table)
+        flat, fast = self._flat(rows, table, total_bytes)
         expected = np.array(rows.specials)
         doubtful = flat.unknown | ((flat.counts(self._is_special) != expected) & (expected >= 0))
         turns = _Turns.of(rows, flat)
@@ -233,10 +244,10 @@ class Encoder:
             alone.place(rows.examples[row], examples[rows.examples[row]])
         return self._finished(rows, flat, turns, ~doubtful, fast)
 
-    def _flat(self, rows: _Rows, table: ByteTable) -> "tuple[_Flat, bool]":
+    def _flat(self, rows: _Rows, table: ByteTable, total_bytes: int | None) -> "tuple[_Flat, bool]":
         """The rows' ids, and whether the fast encoder gave them."""
         sizes = np.array(rows.sizes, dtype=np.int64)
-        proven = self._proven_for(int(sizes.sum()), table)
+        proven = self._proven_for(int(sizes.sum()) if total_bytes is None else total_bytes, table)
         texts = ["".join(rows.pieces[a:b]) for a, b in zip([0, *rows.piece_stops], rows.piece_stops, strict=False)]
         if proven is None:
             parts = self._tokenizer.encode_ids(texts)
@@ -244,9 +255,9 @@ class Encoder:
             return replace(flat, unknown=flat.sizes() != sizes), False
         refuted = proven.refuted(texts)
         flat = self._together(proven, texts, sizes, table)
-        unknown = flat.counts(np.arange(len(table.lengths)) >= table.size) > 0
+        unknown = flat.counts(self._is_unknown) > 0 if self._is_unknown.any() else flat.unknown
         if refuted:
-            unknown |= np.array([any(c in text for c in refuted) for text in texts])
+            unknown = unknown | np.array([any(c in text for c in refuted) for text in texts])
         return replace(flat, unknown=unknown), proven.name == FastEncoder.name
 
     def _together(self, proven: ProvenEncoder, texts: list[str], sizes: Ints, table: ByteTable) -> "_Flat":
@@ -256,7 +267,7 @@ class Encoder:
         # A control token between two texts: neither sees the other, and one call takes them all.
         ids = proven.encode(self._separator.join([*texts, ""]))
         edges = _edges(table.lengths[ids])
-        ends = np.cumsum(sizes + len(self._separator.encode()))
+        ends = np.cumsum(sizes + len(self._separator.encode())).astype(edges.dtype)
         separators = np.searchsorted(edges, ends) - 1
         if len(edges) == 0 or edges[-1] != ends[-1] or not np.array_equal(edges[separators + 1], ends):
             raise FastEncoderMismatch("the bytes of the fast encoder's ids are not those of the text")
@@ -298,10 +309,12 @@ class Encoder:
         framed = np.array(rows.framed)
         whole = framed & (np.bincount(turns.row[answer], minlength=len(keep)) == 0)
         prompts[whole] = flat.lengths[whole] // 2
-        tokens = np.repeat(keep, flat.lengths)
-        ids, lengths = flat.ids[tokens], flat.lengths[keep]
+        ids, lengths = flat.ids, flat.lengths[keep]
+        if not keep.all():
+            tokens = np.repeat(keep, flat.lengths)
+            ids, trained = ids[tokens], trained[tokens]
         batch = EncodedBatch(
-            ids, trained[tokens], _edges(lengths), prompts[keep].astype(np.uint32),
+            ids, trained, _offsets(lengths), prompts[keep].astype(np.uint32),
             np.array(rows.examples, dtype=np.int64)[keep], fast=int(keep.sum()) if fast else 0,
         )  # fmt: skip
         return self._framed(batch, framed[keep]) if framed.any() else batch
@@ -310,28 +323,24 @@ class Encoder:
         """Put the tokenizer's own tokens around texts, and the end token after them."""
         prefix, suffix = self._placer.frame
         lengths = np.diff(batch.offsets)
-        offsets = _edges(lengths + framed * (len(prefix) + len(suffix)))
-        starts = offsets[:-1] + framed * len(prefix)
-        at = np.arange(len(batch.input_ids)) + np.repeat(starts - batch.offsets[:-1], lengths)
+        offsets = _offsets(lengths + framed * (len(prefix) + len(suffix)))
         ids = np.zeros(int(offsets[-1]), dtype=np.uint32)
-        trained = np.zeros(len(ids), dtype=np.bool_)
-        ids[at], trained[at] = batch.input_ids, batch.trained
-        for k, token in enumerate(prefix):
-            ids[offsets[:-1][framed] + k] = token
-            trained[offsets[:-1][framed] + k] = self._train_on == "all"
-        for k, token in enumerate(suffix):
-            ids[offsets[1:][framed] - len(suffix) + k] = token
-            trained[offsets[1:][framed] - len(suffix) + k] = True
+        trained, own = np.zeros(len(ids), dtype=np.bool_), np.ones(len(ids), dtype=np.bool_)
+        around = [(offsets[:-1][framed] + k, token, self._train_on == "all") for k, token in enumerate(prefix)]
+        around += [(offsets[1:][framed] - len(suffix) + k, token, True) for k, token in enumerate(suffix)]
+        for at, token, is_trained in around:
+            ids[at], trained[at], own[at] = token, is_trained, False
+        ids[own], trained[own] = batch.input_ids, batch.trained
         prompts = (batch.prompt_tokens + framed * len(prefix)).astype(np.uint32)
         return EncodedBatch(ids, trained, offsets, prompts, batch.rows, fast=batch.fast)
 
-    def _check(self, examples: Sequence[Example], batch: EncodedBatch) -> None:
+    def _check(self, examples: Sequence[Example], batch: EncodedBatch, checks: int) -> None:
         """Place a sample of the rows alone and compare; raises FastEncoderMismatch."""
         if self._table is None:
             return  # all were placed alone
         # The same rows in any process: a function of the batch alone.
         count = len(batch.rows)
-        spread = (count * part // _CHECK_PARTS for part in range(_CHECK_PARTS))
+        spread = (count * part // checks for part in range(checks))
         for k in sorted({*spread, *range(0, count, _CHECK_EVERY)} if count else ()):
             tokens = slice(int(batch.offsets[k]), int(batch.offsets[k + 1]))
             if tokens.stop - tokens.start > _CHECK_TOKENS:
@@ -377,15 +386,15 @@ class _Flat:
     lengths: Ints
     """Tokens of each row."""
     offsets: Ints
-    edges: Ints
-    """int64[tokens + 1]: bytes, from the first row's first."""
+    edges: Edges
+    """[tokens + 1]: bytes, from the first row's first."""
     unknown: npt.NDArray[np.bool_]
     """bool[n]: rows whose ids do not stand for their bytes."""
 
     @staticmethod
     def of(ids: npt.NDArray[np.uint32], lengths: Ints, table: ByteTable) -> "_Flat":
         unknown = np.zeros(len(lengths), dtype=np.bool_)
-        return _Flat(ids, lengths, _edges(lengths), _edges(table.lengths[ids]), unknown)
+        return _Flat(ids, lengths, _offsets(lengths), _edges(table.lengths[ids]), unknown)
 
     def sizes(self) -> Ints:
         """int64[n]: bytes that each row's ids stand for."""
@@ -412,7 +421,8 @@ class _Turns:
         row = np.array(rows.row, dtype=np.int64)
         base = flat.edges[flat.offsets[:-1]][row]
         top = len(flat.edges) - 1
-        starts, stops = base + np.array(rows.start, dtype=np.int64), base + np.array(rows.stop, dtype=np.int64)
+        # Of the edges' own type: else they would all be converted to find a few among them.
+        starts, stops = base + np.array(rows.start, dtype=base.dtype), base + np.array(rows.stop, dtype=base.dtype)
         first = np.minimum(np.searchsorted(flat.edges, starts), top)
         last = np.minimum(np.searchsorted(flat.edges, stops), top)
         straddles = (flat.edges[first] != starts) | (flat.edges[last] != stops)
@@ -428,15 +438,24 @@ class _Turns:
 
     def cover(self, which: npt.NDArray[np.bool_], tokens: int) -> npt.NDArray[np.bool_]:
         """bool[tokens]: the tokens of the chosen turns."""
-        change = np.bincount(self.first[which], minlength=tokens + 1) - np.bincount(
-            self.last[which], minlength=tokens + 1
-        )
-        covered: npt.NDArray[np.bool_] = np.cumsum(change[:tokens]) > 0
+        depth = np.zeros(tokens + 1, dtype=np.int32)
+        np.add.at(depth, self.first[which], 1)
+        np.subtract.at(depth, self.last[which], 1)
+        np.cumsum(depth, out=depth)
+        covered: npt.NDArray[np.bool_] = depth[:tokens] > 0
         return covered
 
 
-def _edges(lengths: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> Ints:
-    edges = np.zeros(len(lengths) + 1, dtype=np.int64)
+def _offsets(lengths: Ints) -> Ints:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _edges(lengths: npt.NDArray[np.int32] | npt.NDArray[np.bool_]) -> Edges:
+    """The sums of the first 0, 1, ... lengths; there may be a length for every byte of a long text."""
+    fits = int(lengths.sum(dtype=np.int64)) <= np.iinfo(np.int32).max
+    edges: Edges = np.zeros(len(lengths) + 1, np.int32) if fits else np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=edges[1:])
     return edges
 
@@ -462,8 +481,8 @@ def _merge(batch: EncodedBatch | None, documents: dict[int, Document]) -> Encode
         prompts = np.concatenate([batch.prompt_tokens, prompts])
         rows = np.concatenate([batch.rows, rows])
     order = np.argsort(rows, kind="stable")
-    starts = _edges(lengths)[:-1][order]
-    offsets = _edges(lengths[order])
+    starts = _offsets(lengths)[:-1][order]
+    offsets = _offsets(lengths[order])
     at = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths[order])
     flat_ids = np.concatenate([np.empty(0, dtype=np.uint32), *ids])
     flat_trained = np.concatenate([np.empty(0, dtype=np.bool_), *trained])

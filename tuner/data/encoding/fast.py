@@ -7,13 +7,11 @@ import numpy.typing as npt
 
 from tuner.data.encoding.byte_table import ByteTable, Unproven
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.runtime.memory import give_back, resident_bytes
+from tuner.runtime.memory import allocated_bytes, give_back
 
-_CACHE_BYTES = 64 << 20
-"""Growth of the process after which the encoder, which remembers every word that it met, is built anew."""
-_WARM_CALLS = 2
-"""By then what is not the encoder's has its size."""
-_CACHE_TEXT = 64 << 20
+_CACHE_BYTES = 32 << 20
+"""Growth after which the encoder, which remembers every word that it met, is built anew: twice what prose needs."""
+_CACHE_TEXT = 32 << 20
 """The same in characters of text, where growth cannot be read."""
 _MEASURED_CHARS = 1 << 16
 """Growth in a call with a shorter text is not measured."""
@@ -32,7 +30,7 @@ class FastEncoder:
             raise Unproven(f"gigatoken is not installed ({error})") from error
         self._load: Any = load_hf_json
         self._backend: Any = None
-        self._calls = self._text = self._resident = 0
+        self._text = self._before = 0
         self._json = table.complete_json(tokenizer.files["tokenizer.json"])
         self._rebuild()
 
@@ -44,15 +42,12 @@ class FastEncoder:
         return ids
 
     def _is_full(self, size: int) -> bool:
-        """Whether the process grew too much since the encoder was warm: its memory cannot be asked for alone."""
-        self._calls += 1
+        """Whether much more is held than when the encoder was new: its memory cannot be asked for alone."""
         self._text += size
-        resident = resident_bytes()
-        if resident is None:
+        allocated = allocated_bytes()
+        if allocated is None:
             return self._text > _CACHE_TEXT
-        if self._calls <= _WARM_CALLS:
-            self._resident = resident
-        return resident - self._resident > _CACHE_BYTES
+        return allocated - self._before > _CACHE_BYTES
 
     def _rebuild(self) -> None:
         self._backend = None
@@ -61,4 +56,4 @@ class FastEncoder:
         except Exception as error:  # gigatoken raises several kinds, also bare ones
             raise Unproven(f"gigatoken cannot read the tokenizer: {str(error).splitlines()[0]}") from error
         give_back()
-        self._calls = self._text = self._resident = 0
+        self._text, self._before = 0, allocated_bytes() or 0

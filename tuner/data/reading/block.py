@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tuner.data.reading.problems import RowProblem
 from tuner.data.reading.sources import SourceFile
 
@@ -50,6 +52,15 @@ class Block:
     """Lines (rows of a table), where the cut found them out."""
     cut: tuple[int, ...] = ()
     """Lines of `data` that were too long, of which it has the beginning."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the rows, inflated."""
+        if self.data is not None:
+            return len(self.data)
+        if self.spans:
+            return int(np.frombuffer(self.spans, dtype=np.int64).reshape(-1, 5)[:, 1].sum())
+        return self.stop - self.start
 
 
 def parts(block: Block) -> Iterator[bytes]:
