@@ -9,6 +9,7 @@ case. `python case_worker.py CASES_JSON OUTPUT_DIRECTORY`
 import contextlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from tuner.config.overrides import Override
 from tuner.runtime.console import Console
 from tuner.runtime.launch import Launch
 from tuner.runtime.process import process_group
-from tuner.train import loop
+from tuner.train import loop, session
 from tuner.train.ready import TrainOptions
 from tuner.train.run import train
 from tuner.train.step import Learner, optimizer_step
@@ -55,7 +56,7 @@ class CollectiveCounter(TorchDispatchMode):
 
 def run_whole(case: dict[str, Any], launch: Launch, output: Path) -> None:
     """Train as the command does; what is counted lies between the beginnings of the third and the fourth step."""
-    real, counter = loop.optimizer_step, CollectiveCounter()
+    real, answer, counter = loop.optimizer_step, session.answer_samples, CollectiveCounter()
 
     def counted(learner: Learner, index: int, *rest: Any) -> Any:
         if index == 2:
@@ -64,15 +65,23 @@ def run_whole(case: dict[str, Any], launch: Launch, output: Path) -> None:
             counter.__exit__(None, None, None)
         return real(learner, index, *rest)
 
+    def signalled(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return answer(*args)
+
     recipe = Path(case["recipe"])
     overrides = [Override(key, text) for key, text in case["flags"].items()]
     loop.optimizer_step = counted
+    if launch.rank == case.get("signalled"):
+        session.answer_samples = signalled
     try:
-        train(load_recipe(recipe, overrides, recipe.parent), TrainOptions(), launch, Console(main=False))
+        loaded = load_recipe(recipe, overrides, recipe.parent)
+        result = train(loaded, TrainOptions(resume="auto"), launch, Console(main=False))
     finally:
-        loop.optimizer_step = real
+        loop.optimizer_step, session.answer_samples = real, answer
     if launch.is_main:
-        (output / f"{case['name']}.json").write_text(json.dumps({"collectives": counter.counts}))
+        found = {"collectives": counter.counts, "status": result.status, "step": result.step}
+        (output / f"{case['name']}.json").write_text(json.dumps(found))
 
 
 def run_steps(case: dict[str, Any], launch: Launch, output: Path) -> None:

@@ -74,6 +74,19 @@ FLAGS = {
     "train.duration": "5 steps", "checkpoint.at_end": "false", "checkpoint.every": "never",
     "parallel.processes": "auto",
 }  # fmt: skip
+# One run in three launches, of other processes and other shards each, and the same run unbroken.
+TO_STEP = "2 steps"
+LAUNCHES: dict[str, dict[str, Any]] = {
+    "launch: 2 x 2": {"world": 4, "local": 2, "flags": {"name": "parts", "train.stop_after": TO_STEP}},
+    "launch: two replicas": {
+        "world": 2, "local": 2, "flags": {"name": "parts", "train.stop_after": TO_STEP, "parallel.shard": "none"},
+    },
+    "launch: one": {"world": 1, "local": 1, "flags": {"name": "parts"}},
+    "launch: unbroken": {"world": 1, "local": 1, "flags": {"name": "unbroken"}},
+    "launch: signalled": {
+        "world": 2, "local": 2, "signalled": 1, "flags": {"name": "signalled", "data.eval": "4 documents"},
+    },
+}  # fmt: skip
 ALIKE = [(name, name.partition(": ")[0] + ": one" if ": " in name else "one") for name in CASES]
 
 
@@ -90,8 +103,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = directory / "r.yaml"
     lines = recipe.read_text().splitlines(keepends=True)
     recipe.write_text("".join(line for line in lines if not line.startswith("adapter")))
-    for number, (name, changes) in enumerate(WHOLE.items()):
-        flags = {**FLAGS, **changes["flags"], "name": f"run{number}"}
+    for number, (name, changes) in enumerate((WHOLE | LAUNCHES).items()):
+        flags = {**FLAGS, "name": f"run{number}", **changes["flags"]}
         cases.append({**changes, "name": name, "recipe": str(recipe), "flags": flags})
     own = {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(directory / "cache")}
     env = {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -153,6 +166,25 @@ def test_weights_that_are_kept_are_gathered_once_a_micro_batch(found: Path) -> N
     assert facts(found, "two, 4 micro-batches, gathered once")["collectives"] == {
         "allgather_base": 4 * UNITS, "reduce_scatter_base": UNITS, "allreduce": 1,
     }  # fmt: skip
+
+
+@pytest.mark.multi
+def test_a_run_goes_on_with_other_processes_and_other_shards(found: Path) -> None:
+    def lines(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (found / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+    assert [facts(found, name)["step"] for name in LAUNCHES] == [2, 4, 5, 5, 0]
+    parts, whole = lines("parts"), lines("unbroken")
+    assert [line["step"] for line in parts] == [1, 2, 3, 4, 5]
+    for figure in ("loss", "grad_norm"):
+        assert largest_relative([line[figure] for line in whole], [line[figure] for line in parts]) <= 1e-5
+    assert whole[0]["loss"] != whole[-1]["loss"], "the weights must have moved"
+
+
+@pytest.mark.multi
+def test_a_signal_to_one_rank_in_an_evaluation_stops_all(found: Path) -> None:
+    assert facts(found, "launch: signalled")["status"] == "stopped"
+    assert (found / "runs" / "signalled" / "checkpoints" / "step-0").is_dir()
 
 
 def test_the_rows_leave_ranks_without_trained_tokens() -> None:
