@@ -183,6 +183,7 @@ def test_flags_win_address_items_and_null_takes_back(tmp_path: Path) -> None:
         ("adapter: {r: 8}\n", (), "write adapter.kind: lora"),
         ("adapter: {kind: lora}\n", (("model.freeze", "[x]"),), "model.freeze  an adapter freezes the whole model"),
         ("train: {gradient_checkpointing_layers: 50%}\n", (), "needs train.gradient_checkpointing: selective or full"),
+        ("train: {compile: true}\n", (("data.packing", "false"),), "layers are compiled for rows of one size"),
         ("adapter: lora\n", (), "write kind: lora under it"),
         ("method: {kind: pretrain}\ntokenizer: {chat_template: x}\n", (), "renders no conversations"),
         ("", (("data.train.7.path", "x"),), "item 7 of 1"),

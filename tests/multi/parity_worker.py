@@ -5,7 +5,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torch._dynamo.utils import counters
+
 from tests.train.synthetic import assembly_for, recipe_for
+from tuner.model import compile as compiling
 from tuner.runtime.launch import Launch
 from tuner.runtime.process import process_group
 from tuner.train.step import optimizer_step
@@ -14,6 +17,7 @@ from tuner.train.step import optimizer_step
 def main() -> None:
     wishes = json.loads(sys.argv[1])
     launch = Launch.from_environment()
+    compiling.BACKEND = "aot_eager"  # layers are traced and differentiated as for a compilation, and run as they are
     with process_group(launch, "cpu", 120):
         found = [take_steps(wish, launch) for wish in (wishes if isinstance(wishes, list) else [wishes])]
     if launch.is_main:
@@ -21,7 +25,7 @@ def main() -> None:
 
 
 def take_steps(options: dict[str, Any], launch: Launch) -> dict[str, Any]:
-    """Losses and gradient norms of every step, and the names of the trained parameters."""
+    """Losses and gradient norms of every step, names of the trained parameters, and how often layers were compiled."""
     recipe = recipe_for(
         Path(options["model"]),
         adapter=options["adapter"],
@@ -34,6 +38,7 @@ def take_steps(options: dict[str, Any], launch: Launch) -> dict[str, Any]:
         },
         data={"shuffle": False, "train": str(Path(options["model"]) / "rows.jsonl")},
     )
+    counters.clear()
     assembly = assembly_for(recipe, options["trained"], launch)
     results = [
         optimizer_step(assembly.learner, step, assembly.batches.step(step), 1.0).read()
@@ -42,6 +47,7 @@ def take_steps(options: dict[str, Any], launch: Launch) -> dict[str, Any]:
     return {
         "loss": [r.loss for r in results],
         "grad_norm": [r.grad_norm for r in results],
+        "compilations": counters["stats"]["unique_graphs"],
         "trained": sorted(assembly.learner.parameters),
     }
 

@@ -1,4 +1,4 @@
-"""Adapters, frozen parts and recomputed layers: one process and two FSDP2 processes take the same steps."""
+"""Adapters, frozen parts, recomputed and compiled layers: one process and two FSDP2 processes take the same steps."""
 
 import json
 from pathlib import Path
@@ -17,14 +17,17 @@ BLOCK = "model.layers.{}.{}.weight"
 # In the first three every unit that FSDP2 shards mixes frozen and trained parameters, of two types in `saved`.
 WISHES: dict[str, dict[str, Any]] = {
     "freeze": {"adapter": NONE, "model_keys": {"freeze": ["embed_tokens", "layers.0", "*.mlp"]}},
-    "dora": {"adapter": {"kind": "dora", "r": 4, "dropout": 0.0, "target_modules": ["*layers.1.self_attn.*_proj"]}},
+    "dora": {
+        "adapter": {"kind": "dora", "r": 4, "dropout": 0.0, "target_modules": ["*layers.1.self_attn.*_proj"]},
+        "train": {"compile": True},
+    },
     "saved": {
         "adapter": {"kind": "lora", "r": 4, "use_rslora": True, "modules_to_save": ["embed_tokens", "layers.0.mlp"]},
         "precision": "bf16",
         "train": {"gradient_checkpointing": "selective"},
     },
     "full": {"adapter": NONE, "train": {"gradient_checkpointing": "full", "gradient_checkpointing_layers": "1 layer"}},
-    "selective": {"adapter": NONE, "train": {"gradient_checkpointing": "selective"}},
+    "compiled": {"adapter": NONE, "train": {"gradient_checkpointing": "selective", "compile": True}},
 }
 
 
@@ -37,6 +40,7 @@ def test_one_process_and_two_agree(tmp_path: Path) -> None:
     for name, wish, there in zip(WISHES, wishes, two, strict=True):
         here = take_steps({**wish, "train": {}}, Launch())
         assert here["trained"] == there["trained"]
+        assert bool(there["compilations"]) == wish.get("train", {}).get("compile", False)
         assert here["loss"][0] != here["loss"][-1], "the weights must have moved"
         bound = 1e-5 if wish["precision"] == "fp32" else 1e-3  # a rounded update moves the later steps apart
         for figure in ("loss", "grad_norm"):

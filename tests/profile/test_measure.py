@@ -54,6 +54,25 @@ def profiled(recipe: Path, limit: int | None = None, adapter: str = "none", **op
     return measure(resolved, prepared, request.tokenizer, SINGLE, steps=2, limit_bytes=limit)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the tracer's own
+def test_compiled_layers_are_measured_as_they_are_and_timed_compiled(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.utils import counters
+
+    from tuner.model import compile as compiling
+
+    plain = profiled(recipe)
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    text = recipe.read_text().replace("train: {", "train: {compile: true, ")
+    recipe.write_text(text)
+    counters.clear()
+    report = profiled(recipe)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert report.memory["weights"] == plain.memory["weights"]
+    assert report.peak_bytes >= plain.peak_bytes
+
+
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_parts_are_those_of_the_model(recipe: Path, adapter: str) -> None:
     report = profiled(recipe, adapter=adapter)

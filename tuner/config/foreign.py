@@ -89,6 +89,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "train.gradient_checkpointing_layers": (
         "recompute_num_layers", "selective_ac_option", "activation_checkpoint_interval", "checkpoint_num_layers",
     ),
+    "train.compile": ("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_compile", "compile_model"),
     "train.max_grad_norm": ("gradient_clipping", "clip_grad_norm", "grad_clip", "gradient_clip_val", "grad_norm_clip"),
     "train.nonfinite": ("skip_nan_grad", "check_for_nan_in_loss", "detect_anomaly", "nan_policy", "terminate_on_nan"),
     "train.skip_spikes": ("loss_watchdog_threshold", "skip_step_sigma_factor", "spike_threshold", "loss_spike_sigma"),

@@ -278,6 +278,8 @@ class TrainSection(Section):
     """Decoder layers run again in the backward pass: full keeps their input alone, selective matrix products too."""
     gradient_checkpointing_layers: Annotated[Duration, Span(units=("%", "layers"))] = Duration.parse("100%")
     """How many layers are computed again, evenly spread, such as 50% or 12 layers."""
+    compile: Annotated[bool | Auto, Switch(words=("auto",))] = "auto"
+    """Compile the decoder layers in the first step, for rows of one size; auto does it on CUDA with data.packing."""
     max_grad_norm: Annotated[float | None, Real(gt=0, aliases=(("never", None),))] = 1.0
     """Gradient norm above which gradients are scaled down; never clips nothing and still logs it."""
     nonfinite: Annotated[int, Skips()] = 0

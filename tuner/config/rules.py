@@ -73,6 +73,12 @@ def _layers_need_recompute(recipe: Recipe, given: Set[str]) -> str | None:
     return "needs train.gradient_checkpointing: selective or full"
 
 
+def _compiled_rows_are_packed(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.train.compile is not True or recipe.data.packing:
+        return None
+    return "layers are compiled for rows of one size; set data.packing: true, or compile: auto"
+
+
 def _split_fits_cap(recipe: Recipe, given: Set[str]) -> str | None:
     from tuner.config.duration import Duration
 
@@ -106,6 +112,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("model.config", "model.init"), _config_needs_random),
     Rule(("model.freeze", "adapter.kind"), _freeze_needs_full),
     Rule(("train.gradient_checkpointing_layers", "train.gradient_checkpointing"), _layers_need_recompute),
+    Rule(("train.compile", "data.packing"), _compiled_rows_are_packed),
     Rule(("data.train", "method.kind"), _pretrain_takes_text),
     Rule(("tokenizer.chat_template", "method.kind"), _pretrain_has_no_turns),
     Rule(("data.eval",), _split_fits_cap),

@@ -31,11 +31,14 @@ class Documents:
     device: torch.Tensor
     """The same on the device of the tokens, for kernels that take it (`cu_seqlens`)."""
     longest: int
-    """Tokens of the longest document."""
+    """No document has more tokens."""
 
     @staticmethod
-    def of(lengths: Sequence[int], device: torch.device) -> "Documents":
-        """The documents of these lengths, in order; one copy to the device that nothing waits for."""
+    def of(lengths: Sequence[int], device: torch.device, longest: int | None = None) -> "Documents":
+        """The documents of these lengths, in order; one copy to the device that nothing waits for.
+
+        ``longest`` is a bound that holds for other microbatches too, where compiled layers must not see it change.
+        """
         host = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         on_device = host
         if device.type == "cuda":
@@ -43,4 +46,4 @@ class Documents:
         if "torch._dynamo" in sys.modules:  # a compiled block is the same one for any number of documents
             for bounds in (host, on_device):
                 torch._dynamo.maybe_mark_dynamic(bounds, 0)
-        return Documents(host, on_device, max(lengths))
+        return Documents(host, on_device, max(lengths) if longest is None else longest)

@@ -11,6 +11,7 @@ from transformers import Cache, PreTrainedModel
 from tuner.model.documents import Documents, GrowingDocuments
 from tuner.model.linear_cross_entropy import position_losses
 from tuner.model.objective import CrossEntropy, Objective
+from tuner.model.padding import Padding
 
 
 class CausalLM(nn.Module):
@@ -21,6 +22,8 @@ class CausalLM(nn.Module):
         self.model = model
         self.objective: Objective = objective or CrossEntropy()
         """The loss in training; evaluation is always cross-entropy, so that runs can be compared."""
+        self.padding: Padding | None = None
+        """What every microbatch of training is filled up with, where compiled layers want one size."""
 
     def forward(
         self,
@@ -90,13 +93,17 @@ class CausalLM(nn.Module):
     def _hidden(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, document_lengths: tuple[int, ...]
     ) -> torch.Tensor:
+        n_tokens, longest = input_ids.shape[0], None
+        if self.padding is not None and self.training:
+            input_ids, position_ids, document_lengths = self.padding.fill(input_ids, position_ids, document_lengths)
+            longest = self.padding.longest
         output = self.model.get_decoder()(
             input_ids=input_ids[None],
             position_ids=position_ids[None],
             use_cache=False,
-            documents=Documents.of(document_lengths, input_ids.device),
+            documents=Documents.of(document_lengths, input_ids.device, longest),
         )
-        hidden: torch.Tensor = output.last_hidden_state[0]
+        hidden: torch.Tensor = output.last_hidden_state[0, :n_tokens]
         return hidden
 
 

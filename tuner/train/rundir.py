@@ -23,6 +23,7 @@ FREE_KEYS = (
     "train.stop_after",
     "train.micro_batch_size",
     "train.gradient_checkpointing",
+    "train.compile",
     "train.mock_batch",
     "eval.samples",
     "name",

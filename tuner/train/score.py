@@ -110,7 +110,8 @@ def run_recipe(trained: Trained) -> Path:
 
 def _recipe(trained: Trained, loaded: LoadedRecipe) -> Recipe:
     """The recipe with the directory's own model in place of its own."""
-    recipe = loaded.recipe
+    plain = loaded.recipe.train.model_copy(update={"compile": False})  # no layer is compiled for evaluation
+    recipe = loaded.recipe.model_copy(update={"train": plain})
     if trained.checkpoint is None:
         model = ModelSection(name_or_path=str(trained.path), kernels=recipe.model.kernels)
         return recipe.model_copy(update={"model": model, "adapter": NoAdapter()})

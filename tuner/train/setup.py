@@ -28,7 +28,9 @@ from tuner.model.build import (
     has_liger,
     model_config,
 )
+from tuner.model.compile import compile_blocks, compiler_problem
 from tuner.model.freeze import freeze
+from tuner.model.padding import Padding
 from tuner.model.probe import require_isolation
 from tuner.model.recompute import apply_recompute
 from tuner.model.root import CausalLM, outer_parameters, trained_parameters
@@ -110,6 +112,7 @@ def resolve(recipe: Recipe, max_length: int, launch: Launch) -> Resolved:
         settle("train", "precision", precision, f"bf16 is {'fast' if facts.bf16_fast else 'slow'} on this {facts.kind}")
     frozen = recipe.adapter.kind != "none"
     settle("model", "dtype", precision if frozen else "fp32", "frozen weights" if frozen else "trained weights")
+    settle("train", "compile", *_compiled(recipe, facts))
     liger = facts.kind == "cuda" and has_liger(config.model_type)
     settle("model", "kernels", "liger" if liger else "torch", f"{config.model_type} on {facts.kind}")
     settle("optimizer", "lr", *_default_lr(recipe, n_parameters))
@@ -124,19 +127,37 @@ def resolve(recipe: Recipe, max_length: int, launch: Launch) -> Resolved:
     settle("data", "too_long", "drop" if kind == "sft" else "split", kind)
     changed = {section: getattr(recipe, section).model_copy(update=update) for section, update in values.items()}
     done = recipe.model_copy(update=changed)
-    if done.model.kernels == "liger" and facts.kind != "cuda":
+    _check_numerics(done, facts)
+    return Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons)
+
+
+def _compiled(recipe: Recipe, facts: DeviceFacts) -> tuple[bool, str]:
+    """Whether decoder layers are compiled, and why. Raises MachineError where they shall be and cannot."""
+    problem = compiler_problem(facts.kind)
+    if recipe.train.compile == "auto":
+        if facts.kind != "cuda" or problem is not None:
+            return False, problem or facts.kind
+        return recipe.data.packing, facts.kind if recipe.data.packing else "rows of many lengths"
+    if recipe.train.compile and problem is not None:
+        raise MachineError(f"train.compile: {problem}", hint="install what is missing, or write compile: false")
+    return recipe.train.compile, "as written"
+
+
+def _check_numerics(recipe: Recipe, facts: DeviceFacts) -> None:
+    """Raise MachineError or RecipeError where a resolved recipe wants kernels or types that are not to be had."""
+    frozen = recipe.adapter.kind != "none"
+    if recipe.model.kernels == "liger" and facts.kind != "cuda":
         raise MachineError("model.kernels: liger needs a CUDA device", hint="write kernels: auto or torch")
-    if not frozen and done.model.dtype != "fp32":
+    if not frozen and recipe.model.dtype != "fp32":
         raise RecipeError(
             "model.dtype: trained weights are kept in fp32",
             hint="write dtype: auto; train.precision sets the computation",
         )
-    if frozen and done.model.dtype == "bf16" and done.train.precision == "fp32":
+    if frozen and recipe.model.dtype == "bf16" and recipe.train.precision == "fp32":
         raise RecipeError(
             "model.dtype: bf16 weights cannot be computed with in train.precision: fp32",
             hint="write dtype: auto, or precision: bf16",
         )
-    return Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons)
 
 
 def timetable(recipe: Recipe, prepared: PreparedData) -> Timetable:
@@ -247,29 +268,31 @@ def _build_root(resolved: Resolved, launch: Launch, packed: bool) -> CausalLM:
     Ranks(gloo_group()).on_main(build)
     if launch.world_size == 1:
         root = built[0].to(device)
-        _recompute(root, recipe)
+        _adapt_blocks(root, recipe)
     else:
         root = CausalLM(build_skeleton(resolved.config, dtype))
         _choose_trained(root.model, recipe)
-        _recompute(root, recipe)
+        _adapt_blocks(root, recipe)
         size = shard_size(recipe.parallel.shard, launch)
         shard(root, data_mesh(device.type, launch.world_size, size), recipe.parallel.reshard_after_forward)
         materialise(root, built[0] if built else None, device)
-    if recipe.model.kernels == "liger":
+    if recipe.model.kernels == "liger" and recipe.train.compile is not True:  # the compiler makes kernels of its own
         apply_liger(root.model)
     return root
 
 
-def _recompute(root: CausalLM, recipe: Recipe) -> None:
-    """Have the decoder layers that the recipe wants computed again in the backward pass."""
+def _adapt_blocks(root: CausalLM, recipe: Recipe) -> None:
+    """Have decoder layers computed again in the backward pass, and compiled, as the recipe wants."""
     level, wish = recipe.train.gradient_checkpointing, recipe.train.gradient_checkpointing_layers
-    if level == "none":
-        return
-    there = len(decoder_blocks(root.model))
-    wanted = math.ceil(wish.share * there) if wish.unit == "%" else int(wish.count)
-    if wanted > there:
-        raise RecipeError(f"train.gradient_checkpointing_layers: {wish}, but the model has {there}")
-    apply_recompute(root, level, wanted)
+    if level != "none":
+        there = len(decoder_blocks(root.model))
+        wanted = math.ceil(wish.share * there) if wish.unit == "%" else int(wish.count)
+        if wanted > there:
+            raise RecipeError(f"train.gradient_checkpointing_layers: {wish}, but the model has {there}")
+        apply_recompute(root, level, wanted)
+    if recipe.train.compile is True:
+        longest = int(recipe.data.max_length)
+        compile_blocks(root, Padding(longest * recipe.train.micro_batch_size, longest))
 
 
 def check_fits(tokenizer: TextTokenizer, config: PretrainedConfig, prepared: PreparedData) -> None:

@@ -1,0 +1,135 @@
+"""Compiled decoder layers: the plain model's gradients, and one compilation for every packing."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.model.test_packing import gradient, packed_inputs, relative
+from tests.model.tiny import VOCAB, tiny_config
+from tuner.model import compile as compiling
+from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.build import ModelSpec, build_model
+from tuner.model.compile import compile_blocks, compiler_problem
+from tuner.model.padding import Padding
+from tuner.model.recompute import apply_recompute
+from tuner.model.root import CausalLM
+
+# Both come from the tracer itself, for the user's own sake.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore:.*context_fn"),
+]
+TOKENS, LONGEST = 96, 64
+PACKINGS, WARM_UP = 12, 2
+LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
+DORA = LoraSpec(4, 8.0, 0.0, "all-linear", use_dora=True)
+
+
+def root_for(kind: str, directory: Path, lora: LoraSpec | None = None) -> CausalLM:
+    tiny_config(kind).save_pretrained(directory)
+    root = CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=1))
+    if lora is not None:
+        add_lora(root.model, lora, seed=2)
+    return root.train()
+
+
+def packing(number: int) -> tuple[int, ...]:
+    """Document lengths that nearly fill a row, other ones for each number."""
+    rng, lengths = random.Random(number), list[int]()
+    while sum(lengths) < TOKENS - 16:
+        lengths.append(rng.randint(1, min(LONGEST, TOKENS - sum(lengths))))
+    return tuple(lengths)
+
+
+def take(root: CausalLM, number: int) -> torch.Tensor:
+    """The gradient of the loss on a packing."""
+    lengths = packing(number)
+    ids = torch.randint(3, VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(number))
+    root.zero_grad()
+    root(document_lengths=lengths, **packed_inputs(ids, lengths)).backward()
+    return gradient(root)
+
+
+def compilations() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def check(plain: CausalLM, root: CausalLM, padding: Padding) -> None:
+    """Gradients of all packings are the plain model's, and the ones after the warm-up compile nothing."""
+    torch._dynamo.reset()
+    counters.clear()
+    compile_blocks(root, padding)
+    warm = 0
+    for number in range(PACKINGS):
+        assert relative(take(root, number), take(plain, number)) < 1e-6
+        if number < WARM_UP:
+            warm = compilations()
+    assert 0 < warm <= 4
+    assert compilations() == warm
+    assert not counters["graph_break"]
+
+
+@pytest.fixture
+def traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are traced and differentiated as for a compilation; their graphs run as they are, without a compiler."""
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+
+
+@pytest.mark.usefixtures("traced_alone")
+@pytest.mark.parametrize(
+    ("level", "lora"),
+    [("none", None), ("selective", None), ("full", None), ("none", LORA), ("full", LORA), ("selective", DORA)],
+    ids=["plain", "selective", "full", "lora", "lora-full", "dora-selective"],
+)
+def test_no_packing_compiles_anew(level: str, lora: LoraSpec | None, tmp_path: Path) -> None:
+    root = root_for("llama", tmp_path, lora)
+    if level != "none":
+        apply_recompute(root, "selective" if level == "selective" else "full")
+    check(root_for("llama", tmp_path, lora), root, Padding(TOKENS, LONGEST))
+
+
+@pytest.mark.usefixtures("traced_alone")
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma3", "mistral"])
+def test_no_packing_compiles_anew_in_other_architectures(kind: str, tmp_path: Path) -> None:
+    check(root_for(kind, tmp_path), root_for(kind, tmp_path), Padding(TOKENS, LONGEST))
+
+
+@pytest.mark.skipif(compiler_problem("cpu") is not None, reason=f"cannot compile: {compiler_problem('cpu')}")
+def test_compiled_by_the_real_compiler(tmp_path: Path) -> None:
+    check(root_for("llama", tmp_path), root_for("llama", tmp_path), Padding(TOKENS, LONGEST))
+
+
+def test_evaluation_is_neither_filled_up_nor_compiled(tmp_path: Path) -> None:
+    root, plain = root_for("llama", tmp_path).eval(), root_for("llama", tmp_path).eval()
+    counters.clear()
+    compile_blocks(root, Padding(TOKENS, LONGEST))
+    assert torch.equal(take(root, 0), take(plain, 0))
+    assert compilations() == 0
+
+
+def test_filled_up_with_documents_from_which_nothing_is_learned() -> None:
+    ids, places, lengths = Padding(20, 6).fill(torch.arange(3), torch.arange(3), (2, 1))
+    assert lengths == (2, 1, 6, 6, 5)
+    assert ids.tolist() == [0, 1, 2] + [0] * 17
+    assert places.tolist() == [0, 1, 2, *range(6), *range(6), *range(5)]
+    full = torch.arange(20)
+    assert Padding(20, 6).fill(full, full, (20,))[0] is full
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert compiler_problem("cpu") == "there is no C++ compiler (no-such-compiler)"
+    compiler = tmp_path / "c++"
+    compiler.touch()
+    os.chmod(compiler, 0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    assert compiler_problem("cpu") == "Python's headers are not installed (Python.h)"
+    (tmp_path / "Python.h").touch()
+    assert compiler_problem("cpu") is None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert compiler_problem("cuda") == "triton is not installed"
