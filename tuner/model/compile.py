@@ -36,7 +36,7 @@ def compile_blocks(root: CausalLM, padding: Padding) -> None:
             _ease_tracing()
             # It is cleared in every forward and, as peft sets it, never filled. A checkpoint that is compiled may not
             # change what lies outside it.
-            module._cache_clear = _nothing
+            module._cache_clear = _nothing  # type: ignore[method-assign]
     for block in decoder_blocks(root.model):
         _wrap(block)
     root.padding = padding
@@ -74,8 +74,8 @@ def _ease_tracing() -> None:
     """
 
     @torch.compiler.substitute_in_graph(dequantize_module_weight)
-    def weight(module: nn.Module) -> torch.Tensor:
-        found: torch.Tensor = module.weight  # type: ignore[assignment]
+    def weight(module: nn.Module) -> nn.Parameter:
+        found: nn.Parameter = module.weight  # type: ignore[assignment]
         return found
 
 
