@@ -11,8 +11,10 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
 from tests.history import made
+from tuner.checkpoint.save import CheckpointDir, save
 from tuner.cli.document import SCHEMA_PATH
 from tuner.history.record import hold
 
@@ -107,6 +109,20 @@ def test_plot(place: Path) -> None:
     runs(place, "plot", "runs/slow", "--output", "runs/slow/run.json", code=2)
     empty = made.run(place / "runs" / "empty", [])
     assert "nothing to draw" in runs(place, "plot", str(empty), code=3).stderr
+
+
+def test_verify(place: Path) -> None:
+    checkpoints = CheckpointDir(place / "runs" / "fast" / "checkpoints", "r")
+    for step in (2, 4):
+        save(checkpoints, step, {"model/w": torch.zeros(8)}, {"step": step}, {})
+    whole = document(runs(place, "verify", "runs/slow", "runs/fast", "--json"))
+    assert [Path(path).name for path in whole["artifacts"]["verified"]] == ["step-2", "step-4"]
+    shard = next((checkpoints.path / "step-2").glob("rank-*"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    found = runs(place, "verify", "runs/fast", code=6)
+    assert "1 of 2 checkpoints are damaged" in found.stderr
+    assert "step-2/rank-0000-of-0001.safetensors" in found.stderr
+    assert "step-4" not in found.stderr
 
 
 def test_rm(place: Path) -> None:

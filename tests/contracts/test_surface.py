@@ -29,6 +29,7 @@ SURFACE = {
     "runs show": "RUN",
     "runs compare": "RUNS",
     "runs plot": "RUNS --output --smoothing",
+    "runs verify": "RUNS",
     "runs rm": "RUNS",
     "profile": "(RECIPE) --steps --memory --dry-run",
     "config check": "(RECIPE)",

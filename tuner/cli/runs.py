@@ -137,6 +137,37 @@ def plot(
 
 
 @app.command()
+def verify(
+    runs: RunsArgument, json: JsonOption = False, verbose: VerboseOption = False, debug: DebugOption = False
+) -> None:
+    """Compare every file of every checkpoint with the SHA-256 that its manifest noted; exit 6 names what differs."""
+
+    def body() -> Outcome:
+        from tuner.checkpoint.load import open_checkpoint
+        from tuner.errors import DataError, VerificationError
+
+        checkpoints, damaged = [path for run in _open(runs) for path in run.checkpoints], []
+        for path in checkpoints:
+            try:
+                open_checkpoint(path)
+            except DataError as error:
+                damaged.append(error.message)
+        if damaged:
+            raise VerificationError(
+                "\n  ".join([f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged:", *damaged]),
+                hint="tuner resume goes on from the newest that is valid",
+            )
+        return Outcome(
+            f"{len(checkpoints)} checkpoints: all as they were written",
+            artifacts={"verified": [str(path) for path in checkpoints]},
+            metrics={"checkpoints": len(checkpoints)},
+            is_text=True,
+        )
+
+    run_command("runs verify", OutputOptions(json, verbose, debug), body)
+
+
+@app.command()
 def rm(
     runs: RunsArgument, json: JsonOption = False, verbose: VerboseOption = False, debug: DebugOption = False
 ) -> None:
