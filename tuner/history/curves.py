@@ -15,6 +15,7 @@ LABELS = {
     "grad_norm": "gradient norm",
     "tok_per_s": "tokens per second",
     "mem_gib": "peak memory (GiB)",
+    "data_wait": "waiting for data (share of the step)",
 }
 """Charts in the order in which they are shown; further metrics follow under their own names."""
 POSITIONS = frozenset({"kind", "step", "epoch", "tokens", "step_s", "data_s", "eval_s", "samples_s"})
@@ -93,7 +94,9 @@ def _columns(run: Run) -> dict[tuple[str, str], Points]:
     for line in run.lines():
         tokens = _number(line.get("tokens")) or tokens
         seconds += (_number(line.get("step_s")) or 0.0) + (_number(line.get("eval_s")) or 0.0)
-        for name, value in line.items():
+        step_s, data_s = _number(line.get("step_s")), _number(line.get("data_s"))
+        shares = {"data_wait": data_s / step_s} if step_s and data_s is not None else {}
+        for name, value in (line | shares).items():
             if name in POSITIONS or isinstance(value, (str, bool)) or value is None:
                 continue
             points = columns.setdefault(_place(line, name), Points())
