@@ -113,6 +113,18 @@ def test_packed_equals_alone_on_smollm2() -> None:
     check_packed(*smollm2(directory), allowed=1e-5)  # two attention algorithms in float32, 30 layers deep
 
 
+@pytest.mark.parametrize("kind", ["llama-tied", "qwen3", "gpt2"])
+def test_a_bfloat16_model_is_judged_in_float32(kind: str, tmp_path: Path) -> None:
+    tiny_config(kind).save_pretrained(tmp_path)
+    root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.bfloat16, seed=1))
+    before = {name: parameter.clone() for name, parameter in root.named_parameters()}
+    report = require_isolation(root, 97)
+    assert max(report.leak, report.against_alone) < 1e-5
+    after = dict(root.named_parameters())
+    assert {parameter.dtype for parameter in after.values()} == {torch.bfloat16}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_recurrent_model_is_refused(tmp_path: Path) -> None:
     from transformers import MambaConfig
 
