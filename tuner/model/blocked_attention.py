@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-BLOCK_QUERIES = 128
+BLOCK_QUERIES = 192
 BLOCK_SCORES = 1 << 24
 """Scores of one block over all heads, at most: what bounds memory for long documents."""
 
@@ -33,7 +33,7 @@ def plan_blocks(
 ) -> tuple[Block, ...]:
     """The blocks of documents that end at ``bounds[1:]``; a ``window`` above 0 is the tokens a query sees, itself one.
 
-    Masks are ``[queries, keys]`` with 0 where a query may look and minus infinity elsewhere.
+    Masks are ``[queries, 1, keys]`` with 0 where a query may look and minus infinity elsewhere.
     """
     blocks = []
     for group in _groups(bounds):
@@ -48,9 +48,13 @@ def plan_blocks(
             masked = stop - first if window else stop - at  # keys that some query of the block may not see
             blocks.append((at, stop, first, _band(stop - at, masked, window)))
     return tuple(
-        Block(start, end, first, torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf).to(device))
+        Block(start, end, first, _mask(allowed, dtype).to(device))
         for start, end, first, allowed in blocks
     )
+
+
+def _mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf).unsqueeze(1)
 
 
 def _groups(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -67,11 +71,11 @@ def _groups(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _spans(start: int, end: int, heads: int) -> Iterator[tuple[int, int]]:
-    """Bounds of the blocks of one document: fewer queries where many keys are seen."""
-    at = start
+    """Bounds of the blocks of one document: even ones, and fewer queries where many keys are seen."""
+    at, even = start, -(-(end - start) // -(-(end - start) // BLOCK_QUERIES))
     while at < end:
         size = BLOCK_SCORES // (heads * (at - start + BLOCK_QUERIES))
-        stop = min(end, at + max(8, min(BLOCK_QUERIES, size)))
+        stop = min(end, at + max(8, min(even, size)))
         yield at, stop
         at = stop
 
@@ -91,13 +95,15 @@ def attend_documents(
     ``bounds`` int32 ``[documents + 1]`` lies on the CPU. A query sees ``window`` tokens, all before it for 0.
     """
     n_kv, n_tokens, width = value.shape
-    output = value.new_empty(n_tokens, n_kv, query.shape[0] // n_kv, width)
-    work = _Work(query, key, scale)
+    n_group, dtype = query.shape[0] // n_kv, value.dtype
+    output = value.new_empty(n_tokens, n_kv, n_group, width)
+    work = _Work(query, key, bounds, window, scale)
+    outputs = output.permute(1, 0, 2, 3).split(work.sizes, 1)
     with _exact_accumulation(query):
-        for block in work.blocks(bounds, window):
-            _, share = work.share(block)
-            mixed = torch.bmm(share.to(value.dtype), value[:, block.first : block.end])
-            output[block.start : block.end] = mixed.unflatten(1, (-1, block.end - block.start)).permute(2, 0, 1, 3)
+        for block, queries, part in zip(work.blocks, work.per_block(work.query), outputs, strict=True):
+            share = work.share(block, queries).to(dtype)
+            mixed = torch.bmm(share, value.narrow(1, block.first, block.end - block.first))
+            part.copy_(mixed.unflatten(1, (-1, n_group)))
     return output.flatten(1, 2)
 
 
@@ -112,44 +118,56 @@ def _backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, given that of the output."""
-    work = _Work(query, key, scale)
+    work = _Work(query, key, bounds, window, scale)
     dtype, exact = query.dtype, work.query.dtype
-    upstream = upstream.unflatten(1, (key.shape[0], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, T, d_value]
-    exact_upstream, exact_value = upstream.to(exact), value.to(exact)
+    rounded_query, exact_value = work.query.to(dtype), value.to(exact)
+    upstream = upstream.unflatten(1, (key.shape[0], -1)).transpose(0, 1).contiguous()
     grad_query = torch.empty_like(work.query, dtype=dtype)
     grad_key, grad_value = torch.zeros_like(work.key), torch.zeros_like(exact_value)
+    of_blocks = (work.query, rounded_query, upstream, upstream.to(exact), grad_query)
     with _exact_accumulation(query):
-        for block in work.blocks(bounds, window):
-            queries, share = work.share(block)
-            rows, seen = slice(block.start, block.end), slice(block.first, block.end)
-            grad_value[:, seen] += torch.bmm(share.to(dtype).mT, upstream[:, :, rows].flatten(1, 2))
-            grad_share = torch.bmm(exact_upstream[:, :, rows].flatten(1, 2), exact_value[:, seen].mT)
+        for block, queries, rounded, up, exact_up, found in zip(
+            work.blocks, *map(work.per_block, of_blocks), strict=True
+        ):
+            seen = block.first, block.end - block.first
+            share = work.share(block, queries)
+            grad_value.narrow(1, *seen).add_(torch.bmm(share.to(dtype).mT, up))
+            grad_share = torch.bmm(exact_up, exact_value.narrow(1, *seen).mT)
             grad_scores = torch._softmax_backward_data(grad_share, share, -1, exact).to(dtype)
-            found = torch.bmm(grad_scores, key[:, seen]).mul_(scale)
-            grad_query[:, :, rows] = found.unflatten(1, (-1, block.end - block.start))
-            grad_key[:, seen] += torch.bmm(grad_scores.mT, queries.to(dtype))
-    return grad_query.flatten(0, 1), grad_key.to(dtype), grad_value.to(dtype)
+            found.copy_(torch.bmm(grad_scores, key.narrow(1, *seen)))
+            grad_key.narrow(1, *seen).add_(torch.bmm(grad_scores.mT, rounded))
+    grad_query.mul_(scale)
+    return grad_query.transpose(1, 2).flatten(0, 1), grad_key.to(dtype), grad_value.to(dtype)
 
 
 class _Work:
-    """Queries ``[kv_heads, group, T, d]``, scaled, and keys ``[kv_heads, T, d]`` in the exact type."""
+    """Queries ``[kv_heads, T, group, d]``, scaled, and keys ``[kv_heads, T, d]`` in the exact type, and the blocks.
 
-    def __init__(self, query: torch.Tensor, key: torch.Tensor, scale: float) -> None:
+    With the group innermost, the queries of a block lie together: it is a view.
+    """
+
+    def __init__(
+        self, query: torch.Tensor, key: torch.Tensor, bounds: torch.Tensor, window: int, scale: float
+    ) -> None:
         exact = torch.promote_types(query.dtype, torch.float32)
-        self.query = (query.to(exact) * scale).unflatten(0, (key.shape[0], -1))
+        grouped = query.unflatten(0, (key.shape[0], -1)).transpose(1, 2)
+        self.query = grouped.to(exact).contiguous() * scale
         self.key = key.to(exact)
+        self.group = self.query.shape[2]
+        self.blocks = plan_blocks(tuple(bounds.tolist()), window, query.shape[0], exact, query.device)
+        self.sizes = [block.end - block.start for block in self.blocks]
 
-    def blocks(self, bounds: torch.Tensor, window: int) -> tuple[Block, ...]:
-        heads = self.query.shape[0] * self.query.shape[1]
-        return plan_blocks(tuple(bounds.tolist()), window, heads, self.query.dtype, self.query.device)
+    def per_block(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views ``[kv_heads, queries x group, d]`` of what lies as the queries do, block by block."""
+        return tensor.flatten(1, 2).split([size * self.group for size in self.sizes], 1)
 
-    def share(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        """The block's queries ``[kv_heads, group x queries, d]``, and the share of each key in each of them."""
-        queries = self.query[:, :, block.start : block.end].flatten(1, 2)
-        scores = torch.bmm(queries, self.key[:, block.first : block.end].mT)
-        n_queries, n_masked = block.mask.shape
-        scores.unflatten(1, (-1, n_queries))[..., -n_masked:] += block.mask
-        return queries, torch.softmax(scores, -1)
+    def share(self, block: Block, queries: torch.Tensor) -> torch.Tensor:
+        """The share of each key in each of the block's queries: ``[kv_heads, queries x group, keys]``."""
+        scores = torch.bmm(queries, self.key.narrow(1, block.first, block.end - block.first).mT)
+        n_masked = block.mask.shape[-1]
+        masked = scores.narrow(-1, scores.shape[-1] - n_masked, n_masked)
+        masked.unflatten(1, (-1, self.group)).add_(block.mask)
+        return torch.softmax(scores, -1)
 
 
 @contextmanager
