@@ -159,7 +159,8 @@ class _Work:
 
     def per_block(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Views ``[kv_heads, queries x group, d]`` of what lies as the queries do, block by block."""
-        return tensor.flatten(1, 2).split([size * self.group for size in self.sizes], 1)
+        parts: tuple[torch.Tensor, ...] = tensor.flatten(1, 2).split([size * self.group for size in self.sizes], 1)
+        return parts
 
     def share(self, block: Block, queries: torch.Tensor) -> torch.Tensor:
         """The share of each key in each of the block's queries: ``[kv_heads, queries x group, keys]``."""
