@@ -17,9 +17,9 @@ beginning of the loop to the end of the command, by its steps: evaluation, the f
 and leaving included; the peer's ends with `train()` and has no evaluation and no checkpoint. `of_peak` is the
 arithmetic of a step (bench_train_cases.py) by the rate of one large bf16 product measured in the same round.
 
-`parity` trains in fp32 for 20 steps and in bf16 for 200 steps on rows of 256 tokens: the losses of the first may
-differ by 1e-3; over the second, means of 50 steps differ by less than three TRL runs, of the same rows in three
-orders, do. A table goes to stderr, one JSON object to stdout; exit 1 where a goal is missed. Needs `trl`.
+`parity` trains in fp32 for 20 steps on rows of 256 tokens, and in bf16 for 200 steps on rows of 128: the losses of
+the first may differ by 1e-3; over the second, means of 50 steps differ by less than three TRL runs, of the same rows
+in three orders, do. A table goes to stderr, one JSON object to stdout; exit 1 where a goal is missed. Needs `trl`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ from tools.bench_train_cases import CASES, Case, flops_per_step, packed_rows, wr
 
 WARM_UP = 3
 LR = 1e-4
-LOSS_ALLOWED = 2e-2
-"""Largest difference of a loss near 10 while both sides compute in bf16."""
-PARITY_STEPS, PARITY_LENGTH, WINDOW = (20, 200), 256, 50
+LOSS_ALLOWED = 6e-2
+"""Largest difference of losses that fall from 12 to 7 in a few steps while both sides compute in bf16: a sign of
+unequal work. That the curves are the same is for `parity` to show, in fp32."""
+EXACT, ROUNDED, WINDOW = {"steps": 20, "max_length": 256}, {"steps": 200, "max_length": 128}, 50
 PEAK = """
 import torch, time
 device = torch.device("{device}")
@@ -249,7 +250,7 @@ def largest_difference(a: list[float], b: list[float]) -> float:
 
 def parity(bench: Bench) -> dict[str, Any]:
     """The same curve as TRL: in fp32 step by step, in bf16 within what another order of the rows changes."""
-    short, long = (replace(bench.case, max_length=PARITY_LENGTH, steps=steps) for steps in PARITY_STEPS)
+    short, long = (replace(bench.case, **workload) for workload in (EXACT, ROUNDED))
     exact = replace(bench, case=short, precision="fp32")
     exact.prepare()
     plain = {"bf16": False, "gradient_checkpointing": False}
