@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,17 @@ def test_growth_is_seen(size: int) -> None:
     del blocks
     memory.give_back()
     assert abs((memory.allocated_bytes() or 0) - before) < 8 << 20
+
+
+def test_the_resident_size_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "statm").write_text("900 7 3 1 0 1 0\n")
+    monkeypatch.setattr(memory, "_STATM", tmp_path / "statm")
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert memory.resident_bytes() == 7 * 4096
+    monkeypatch.setattr(memory, "_STATM", tmp_path / "none")
+    assert memory.resident_bytes() is None
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert memory.resident_bytes() is None
 
 
 def test_a_system_that_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,8 @@ def verify(
         files = sum(len(entry.manifest["files"]) for entry in found if entry.manifest is not None)
         size = sum(entry.size for entry in found)
         return Outcome(
-            f"{len(found):,} directories, {files:,} files, {size:,} bytes: all as they were written",
+            f"{_number(len(found), 'directory', 'directories')}, {_number(files, 'file', 'files')}, {size:,} bytes: "
+            "all as they were written",
             artifacts={"verified": [str(entry.path) for entry in found]},
             metrics={"directories": len(found), "files": files, "bytes": size},
             is_text=True,
@@ -130,6 +131,10 @@ def gc(
         )
 
     run_command("data gc", OutputOptions(json, verbose, debug), body)
+
+
+def _number(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"
 
 
 def _root(cache_dir: Path | None) -> Path:

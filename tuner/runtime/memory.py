@@ -5,7 +5,10 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+_STATM = Path("/proc/self/statm")
+_PAGE_BYTES = 4096
 _CALM_OBJECTS = 200_000
 
 
@@ -21,10 +24,20 @@ class _Mallinfo(ctypes.Structure):
     ]
 
 
+def resident_bytes() -> int | None:
+    """Return the bytes of this process that are in memory, or None where the system does not say."""
+    if sys.platform != "linux":
+        return None
+    try:
+        return int(_STATM.read_text().split()[1]) * _PAGE_BYTES
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def allocated_bytes() -> int | None:
     """Return the bytes that the C library has given out and not got back, or None where it does not say.
 
-    Unlike the resident size it has no holes in it, and none of Python's small objects.
+    Unlike the resident size it has no holes in it, and none of Python's small objects. It takes up to 30 ms.
     """
     count = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
     if count is None:

@@ -259,19 +259,22 @@ def test_memory_is_given_back_by_building_anew(monkeypatch: pytest.MonkeyPatch, 
     encoder = FastEncoder(tokenizer, ByteTable(tokenizer))
     built = []
     monkeypatch.setattr(encoder, "_load", lambda json_text: built.append(1) or gigatoken_rs.load_hf_json(json_text))
+    sizes, held = iter(range(1 << 20)), iter(range(300, 1 << 20, 300))
     monkeypatch.setattr(encoder, "_before", 0)
-    sizes = iter(range(300, 1 << 20, 300))
-    monkeypatch.setattr(fast, "allocated_bytes", lambda: next(sizes) if readable else None)
-    for name, value in (("_CACHE_TEXT", 1000), ("_CACHE_BYTES", 900), ("_MEASURED_CHARS", 100)):
+    monkeypatch.setattr(encoder, "_resident", -1)
+    monkeypatch.setattr(fast, "resident_bytes", lambda: next(sizes) if readable else None)
+    monkeypatch.setattr(fast, "allocated_bytes", lambda: next(held) if readable else None)
+    limits = {"_CACHE_TEXT": 1000, "_CACHE_BYTES": 900, "_LOOK_BYTES": 1, "_MEASURED_CHARS": 100}
+    for name, value in limits.items():
         monkeypatch.setattr(fast, name, value)
     expected = tokenizer.encode("hello world" * 10)
     for _ in range(28):
         assert encoder.encode("hello world" * 10).tolist() == expected
-    # Three calls of 300 bytes and one too many, which builds; or 110 characters a call.
-    assert len(built) == (7 if readable else 2)
+    # Every second call the process has grown by two bytes, and what is held by 300; or 110 characters a call.
+    assert len(built) == (3 if readable else 2)
     for _ in range(28):
         encoder.encode("hello world")
-    assert len(built) == (7 if readable else 2)
+    assert len(built) == (3 if readable else 2)
 
 
 def test_conversations_with_other_keys_are_rendered() -> None:

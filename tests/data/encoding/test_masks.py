@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -302,13 +304,78 @@ def test_generation_marks_never_reach_the_ids() -> None:
     assert not any(mark in tokenizer.render(messages) for mark in "\ufdd0\ufdd1")
 
 
-def test_another_template_for_tools_is_not_passed_over() -> None:
-    named = [{"name": "default", "template": tiny.CHATML}, {"name": "tool_use", "template": "TOOLS"}]
-    files = {name: content for name, content in tiny.files(chat_template=named).items() if "jinja" not in name}
-    tokenizer = TextTokenizer(files)
+def named_tokenizer(kind: str) -> TextTokenizer:
+    """A tokenizer whose template for tools names them first, written down in one of three ways."""
+    templates = {"default": tiny.CHATML, "tool_use": "{{ tools | length }} tools\n" + tiny.CHATML, "rag": "{{ 1 / 0 }}"}
+    listed = [{"name": name, "template": source} for name, source in templates.items()]
+    config = {"list": {"chat_template": listed}, "dict": {"chat_template": templates}}.get(kind, {})
+    files = {name: content for name, content in tiny.files(**config).items() if "jinja" not in name}
+    if kind == "files":
+        files["chat_template.jinja"] = templates["default"].encode()
+        files["additional_chat_templates/tool_use.jinja"] = templates["tool_use"].encode()
+    return TextTokenizer(files)
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "files"])
+def test_rows_with_tools_have_a_template_of_their_own(kind: str, tmp_path: Path) -> None:
+    tokenizer = named_tokenizer(kind)
+    tokenizer.save(tmp_path)
+    for one in (tokenizer, tokenizer.__reduce__()[0](*tokenizer.__reduce__()[1])):
+        for row in (tiny.chat("a", "b"), tiny.chat("a", "b", tools=[TOOL])):
+            document = encode(row, tokenizer=one)
+            assert trained_parts(document, one) == ["b<|im_end|>"]
+            assert one.decode(document.input_ids.tolist()).startswith("1 tools") is ("tools" in row)
+    assert tokenizer.template_hash != tiny.tokenizer().template_hash
+    replaced = TextTokenizer(tokenizer.files, tiny.CHATML)
+    assert replaced.template_hash == tiny.tokenizer().template_hash
+    assert not any("additional" in name for name in replaced.files)
+    # What is saved is what transformers takes.
+    AutoTokenizer = pytest.importorskip("transformers").AutoTokenizer
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for tools in (None, [TOOL]):
+        messages = tiny.chat("a", "b")["messages"]
+        rendered = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert rendered == tokenizer.render(messages, tools=tools)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_an_end_token_that_takes_white_space_is_trained_with_it(marked: bool) -> None:
+    files = tiny.files(MARKED if marked else tiny.CHATML)
+    spec = json.loads(files["tokenizer.json"])
+    for token in spec["added_tokens"]:
+        token["rstrip"] = token["content"] == "<|im_end|>"
+    tokenizer = TextTokenizer({**files, "tokenizer.json": json.dumps(spec).encode()})
+    document = encode(tiny.chat("a", "b", "c", " d"), tokenizer=tokenizer)
+    ids = np.array(document.input_ids)
+    ends = tokenizer.encode("<|im_end|>\n \n")
+    assert len(ends) == 1
+    trained = [tokenizer.decode(part.tolist()) for part in np.split(ids, np.flatnonzero(np.diff(document.trained)) + 1)]
+    assert trained[1::2] == ["b<|im_end|>", " d<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(40) }}",
+        "{{ 10 ** 1000000000 }}",
+        "{{ 'a' * 2000000000 }}",
+        "{{ 2000000000 * [1] }}",
+    ],
+)
+def test_a_template_that_goes_on_for_ever_is_stopped(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuner.data.encoding.template.MAX_STEPS", 10_000)
+    tokenizer = tiny.tokenizer("{% if messages[0].content == 'x' %}" + endless + "{% endif %}" + tiny.CHATML)
     assert trained_parts(encode(tiny.chat("a", "b"), tokenizer=tokenizer), tokenizer) == ["b<|im_end|>"]
-    with pytest.raises(RowProblem, match="another template for rows with tools"):
-        encode(tiny.chat("a", "b", tools=[TOOL]), tokenizer=tokenizer)
+    for _ in range(2):  # what one row used up is not missed by the next
+        with pytest.raises(RowProblem, match="does not end within its limits"):
+            encode(tiny.chat("x", "b"), tokenizer=tokenizer)
+        assert tokenizer.render(tiny.chat("z" * 9)["messages"]).count("z") == 9
+
+
+def test_what_a_template_multiplies_within_limits_is_written() -> None:
+    tokenizer = tiny.tokenizer("{{ 2 ** 10 }} {{ '-' * 5 }} {{ 3 * 4 }}")
+    assert tokenizer.render(tiny.chat("a")["messages"]) == "1024 ----- 12"
 
 
 def test_the_time_that_a_template_is_told_stays() -> None:

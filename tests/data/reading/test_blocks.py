@@ -254,6 +254,18 @@ def test_csv(tmp_path: Path, suffix: str, kind: str, small: None) -> None:
     assert lines == starts
 
 
+@pytest.mark.parametrize("first", ["\n", "\ufeff\r\n\n", ""])
+def test_blank_lines_before_the_columns_of_a_csv_file(tmp_path: Path, first: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes((first + "a,b\n1,2\n\n3\n").encode())
+    found = list(rows_of(*blocks(one(path))))
+    before = first.count("\n")
+    assert [(row.line, row.value) for row in found] == [(before + 2, {"a": "1", "b": "2"}), (before + 4, None)]
+    path.write_bytes((first + "a,a\n1,2\n").encode())
+    with pytest.raises(DataError, match=f"rows.csv:{before + 1}:1: the first line names the columns"):
+        list(blocks(one(path)))
+
+
 def test_bad_records_of_a_csv_file(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(b'a,b\n1,2\n\n1\n1,2,3\n"x\ny",\xff\n1,\x00\n3,4\n')

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tuner.data.prepared import PREPARED_SCHEMA
+from tuner.data.reading.spool import remove_left_spools
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.runtime.files import (
     MANIFEST_NAME,
@@ -34,6 +35,7 @@ Level = Literal["prepared", "encoded"]
 LEVELS: tuple[Level, ...] = ("prepared", "encoded")
 ENCODED_SCHEMA = "tuner.encoded/3"
 SCHEMAS: dict[Level, str] = {"prepared": PREPARED_SCHEMA, "encoded": ENCODED_SCHEMA}
+LEFT_SPOOL = "standard input of a process that was killed"
 Say = Callable[[str, str], None]
 """Prints (label, text) for people."""
 _KEY = re.compile(r"[0-9a-f]{16}")
@@ -183,13 +185,15 @@ def damages(entry: Entry) -> list[str]:
 
 
 def collect(cache_dir: Path, unused: bool = False, verify: bool = False, dry_run: bool = False) -> list[Garbage]:
-    """Remove leftovers and damaged directories; with `unused` also encoded ones that no prepared one was made from.
+    """Remove leftovers, those of standard input too, and damaged directories.
+
+    With `unused` also encoded directories that no prepared one was made from.
 
     With `verify` damage is looked for by SHA-256, else by size. What somebody is building is left alone, and so are
     symbolic links and everything that is not named like a part of the cache. With `dry_run` nothing is removed.
     Raises MachineError where the cache cannot be written.
     """
-    garbage: list[Garbage] = []
+    garbage = [Garbage(path, LEFT_SPOOL, size) for path, size in remove_left_spools(dry_run)]
     for level in LEVELS:
         needed = _needed(cache_dir, {item.path for item in garbage}) if unused and level == "encoded" else None
         for key in sorted(_keys(cache_dir / level)):

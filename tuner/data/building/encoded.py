@@ -26,8 +26,8 @@ Bundle = tuple[Block, ...]
 NO_TRAINED_TOKEN = "no trained token"
 SLICE_ROWS, SLICE_BYTES = 8192, 1 << 20
 """Rows of a bundle that are encoded at a time: Python's objects and 64-bit positions take many times their bytes."""
-SLICE_CHECKS = 2
-"""Rows of each slice that are placed alone and compared, where there are several."""
+SLICE_CHECKS = 1
+"""Rows of each slice that are placed alone and compared, where there are several slices."""
 REJECT_BYTES = 10_000
 """A longer row is cut in `rejects.jsonl`."""
 

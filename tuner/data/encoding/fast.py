@@ -7,10 +7,12 @@ import numpy.typing as npt
 
 from tuner.data.encoding.byte_table import ByteTable, Unproven
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.runtime.memory import allocated_bytes, give_back
+from tuner.runtime.memory import allocated_bytes, give_back, resident_bytes
 
 _CACHE_BYTES = 32 << 20
 """Growth after which the encoder, which remembers every word that it met, is built anew: twice what prose needs."""
+_LOOK_BYTES = 8 << 20
+"""Growth of the process, which is cheap to read, after which the other is looked at again."""
 _CACHE_TEXT = 32 << 20
 """The same in characters of text, where growth cannot be read."""
 _MEASURED_CHARS = 1 << 16
@@ -30,7 +32,7 @@ class FastEncoder:
             raise Unproven(f"gigatoken is not installed ({error})") from error
         self._load: Any = load_hf_json
         self._backend: Any = None
-        self._text = self._before = 0
+        self._text = self._before = self._resident = 0
         self._json = table.complete_json(tokenizer.files["tokenizer.json"])
         self._rebuild()
 
@@ -44,10 +46,13 @@ class FastEncoder:
     def _is_full(self, size: int) -> bool:
         """Whether much more is held than when the encoder was new: its memory cannot be asked for alone."""
         self._text += size
-        allocated = allocated_bytes()
-        if allocated is None:
+        resident = resident_bytes()
+        if resident is None:
             return self._text > _CACHE_TEXT
-        return allocated - self._before > _CACHE_BYTES
+        if resident - self._resident <= _LOOK_BYTES:
+            return False
+        self._resident = resident
+        return (allocated_bytes() or resident) - self._before > _CACHE_BYTES
 
     def _rebuild(self) -> None:
         self._backend = None
@@ -56,4 +61,5 @@ class FastEncoder:
         except Exception as error:  # gigatoken raises several kinds, also bare ones
             raise Unproven(f"gigatoken cannot read the tokenizer: {str(error).splitlines()[0]}") from error
         give_back()
-        self._text, self._before = 0, allocated_bytes() or 0
+        self._text, self._resident = 0, resident_bytes() or 0
+        self._before = allocated_bytes() or self._resident

@@ -6,7 +6,7 @@ The rendered text, hence the token ids, equal those of `apply_chat_template`; tr
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
@@ -18,12 +18,18 @@ from jinja2.utils import Namespace
 
 from tuner.errors import DataError
 
+TEMPLATE_FILE, TOOL_TEMPLATE_FILE = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
+"""Where a tokenizer's directory has its template, and another for conversations with tools."""
 Message = Mapping[str, Any]
 """A chat message: `role`, `content` and whatever else the template reads."""
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # Marks of a generation block in the rendered text. Noncharacters: no valid text interchange holds them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+MAX_STEPS = 10_000_000
+"""Rounds of loops and calls of macros in one render: a template that goes on for ever is stopped, anywhere alike."""
+MAX_POWER, MAX_REPEATED = 1000, 64 << 20
+"""The largest exponent in a template, and the most characters or items that a product makes."""
 
 
 class _Generation(Extension):
@@ -38,6 +44,44 @@ class _Generation(Extension):
 
     def _mark(self, caller: Callable[[], str]) -> str:
         return f"{_OPEN}{caller()}{_CLOSE}"
+
+
+class _StepsExceededError(Exception):
+    """A template took more steps than it may."""
+
+
+class _Steps(Extension):
+    """Counts the rounds of loops and the calls of macros."""
+
+    left = MAX_STEPS
+
+    def insert(self, tree: nodes.Template) -> nodes.Template:
+        """Let every loop and macro of a template count."""
+        counted: list[nodes.For | nodes.Macro] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
+        for node in counted:
+            node.body.insert(0, nodes.ExprStmt(self.call_method("_step"), lineno=node.lineno))
+        return tree
+
+    def _step(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise _StepsExceededError
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, in which no single operation takes for ever either."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Multiply or raise to a power, within limits."""
+        if operator == "**" and isinstance(right, (int, float)) and abs(right) > MAX_POWER:
+            raise _StepsExceededError
+        if operator == "*":
+            for many, times in ((left, right), (right, left)):
+                if isinstance(times, int) and isinstance(many, (str, list, tuple)) and len(many) * times > MAX_REPEATED:
+                    raise _StepsExceededError
+        return super().call_binop(context, operator, left, right)
 
 
 class _Namespace(Namespace):
@@ -74,7 +118,9 @@ class ChatTemplate:
         self._has_marks = "endgeneration" in source
         self._special_tokens = dict(special_tokens)
         try:
-            self._template = _environment(now or datetime.now()).from_string(source)
+            environment = _environment(now or datetime.now())
+            self._steps = cast(_Steps, environment.extensions[_Steps.identifier])
+            self._template = environment.from_string(self._steps.insert(environment.parse(source)))
         except TemplateError as error:
             line = getattr(error, "lineno", None)
             place = f" line {line}" if line else ""
@@ -114,6 +160,7 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None
     ) -> str:
+        self._steps.left = MAX_STEPS
         try:
             return self._template.render(
                 **self._special_tokens,
@@ -124,7 +171,7 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
             raise DataError(f"the chat template refuses these messages: {error}") from error
-        except (RecursionError, MemoryError) as error:
+        except (RecursionError, MemoryError, _StepsExceededError) as error:
             raise DataError("the chat template does not end within its limits") from error
 
     def _probe(self) -> str | None:
@@ -135,6 +182,28 @@ class ChatTemplate:
             return None
 
 
+def named_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
+    """Return a tokenizer's templates by name, `default` and `tool_use` among them, where it has them.
+
+    As for transformers, files go before `chat_template` in `tokenizer_config.json`: a text, or several by name.
+    """
+    try:
+        found = {
+            name: files[path].decode()
+            for name, path in (("default", TEMPLATE_FILE), ("tool_use", TOOL_TEMPLATE_FILE))
+            if path in files
+        }
+    except UnicodeDecodeError as error:
+        raise DataError(f"a chat template of the tokenizer: {error}") from error
+    value = config.get("chat_template")
+    if found or not value:
+        return found
+    if isinstance(value, list):
+        value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+    named = value if isinstance(value, dict) else {"default": value}
+    return {str(name): source for name, source in named.items() if isinstance(source, str)}
+
+
 def parse_template(source: str) -> nodes.Template:
     """Return the syntax tree of a template's source; DataError where it does not compile."""
     try:
@@ -143,10 +212,8 @@ def parse_template(source: str) -> nodes.Template:
         raise DataError(f"chat template: {error}") from error
 
 
-def _environment(now: datetime) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+def _environment(now: datetime) -> _Environment:
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, _Steps, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = now.strftime

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -18,14 +18,19 @@ import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
 from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
-from tuner.data.encoding.template import ChatTemplate, Message
+from tuner.data.encoding.template import (
+    TEMPLATE_FILE,
+    TOOL_TEMPLATE_FILE,
+    ChatTemplate,
+    Message,
+    named_templates,
+)
 from tuner.errors import DataError, MachineError
 from tuner.runtime.files import write_atomic
 
 if TYPE_CHECKING:
     from tuner.config.recipe import TokenizerSection
 
-TEMPLATE_FILE = "chat_template.jinja"
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,6 +40,7 @@ _FILES = (
     "merges.txt",
     "tokenizer.model",
     TEMPLATE_FILE,
+    TOOL_TEMPLATE_FILE,
 )
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PROBE: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the answer"}]
@@ -82,11 +88,13 @@ class TextTokenizer:
         self._backend.post_processor = None
         if chat_template is not None:
             self._files[TEMPLATE_FILE] = chat_template.encode()
-        source = chat_template if chat_template is not None else _own_template(files, config)
+            self._files.pop(TOOL_TEMPLATE_FILE, None)
         self._now = now or datetime.now()  # one for all processes of a preparation, whenever they render
-        self._template = None if source is None else ChatTemplate(source, self.special_tokens, self._now)
-        self.has_tool_template = chat_template is None and TEMPLATE_FILE not in files and _has_tool_template(config)
-        """Whether transformers would take another template for rows with tools."""
+        self._templates = {
+            name: ChatTemplate(source, self.special_tokens, self._now)
+            for name, source in named_templates(self._files, config).items()
+            if name in ("default", "tool_use")
+        }
         self._model_eos_ids = tuple(model_eos_ids)
         self.eos_ids = self._end_ids(model_eos_ids)
 
@@ -118,17 +126,23 @@ class TextTokenizer:
     @property
     def has_template(self) -> bool:
         """Whether messages can be rendered."""
-        return self._template is not None
+        return "default" in self._templates
+
+    def template_for(self, tools: object) -> ChatTemplate:
+        """The template of a conversation with `tools`, or without; as transformers chooses. DataError."""
+        own = self._templates.get("tool_use") if tools else None
+        return self.template if own is None else own
 
     @property
     def template(self) -> ChatTemplate:
         """The chat template; DataError where there is none."""
-        if self._template is None:
+        template = self._templates.get("default")
+        if template is None:
             raise DataError(
                 "the tokenizer has no chat template, and the rows are messages",
                 hint="set tokenizer.chat_template to a jinja file, or use prompt/completion rows",
             )
-        return self._template
+        return template
 
     @cached_property
     def hash(self) -> str:
@@ -140,8 +154,10 @@ class TextTokenizer:
 
     @cached_property
     def template_hash(self) -> str | None:
-        """SHA-256 of the chat template's source."""
-        return None if self._template is None else hashlib.sha256(self._template.source.encode()).hexdigest()
+        """SHA-256 of the chat template's source; of both sources where there is another for tools."""
+        sources = [self._templates[name].source for name in sorted(self._templates)]
+        text = sources[0] if list(self._templates) == ["default"] else json.dumps(sources)
+        return hashlib.sha256(text.encode()).hexdigest() if sources else None
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -177,7 +193,7 @@ class TextTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Render messages with the chat template; DataError where there is none or it refuses them."""
-        return self.template.render(messages, add_generation_prompt, tools)
+        return self.template_for(tools).render(messages, add_generation_prompt, tools)
 
     def find_special(self, text: str) -> tuple[str, int] | None:
         """Return the first control token written out in `text` and its character, or None."""
@@ -193,7 +209,10 @@ class TextTokenizer:
         return [found.span() for found in self._special_pattern.finditer(text)] if self._special_pattern else []
 
     def end_of_turn(self, text: str, start: int, stop: int) -> int | None:
-        """Return where the first end-of-turn token within text[start:stop] ends, or None."""
+        """Return where the first end-of-turn token within text[start:stop] ends, or None.
+
+        Some, such as Phi-3's, take the white space that follows with them.
+        """
         found = self._end_pattern.search(text, start, stop) if self._end_pattern else None
         return None if found is None else found.end()
 
@@ -214,6 +233,7 @@ class TextTokenizer:
         """Write the tokenizer's files, with the template in use, so that `AutoTokenizer` loads them."""
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in self._files.items():
+            (directory / name).parent.mkdir(exist_ok=True)
             write_atomic(directory / name, content)
 
     @cached_property
@@ -223,7 +243,8 @@ class TextTokenizer:
     @cached_property
     def _end_pattern(self) -> re.Pattern[str] | None:
         added = self._backend.get_added_tokens_decoder()
-        return _pattern([added[i].content for i in self.eos_ids if i in added])
+        ends = [added[i] for i in self.eos_ids if i in added]
+        return _pattern([end.content for end in ends], {end.content for end in ends if end.rstrip})
 
     @cached_property
     def _escaping(self) -> Tokenizer:
@@ -335,8 +356,11 @@ def _model_eos_ids(directory: Path) -> list[int]:
     return ids
 
 
-def _pattern(words: Sequence[str]) -> re.Pattern[str] | None:
-    return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True)))) if words else None
+def _pattern(words: Sequence[str], with_blanks: Set[str] = frozenset()) -> re.Pattern[str] | None:
+    """What finds any of the words, the longest first, and white space after those that take it."""
+    longest_first = sorted(words, key=len, reverse=True)
+    found = [re.escape(word) + (r"\s*" if word in with_blanks else "") for word in longest_first]
+    return re.compile("|".join(found)) if words else None
 
 
 def _encoded(encoding: Encoding) -> Encoded:
@@ -362,20 +386,3 @@ def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -
         if isinstance(value, str):
             tokens[name] = value
     return tokens
-
-
-def _own_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
-    if TEMPLATE_FILE in files:
-        try:
-            return files[TEMPLATE_FILE].decode()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{TEMPLATE_FILE}: {error}") from error
-    value = config.get("chat_template")
-    if isinstance(value, list):  # several named templates
-        value = next((entry.get("template") for entry in value if entry.get("name") == "default"), None)
-    return value if isinstance(value, str) else None
-
-
-def _has_tool_template(config: Mapping[str, Any]) -> bool:
-    value = config.get("chat_template")
-    return isinstance(value, list) and any(entry.get("name") == "tool_use" for entry in value)

@@ -113,8 +113,7 @@ class Planner:
 
     def _readable(self, example: Conversation) -> list[dict[str, Any]]:
         """The messages as the template can write them, with written-out control tokens refused or guarded."""
-        self._refuse_tools(example)
-        as_text = "tool_calls" not in self._tokenizer.template.source
+        as_text = "tool_calls" not in self._tokenizer.template_for(example.tools).source
         messages = []
         for i, message in enumerate(example.messages):
             if as_text and message.get("tool_calls"):
@@ -144,15 +143,8 @@ class Planner:
             return self._tokenizer.change_specials(text, lambda token: f"{GUARD}{token[0]}{BREAK}{token[1:]}{GUARD}")
         raise RowProblem(f"the control token {found[0]} is written out in the text", path=path)
 
-    def _refuse_tools(self, example: Conversation) -> None:
-        if example.tools and self._tokenizer.has_tool_template:
-            raise RowProblem(
-                "the tokenizer has another template for rows with tools: set tokenizer.chat_template to that one",
-                path=("tools",),
-            )
-
     def _notes(self, example: Conversation, chat: "_Chat") -> tuple[str, ...]:
-        source = self._tokenizer.template.source
+        source = self._tokenizer.template_for(example.tools).source
         notes = list(chat.notes)
         if example.tools and "tools" not in source.replace("tool_calls", ""):
             notes.append(NOT_SHOWN)
@@ -175,7 +167,7 @@ class _Chat:
 
     @cached_property
     def _marked(self) -> tuple[str, list[tuple[int, int]]]:
-        template = self._tokenizer.template
+        template = self._tokenizer.template_for(self._tools)
         if template.has_generation_marks:
             return template.render_marked(self.messages, self._tools)
         return template.render(self.messages, tools=self._tools), []
@@ -187,14 +179,16 @@ class _Chat:
 
     def answer(self, i: int, answers: list[int]) -> tuple[int, int]:
         """Characters of answer i, its end-of-turn token included and white space after that not."""
-        if self._tokenizer.template.has_generation_marks:
+        if self._tokenizer.template_for(self._tools).has_generation_marks:
             spans = self._marked[1]
             if len(spans) != len(answers):
                 raise RowProblem("the template marks another number of turns than the assistant has", 1)
             start, stop = spans[answers.index(i)]
             if self._end(start, stop) is None:
                 self.notes.append(OPEN_ENDED)
-            return start, stop
+            whole = self._end(start, len(self.text)) or stop
+            # A token that takes white space with it cannot be trained without.
+            return start, whole if self.text[stop:whole].isspace() else stop
         start = self.answer_start(i)
         last = i + 1 == len(self.messages)
         limit = len(self.text) if last else self._content_starts.get(i + 1, -1)

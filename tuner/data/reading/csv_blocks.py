@@ -60,7 +60,7 @@ def csv_blocks(file: SourceFile) -> Iterator[Block]:
         start, index, more = 0, 0, True
         while more:
             try:
-                header = header or _header(file, next(records, []))
+                header = header or _header(file, _filled(records), lines.total)
                 while lines.size < BLOCK_BYTES and next(records, None) is not None:
                     pass
             except csv.Error as error:
@@ -76,9 +76,14 @@ def csv_blocks(file: SourceFile) -> Iterator[Block]:
             start, index = start + size, index + 1
 
 
-def _header(file: SourceFile, names: list[str]) -> tuple[str, ...]:
+def _filled(records: Iterator[list[str]]) -> list[str]:
+    """The next record that is no blank line, or nothing."""
+    return next((fields for fields in records if fields), [])
+
+
+def _header(file: SourceFile, names: list[str], line: int) -> tuple[str, ...]:
     if not all(name.strip() and name.isprintable() for name in names) or len(set(names)) != len(names):
-        raise DataError(f"{file.name}:1:1: the first line names the columns: each once, none empty")
+        raise DataError(f"{file.name}:{line}:1: the first line names the columns: each once, none empty")
     return tuple(names)
 
 
@@ -88,7 +93,7 @@ def csv_rows(block: Block) -> Iterator[RawRow]:
     lines = _Lines(io.BytesIO(text_of(block)), block.file.name, False, block.index == 0)
     records = csv.reader(lines, delimiter=_DELIMITERS[block.file.kind], strict=True)
     if block.index == 0:
-        next(records, None)
+        _filled(records)
     done = lines.lines
     for fields in records:
         line, done = done + 1, lines.lines

@@ -6,18 +6,16 @@ import hashlib
 import json
 import os
 import re
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.data.reading.arrow import arrow_batches
 from tuner.data.reading.hub import hub_files
+from tuner.data.reading.spool import spooled
 from tuner.errors import DataError
-from tuner.runtime.files import machine_error
 from tuner.runtime.process import cores
 
 if TYPE_CHECKING:
@@ -135,7 +133,7 @@ def expand(sources: "Sequence[DataSource]") -> list[SourceFile]:
 
 def _expand(source: "DataSource", index: int) -> list[SourceFile]:
     if source.path == "-":
-        return [_file(_spooled(), source, index, "-")]
+        return [_file(spooled(), source, index, "-")]
     path = Path(source.path).expanduser()
     if path.is_dir():
         return _directory(path, source, index)
@@ -274,23 +272,3 @@ def _read(path: Path, key: str) -> Any:
         return json.loads(path.read_bytes())[key]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not what datasets' save_to_disk writes ({error})") from error
-
-
-@functools.cache
-def _spool() -> IO[bytes]:
-    """Standard input in a temporary file that goes with the process: it is hashed first and read afterwards."""
-    if sys.stdin is None or sys.stdin.isatty():
-        raise DataError("-: standard input is a terminal", hint="redirect a file or a pipe to it")
-    place = Path(tempfile.gettempdir())
-    try:
-        file = tempfile.NamedTemporaryFile(prefix="tuner-stdin-")  # noqa: SIM115 (it lives as long as the process)
-        while block := sys.stdin.buffer.read(_COPY_BYTES):
-            file.write(block)
-        file.flush()
-    except OSError as error:
-        raise machine_error(place, error) from error
-    return file
-
-
-def _spooled() -> Path:
-    return Path(_spool().name)
