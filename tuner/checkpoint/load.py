@@ -25,7 +25,7 @@ from tuner.errors import DataError
 from tuner.runtime.files import MANIFEST_NAME, json_bytes, read_json, verify_entries
 from tuner.runtime.process import gloo_group
 
-MANIFEST_SCHEMA = 1
+MANIFEST_SCHEMA = 2
 STATE_NAME = "state.json"
 PROBE_NAME = "probe.safetensors"
 SHOWN_KEYS = 3
@@ -83,7 +83,10 @@ def open_checkpoint(path: Path, verify: bool = True, shards: bool = True) -> Che
     manifest_path = path / MANIFEST_NAME
     manifest = read_json(manifest_path)
     if manifest.get("schema") != MANIFEST_SCHEMA:
-        raise DataError(f"{manifest_path}: schema {manifest.get('schema')!r}, this version reads {MANIFEST_SCHEMA}")
+        raise DataError(
+            f"{manifest_path}: schema {manifest.get('schema')!r}, this version reads {MANIFEST_SCHEMA}",
+            hint="go on with the version of tuner that saved it (run.json names it), or begin a new run",
+        )
     if sealed(manifest) != manifest:
         raise DataError(f"{manifest_path}: its SHA-256 of itself differs")
     step, world_size, files = manifest.get("step"), manifest.get("world_size"), manifest.get("files")
