@@ -247,7 +247,12 @@ RECIPES = st.fixed_dictionaries(
                 "max_grad_norm": st.sampled_from(["never", 1, "0.5", "10%"]),
             },
         ),
-        "checkpoint": st.fixed_dictionaries({"every": st.sampled_from(["never", "5 steps", ["5 steps", "1 h"]])}),
+        "checkpoint": st.fixed_dictionaries(
+            {
+                "every": st.sampled_from(["never", "5 steps", ["5 steps", "1 h"]]),
+                "marks": st.sampled_from([[], ["5 steps"], ["2B tokens", "50%"]]),
+            }
+        ),
         "schedule": st.fixed_dictionaries({"kind": st.sampled_from(["constant", "linear", "cosine"])}),
     },
 )

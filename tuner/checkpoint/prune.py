@@ -12,7 +12,7 @@ from tuner.runtime.files import discard_dir
 
 
 def prune(checkpoints_dir: Path, keep: int, protect: Collection[Path] = ()) -> list[Path]:
-    """Keep the newest `keep` valid checkpoints and those in `protect`; returns what was removed, newest first.
+    """Keep those in `protect` and the newest `keep` valid others; returns what was removed, newest first.
 
     Each is renamed to a trash name before it is deleted. One that is invalid counts for nothing: it stays while it is
     newer than the oldest kept one, for people to look at. Call it on one rank. Raises MachineError.
@@ -23,10 +23,11 @@ def prune(checkpoints_dir: Path, keep: int, protect: Collection[Path] = ()) -> l
     removed: list[Path] = []
     kept = 0
     for _, path in step_dirs(checkpoints_dir):
+        if path.resolve() in untouchable:
+            continue
         if kept >= keep:
-            if path.resolve() not in untouchable:
-                discard_dir(path)
-                removed.append(path)
+            discard_dir(path)
+            removed.append(path)
         elif _is_valid(path):
             kept += 1
     return removed

@@ -137,6 +137,8 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     ),
     "checkpoint.at_end": ("save_on_end", "save_last", "save_final", "save_at_end"),
     "checkpoint.keep": ("save_total_limit", "keep_last", "max_checkpoints", "num_to_keep", "keep_latest_k"),
+    "checkpoint.keep_best": ("metric_for_best_model", "load_best_model_at_end", "save_best_only", "monitor"),
+    "checkpoint.marks": ("fixed_steps", "keep_every_n_steps"),
     "parallel.processes": ("nproc_per_node", "num_processes", "num_gpus", "n_gpus", "gpus", "num_devices"),
     "parallel.shard": (
         "fsdp", "fsdp_config", "fsdp_sharding_strategy", "sharding_strategy", "deepspeed", "data_parallel_shard_degree",

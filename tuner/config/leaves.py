@@ -273,7 +273,7 @@ class Several(Leaf):
 
     def plain(self, value: Any) -> Any:
         """Return a list."""
-        return value if isinstance(value, str) else list(value)
+        return value if self.item is None or isinstance(value, str) else [self.item.plain(item) for item in value]
 
     def schema(self) -> dict[str, Any]:
         """An array."""

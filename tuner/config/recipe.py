@@ -320,7 +320,13 @@ class CheckpointSection(Section):
     at_end: Bool = True
     """Save after the last step."""
     keep: Annotated[int, Whole(ge=1, le=10**6)] = 2
-    """Newest checkpoints kept."""
+    """Newest checkpoints kept; marked ones and the best are extra."""
+    keep_best: Annotated[
+        str | None, Text(kind="eval/loss or eval/loss/SOURCE", null=True, pattern=r"eval/loss(?:/.+)?")
+    ] = None
+    """Loss by which the best checkpoint is known: its evaluation is saved, and the newest best is never pruned."""
+    marks: Annotated[Durations, Several(item=Span(units=COUNTS), empty=True)] = ()
+    """Points of the run that are saved and never pruned, such as [1000 steps, 2B tokens]."""
 
 
 class ParallelSection(Section):
@@ -328,9 +334,9 @@ class ParallelSection(Section):
 
     processes: Annotated[int | Auto, Whole(ge=1, le=1024, words=("auto",))] = "auto"
     """Processes that tuner train starts on this machine; auto: one for each GPU. torchrun and srun start their own."""
-    shard: Annotated[
-        Literal["auto", "full", "hybrid", "none"], Choice(values=("auto", "full", "hybrid", "none"))
-    ] = "auto"
+    shard: Annotated[Literal["auto", "full", "hybrid", "none"], Choice(values=("auto", "full", "hybrid", "none"))] = (
+        "auto"
+    )
     """Over which processes weights, gradients and moments are split; auto: hybrid on several machines, else full."""
     reshard_after_forward: Bool = True
     """Free gathered weights after each forward: less memory, more communication."""

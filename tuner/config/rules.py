@@ -23,6 +23,16 @@ def _cadence_needs_rows(recipe: Recipe, given: Set[str]) -> str | None:
     return "an evaluation cadence needs held-out rows; set data.eval, such as 2%, or eval.every: never"
 
 
+def _best_needs_rows(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.checkpoint.keep_best is None:
+        return None
+    if recipe.data.eval is None:
+        return "needs held-out rows; set data.eval, such as 2%, or keep_best: null"
+    if recipe.eval.every is None and not recipe.eval.at_end:
+        return "needs evaluations; set eval.every, such as 10%, or keep_best: null"
+    return None
+
+
 def _micro_divides_global(recipe: Recipe, given: Set[str]) -> str | None:
     train = recipe.train
     if train.global_batch_size % train.micro_batch_size == 0:
@@ -108,6 +118,7 @@ def _nesterov_has_momentum(recipe: Recipe, given: Set[str]) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     Rule(("eval.every", "data.eval"), _cadence_needs_rows),
+    Rule(("checkpoint.keep_best", "data.eval", "eval.every"), _best_needs_rows),
     Rule(("train.micro_batch_size", "train.global_batch_size"), _micro_divides_global),
     Rule(("model.config", "model.init"), _config_needs_random),
     Rule(("model.freeze", "adapter.kind"), _freeze_needs_full),

@@ -27,12 +27,13 @@ def train_loop(session: Session, feed: Feed) -> bool:
         if table.evaluation.due_at(progress.step) or (progress.step == total and settings.eval.at_end):
             session.evaluate()
             stop = stop or progress.evaluation_owed
-        if (save_due or table.saving.due_at(progress.step)) and progress.step < total and not stop:
+        save_due = save_due or table.saving.due_at(progress.step) or session.is_kept()
+        if save_due and progress.step < total and not stop:
             session.save(finished=False)
         session.refresh()
     finished = progress.step >= total and not progress.evaluation_owed
     session.log.settle()
-    if settings.checkpoint.at_end if finished else progress.saved_step != progress.step:
+    if settings.checkpoint.at_end or session.is_kept() if finished else progress.saved_step != progress.step:
         session.save(finished)
     session.end()
     return finished

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuner.data.batches import StepBatches
+from tuner.train.best import Best, best_of
 from tuner.train.setup import Assembly
 
 
@@ -21,6 +22,8 @@ class Progress:
     saved_step: int | None = None
     evaluation_owed: bool = False
     """Whether the evaluation of this step was cut short, so that the run goes on with it."""
+    best: Best | None = None
+    """The best evaluation so far, where the recipe keeps the best."""
 
     def advance(self, batches: StepBatches) -> None:
         """One more step was taken."""
@@ -45,6 +48,7 @@ class Progress:
             "first_eval_loss": self.first_eval_loss,
             "loss": self.loss,
             "evaluation_owed": self.evaluation_owed,
+            "best": None if self.best is None else self.best.as_state(),
             "finished": finished,
         }
 
@@ -68,5 +72,6 @@ def restore_position(assembly: Assembly, progress: Progress, state: Mapping[str,
     progress.tokens, progress.trained_tokens = int(state["tokens"]), int(state["trained_tokens"])
     progress.eval_loss, progress.first_eval_loss = state["eval_loss"], state["first_eval_loss"]
     progress.loss, progress.evaluation_owed = state["loss"], bool(state["evaluation_owed"])
+    progress.best = best_of(state.get("best"), assembly.resolved.recipe.checkpoint.keep_best)
     left_out = assembly.learner.guard.restore(state["guard"])
     assembly.learner.optimizer.set_step_count(progress.step - left_out)

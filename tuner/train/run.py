@@ -114,6 +114,7 @@ def _run(
         raise
     finally:
         if launch.is_main:
+            record["best"] = None if progress.best is None else progress.best.as_state()
             run.end(record, status, progress.step, why)
         session.hooks.tell("end", progress.step, progress.tokens, status=status)
     Ranks(gloo_group()).on_main(session.hooks.raise_error)

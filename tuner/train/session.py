@@ -15,6 +15,7 @@ from tuner.errors import DivergedError
 from tuner.runtime.console import Console
 from tuner.runtime.process import any_of, any_rank, gloo_group
 from tuner.runtime.stop import StopSignals
+from tuner.train.best import best_after
 from tuner.train.diagnose import TakenStep, diverged
 from tuner.train.evaluate import EvaluationCutError, answer_samples, evaluate
 from tuner.train.hooks import Hooks
@@ -59,7 +60,12 @@ class Session:
 
     def begin(self) -> None:
         """Tell the hooks and start the clocks, once the position is known. Collective; raises what a hook raises."""
-        Ranks(gloo_group()).on_main(self._tell_start)
+        ranks = Ranks(gloo_group())
+        ranks.on_main(self._tell_start)
+        best = self.progress.best
+        if best is not None and not ranks.on_main(lambda: self._path_of(best.step).is_dir()):
+            self.console.warn(f"{self._path_of(best.step)}, the best so far, is gone: the next evaluation is the best")
+            self.progress.best = None
         self._first_step, self._started = self.progress.step, time.monotonic()
         self._saved_at = self._started
         self.meter.begin()
@@ -99,6 +105,7 @@ class Session:
             self.console.say("eval", f"step {progress.step}: cut short, done again when the run goes on")
             return
         progress.evaluated(result.loss)
+        progress.best = best_after(progress.best, recipe.checkpoint.keep_best, progress.step, result.line())
         self._show_samples(answers)
         seconds, samples_s = time.monotonic() - started, time.monotonic() - measured
         times = {"eval_s": round(seconds, 3), "samples_s": round(samples_s, 3)}
@@ -125,6 +132,11 @@ class Session:
             self.samples.add({"step": self.progress.step, **said})
             self.console.say("sample", f"wanted {_one_line(sample.reference)}\ngot    {_one_line(answer)}")
 
+    def is_kept(self) -> bool:
+        """Whether the step just taken is one of which pruning leaves the checkpoint alone."""
+        step, best = self.progress.step, self.progress.best
+        return step in self.assembly.timetable.marks or (best is not None and best.step == step)
+
     def save(self, finished: bool) -> None:
         """Commit the state of the run; records reach the disk first, so that they never lack a committed step."""
         assembly, progress = self.assembly, self.progress
@@ -137,10 +149,13 @@ class Session:
         path = save(self.checkpoints, progress.step, run_tensors(assembly), state, self.meta, probe)
         progress.saved_step = progress.step
         keep = assembly.resolved.recipe.checkpoint.keep
-        Ranks(gloo_group()).on_main(lambda: len(prune(self.checkpoints.path, keep, self.protected)))
+        kept = {*assembly.timetable.marks, *([] if progress.best is None else [progress.best.step])}
+        protected = (*self.protected, *map(self._path_of, kept))
+        Ranks(gloo_group()).on_main(lambda: len(prune(self.checkpoints.path, keep, protected)))
         self._saved_at = time.monotonic()
         self.meter.leave_out(self._saved_at - started)
-        self.console.say("saved", str(path))
+        is_best = progress.best is not None and progress.best.step == progress.step
+        self.console.say("saved", f"{path}{' (best so far)' if is_best else ''}")
         self.hooks.tell("save", progress.step, progress.tokens, path=path)
 
     def refresh(self) -> None:
@@ -155,13 +170,16 @@ class Session:
         self.meter.show(self.console)
         self.metrics.flush(durable=True)
 
+    def _path_of(self, step: int) -> Path:
+        return self.checkpoints.path / step_name(step)
+
     def _tell_start(self) -> None:
         self.hooks.tell("start", self.progress.step, self.progress.tokens)
         self.hooks.raise_error()
 
     def _halt(self, taken: TakenStep, result: StepResult) -> DivergedError:
         saved = self.progress.saved_step
-        last = None if saved is None else str(self.checkpoints.path / step_name(saved))
+        last = None if saved is None else str(self._path_of(saved))
         return diverged(self.assembly.learner, taken, result, last)
 
 

@@ -39,6 +39,7 @@ from tuner.runtime.allocator import keep_freed_memory
 from tuner.runtime.device import DeviceFacts, device_facts
 from tuner.runtime.launch import Launch
 from tuner.runtime.process import gloo_group
+from tuner.train.best import check_metric, mark_steps
 from tuner.train.evaluate import HeldOut, held_out
 from tuner.train.guard import Guard, GuardPolicy
 from tuner.train.methods import build_objective
@@ -73,6 +74,8 @@ class Timetable:
     peak_lr: float
     evaluation: Cadence
     saving: Cadence
+    marks: frozenset[int]
+    """Steps whose checkpoints are never pruned."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,7 @@ def timetable(recipe: Recipe, prepared: PreparedData) -> Timetable:
         float(recipe.optimizer.lr),
         cadence(recipe.eval.every if evaluated else None, plan, tokens),
         cadence(recipe.checkpoint.every, plan, tokens),
+        mark_steps(recipe.checkpoint.marks, plan, tokens),
     )
 
 
@@ -178,6 +182,8 @@ def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenize
     """Build model, optimizer, batches and schedule. Collective where there are several processes."""
     recipe = resolved.recipe
     _check_sizes(recipe, tokenizer, resolved.config, prepared, launch)
+    table, held = timetable(recipe, prepared), held_out_rows(recipe, prepared)
+    check_metric(recipe.checkpoint.keep_best, held)
     root, numerics = assemble_model(resolved, launch)
     parameters = trained_parameters(root)
     optimizer = build_updater(recipe.optimizer, parameters, outer_parameters(root))
@@ -194,7 +200,6 @@ def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenize
     root.objective = build_objective(recipe.method, recipe.model.kernels == "liger")
     learner = Learner(root, parameters, optimizer, numerics, Guard(policy, numerics.device))
     probes = probe_inputs(prepared.train)
-    table, held = timetable(recipe, prepared), held_out_rows(recipe, prepared)
     return Assembly(resolved, learner, batches, table, prepared, tokenizer, launch, probes, held)
 
 
