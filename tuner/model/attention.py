@@ -6,10 +6,11 @@ Without the argument the function is plain causal attention (decoding with a cac
 """
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -18,11 +19,20 @@ from tuner.model.documents import Documents, GrowingDocuments
 
 PACKED = "tuner_packed"
 # Keyword arguments of other attention functions that change the result. Ignoring one would be silently wrong.
-_CHANGES_RESULT = ("softcap", "s_aux", "position_bias", "cache")
+_CHANGES_RESULT = ("s_aux", "position_bias", "cache")
 _VARLEN_HEAD_DIM = 256
 """The widest head that the GPU's kernel takes."""
 _VARLEN_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether it takes fewer key heads than query heads: not in torch 2.11."""
+
+
+class _Wish(NamedTuple):
+    """What a layer asks for: tokens seen, dropout, factor of scores (None: by width), their soft bound (0: none)."""
+
+    window: int | None
+    dropout: float
+    scaling: float | None
+    cap: float
 
 
 def packed_attention(
@@ -36,8 +46,9 @@ def packed_attention(
     """Causal attention inside each document, with the signature of transformers' attention interface.
 
     Shapes: query ``[1, heads, T, d]``, key and value ``[1, kv_heads, T or longer with a cache, d]``; result
-    ``[1, T, heads, d]``. Options used: ``scaling``, ``dropout``, ``sliding_window`` (tokens, this one included) and
-    ``documents``. Raises ValueError for an option that this function does not compute.
+    ``[1, T, heads, d]``. Options used: ``scaling``, ``dropout``, ``sliding_window`` (tokens, this one included),
+    ``softcap`` (a soft bound of the scores) and ``documents``. Raises ValueError for an option that this function does
+    not compute.
     """
     unsupported = [name for name in _CHANGES_RESULT if options.get(name) is not None]
     if attention_mask is not None:
@@ -47,22 +58,24 @@ def packed_attention(
     if unsupported:
         raise ValueError(f"packed attention does not compute {', '.join(unsupported)}")
     documents: Documents | GrowingDocuments | None = options.get("documents")
-    window, dropout, scaling = options.get("sliding_window"), options.get("dropout", 0.0), options.get("scaling")
+    dropout, scaling = options.get("dropout", 0.0), options.get("scaling")
+    wish = _Wish(options.get("sliding_window"), dropout, scaling, options.get("softcap") or 0.0)
     if documents is None:
-        output = _causal(query, key, value, window, dropout, scaling).transpose(1, 2)
+        output = _causal(query, key, value, wish).transpose(1, 2)
     elif isinstance(documents, GrowingDocuments):
         sizes = (documents.new, documents.whole, documents.whole)
-        output = _one_by_one((query, key, value), sizes, window, dropout, scaling)
+        output = _one_by_one((query, key, value), sizes, wish)
     elif dropout > 0:
         lengths = tuple(documents.host.diff().tolist())
-        output = _one_by_one((query, key, value), (lengths,) * 3, window, dropout, scaling)
+        output = _one_by_one((query, key, value), (lengths,) * 3, wish)
     else:
         q, k, v = _as_computed(query[0], key[0], value[0])
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _VARLEN_HEAD_DIM:
-            output = _varlen(q, k, v, documents, window, scale)[None]
+        fits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _VARLEN_HEAD_DIM
+        if fits and not wish.cap:
+            output = _varlen(q, k, v, documents, wish.window, scale)[None]
         else:
-            output = attend_documents(q, k, v, documents.host, window or 0, scale)[None]
+            output = attend_documents(q, k, v, documents.host, wish.window or 0, scale, wish.cap)[None]
     return output.contiguous(), None
 
 
@@ -99,40 +112,47 @@ def _varlen(
 def _one_by_one(
     tensors: tuple[torch.Tensor, ...],
     sizes: tuple[tuple[int, ...], ...],
-    window: int | None,
-    dropout: float,
-    scaling: float | None,
+    wish: _Wish,
 ) -> torch.Tensor:
     """Torch's own attention for each document; of query, key and value so many positions each are its own."""
     parts = zip(*(tensor.split(own, dim=2) for tensor, own in zip(tensors, sizes, strict=True)), strict=True)
-    return torch.cat([_causal(q, k, v, window, dropout, scaling) for q, k, v in parts], dim=2).transpose(1, 2)
+    return torch.cat([_causal(q, k, v, wish) for q, k, v in parts], dim=2).transpose(1, 2)
 
 
-def _causal(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    window: int | None,
-    dropout: float,
-    scaling: float | None,
-) -> torch.Tensor:
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, wish: _Wish) -> torch.Tensor:
     """Attention of the last ``query.shape[2]`` positions of one document to its keys."""
-    n_query, n_key = query.shape[2], key.shape[2]
+    n_query, n_key, window = query.shape[2], key.shape[2], wish.window
     mask = None
-    if n_query > 1 and (n_key != n_query or (window is not None and window < n_key)):
+    if n_query > 1 and (n_key != n_query or wish.cap or (window is not None and window < n_key)):
         mask = _band(n_query, n_key, window, query.device)
     elif n_query == 1 and window is not None and window < n_key:
         key, value = key[:, :, -window:], value[:, :, -window:]
+    if wish.cap:
+        return _capped(query, key, value, wish, mask)
     return scaled_dot_product_attention(
         query,
         key,
         value,
         attn_mask=mask,
-        dropout_p=dropout,
+        dropout_p=wish.dropout,
         is_causal=mask is None and n_query > 1,
-        scale=scaling,
+        scale=wish.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _capped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, wish: _Wish, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """The same with a soft bound of the scores, for which torch has no kernel: all scores at one time."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scale = query.shape[-1] ** -0.5 if wish.scaling is None else wish.scaling
+    scores = torch.tanh(query @ key.mT * scale / wish.cap) * wish.cap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    share = drop(torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype), wish.dropout)
+    return share @ value
 
 
 def _band(n_query: int, n_key: int, window: int | None, device: torch.device) -> torch.Tensor:

@@ -88,27 +88,34 @@ def _band(queries: int, keys: int, window: int) -> torch.Tensor:
 
 @torch.library.custom_op("tuner::attend_documents", mutates_args=())
 def attend_documents(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, window: int, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    window: int,
+    scale: float,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """Attention ``[T, heads, d_value]`` of query ``[heads, T, d]`` to key ``[kv_heads, T, d]`` and value, of one type.
 
-    ``bounds`` int32 ``[documents + 1]`` lies on the CPU. A query sees ``window`` tokens, all before it for 0.
+    ``bounds`` int32 ``[documents + 1]`` lies on the CPU. A query sees ``window`` tokens, all before it for 0. A
+    ``cap`` above 0 bends scores s to cap·tanh(s/cap).
     """
     n_kv, n_tokens, width = value.shape
     n_group, dtype = query.shape[0] // n_kv, value.dtype
     output = value.new_empty(n_tokens, n_kv, n_group, width)
-    work = _Work(query, key, bounds, window, scale)
+    work = _Work(query, key, bounds, window, scale, cap)
     outputs = output.permute(1, 0, 2, 3).split(work.sizes, 1)
     with _exact_accumulation(query):
         for block, queries, part in zip(work.blocks, work.per_block(work.query), outputs, strict=True):
-            share = work.share(block, queries).to(dtype)
-            mixed = torch.bmm(share, value.narrow(1, block.first, block.end - block.first))
+            share, _ = work.share(block, queries)
+            mixed = torch.bmm(share.to(dtype), value.narrow(1, block.first, block.end - block.first))
             part.copy_(mixed.unflatten(1, (-1, n_group)))
     return output.flatten(1, 2)
 
 
 @torch.library.custom_op("tuner::attend_documents_backward", mutates_args=())
-def _backward(
+def _backward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
     upstream: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -116,9 +123,10 @@ def _backward(
     bounds: torch.Tensor,
     window: int,
     scale: float,
+    cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, given that of the output."""
-    work = _Work(query, key, bounds, window, scale)
+    work = _Work(query, key, bounds, window, scale, cap)
     dtype, exact = query.dtype, work.query.dtype
     rounded_query, exact_value = work.query.to(dtype), value.to(exact)
     upstream = upstream.unflatten(1, (key.shape[0], -1)).transpose(0, 1).contiguous()
@@ -130,10 +138,13 @@ def _backward(
             work.blocks, *map(work.per_block, of_blocks), strict=True
         ):
             seen = block.first, block.end - block.first
-            share = work.share(block, queries)
+            share, bent = work.share(block, queries)
             grad_value.narrow(1, *seen).add_(torch.bmm(share.to(dtype).mT, up))
             grad_share = torch.bmm(exact_up, exact_value.narrow(1, *seen).mT)
-            grad_scores = torch._softmax_backward_data(grad_share, share, -1, exact).to(dtype)
+            grad_scores = torch._softmax_backward_data(grad_share, share, -1, exact)
+            if bent is not None:
+                grad_scores = torch.ops.aten.tanh_backward(grad_scores, bent)
+            grad_scores = grad_scores.to(dtype)
             found.copy_(torch.bmm(grad_scores, key.narrow(1, *seen)))
             grad_key.narrow(1, *seen).add_(torch.bmm(grad_scores.mT, rounded))
     grad_query.mul_(scale)
@@ -147,12 +158,12 @@ class _Work:
     """
 
     def __init__(
-        self, query: torch.Tensor, key: torch.Tensor, bounds: torch.Tensor, window: int, scale: float
+        self, query: torch.Tensor, key: torch.Tensor, bounds: torch.Tensor, window: int, scale: float, cap: float
     ) -> None:
         exact = torch.promote_types(query.dtype, torch.float32)
         grouped = query.unflatten(0, (key.shape[0], -1)).transpose(1, 2)
         self.query = grouped.to(exact).contiguous() * scale
-        self.key = key.to(exact)
+        self.key, self.cap = key.to(exact), cap
         self.group = self.query.shape[2]
         self.blocks = plan_blocks(tuple(bounds.tolist()), window, query.shape[0], exact, query.device)
         self.sizes = [block.end - block.start for block in self.blocks]
@@ -162,13 +173,19 @@ class _Work:
         parts: tuple[torch.Tensor, ...] = tensor.flatten(1, 2).split([size * self.group for size in self.sizes], 1)
         return parts
 
-    def share(self, block: Block, queries: torch.Tensor) -> torch.Tensor:
-        """The share of each key in each of the block's queries: ``[kv_heads, queries x group, keys]``."""
+    def share(self, block: Block, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The share of each key in each of the block's queries: ``[kv_heads, queries x group, keys]``.
+
+        And the bent scores over their cap, where there is one.
+        """
         scores = torch.bmm(queries, self.key.narrow(1, block.first, block.end - block.first).mT)
+        bent = scores.div_(self.cap).tanh_() if self.cap else None
+        if bent is not None:
+            scores = bent * self.cap
         n_masked = block.mask.shape[-1]
         masked = scores.narrow(-1, scores.shape[-1] - n_masked, n_masked)
         masked.unflatten(1, (-1, self.group)).add_(block.mask)
-        return torch.softmax(scores, -1)
+        return torch.softmax(scores, -1), bent
 
 
 @contextmanager
@@ -191,13 +208,19 @@ def _exact_accumulation(query: torch.Tensor) -> Iterator[None]:
 
 @attend_documents.register_fake
 def _shape(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, window: int, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    window: int,
+    scale: float,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     return value.new_empty(query.shape[1], query.shape[0], value.shape[2])
 
 
 @_backward.register_fake
-def _backward_shapes(
+def _backward_shapes(  # noqa: PLR0913, PLR0917
     upstream: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -205,17 +228,18 @@ def _backward_shapes(
     bounds: torch.Tensor,
     window: int,
     scale: float,
+    cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    *tensors, ctx.window, ctx.scale = inputs
+    *tensors, ctx.window, ctx.scale, ctx.cap = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *_backward(upstream, *ctx.saved_tensors, ctx.window, ctx.scale), None, None, None
+    return *_backward(upstream, *ctx.saved_tensors, ctx.window, ctx.scale, ctx.cap), None, None, None, None
 
 
 attend_documents.register_autograd(_differentiate, setup_context=_remember)

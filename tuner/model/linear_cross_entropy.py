@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tuner.model.logit_shape import PLAIN, LogitShape
+
 Kernel = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
 """From logits ``[N, V]`` and targets ``[N]`` to the summed loss; if wanted, logits become their gradient in place."""
 CHUNK_LOGITS = 1 << 27
@@ -77,6 +79,19 @@ def softmax_into_gradient(logits: torch.Tensor, targets: torch.Tensor, wants_gra
     return total
 
 
+def shaped(kernel: Kernel, shape: LogitShape) -> Kernel:
+    """The kernel for a model that does not take the products as they are."""
+
+    def run(products: torch.Tensor, targets: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
+        bent = shape.bend(products)
+        loss = kernel(products, targets, wants_gradient)
+        if wants_gradient:
+            shape.unbend(products, bent)
+        return loss
+
+    return kernel if shape == PLAIN else run
+
+
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -100,7 +115,11 @@ def linear_cross_entropy(
 
 @torch.no_grad()
 def position_losses(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    shape: LogitShape = PLAIN,
 ) -> torch.Tensor:
     """The cross-entropy in nats at each position, ``[N]``, of the same products and types as those of their sum.
 
@@ -112,7 +131,10 @@ def position_losses(
     losses = torch.empty(len(targets), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
     for span in _spans(len(hidden), max(1, CHUNK_LOGITS // len(weight))):
         logits, wanted, found = hidden[span].to(dtype) @ compute_weight.T, targets[span], losses[span]
+        if bias is not None:
+            logits += bias
+        shape.bend(logits)
         for block in _spans(len(logits), max(1, BLOCK_LOGITS[device] // len(weight))):
-            exact = logits[block].to(losses.dtype) if bias is None else logits[block] + bias.to(losses.dtype)
+            exact = logits[block].to(losses.dtype)
             found[block] = torch.logsumexp(exact, -1) - exact.gather(1, wanted[block, None])[:, 0]
     return losses

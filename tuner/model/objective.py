@@ -6,7 +6,8 @@ from typing import Protocol
 import torch
 
 from tuner.errors import PluginError, TunerError
-from tuner.model.linear_cross_entropy import Kernel, linear_cross_entropy, softmax_into_gradient
+from tuner.model.linear_cross_entropy import Kernel, linear_cross_entropy, shaped, softmax_into_gradient
+from tuner.model.logit_shape import PLAIN, LogitShape
 from tuner.runtime.plugins import failure, source_file
 
 LossFunction = Callable[
@@ -20,7 +21,12 @@ class Objective(Protocol):
     """The loss of a method. Sums, not means: they are divided once by the trained tokens of the whole global batch."""
 
     def __call__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        shape: LogitShape = PLAIN,
     ) -> torch.Tensor:
         """The summed loss at N trained positions, a float32 scalar; shapes as in :data:`LossFunction`."""
         ...
@@ -37,10 +43,15 @@ class CrossEntropy:
         self._kernel = kernel
 
     def __call__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        shape: LogitShape = PLAIN,
     ) -> torch.Tensor:
         """See :func:`~tuner.model.linear_cross_entropy.linear_cross_entropy`."""
-        return linear_cross_entropy(hidden, weight, bias, targets, self._kernel)
+        return linear_cross_entropy(hidden, weight, bias, targets, shaped(self._kernel, shape))
 
     def take(self) -> dict[str, torch.Tensor]:
         """Nothing."""
@@ -56,9 +67,25 @@ class OwnObjective:
         self._names: tuple[str, ...] | None = None
 
     def __call__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        shape: LogitShape = PLAIN,
     ) -> torch.Tensor:
-        """Call the function. Raises PluginError for what it raises, and a result that :data:`LossFunction` is not."""
+        """Call the function. Raises PluginError for what it raises, and a result that :data:`LossFunction` is not.
+
+        It knows no factor and no cap of the logits: the one is put into what it is given, a model with the other is
+        refused.
+        """
+        if shape.cap is not None:
+            raise PluginError(
+                f"{self._name}: this model caps its logits, of which a loss of your own is not told",
+                hint="take another model, or method.kind: sft or pretrain",
+            )
+        if shape.scale != 1:
+            hidden, bias = hidden * shape.scale, None if bias is None else bias * shape.scale
         try:
             result = self._function(hidden, weight, bias, targets)
         except (TunerError, torch.OutOfMemoryError, MemoryError):

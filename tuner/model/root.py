@@ -10,6 +10,7 @@ from transformers import Cache, PreTrainedModel
 
 from tuner.model.documents import Documents, GrowingDocuments
 from tuner.model.linear_cross_entropy import position_losses
+from tuner.model.logit_shape import LogitShape
 from tuner.model.objective import CrossEntropy, Objective
 from tuner.model.padding import Padding
 
@@ -22,6 +23,8 @@ class CausalLM(nn.Module):
         self.model = model
         self.objective: Objective = objective or CrossEntropy()
         """The loss in training; evaluation is always cross-entropy, so that runs can be compared."""
+        self.shape = LogitShape.of(model.config)
+        """What the model does to the output layer's products before they are logits."""
         self.padding: Padding | None = None
         """What every microbatch of training is filled up with, where compiled layers want one size."""
 
@@ -41,7 +44,7 @@ class CausalLM(nn.Module):
         hidden = self._hidden(input_ids, position_ids, document_lengths)
         head = self.model.get_output_embeddings()
         objective = self.objective if self.training else CrossEntropy()
-        return objective(hidden[positions], head.weight, getattr(head, "bias", None), targets)
+        return objective(hidden[positions], head.weight, getattr(head, "bias", None), targets, self.shape)
 
     def losses(
         self,
@@ -54,7 +57,7 @@ class CausalLM(nn.Module):
         """The cross-entropy at each of the ``positions`` ``[N]``, in any order: float32 ``[N]``, without gradients."""
         hidden = self._hidden(input_ids, position_ids, document_lengths)
         head = self.model.get_output_embeddings()
-        return position_losses(hidden[positions], head.weight, getattr(head, "bias", None), targets)
+        return position_losses(hidden[positions], head.weight, getattr(head, "bias", None), targets, self.shape)
 
     def logits(
         self,
@@ -63,9 +66,10 @@ class CausalLM(nn.Module):
         document_lengths: tuple[int, ...],
         positions: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits ``[N, V]`` at the given positions of a packed microbatch."""
+        """Logits ``[N, V]`` at the given positions of a packed microbatch; without gradients where they are capped."""
         hidden = self._hidden(input_ids, position_ids, document_lengths)
         logits: torch.Tensor = self.model.get_output_embeddings()(hidden[positions])
+        self.shape.bend(logits)
         return logits
 
     def next_logits(
@@ -88,6 +92,7 @@ class CausalLM(nn.Module):
             documents=documents,
         )
         logits: torch.Tensor = self.model.get_output_embeddings()(output.last_hidden_state[0, lasts])
+        self.shape.bend(logits)
         return logits
 
     def _hidden(

@@ -1,0 +1,110 @@
+"""Models that divide, multiply or bend their logits: the loss and gradients are those of the model's own forward."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import Cohere2Config, CohereConfig, Gemma2Config, GraniteConfig, PretrainedConfig
+
+from tests.model.test_packing import LENGTHS, gradient, packed_inputs, random_ids, relative
+from tuner.errors import PluginError
+from tuner.model import linear_cross_entropy as module
+from tuner.model.attention import PACKED
+from tuner.model.build import ModelSpec, build_model
+from tuner.model.logit_shape import PLAIN, LogitShape
+from tuner.model.objective import OwnObjective
+from tuner.model.probe import require_isolation
+from tuner.model.root import CausalLM
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GEMMA = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0}
+CONFIGS: dict[str, tuple[PretrainedConfig, LogitShape]] = {
+    "gemma2": (Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=0.5), LogitShape(1.0, 2.0)),
+    "granite": (
+        GraniteConfig(**SHAPE, logits_scaling=8.0, residual_multiplier=0.5, embedding_multiplier=3.0),
+        LogitShape(0.125),
+    ),
+    "cohere": (CohereConfig(**SHAPE, logit_scale=0.25), LogitShape(0.25)),
+    "cohere2": (Cohere2Config(**SHAPE, logit_scale=3.0, sliding_window=8), LogitShape(3.0)),
+}
+
+
+def root_for(kind: str, directory: Path) -> CausalLM:
+    CONFIGS[kind][0].save_pretrained(directory)
+    root = CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=1))
+    with torch.no_grad():  # the default initialisation is too small for a bound to matter
+        for parameter in root.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(8.0)
+    return root.train()
+
+
+def own_losses(root: CausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """The losses of the model's own forward, each document by itself, with stock attention."""
+    root.model.set_attn_implementation("eager")
+    losses = []
+    for document in ids.split(list(LENGTHS)):
+        logits = root.model(input_ids=document[None], use_cache=False).logits[0]
+        losses.append(cross_entropy(logits[:-1].double(), document[1:], reduction="none"))
+    root.model.set_attn_implementation(PACKED)
+    return torch.cat(losses)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_loss_and_gradients_are_the_models_own(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 13 * 97)
+    root, ids = root_for(kind, tmp_path), random_ids(97)
+    assert root.shape == CONFIGS[kind][1]
+    require_isolation(root, 97)
+    expected = own_losses(root, ids)
+    expected.sum().backward()
+    wanted = gradient(root)
+    root.zero_grad()
+    inputs = packed_inputs(ids, LENGTHS)
+    loss = root(document_lengths=LENGTHS, **inputs)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.sum().item(), rel=1e-6)
+    assert relative(gradient(root), wanted) < 1e-5
+    assert relative(root.losses(document_lengths=LENGTHS, **inputs).double(), expected) < 1e-6
+    root.shape = PLAIN
+    assert root(document_lengths=LENGTHS, **inputs).item() != pytest.approx(expected.sum().item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "cohere2"])
+def test_generated_token_by_token(kind: str, tmp_path: Path) -> None:
+    from tuner.model.decode import greedy
+
+    root = root_for(kind, tmp_path).eval()
+    prompt = random_ids(97)[:20].tolist()
+    [found] = greedy(root, [prompt], [], [6], torch.device("cpu"))
+    root.model.set_attn_implementation("eager")
+    ids = list(prompt)
+    for _ in range(6):
+        ids.append(int(root.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    assert found == ids[20:]
+
+
+def test_a_loss_of_the_users_own_sees_the_factor_and_refuses_the_cap() -> None:
+    def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor) -> object:
+        return cross_entropy(hidden @ weight.T, targets, reduction="sum"), {}
+
+    own = OwnObjective(plain, "own")  # type: ignore[arg-type]
+    hidden, weight, targets = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
+    expected = cross_entropy(hidden @ weight.T * 0.25, targets, reduction="sum")
+    torch.testing.assert_close(own(hidden, weight, None, targets, LogitShape(0.25)), expected)
+    with pytest.raises(PluginError, match="caps its logits"):
+        own(hidden, weight, None, targets, LogitShape(1.0, 30.0))
