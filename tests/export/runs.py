@@ -14,7 +14,7 @@ from tuner.checkpoint.save import CheckpointDir, save
 from tuner.export.verify import last_logits
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.freeze import freeze
+from tuner.model.freeze import freeze, frozen_hash
 from tuner.model.root import CausalLM, trained_parameters
 
 TEMPLATE = (
@@ -119,6 +119,7 @@ def _meta(base: Path, model: PreTrainedModel, lora: LoraSpec | None, section: di
             "n_parameters": sum(p.numel() for p in model.parameters()),
         },
         "adapter": adapter,
+        "frozen_hash": frozen_hash(model),
         "tokenizer_hash": "0" * 64,
         "data_key": "1" * 16,
         "world_size": 1,

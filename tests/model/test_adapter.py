@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,16 @@ from tests.model.tiny import tiny_config
 from tuner.errors import RecipeError
 from tuner.model.adapter import LoraSpec, add_lora, lora_layers
 from tuner.model.build import ModelSpec, build_model, build_skeleton
-from tuner.model.freeze import freeze
+from tuner.model.freeze import freeze, frozen_hash
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM, trained_parameters
 
 SPEC = LoraSpec(r=2, alpha=4, dropout=0.0, target_modules=["q_proj", "v_proj"])
+
+
+def unadapted(kind: str, directory: Path) -> Any:
+    tiny_config(kind).save_pretrained(directory)
+    return build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=1)
 
 
 def adapted(directory: Path, kind: str, spec: LoraSpec = SPEC, dtype: torch.dtype = torch.float32) -> CausalLM:
@@ -162,3 +168,23 @@ def test_a_name_that_is_not_there_is_named(field: str, tmp_path: Path) -> None:
 def test_a_target_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="target_modules"):
         adapted(tmp_path, "llama", LoraSpec(2, 4, 0.0, ["qq_proj"]))
+
+
+def test_frozen_weights_have_a_hash_and_trained_ones_none(tmp_path: Path) -> None:
+    plain = unadapted("llama", tmp_path)
+    assert frozen_hash(plain) is None
+    hashes = []
+    for seed in (1, 2):
+        model = unadapted("llama", tmp_path)
+        add_lora(model, LoraSpec(4, 8.0, 0.0, "all-linear", modules_to_save=("lm_head",)), seed)
+        hashes.append(frozen_hash(model))
+    assert hashes[0] == hashes[1] is not None
+    weight = model.model.layers[0].self_attn.q_proj.base_layer.weight
+    before = weight.data[0, 0].clone()
+    weight.data[0, 0] += 1
+    assert frozen_hash(model) != hashes[0]
+    weight.data[0, 0] = before
+    model.lm_head.weight.data += 1
+    assert frozen_hash(model) == hashes[0]
+    model.to(torch.bfloat16)
+    assert frozen_hash(model) != hashes[0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tools import resume_campaign
 from tuner.checkpoint.load import newest
@@ -16,7 +17,7 @@ from tuner.cli.train import launch_training
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.data.batches import GlobalBatches
-from tuner.errors import DivergedError, MemoryLimitError, RecipeError
+from tuner.errors import DataError, DivergedError, MemoryLimitError, RecipeError
 from tuner.runtime.console import Console
 from tuner.runtime.launch import Launch
 from tuner.train import evaluate, loop, mock, ready, session
@@ -59,6 +60,16 @@ def test_stopped_and_resumed_is_the_unbroken_run(workplace: Path) -> None:
     assert resume_campaign.outcome(again.run_dir) == resume_campaign.outcome(whole.run_dir)
     record = json.loads((again.run_dir / "run.json").read_text())
     assert [(entry["from_step"], entry["status"]) for entry in record["launches"]] == [(0, "stopped"), (5, "finished")]
+
+
+def test_a_base_model_that_changed_is_refused(workplace: Path) -> None:
+    launch(workplace, train__stop_after="3 steps")
+    file = workplace / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] += 1e-3
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(DataError, match="the base model changed since this checkpoint was saved"):
+        launch(workplace, TrainOptions(resume="auto"))
 
 
 def test_checkpoints_are_pruned_but_not_the_one_resumed_from(workplace: Path) -> None:

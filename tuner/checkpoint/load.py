@@ -109,6 +109,16 @@ def open_checkpoint(path: Path, verify: bool = True, shards: bool = True) -> Che
     return CheckpointInfo(path, step, manifest, read_json(path / STATE_NAME))
 
 
+def require_same_base(info: CheckpointInfo, frozen_hash: str | None) -> None:
+    """Check that the weights that were not trained are still those of the checkpoint's run. Raises DataError."""
+    noted = info.meta.get("frozen_hash")
+    if noted != frozen_hash:
+        raise DataError(
+            f"{info.path}: the base model changed since this checkpoint was saved ({noted} -> {frozen_hash})",
+            hint="restore it, or name its commit: model.revision",
+        )
+
+
 def load_into(info: CheckpointInfo, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> None:
     """Fill `tensors` (plain or DTensors) in place with the checkpoint's, saved at any world size; collective.
 

@@ -25,6 +25,8 @@ class CausalLM(nn.Module):
         """The loss in training; evaluation is always cross-entropy, so that runs can be compared."""
         self.shape = LogitShape.of(model.config)
         """What the model does to the output layer's products before they are logits."""
+        self.frozen_hash: str | None = None
+        """SHA-256 of what is not trained (:func:`~tuner.model.freeze.frozen_hash`), which checkpoints do not hold."""
         self.padding: Padding | None = None
         """What every microbatch of training is filled up with, where compiled layers want one size."""
 

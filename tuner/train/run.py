@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from tuner.checkpoint.agree import Ranks
-from tuner.checkpoint.load import CheckpointInfo, load_into, newest
+from tuner.checkpoint.load import CheckpointInfo, load_into, newest, require_same_base
 from tuner.checkpoint.save import CheckpointDir
 from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import LoadedRecipe, load_recipe
@@ -220,6 +220,7 @@ def _meta(assembly: Assembly) -> dict[str, Any]:
             "n_parameters": resolved.n_parameters,
         },
         "adapter": None if recipe.adapter.kind == "none" else recipe_dict(recipe)["adapter"],
+        "frozen_hash": assembly.learner.root.frozen_hash,
         "tokenizer_hash": assembly.tokenizer.hash,
         "data_key": assembly.prepared.key,
         "world_size": assembly.launch.world_size,
@@ -228,6 +229,7 @@ def _meta(assembly: Assembly) -> dict[str, Any]:
 
 
 def _require_same_data(found: CheckpointInfo, assembly: Assembly) -> None:
+    require_same_base(found, assembly.learner.root.frozen_hash)
     meta = found.manifest["meta"]
     for key, now, what in (
         ("data_key", assembly.prepared.key, "data"),

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuner.checkpoint.load import CheckpointInfo, load_into, newest, open_checkpoint
+from tuner.checkpoint.load import CheckpointInfo, load_into, newest, open_checkpoint, require_same_base
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import ModelSection, NoAdapter, Recipe
 from tuner.data.building.prepare import prepare
@@ -87,6 +87,7 @@ def score(trained: Trained, loaded: LoadedRecipe, launch: Launch, console: Conso
         check_fits(request.tokenizer, resolved.config, data)
         root, numerics = assemble_model(resolved, launch)
         if trained.checkpoint is not None:
+            require_same_base(trained.checkpoint, root.frozen_hash)
             tensors = {f"model/{name}": parameter.data for name, parameter in trained_parameters(root).items()}
             load_into(trained.checkpoint, tensors, prefix="model/")
         started = time.monotonic()

@@ -29,7 +29,7 @@ from tuner.model.build import (
     model_config,
 )
 from tuner.model.compile import compile_blocks, compiler_problem
-from tuner.model.freeze import freeze
+from tuner.model.freeze import freeze, frozen_hash
 from tuner.model.padding import Padding
 from tuner.model.probe import require_isolation
 from tuner.model.recompute import apply_recompute
@@ -265,12 +265,13 @@ def _build_root(resolved: Resolved, launch: Launch, packed: bool) -> CausalLM:
     device = _device(resolved.facts, launch)
     built: list[CausalLM] = []  # on rank 0 alone; a failure there is raised on every rank, so that none waits for it
 
-    def build() -> None:
+    def build() -> str | None:
         built.append(CausalLM(build_model(_spec(recipe), dtype, recipe.seed)))
         _choose_trained(built[0].model, recipe)
         require_isolation(built[0], resolved.config.get_text_config().vocab_size, packed)
+        return frozen_hash(built[0].model)
 
-    Ranks(gloo_group()).on_main(build)
+    frozen = Ranks(gloo_group()).on_main(build)
     if launch.world_size == 1:
         root = built[0].to(device)
         _adapt_blocks(root, recipe)
@@ -281,6 +282,7 @@ def _build_root(resolved: Resolved, launch: Launch, packed: bool) -> CausalLM:
         size = shard_size(recipe.parallel.shard, launch)
         shard(root, data_mesh(device.type, launch.world_size, size), recipe.parallel.reshard_after_forward)
         materialise(root, built[0] if built else None, device)
+    root.frozen_hash = frozen
     if recipe.model.kernels == "liger" and recipe.train.compile is not True:  # the compiler makes kernels of its own
         apply_liger(root.model)
     return root
