@@ -42,5 +42,5 @@ def frozen_hash(model: PreTrainedModel) -> str | None:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    content = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
+    content = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
     return hashlib.sha256(content).hexdigest()
