@@ -37,7 +37,7 @@ def prepare_data(recipe: RecipeSource) -> PreparedInfo:
 
 def train(
     recipe: RecipeSource,
-    resume: Literal["auto", "must", "never"] = "never",
+    resume: Literal["auto", "must", "never"] | Path = "never",
     prepared: str | Path | None = None,
     dry_run: bool = False,
 ) -> RunResult:
@@ -49,7 +49,8 @@ def train(
     from tuner.train.ready import TrainOptions
 
     loaded = _loaded(recipe)
-    options = TrainOptions(resume, None if prepared is None else _path(prepared), dry_run=dry_run)
+    wish = _path(resume) if isinstance(resume, Path) else resume
+    options = TrainOptions(wish, None if prepared is None else _path(prepared), dry_run=dry_run)
     return launch(loaded, options, loaded.recipe.logging.level)
 
 

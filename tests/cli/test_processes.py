@@ -98,3 +98,14 @@ def test_one_ranks_error_is_the_runs_which_goes_on_until_it_is_told_to_stop(tmp_
     assert [(entry["world_size"], entry["threads"]) for entry in launches] == [(2, 1), (2, 1)]
     assert launches[1]["from_step"] == saved.step
     assert "processes: 2" in (run / "recipe.resolved.yaml").read_text()
+
+
+@pytest.mark.multi
+def test_a_branch_in_two_processes_goes_on_from_another_runs_checkpoint(tmp_path: Path) -> None:
+    resume_campaign.prepare(tmp_path, 1)
+    document(start(tmp_path, "--train.stop_after", "3 steps"), 75)
+    origin = "runs/r/checkpoints/step-3"
+    ended, _ = document(start(tmp_path, "--name", "b", "--resume", origin, "--train.stop_after", "2 steps"), 75)
+    assert (ended["metrics"]["step"], Path(ended["artifacts"]["checkpoint"]).parents[1].name) == (5, "b")
+    steps = [json.loads(line)["step"] for line in (tmp_path / "runs" / "b" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [4, 5]

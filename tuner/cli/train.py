@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -23,16 +23,20 @@ from tuner.cli.session import (
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
     from tuner.runtime.console import Console
-    from tuner.train.ready import RunResult, TrainOptions
+    from tuner.train.ready import Resume, RunResult, TrainOptions
+
+WORDS = ("auto", "must", "never")
 
 
 def train(  # noqa: PLR0913 - one parameter per option of the command
     ctx: typer.Context,
     recipe: RecipeArgument = None,
     resume: Annotated[
-        Literal["auto", "must", "never"],
+        str,
         typer.Option(
-            help="auto goes on where a run stopped, must needs a run to go on with, never refuses to touch one."
+            metavar="auto|must|never|PATH",
+            help="auto goes on where a run stopped, must needs a run to go on with, never refuses to touch one; the "
+            "PATH of a checkpoint or run begins a new run there.",
         ),
     ] = "never",
     prepared: Annotated[str | None, typer.Option(help="Prepared data to use; - reads its path from stdin.")] = None,
@@ -52,10 +56,16 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
         loaded = load_for_command(recipe, overrides_of(ctx))
         from tuner.train.ready import TrainOptions
 
-        options = TrainOptions(resume, input_path(prepared) if prepared is not None else None, no_prepare, dry_run)
+        options = TrainOptions(
+            _wish(resume), input_path(prepared) if prepared is not None else None, no_prepare, dry_run
+        )
         return launch_training(loaded, options, verbose)
 
     run_command("train", OutputOptions(json, verbose, debug), body)
+
+
+def _wish(text: str) -> Resume:
+    return input_path(text) if text not in WORDS else cast("Resume", text)
 
 
 def launch_training(loaded: LoadedRecipe, options: TrainOptions, verbose: bool) -> Outcome:

@@ -49,7 +49,8 @@ def launch(loaded: LoadedRecipe, options: TrainOptions, level: Level) -> RunResu
     work = {
         "recipe": recipe_dict(loaded.recipe),
         "text": loaded.text,
-        "resume": options.resume,
+        "resume": str(options.resume),
+        "resume_is_path": isinstance(options.resume, Path),
         "prepared": str(ready.data_dir.absolute()),
         "level": level,
     }
@@ -59,7 +60,8 @@ def launch(loaded: LoadedRecipe, options: TrainOptions, level: Level) -> RunResu
 def train_as_rank(work: Mapping[str, Any]) -> dict[str, Any]:
     """What each process started by `launch` does with the work given to it; returns its result as plain values."""
     loaded = dataclasses.replace(load_recipe(work["recipe"]), text=work["text"])
-    options = TrainOptions(work["resume"], Path(work["prepared"]), checked=True)
+    resume = Path(work["resume"]) if work["resume_is_path"] else work["resume"]
+    options = TrainOptions(resume, Path(work["prepared"]), checked=True)
     place = Launch.from_environment()
     result = train(loaded, options, place, Console(place.is_main, work["level"]))
     plain = {key: str(value) if isinstance(value, Path) else value for key, value in vars(result).items()}

@@ -1,10 +1,11 @@
 """Before a launch: what the run directory holds, whether the recipe belongs to it, and the prepared data."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tuner.checkpoint.load import CheckpointInfo, newest
+from tuner.checkpoint.load import CheckpointInfo, newest, open_checkpoint
 from tuner.checkpoint.steps import step_dirs
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
@@ -20,13 +21,18 @@ from tuner.train.progress import Progress
 from tuner.train.rundir import RunDir, differences
 from tuner.train.trial import try_optimizer
 
+Resume = Literal["auto", "must", "never"] | Path
+
 
 @dataclass(frozen=True)
 class TrainOptions:
     """What a launch is told beside the recipe."""
 
-    resume: Literal["auto", "must", "never"] = "never"
-    """auto goes on where there is a run to go on with, must fails without one, never refuses to touch one."""
+    resume: Resume = "never"
+    """auto goes on where there is a run to go on with, must fails without one, never refuses to touch one.
+
+    A path, of a checkpoint or of a run with one, begins a new run there, and goes on with the run that began so.
+    """
     prepared: Path | None = None
     """Prepared data to use instead of the cache's."""
     no_prepare: bool = False
@@ -110,7 +116,13 @@ def _existing(
     if record is None:
         if options.resume == "must":
             raise RecipeError(f"{run.path} holds no run to resume", hint="leave out --resume must")
-        return None
+        return _chosen(options.resume, loaded, console) if isinstance(options.resume, Path) else None
+    began = _began(record)
+    if isinstance(options.resume, Path) and (began is None or options.resume not in (began, began.parent.parent)):
+        raise RecipeError(
+            f"{run.path} holds a run that did not begin from {options.resume}",
+            hint=f"new run: --name NEW-NAME      go on with this one: tuner resume {run.path}",
+        )
     if run.resolved_recipe.is_file():
         changed = differences(recipe_dict(load_recipe(run.resolved_recipe).recipe), recipe_dict(loaded.recipe))
         if changed:
@@ -125,12 +137,42 @@ def _existing(
             f"{run.checkpoints}: none of its checkpoints is valid",
             hint="repair one, or start a new run with --name NEW-NAME; nothing was changed",
         )
+    if found is None and began is not None:
+        found = open_checkpoint(began)  # it ended before it saved one of its own
     if options.resume == "never" and not _is_finished(record, found) and not options.dry_run:
         at = f"at step {found.step}" if found is not None else "without a checkpoint"
         raise RecipeError(
             f"{run.path} holds an unfinished run, {at}",
             hint=f"go on: tuner resume {run.path}      new run: --name NEW-NAME",
         )
+    return found
+
+
+def _began(record: Mapping[str, Any]) -> Path | None:
+    """The checkpoint of another run that a run's first launch went on from, if it did."""
+    began = record["launches"][0].get("began_from") if record["launches"] else None
+    return None if began is None else Path(began)
+
+
+def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any]) -> None:
+    """Raise RecipeError, naming what differs, where a run with another recipe saved a checkpoint."""
+    if changed := differences(found.meta["recipe"], recipe):
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise RecipeError(
+            f"{found.path} was saved with another recipe ({'; '.join(changed[:3])}{more})",
+            hint="take the values of its run, which recipe.resolved.yaml there holds",
+        )
+
+
+def _chosen(path: Path, loaded: LoadedRecipe, console: Console) -> CheckpointInfo:
+    """The checkpoint at a path that the user gave: a damaged one is fatal, of a run it is the newest valid one."""
+    if not path.is_dir():
+        raise RecipeError(f"--resume {path}: no such directory", hint="give a checkpoint, auto, must or never")
+    of_run = RunDir(path)
+    found = newest(of_run.checkpoints, console.warn) if of_run.record.is_file() else open_checkpoint(path)
+    if found is None:
+        raise DataError(f"{path}: holds no valid checkpoint")
+    require_recipe_of(found, recipe_dict(loaded.recipe))
     return found
 
 

@@ -30,7 +30,7 @@ from tuner.train.mock import mock_batch
 from tuner.train.observers import build_hooks
 from tuner.train.plan import steps_of
 from tuner.train.progress import Progress, make_room, restore_position, run_tensors
-from tuner.train.ready import RunResult, TrainOptions, make_ready, run_result
+from tuner.train.ready import RunResult, TrainOptions, make_ready, require_recipe_of, run_result
 from tuner.train.records import Records
 from tuner.train.rundir import RunDir, differences
 from tuner.train.session import STOP_FILE, Session
@@ -51,7 +51,11 @@ def train(loaded: LoadedRecipe, options: TrainOptions, launch: Launch, console: 
     resolved = resolve(recipe, request.max_length, launch)
     if record is not None and run.resolved_recipe.is_file():
         _require_same_choices(run, resolved.recipe)
+    elif found is not None:
+        require_recipe_of(found, recipe_dict(resolved.recipe))
     table = timetable(resolved.recipe, data)
+    if record is None and found is not None and found.step >= table.plan.total_steps:
+        raise RecipeError(f"{found.path}: no steps are left to train", hint="give an earlier checkpoint of its run")
     _announce(console, resolved, table, launch)
     if options.dry_run:
         return RunResult(run.path, "planned", 0, table.plan.total_steps, None, {"total_steps": table.plan.total_steps})
@@ -79,6 +83,7 @@ def _run(
     launch, progress, total = assembly.launch, Progress(), assembly.timetable.plan.total_steps
     if found is not None:
         _require_same_data(found, assembly)
+    branched = found is not None and found.path.parent != run.checkpoints
     record = Ranks(gloo_group()).on_main(lambda: _begin(run, loaded, record, assembly, found))
     console.keep(run.logs / f"rank{launch.rank}.log")
     at = 0 if found is None else found.step
@@ -92,8 +97,12 @@ def _run(
             make_room(assembly, found.state)
             load_into(found, run_tensors(assembly))
             restore_position(assembly, progress, found.state)
-            session.protected = (found.path,)
-            console.say("resume", f"step {progress.step} of {total}; recipe, data and tokenizer are unchanged")
+            if branched:  # what it went on from is another run's, which this one neither counts nor prunes
+                progress.saved_step = progress.best = None
+            else:
+                session.protected = (found.path,)
+            origin = f", from {found.path}" if branched else ""
+            console.say("resume", f"step {progress.step} of {total}{origin}; recipe, data and tokenizer are unchanged")
         for records in (session.metrics, session.samples):
             records.cut_back(progress.step if found is not None else -1)
         mock_batch(assembly, console)
@@ -133,7 +142,7 @@ def _begin(
     run.logs.mkdir(exist_ok=True)
     sweep(run.checkpoints)
     resolved = assembly.resolved
-    if found is None:
+    if found is None or record is None:
         # How long and on how many processes is each launch's own affair.
         of_run = {
             "train": resolved.recipe.train.model_copy(update={"stop_after": None}),
@@ -151,6 +160,7 @@ def _begin(
         "device": resolved.facts.name,
         "cuda": torch.version.cuda,
         "from_step": 0 if found is None else found.step,
+        "began_from": str(found.path) if found is not None and record is None else None,
         "total_steps": assembly.timetable.plan.total_steps,
     }
     # Where the user works, before where the recipe is: a run that goes on reads it from its own directory.
