@@ -108,3 +108,16 @@ def test_the_gpus_kernel_gets_documents_window_and_scale(grouped: bool, monkeypa
     (q_bounds, k_bounds, *longest), options = calls[-1]
     assert q_bounds.tolist() == k_bounds.tolist() == [0, 5, 45, 46]
     assert longest == [40, 40] and options["window_size"] == (7, 0)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 1), (2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_compiler_is_told_of_results_holds(heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """Heads lie inside tokens, as projections leave them: results have the layout that was announced."""
+    lengths = (5, 40, 23)
+    leaves = [torch.randn(68, n, 8, dtype=dtype).transpose(0, 1).requires_grad_() for n in (heads[0], *heads[1:] * 2)]
+    bounds = Documents.of(lengths, CPU).host
+    torch.library.opcheck(attend_documents, (*leaves, bounds, 0, 0.3), test_utils=("test_schema", "test_faketensor"))
+    upstream = torch.randn(68, heads[0], 8, dtype=dtype)
+    arguments = (upstream, *(leaf.detach() for leaf in leaves), bounds, 0, 0.3, 0.0)
+    torch.library.opcheck(blocked_attention._backward, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -148,7 +148,7 @@ def _backward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors 
             found.copy_(torch.bmm(grad_scores, key.narrow(1, *seen)))
             grad_key.narrow(1, *seen).add_(torch.bmm(grad_scores.mT, rounded))
     grad_query.mul_(scale)
-    return grad_query.transpose(1, 2).flatten(0, 1), grad_key.to(dtype), grad_value.to(dtype)
+    return grad_query.transpose(1, 2).flatten(0, 1).contiguous(), grad_key.to(dtype), grad_value.to(dtype)
 
 
 class _Work:
@@ -230,7 +230,7 @@ def _backward_shapes(  # noqa: PLR0913, PLR0917
     scale: float,
     cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    return query.new_empty(query.shape), torch.empty_like(key), torch.empty_like(value)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
