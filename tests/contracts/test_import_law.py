@@ -28,8 +28,9 @@ LAW: dict[str, set[str]] = {
     "train": BELOW_TRAIN,
     "profile": BELOW_TRAIN | {"train"},
     "generate": BASE | {"data", "model", "checkpoint", "export"},
-    "api": BELOW_TRAIN | {"train", "profile", "export", "generate"},
-    "cli": BELOW_TRAIN | {"train", "profile", "export", "generate", "api"},
+    "exporting": BASE | {"checkpoint", "train", "export"},
+    "api": BELOW_TRAIN | {"train", "profile", "export", "generate", "exporting"},
+    "cli": BELOW_TRAIN | {"train", "profile", "export", "generate", "exporting", "api"},
     "": {"api"} | BASE,
     "__main__": {"cli"},
 }
@@ -39,7 +40,7 @@ NEVER_HEAVY = {"errors", "config", "data", "history"}
 # These may, but only inside a function.
 LAZILY_HEAVY = {"runtime", "cli", "api", ""}
 # Who may see the whole recipe; everything else gets its own section or plain values.
-SEES_RECIPE = {"config", "profile", "cli", "api"}
+SEES_RECIPE = {"config", "profile", "exporting", "cli", "api"}
 SEES_RECIPE_FILES = {"tuner.train.setup", "tuner.train.run", "tuner.train.score"}
 
 

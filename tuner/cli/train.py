@@ -78,9 +78,9 @@ def launch_training(loaded: LoadedRecipe, options: TrainOptions, verbose: bool) 
 
     level = "debug" if verbose else loaded.recipe.logging.level
     try:
-        from tuner.train.launch import launch
+        from tuner.exporting.launch import launch_with_exports
 
-        result = launch(loaded, options, level)
+        result = launch_with_exports(loaded, options, level)
     except KeyboardInterrupt:
         from tuner.train.ready import left_before
 
@@ -88,11 +88,12 @@ def launch_training(loaded: LoadedRecipe, options: TrainOptions, verbose: bool) 
         if left is None:
             raise
         result = left
-    return outcome_of(result, Console(Launch.from_environment().is_main, level))
+    export = result.run_dir / "exports" / f"step-{result.step}" if loaded.recipe.export.at_end else None
+    return outcome_of(result, Console(Launch.from_environment().is_main, level), export)
 
 
-def outcome_of(result: RunResult, console: Console) -> Outcome:
-    """The command's outcome for a launch that ended in order."""
+def outcome_of(result: RunResult, console: Console, export: Path | None = None) -> Outcome:
+    """The command's outcome for a launch that ended in order; ``export`` is what a finished run was exported to."""
     run_dir = _shown(result.run_dir)
     artifacts = {"checkpoint": str(result.checkpoint)} if result.checkpoint else {}
     metrics = {**result.metrics, "total_steps": result.total_steps}
@@ -106,8 +107,11 @@ def outcome_of(result: RunResult, console: Console) -> Outcome:
         )
     before, after = result.metrics.get("first_eval_loss"), result.metrics.get("eval_loss")
     evaluated = f" · eval loss {before:.3f} -> {after:.3f}" if before is not None and after is not None else ""
-    console.say("done", f"{result.step} steps{evaluated} · next: tuner export-hf {run_dir}")
-    return Outcome(str(result.run_dir), artifacts=artifacts, metrics=metrics, next=f"tuner export-hf {run_dir}")
+    following = f"tuner export-hf {run_dir}"
+    if export is not None:
+        artifacts["export"], following = str(export), f"tuner generate {_shown(export)}"
+    console.say("done", f"{result.step} steps{evaluated} · next: {following}")
+    return Outcome(str(result.run_dir), artifacts=artifacts, metrics=metrics, next=following)
 
 
 def _shown(path: Path) -> str:

@@ -139,6 +139,14 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "checkpoint.keep": ("save_total_limit", "keep_last", "max_checkpoints", "num_to_keep", "keep_latest_k"),
     "checkpoint.keep_best": ("metric_for_best_model", "load_best_model_at_end", "save_best_only", "monitor"),
     "checkpoint.marks": ("fixed_steps", "keep_every_n_steps"),
+    "export.every": (
+        "hf_interval", "hf_save_interval", "export_interval", "hf_save_steps", "save_hf_every", "export_steps",
+    ),
+    "export.at_end": ("last_save_in_hf", "save_hf", "hf_save_at_end", "export_at_end", "save_hf_at_end"),
+    "export.keep": ("hf_max_keep", "max_hf_exports", "export_total_limit", "keep_hf", "num_exports_to_keep"),
+    "export.dtype": ("export_dtype", "save_dtype", "hf_dtype", "output_dtype", "hf_export_dtype"),
+    "export.shard_size": ("max_shard_size", "export_size", "shard_size_limit", "hf_shard_size", "max_file_size"),
+    "export.adapter": ("merge_lora", "merge_and_unload", "save_merged", "merge_weights", "merge_adapter"),
     "parallel.processes": ("nproc_per_node", "num_processes", "num_gpus", "n_gpus", "gpus", "num_devices"),
     "parallel.shard": (
         "fsdp", "fsdp_config", "fsdp_sharding_strategy", "sharding_strategy", "deepspeed", "data_parallel_shard_degree",

@@ -31,6 +31,12 @@ def parse_bytes(text: str | int) -> int:
     return int(count)
 
 
+def byte_text(count: int) -> str:
+    """The shortest text that reads back as this many bytes: `5GB`, `64GiB`, `4097B`."""
+    factor, suffix = max((factor, suffix) for suffix, factor in BYTE_SUFFIXES.items() if count % factor == 0)
+    return f"{count // factor}{suffix}"
+
+
 def _parse(value: str | int | float | Fraction, suffixes: dict[str, int]) -> Fraction:
     if isinstance(value, bool):
         raise ValueError("a truth value is not a number")

@@ -26,6 +26,7 @@ from tuner.config.schedules import (
     WsdSchedule,
 )
 from tuner.config.section import Auto, Bool, Durations, Options, Section, Use
+from tuner.config.sizes import Bytes
 from tuner.config.spans import Cadence, Span
 
 TIMES = ("s", "min", "h")
@@ -329,6 +330,23 @@ class CheckpointSection(Section):
     """Points of the run that are saved and never pruned, such as [1000 steps, 2B tokens]."""
 
 
+class ExportSection(Section):
+    """Hugging Face directories written while the run trains, by a process beside it."""
+
+    every: Annotated[Durations | None, Cadence(units=("steps", "epochs", "tokens", "%", *TIMES))] = None
+    """How often to save and export a checkpoint to RUN/exports/step-N; RUN/exports/latest leads to the newest."""
+    at_end: Bool = False
+    """Export the last checkpoint of a finished run."""
+    keep: Annotated[int, Whole(ge=1, le=10**6)] = 2
+    """Newest exports kept, of those in RUN/exports that were made with these settings."""
+    dtype: Annotated[Literal["bf16", "fp32"], Choice(values=("bf16", "fp32"))] = "bf16"
+    """Type of the written weights."""
+    shard_size: Annotated[int, Bytes()] = 5 * 10**9
+    """Largest weights file, such as 5GB or 4GiB."""
+    adapter: Annotated[Literal["merge", "keep"], Choice(values=("merge", "keep"))] = "merge"
+    """Merge an adapter into the weights, or keep it as peft's directory."""
+
+
 class ParallelSection(Section):
     """Several processes."""
 
@@ -475,6 +493,7 @@ class Recipe(Section):
     schedule: Schedule = CosineSchedule()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    export: ExportSection = ExportSection()
     parallel: ParallelSection = ParallelSection()
     logging: LoggingSection = LoggingSection()
     hooks: Annotated[tuple[HookSection, ...], BeforeValidator(read_hooks, json_schema_input_type=Any)] = ()

@@ -116,6 +116,19 @@ def _nesterov_has_momentum(recipe: Recipe, given: Set[str]) -> str | None:
     return "nesterov looks ahead along a momentum; set optimizer.momentum above 0 or nesterov: false"
 
 
+def _export_needs_checkpoint(recipe: Recipe, given: Set[str]) -> str | None:
+    export = recipe.export
+    if recipe.checkpoint.at_end or (export.every is None and not export.at_end):
+        return None
+    return "the last step is exported from its checkpoint; set checkpoint.at_end: true"
+
+
+def _kept_adapter_is_there(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.export.adapter == "merge" or recipe.adapter.kind != "none":
+        return None
+    return "keep writes an adapter's directory; set adapter.kind, or export.adapter: merge"
+
+
 RULES: tuple[Rule, ...] = (
     Rule(("eval.every", "data.eval"), _cadence_needs_rows),
     Rule(("checkpoint.keep_best", "data.eval", "eval.every"), _best_needs_rows),
@@ -131,5 +144,7 @@ RULES: tuple[Rule, ...] = (
         ("optimizer.adjust_lr", "optimizer.scale_parameter", "optimizer.lr", "optimizer.adamw_lr", "optimizer.kind"),
         _lr_of_its_own,
     ),
+    Rule(("export.at_end", "export.every", "checkpoint.at_end"), _export_needs_checkpoint),
+    Rule(("export.adapter", "adapter.kind"), _kept_adapter_is_there),
     Rule(("optimizer.nesterov", "optimizer.momentum", "optimizer.kind"), _nesterov_has_momentum),
 )

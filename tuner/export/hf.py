@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tuner.checkpoint.load import PROBE_NAME, read_probe
+from tuner.checkpoint.readers import CheckpointHold
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.export import verify
 from tuner.export.card import CARD, LINEAGE, card, lineage
@@ -32,6 +33,7 @@ from tuner.export.write import (
 from tuner.runtime.files import (
     MANIFEST_NAME,
     TMP_PREFIX,
+    TRASH_PREFIX,
     discard_dir,
     file_entries,
     free_bytes,
@@ -141,13 +143,15 @@ def run_export(plan: ExportPlan) -> ExportReport:
         return _report(plan, None, None, started)
     with quiet():
         trained = trained_skeleton(plan.source)
-    with _temporary(plan.output) as directory:
+    with CheckpointHold(plan.source.checkpoint.path), _temporary(plan.output) as directory:
         with quiet():
             outputs, written = _write(plan, directory, trained)
             verify.require_written(directory, written, outputs)
             probes = _probes(plan.source)
             difference = _compare(plan, directory, probes)
         _write_identity(plan, directory, written)
+        if _is_done(plan):  # by another process meanwhile: its bytes are the same
+            return _report(replace(plan, done=True), None, None, started)
         publish_dir(directory, plan.output)
     return _report(plan, difference, probes, started)
 
@@ -237,7 +241,7 @@ def _temporary(final: Path) -> Iterator[Path]:
     directory = final.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(final.parent, prefix)
+        sweep_unfinished(final.parent, f"{final.name}-")
         directory.mkdir()
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -253,12 +257,19 @@ def _temporary(final: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _sweep(parent: Path, prefix: str) -> None:
-    """Remove unfinished exports of this target whose process is gone: nobody holds their lock."""
-    for path in sorted(parent.glob(f"{prefix}*")):
-        if path.is_symlink() or not path.is_dir():
+def sweep_unfinished(parent: Path, prefix: str) -> None:
+    """Remove what unfinished exports to targets that begin with ``prefix`` left, unless their process still runs.
+
+    Raises MachineError.
+    """
+    beginnings = tuple(f"{start}{prefix}" for start in (TMP_PREFIX, TRASH_PREFIX, f"{TRASH_PREFIX}tmp-"))
+    for path in sorted(parent.iterdir()):
+        if not path.name.startswith(beginnings) or path.is_symlink() or not path.is_dir():
             continue
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue  # another process swept it
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

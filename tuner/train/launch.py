@@ -15,6 +15,7 @@ from tuner.errors import MachineError
 from tuner.runtime.console import Console, Level
 from tuner.runtime.launch import Launch
 from tuner.runtime.ranks import run_ranks
+from tuner.train.observers import Attach
 from tuner.train.ready import RunResult, TrainOptions, make_ready
 from tuner.train.run import train
 from tuner.train.setup import check_division
@@ -22,12 +23,12 @@ from tuner.train.setup import check_division
 RANK_MODULE = "tuner.train.rank"
 
 
-def launch(loaded: LoadedRecipe, options: TrainOptions, level: Level) -> RunResult:
+def launch(loaded: LoadedRecipe, options: TrainOptions, level: Level, module: str = RANK_MODULE) -> RunResult:
     """Train the recipe, in as many processes as it asks for; messages of `level` and above go to stderr.
 
     Below torchrun and srun this process is one of theirs. Else `parallel.processes` of them start here: this one
-    then checks the recipe and the run directory and prepares the data, and takes no part in training. Raises
-    TunerError children, with the failing rank's message and exit code, and KeyboardInterrupt.
+    then checks the recipe and the run directory and prepares the data, and takes no part in training; each of them runs
+    `module`. Raises TunerError children, with the failing rank's message and exit code, and KeyboardInterrupt.
     """
     place = Launch.from_environment()
     console = Console(place.is_main, level)
@@ -54,19 +55,22 @@ def launch(loaded: LoadedRecipe, options: TrainOptions, level: Level) -> RunResu
         "prepared": str(ready.data_dir.absolute()),
         "level": level,
     }
-    return _result_of(run_ranks(RANK_MODULE, work, processes, logs))
+    return _result_of(run_ranks(module, work, processes, logs))
 
 
-def train_as_rank(work: Mapping[str, Any]) -> dict[str, Any]:
-    """What each process started by `launch` does with the work given to it; returns its result as plain values."""
+def train_as_rank(work: Mapping[str, Any], attach: Attach | None = None) -> RunResult:
+    """What each process started by `launch` does with the work given to it."""
     loaded = dataclasses.replace(load_recipe(work["recipe"]), text=work["text"])
     resume = Path(work["resume"]) if work["resume_is_path"] else work["resume"]
-    options = TrainOptions(resume, Path(work["prepared"]), checked=True)
+    options = TrainOptions(resume, Path(work["prepared"]), checked=True, attach=attach)
     place = Launch.from_environment()
-    result = train(loaded, options, place, Console(place.is_main, work["level"]))
-    plain = {key: str(value) if isinstance(value, Path) else value for key, value in vars(result).items()}
+    return train(loaded, options, place, Console(place.is_main, work["level"]))
+
+
+def plain_result(result: RunResult) -> dict[str, Any]:
+    """A rank's result as plain values, for the process that started it."""
     sys.stderr.flush()
-    return plain
+    return {key: str(value) if isinstance(value, Path) else value for key, value in vars(result).items()}
 
 
 def local_processes(section: ParallelSection, device: str) -> int:

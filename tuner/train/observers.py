@@ -1,15 +1,18 @@
 """The recipe's hooks and trackers, checked before anything heavy is done and built for a launch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tuner.checkpoint.agree import Ranks
 from tuner.config.recipe import HookSection, LoggingSection
 from tuner.runtime.console import Console
 from tuner.runtime.process import gloo_group
 from tuner.train.hooks import Hooks, Registration, RunFacts, check_hooks, user_hook
-from tuner.train.plan import cadence
+from tuner.train.plan import Cadence, cadence
 from tuner.train.setup import Assembly
 from tuner.train.trackers.choose import check_trackers, tracker_hooks
+
+Attach = Callable[[Cadence, Console], Sequence[Registration]]
+"""What a command adds to the recipe's hooks on rank 0, given when exports are due: training does not know export."""
 
 
 def check_observers(hooks: Sequence[HookSection], logging: LoggingSection) -> None:
@@ -18,8 +21,8 @@ def check_observers(hooks: Sequence[HookSection], logging: LoggingSection) -> No
     check_trackers(logging.trackers)
 
 
-def build_hooks(assembly: Assembly, facts: RunFacts, console: Console) -> Hooks:
-    """Trackers first, then the user's hooks in their order; none on ranks other than 0.
+def build_hooks(assembly: Assembly, facts: RunFacts, console: Console, attach: Attach | None) -> Hooks:
+    """Trackers first, then the user's hooks in their order, then the command's; none on ranks other than 0.
 
     Collective. Raises PluginError, on every rank, for a hook that cannot be built.
     """
@@ -30,6 +33,8 @@ def build_hooks(assembly: Assembly, facts: RunFacts, console: Console) -> Hooks:
     def build() -> None:
         built.extend(tracker_hooks(recipe.logging, console.say, console.warn))
         built.extend(user_hook(section, cadence(section.every, plan, tokens)) for section in recipe.hooks)
+        if attach is not None:
+            built.extend(attach(assembly.timetable.exporting, console))
 
     Ranks(gloo_group()).on_main(build)
     return Hooks(built, facts)

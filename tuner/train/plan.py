@@ -66,6 +66,11 @@ class Cadence:
         """Whether so many seconds since the last time are enough."""
         return self.every_seconds is not None and seconds >= self.every_seconds
 
+    def or_of(self, other: "Cadence") -> "Cadence":
+        """Due when this one or the other is."""
+        seconds = [s for s in (self.every_seconds, other.every_seconds) if s is not None]
+        return Cadence(self.every_steps + other.every_steps, min(seconds, default=None))
+
 
 def cadence(every: Sequence[Duration] | None, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> Cadence:
     """Resolve ``every:`` of a recipe; None (written ``never``) is a cadence that is never due."""

@@ -15,7 +15,7 @@ from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, RecipeError
 from tuner.runtime.console import Console
 from tuner.train.methods import check_method
-from tuner.train.observers import check_observers
+from tuner.train.observers import Attach, check_observers
 from tuner.train.own_schedule import check_schedule
 from tuner.train.progress import Progress
 from tuner.train.rundir import RunDir, differences
@@ -41,6 +41,8 @@ class TrainOptions:
     """Say what would be done and stop; only prepared data may be written."""
     checked: bool = False
     """`prepared` was opened and checked a moment ago, by the process that started this one."""
+    attach: Attach | None = None
+    """Hooks of the command's own."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from tuner.train.hooks import Hooks, RunFacts, Status
 from tuner.train.loop import train_loop
 from tuner.train.meter import Meter
 from tuner.train.mock import mock_batch
-from tuner.train.observers import build_hooks
+from tuner.train.observers import Attach, build_hooks
 from tuner.train.plan import steps_of
 from tuner.train.progress import Progress, make_room, restore_position, run_tensors
 from tuner.train.ready import RunResult, TrainOptions, make_ready, require_recipe_of, run_result
@@ -68,7 +68,7 @@ def train(loaded: LoadedRecipe, options: TrainOptions, launch: Launch, console: 
         _memory_errors(),
     ):
         assembly = assemble(resolved, data, request.tokenizer, launch)
-        return _run(run, loaded, record, assembly, found, signals, console)
+        return _run(run, loaded, record, assembly, found, options.attach, (signals, console))
 
 
 def _run(
@@ -77,9 +77,10 @@ def _run(
     record: dict[str, Any] | None,
     assembly: Assembly,
     found: CheckpointInfo | None,
-    signals: StopSignals,
-    console: Console,
+    attach: Attach | None,
+    around: tuple[StopSignals, Console],
 ) -> RunResult:
+    signals, console = around
     launch, progress, total = assembly.launch, Progress(), assembly.timetable.plan.total_steps
     if found is not None:
         _require_same_data(found, assembly)
@@ -88,7 +89,7 @@ def _run(
     console.keep(run.logs / f"rank{launch.rank}.log")
     at = 0 if found is None else found.step
     facts = RunFacts(run.path, str(record["run_id"]), total, recipe_dict(assembly.resolved.recipe), at)
-    hooks = build_hooks(assembly, facts, console)
+    hooks = build_hooks(assembly, facts, console, attach)
     session = _session(run, record, assembly, progress, (console, hooks, signals))
     status: Status = "failed"
     why: str | None = None

@@ -19,6 +19,7 @@ FREE_KEYS = (
     "logging.",
     "hooks",
     "checkpoint.",
+    "export.",
     "parallel.",
     "train.stop_after",
     "train.micro_batch_size",

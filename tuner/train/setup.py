@@ -76,6 +76,8 @@ class Timetable:
     saving: Cadence
     marks: frozenset[int]
     """Steps whose checkpoints are never pruned."""
+    exporting: Cadence
+    """An export needs a checkpoint: each of its steps is one of `saving`, too."""
 
 
 @dataclass(frozen=True)
@@ -168,13 +170,15 @@ def timetable(recipe: Recipe, prepared: PreparedData) -> Timetable:
     tokens = prepared.train.tokens_per_row
     plan = plan_steps(recipe.train.duration, tokens, recipe.train.global_batch_size)
     evaluated = prepared.eval is not None
+    exporting = cadence(recipe.export.every, plan, tokens)
     return Timetable(
         plan,
         build_schedule(recipe.schedule, plan, tokens),
         float(recipe.optimizer.lr),
         cadence(recipe.eval.every if evaluated else None, plan, tokens),
-        cadence(recipe.checkpoint.every, plan, tokens),
+        cadence(recipe.checkpoint.every, plan, tokens).or_of(exporting),
         mark_steps(recipe.checkpoint.marks, plan, tokens),
+        exporting,
     )
 
 

@@ -1,0 +1,72 @@
+"""Real runs with exports: the bytes of `tuner export-hf`, and a run that is complete although an export failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import resume_campaign
+from tuner.config.load import load_recipe
+from tuner.config.overrides import Override
+from tuner.errors import RecipeError
+from tuner.export.hf import export_hf
+from tuner.exporting.launch import launch_with_exports
+from tuner.train.ready import TrainOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def launch(directory: Path, **flags: str) -> Path:
+    flags = {"train__duration": "6 steps", "checkpoint__every": "500 steps", "export__dtype": "fp32"} | flags
+    overrides = [Override(key.replace("__", "."), value) for key, value in flags.items()]
+    loaded = load_recipe(directory / "r.yaml", overrides, cwd=directory)
+    return launch_with_exports(loaded, TrainOptions(), "error").run_dir
+
+
+def test_exports_of_a_run_are_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    resume_campaign.prepare(tmp_path, 1)
+    run = launch(tmp_path, export__every="4 steps", export__adapter="keep", export__shard_size="1MB")
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-4", "step-6"]
+    assert sorted(path.name for path in (run / "exports").iterdir()) == ["latest", "step-4"]
+    offline = export_hf(run / "checkpoints" / "step-4", tmp_path / "offline", "fp32", "keep", 10**6)
+    assert contents(run / "exports" / "latest") == contents(offline.path)
+    (run / "exports" / "step-6").mkdir()
+    (run / "exports" / "step-6" / "mine.txt").write_text("mine")
+    with pytest.raises(RecipeError, match="export of step-6: .*exists and is not this export"):
+        launch(tmp_path, export__at_end="true")
+    assert json.loads((run / "run.json").read_text())["status"] == "finished"
+    assert [path.name for path in (run / "exports" / "step-6").iterdir()] == ["mine.txt"]
+    assert os.readlink(run / "exports" / "latest") == "step-4"
+
+
+@pytest.mark.multi
+def test_rank_0_exports_once(tmp_path: Path) -> None:
+    resume_campaign.prepare(tmp_path, 1)
+    flags = ["--parallel.processes", "2", "--train.duration", "6 steps", "--checkpoint.every", "500 steps"]
+    flags += ["--export.every", "6 steps", "--export.at_end", "true", "--logging.level", "info"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tuner", "train", "r.yaml", "--json", *flags],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TUNER_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    exports = tmp_path / "runs" / "r" / "exports"
+    assert json.loads(done.stdout)["artifacts"]["export"] == str(exports / "step-6")
+    assert sorted(path.name for path in exports.iterdir()) == ["latest", "step-6"]
+    assert [line.split()[1] for line in done.stderr.splitlines() if line.startswith("exported")] == [
+        str(exports / "step-6")
+    ]

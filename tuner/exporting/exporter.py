@@ -1,0 +1,141 @@
+"""The `export:` section of a recipe at work: a hook that starts exports beside training, and their end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tuner.checkpoint.readers import CheckpointHold
+from tuner.checkpoint.steps import step_dirs, step_name
+from tuner.config.recipe import Recipe
+from tuner.errors import ExitCode, TunerError
+from tuner.export.hf import sweep_unfinished
+from tuner.exporting.directory import EXPORTS, is_export, lead_latest_to, newest_export, prune_exports
+from tuner.exporting.process import LOG, ExportProcess
+from tuner.runtime.console import Console
+from tuner.runtime.files import gib, machine_error
+from tuner.train.hooks import Registration, Report
+from tuner.train.plan import Cadence
+from tuner.train.ready import RunResult
+
+
+@dataclass
+class Exporter:
+    """Exports of one run, one at a time and at most one waiting, none of which training waits for.
+
+    As a context manager it ends on leaving what still runs: a run that was stopped makes it when it goes on.
+    """
+
+    recipe: Recipe
+    console: Console
+    _every: Cadence = Cadence()
+    _asked_at: float = field(default_factory=time.monotonic)
+    _jobs: list[tuple[ExportProcess, Future[None]]] = field(default_factory=list)
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="export"))
+
+    @property
+    def exports(self) -> Path:
+        """Where they go."""
+        return Path(self.recipe.output_dir) / EXPORTS
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What tells this run's exports from others, as their `tuner.json` has it."""
+        section = self.recipe.export
+        adapter = "none" if self.recipe.adapter.kind == "none" else section.adapter
+        return {"dtype": section.dtype, "adapter": adapter, "shard_size": section.shard_size}
+
+    def attach(self, every: Cadence, console: Console) -> Sequence[Registration]:
+        """The hook, for a launch whose exports are due at `every`; nothing where they never are."""
+        self.console, self._every = console, every
+        if every == Cadence():
+            return []
+        return [Registration(self._told, frozenset({"start", "save"}), Cadence())]
+
+    def finish(self, result: RunResult, at_end: bool = True) -> None:
+        """Wait for a finished run's exports; with `at_end` export its last checkpoint, too, where the recipe says so.
+
+        Raises the first export's error: by now the run itself is complete. A run that was stopped raises nothing.
+        """
+        if result.status != "finished":
+            return
+        if at_end and self.recipe.export.at_end and result.checkpoint is not None:
+            self._add_missing(result.checkpoint, result.step)
+        for _, future in self._jobs:
+            future.exception()
+        for _, future in self._jobs:
+            future.result()
+
+    def __enter__(self) -> Exporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process, future in self._jobs:
+            future.cancel()
+            process.end()
+        self._pool.shutdown()
+
+    def _told(self, report: Report) -> None:
+        checkpoints = report.run_dir / "checkpoints"
+        if report.stage == "start":
+            self._asked_at = time.monotonic()
+            self._add_owed(checkpoints)
+        elif self._every.due_at(report.step) or self._every.due_after(time.monotonic() - self._asked_at):
+            self._asked_at = time.monotonic()
+            self._add(checkpoints / step_name(report.step))
+
+    def _add_owed(self, checkpoints: Path) -> None:
+        """The newest checkpoint of an earlier launch whose export was due and cut short, or never begun."""
+        due = [(step, path) for step, path in step_dirs(checkpoints) if step > 0 and self._every.due_at(step)]
+        if due and due[0][0] > newest_export(self.exports, self.options):
+            self._add(due[0][1])
+
+    def _add_missing(self, checkpoint: Path, step: int) -> None:
+        asked = any(process.held.path == checkpoint for process, _ in self._jobs)
+        if not asked and not is_export(self.exports / step_name(step), step, self.options):
+            self._add(checkpoint)
+
+    def _add(self, checkpoint: Path) -> None:
+        """Queue one; one that still waits gives way, so that slow exports neither pile up nor keep checkpoints."""
+        for process, future in self._jobs:
+            if future.cancel():
+                process.held.release()
+                name = process.output.name
+                self.console.warn(f"the export of {name} is left out: the one before it is not done yet")
+        self._jobs = [job for job in self._jobs if not job[1].cancelled()]
+        log = Path(self.recipe.output_dir) / "logs" / LOG
+        hold = CheckpointHold(checkpoint)
+        process = ExportProcess(hold, self.exports / checkpoint.name, self.recipe.export, log)
+        future = self._pool.submit(self._export, process)
+        future.add_done_callback(self._say_failure)
+        self._jobs.append((process, future))
+
+    def _export(self, process: ExportProcess) -> None:
+        try:
+            self.exports.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise machine_error(self.exports, error) from error
+        sweep_unfinished(self.exports, "step-")
+        figures = process.run()
+        lead_latest_to(self.exports, process.output.name)
+        prune_exports(self.exports, self.recipe.export.keep, self.options)
+        self.console.say("exported", f"{process.output} ({gib(figures['bytes'])} in {figures['seconds']:.1f} s)")
+
+    def _say_failure(self, future: Future[None]) -> None:
+        try:
+            error = future.exception()
+        except CancelledError:
+            return
+        if isinstance(error, TunerError) and error.exit_code == ExitCode.INTERRUPTED:
+            self.console.warn(f"{error.message}; where the run goes on, it is made then")
+        elif isinstance(error, TunerError):
+            self.console.warn(f"{error.message}; the run goes on")
+        elif error is not None:
+            self.console.warn(f"an export failed: {type(error).__name__}: {error}; the run goes on")

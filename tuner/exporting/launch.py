@@ -1,0 +1,42 @@
+"""Training with the recipe's exports attached, in this process or in those that it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.exporting.exporter import Exporter
+from tuner.runtime.console import Console, Level
+from tuner.runtime.launch import Launch
+from tuner.train.launch import launch, plain_result, train_as_rank
+from tuner.train.ready import RunResult, TrainOptions
+
+RANK_MODULE = "tuner.exporting.rank"
+
+
+def launch_with_exports(loaded: LoadedRecipe, options: TrainOptions, level: Level) -> RunResult:
+    """`tuner.train.launch.launch`, with exports during training and after it as the recipe says.
+
+    Raises what that raises and, once the run is complete, the error of an export that failed.
+    """
+    section = loaded.recipe.export
+    if section.every is None and not section.at_end:
+        return launch(loaded, options, level)
+    main = Launch.from_environment().is_main
+    with Exporter(loaded.recipe, Console(main, level)) as exporter:
+        result = launch(loaded, replace(options, attach=exporter.attach), level, RANK_MODULE)
+        if main:
+            exporter.finish(result)
+        return result
+
+
+def train_and_export_as_rank(work: Mapping[str, Any]) -> dict[str, Any]:
+    """What each process started by `launch` does; rank 0 exports while it trains, the parent at the end."""
+    place = Launch.from_environment()
+    with Exporter(load_recipe(work["recipe"]).recipe, Console(place.is_main, work["level"])) as exporter:
+        result = train_as_rank(work, exporter.attach)
+        if place.is_main:
+            exporter.finish(result, at_end=False)
+        return plain_result(result)

@@ -1,0 +1,95 @@
+"""One export in a process of its own: the very command that a user would give, so that the bytes are the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tuner.checkpoint.readers import CheckpointHold
+from tuner.config.numbers import byte_text
+from tuner.config.recipe import ExportSection
+from tuner.errors import ExitCode, MachineError, TunerError, rebuilt
+
+LOG = "export.log"
+NICENESS = 10
+"""Training goes first."""
+
+
+@dataclass
+class ExportProcess:
+    """`tuner export-hf CHECKPOINT` with a run's settings; the checkpoint is not pruned while it is held."""
+
+    held: CheckpointHold
+    output: Path
+    section: ExportSection
+    log: Path
+    _process: subprocess.Popen[bytes] | None = None
+    _ending: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> dict[str, Any]:
+        """Export; returns the figures that the command reports. Raises the command's error, MachineError where killed.
+
+        It blocks: call it in a thread of its own.
+        """
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            with self.held, self.log.open("ab") as log:
+                if self._ending.is_set():
+                    raise self._cut_short()
+                self._process = subprocess.Popen(
+                    self._command(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+                )
+                if self._ending.is_set():
+                    self._process.terminate()
+                with suppress(OSError):  # it may have ended already
+                    os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
+                out, _ = self._process.communicate()
+        except OSError as error:
+            raise MachineError(f"{self.output}: the export could not be started: {error.strerror or error}") from error
+        return self._figures(out, self._process.returncode)
+
+    def end(self) -> None:
+        """End it: what it has written so far goes, what it has published stays."""
+        self._ending.set()
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
+    def _command(self) -> list[str]:
+        section = self.section
+        words = [sys.executable, "-m", "tuner", "export-hf", str(self.held.path), "--output", str(self.output)]
+        words += ["--dtype", section.dtype, "--adapter", section.adapter]
+        return [*words, "--shard-size", byte_text(section.shard_size), "--json"]
+
+    def _figures(self, out: bytes, code: int) -> dict[str, Any]:
+        if self._ending.is_set() or code == ExitCode.INTERRUPTED:
+            raise self._cut_short()
+        try:
+            document = json.loads(out)
+            if code == 0:
+                figures: dict[str, Any] = document["metrics"]
+                return figures
+            error = document["error"]
+        except (ValueError, KeyError, TypeError):
+            raise MachineError(
+                f"{self.output}: the export ended with code {code} and said nothing",
+                hint=f"its log: {self.log}; by hand: tuner export-hf {self.held.path}",
+            ) from None
+        raise rebuilt(error["type"], f"export of {self.output.name}: {error['message']}", error["hint"], code)
+
+    def _cut_short(self) -> TunerError:
+        error = MachineError(
+            f"the export of {self.output.name} was cut short", hint=f"by hand: tuner export-hf {self.held.path}"
+        )
+        error.exit_code = ExitCode.INTERRUPTED
+        return error
