@@ -83,15 +83,18 @@ def write_run(  # noqa: PLR0913 - what a run can be
         7,
         tensors,
         {"step": 7, "tokens": 700, "trained_tokens": 300, "epoch": 1.0, "finished": True, "rows_seen": 14},
-        _meta(
+        checkpoint_facts(
             base, model, lora, {"name_or_path": str(base), "dtype": frozen, "config": {}, "freeze": list(left_alone)}
         ),
-        _probe(model) if probes else None,
+        recorded_probe(model) if probes else None,
     )
     return run
 
 
-def _meta(base: Path, model: PreTrainedModel, lora: LoraSpec | None, section: dict[str, Any]) -> dict[str, Any]:
+def checkpoint_facts(
+    base: Path, model: PreTrainedModel, lora: LoraSpec | None, section: dict[str, Any]
+) -> dict[str, Any]:
+    """What a run notes in the manifest of a checkpoint; ``section`` is the recipe's model section."""
     adapter = None
     if lora is not None:
         targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
@@ -127,7 +130,8 @@ def _meta(base: Path, model: PreTrainedModel, lora: LoraSpec | None, section: di
     }
 
 
-def _probe(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def recorded_probe(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The probes of a checkpoint: the model's answers to `PROMPTS`."""
     lengths = [len(prompt) for prompt in PROMPTS]
     ids = torch.zeros(len(PROMPTS), max(lengths), dtype=torch.int64)
     for row, prompt in zip(ids, PROMPTS, strict=True):

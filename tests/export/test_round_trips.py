@@ -1,0 +1,138 @@
+"""Every architecture, tied and untied, in full and merged, from 1, 2 and 4 ranks: the export is the trained model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.checkpoint.processes import run_ranks
+from tests.export.families import FAMILIES, family_model
+from tests.export.runs import PROMPTS, checkpoint_facts, recorded_probe, train_a_little, write_tokenizer
+from tuner.checkpoint.save import CheckpointDir, save
+from tuner.export import verify
+from tuner.export.hf import export_hf
+from tuner.export.verify import last_logits
+from tuner.model.adapter import ADAPTER, LoraSpec, add_lora
+from tuner.model.build import ModelSpec, build_model
+from tuner.model.root import CausalLM, trained_parameters
+
+pytestmark = [pytest.mark.multi, pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_check")]
+WORLD_SIZES = (1, 2, 4)
+LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
+CASES = [(family, tied, lora) for family in FAMILIES for tied in (False, True) for lora in (None, LORA)]
+MOVED = {None: 0.05, LORA: 0.2}
+"""How far training moves each parameter."""
+
+
+@dataclass
+class Case:
+    """A trained model and its run directory, with a checkpoint `step-N` of N ranks."""
+
+    base: PreTrainedModel
+    trained: PreTrainedModel
+    run: Path
+
+    def by_transformers(self, model: PreTrainedModel, directory: Path) -> dict[str, torch.Tensor]:
+        """The published tensors of a plain model as transformers itself saves it."""
+        model.save_pretrained(directory)
+        return load_file(directory / "model.safetensors")
+
+
+def name_of(case: tuple[str, bool, LoraSpec | None]) -> str:
+    family, tied, lora = case
+    return f"{family}-{'tied' if tied else 'untied'}-{'lora' if lora else 'full'}"
+
+
+def build(directory: Path, family: str, tied: bool, lora: LoraSpec | None) -> Case:
+    base = family_model(family, tied)
+    base.save_pretrained(directory / "base")
+    trained = build_model(ModelSpec(str(directory / "base")), torch.float32, seed=0)
+    if lora is not None:
+        add_lora(trained, lora, seed=0)
+    train_a_little(trained, MOVED[lora])
+    trained.train(False)
+    run = directory / "run"
+    trained.config.save_pretrained(run / "model_config")
+    write_tokenizer(run / "tokenizer")
+    return Case(base, trained, run)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
+    """All cases, each saved by every number of ranks: a group of processes for each, forked with the models."""
+    place = tmp_path_factory.mktemp("round-trips")
+    built = {name_of(case): (build(place / name_of(case), *case), case[2]) for case in CASES}
+
+    def save_all(rank: int) -> None:
+        ranks = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (ranks,))
+        for case, lora in built.values():
+            tensors = {
+                f"model/{name}": distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+                for name, parameter in trained_parameters(CausalLM(case.trained)).items()
+            }
+            section = {"name_or_path": str(case.run.parent / "base"), "dtype": "fp32", "config": {}}
+            facts = checkpoint_facts(case.run.parent / "base", case.trained, lora, section) | {"world_size": ranks}
+            probe = recorded_probe(case.trained) if rank == 0 else None
+            save(CheckpointDir(case.run / "checkpoints", "r"), ranks, tensors, {"step": ranks}, facts, probe)
+
+    for ranks in WORLD_SIZES:
+        assert run_ranks(ranks, place, save_all) == [0] * ranks
+    yield {name: case for name, (case, _) in built.items()}
+
+
+def unit_spread(*logits: torch.Tensor) -> list[torch.Tensor]:
+    """Logits divided by the spread of the first ones."""
+    return [one / logits[0].std(-1, keepdim=True).mean() for one in logits]
+
+
+def answers(directory: Path) -> torch.Tensor:
+    return last_logits(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval(), PROMPTS)
+
+
+@torch.no_grad()
+def with_merged_weights(case: Case, dtype: torch.dtype) -> PreTrainedModel:
+    """The base model with round(W + s·B·A) in place of each adapted W, everything rounded to `dtype` once."""
+    merged = copy.deepcopy(case.base)
+    for name, layer in case.trained.named_modules():
+        if isinstance(layer, LoraLayer):
+            delta = layer.lora_B[ADAPTER].weight @ layer.lora_A[ADAPTER].weight * layer.scaling[ADAPTER]
+            weight = merged.get_submodule(name).weight
+            weight.copy_(weight + (delta.T if layer.fan_in_fan_out else delta))
+    return merged.to(dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_the_export_is_the_trained_model(cases: dict[str, Case], tmp_path: Path, case: tuple) -> None:  # type: ignore[type-arg]
+    run, lora = cases[name_of(case)], case[2]
+    trained, base = (last_logits(model, PROMPTS) for model in (run.trained, run.base))
+    for dtype in (torch.float32, torch.bfloat16):
+        short = "fp32" if dtype == torch.float32 else "bf16"
+        published = {}
+        for ranks in WORLD_SIZES if dtype == torch.float32 else WORLD_SIZES[-1:]:
+            checkpoint = run.run / "checkpoints" / f"step-{ranks}"
+            report = export_hf(checkpoint, tmp_path / f"{short}-{ranks}", dtype=short)  # type: ignore[arg-type]
+            published[ranks] = load_file(report.path / "model.safetensors")
+        expected_model = with_merged_weights(run, dtype) if lora else copy.deepcopy(run.trained).to(dtype)
+        expected = run.by_transformers(expected_model, tmp_path / f"expected-{short}")
+        for tensors in published.values():
+            assert tensors.keys() == expected.keys()
+            assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+        got = answers(tmp_path / f"{short}-4")
+        assert torch.equal(got, answers(tmp_path / f"expected-{short}"))
+        same, other = (verify.compare(*unit_spread(trained, logits)) for logits in (got, base))
+        if dtype == torch.float32:
+            assert same.relative <= (1e-5 if lora else 0.0) < 1e-2 < other.relative
+        else:
+            assert same.kl <= 0.02 < other.kl
