@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tuner.checkpoint.index import Chunk, TensorEntry
 from tuner.errors import DataError
 from tuner.export.merged import LowRank, MergedRows
-from tuner.export.rows import CheckpointRows, HeldRows, OpenFiles, n_rows
+from tuner.export.rows import CHECKS_AHEAD, CheckpointRows, HeldRows, OpenFiles, n_rows
 from tuner.export.shards import Output, Rows, plan_shards
 
 
@@ -64,10 +64,23 @@ def test_a_damaged_chunk_is_named_when_its_end_is_read(tmp_path: Path) -> None:
     data[3] ^= 1
     (tmp_path / "b").write_bytes(data)
     with OpenFiles() as files:
-        rows = CheckpointRows(files, tmp_path, "model/w", entry)
-        rows.read(0, 1)
-        with pytest.raises(DataError, match=r"/b: the SHA-256 of model/w"):
-            rows.read(1, 3)
+        CheckpointRows(files, tmp_path, "model/w", entry).read(0, 1)
+    with pytest.raises(DataError, match=r"/b: the SHA-256 of model/w"), OpenFiles() as files:
+        CheckpointRows(files, tmp_path, "model/w", entry).read(0, 3)
+
+
+def test_a_check_that_fails_is_told_by_a_later_one_and_other_errors_come_first(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise DataError("damaged")
+
+    with pytest.raises(DataError, match="damaged"), OpenFiles() as files:
+        files.check_meanwhile(fail)
+        for _ in range(CHECKS_AHEAD):
+            files.check_meanwhile(lambda: None)
+        raise AssertionError("not told")
+    with pytest.raises(KeyError), OpenFiles() as files:
+        files.check_meanwhile(fail)
+        raise KeyError
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -145,10 +145,10 @@ def run_export(plan: ExportPlan) -> ExportReport:
         trained = trained_skeleton(plan.source)
     with CheckpointHold(plan.source.checkpoint.path), _temporary(plan.output) as directory:
         with quiet():
-            outputs, written = _write(plan, directory, trained)
+            outputs, written = write_files(plan, directory, trained)
             verify.require_written(directory, written, outputs)
-            probes = _probes(plan.source)
-            difference = _compare(plan, directory, probes)
+            probes = read_probes(plan.source)
+            difference = compare_logits(plan, directory, probes)
         _write_identity(plan, directory, written)
         if _is_done(plan):  # by another process meanwhile: its bytes are the same
             return _report(replace(plan, done=True), None, None, started)
@@ -156,7 +156,7 @@ def run_export(plan: ExportPlan) -> ExportReport:
     return _report(plan, difference, probes, started)
 
 
-def _write(plan: ExportPlan, directory: Path, trained: Trained) -> tuple[list[Output], dict[str, str]]:
+def write_files(plan: ExportPlan, directory: Path, trained: Trained) -> tuple[list[Output], dict[str, str]]:
     """Write every file but the identity; the tensors, and the SHA-256 of each file that holds some."""
     source, dtype = plan.source, DTYPES[plan.dtype]
     config = read_config(source)
@@ -176,14 +176,14 @@ def _write(plan: ExportPlan, directory: Path, trained: Trained) -> tuple[list[Ou
         return outputs, write_shards(directory, plan_shards(outputs, plan.shard_size))
 
 
-def _probes(source: Source) -> verify.Probes:
+def read_probes(source: Source) -> verify.Probes:
     """The run's probes, or fixed ones that the model answers, rebuilt from the checkpoint, where it recorded none."""
     has_probes = PROBE_NAME in source.checkpoint.manifest["files"]
     recorded = verify.read_probes(read_probe(source.checkpoint)) if has_probes else None
     return recorded or verify.fallback_probes(load_trained(source).model)
 
 
-def _compare(plan: ExportPlan, directory: Path, probes: verify.Probes) -> verify.Difference:
+def compare_logits(plan: ExportPlan, directory: Path, probes: verify.Probes) -> verify.Difference:
     """Load the export as its users will and hold its answers against those of the trained model."""
     if plan.adapter == "keep":
         loaded = verify.load_adapter(directory, plain_base(plan.source))

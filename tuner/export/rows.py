@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,11 @@ import torch
 
 from tuner.checkpoint.index import Chunk, TensorEntry
 from tuner.errors import DataError
+
+AHEAD_BYTES = 8 << 20
+"""Asked of the disk beyond what is read now."""
+CHECKS_AHEAD = 4
+"""Checks that may be owed: each holds what it checks in memory."""
 
 
 class Rows(Protocol):
@@ -42,39 +49,62 @@ def read_all(rows: Rows) -> torch.Tensor:
 
 
 class OpenFiles:
-    """Files held open while their parts are read; closed with the context."""
+    """Files held open while their parts are read, and a thread that checks what was read; the context ends both."""
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
         self._stack = ExitStack()
+        self._checker = self._stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="check"))
+        self._checks: deque[Future[None]] = deque()
 
     def __enter__(self) -> OpenFiles:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self._descriptors.clear()
-        self._stack.close()
+        with self._stack:
+            while self._checks and kind is None:
+                self._checks.popleft().result()
+
+    def check_meanwhile(self, check: Callable[[], None]) -> None:
+        """Have the thread do this; what it raises is raised by a later call, at the latest when the context ends."""
+        while len(self._checks) >= CHECKS_AHEAD:
+            self._checks.popleft().result()
+        self._checks.append(self._checker.submit(check))
 
     def read(self, path: Path, start: int, count: int) -> torch.Tensor:
         """``count`` bytes from byte ``start`` on, uint8. Raises DataError naming the file."""
         buffer = torch.empty(count, dtype=torch.uint8)
+        self.read_into(path, start, buffer)
+        return buffer
+
+    def read_into(self, path: Path, start: int, buffer: torch.Tensor) -> None:
+        """Fill a tensor of contiguous bytes from byte ``start`` on. Raises DataError naming the file."""
         view = buffer.numpy().data
         try:
-            if path not in self._descriptors:
-                self._descriptors[path] = os.open(path, os.O_RDONLY)
-                self._stack.callback(os.close, self._descriptors[path])
+            descriptor = self._open(path)
+            # What comes after is what is read next, from this file: the disk may begin.
+            os.posix_fadvise(descriptor, start + len(view), AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
             while len(view):
-                done = os.preadv(self._descriptors[path], [view], start)
+                done = os.preadv(descriptor, [view], start)
                 if not done:
                     raise DataError(f"{path}: ends early")
                 view, start = view[done:], start + done
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}") from error
-        return buffer
+
+    def _open(self, path: Path) -> int:
+        if path not in self._descriptors:
+            self._descriptors[path] = os.open(path, os.O_RDONLY)
+            self._stack.callback(os.close, self._descriptors[path])
+        return self._descriptors[path]
 
 
 class CheckpointRows:
-    """A tensor of a checkpoint, put together from the chunks of all ranks; each chunk's SHA-256 is checked."""
+    """A tensor of a checkpoint, put together from the chunks of all ranks; each chunk's SHA-256 is checked.
+
+    The check runs beside the reading: `OpenFiles` raises its DataError.
+    """
 
     def __init__(self, files: OpenFiles, directory: Path, name: str, entry: TensorEntry) -> None:
         self.shape, self.dtype = entry.shape, entry.dtype
@@ -85,14 +115,16 @@ class CheckpointRows:
     def read(self, start: int, stop: int) -> torch.Tensor:
         """See `Rows`."""
         if not self.shape:
-            return self._part(self._chunks[0], 0, 1)
-        wanted = [(c, max(start, c.offsets[0]), min(stop, c.offsets[0] + c.sizes[0])) for c in self._chunks]
-        parts = [part for part in wanted if part[1] < part[2]]
-        if len(parts) == 1 and parts[0][1:] == (start, stop) and parts[0][0].sizes[1:] == self.shape[1:]:
-            return self._part(*parts[0])
+            return self._part(self._chunks[0], 0, 1).reshape(())
         block = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
-        for chunk, first, last in parts:
+        for chunk in self._chunks:
+            first, last = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])
+            if first >= last:
+                continue
             place = block[first - start : last - start]
+            if chunk.sizes[1:] == self.shape[1:]:
+                self._fill(place, chunk, first)
+                continue
             for dim in range(1, len(self.shape)):
                 place = place.narrow(dim, chunk.offsets[dim], chunk.sizes[dim])
             place.copy_(self._part(chunk, first, last))
@@ -100,18 +132,25 @@ class CheckpointRows:
 
     def _part(self, chunk: Chunk, first: int, last: int) -> torch.Tensor:
         """Rows of the whole tensor, as far as they lie in the chunk."""
-        shape = (last - first, *chunk.sizes[1:]) if self.shape else ()
-        row_bytes = chunk.length // n_rows(chunk.sizes)
-        at = (first - chunk.offsets[0]) * row_bytes if self.shape else 0
-        data = self._files.read(self._directory / chunk.file, chunk.start + at, (last - first) * row_bytes)
+        part = torch.empty((last - first, *chunk.sizes[1:]), dtype=self.dtype)
+        self._fill(part, chunk, first)
+        return part
+
+    def _fill(self, place: torch.Tensor, chunk: Chunk, first: int) -> None:
+        """Read whole rows of the chunk, from this row of the whole tensor on, into contiguous memory."""
+        data = place.reshape(-1).view(torch.uint8)
+        at = (first - chunk.offsets[0]) * (chunk.length // chunk.sizes[0]) if self.shape else 0
+        self._files.read_into(self._directory / chunk.file, chunk.start + at, data)
+        self._files.check_meanwhile(lambda: self._check(chunk, data, at + len(data) == chunk.length))
+
+    def _check(self, chunk: Chunk, data: torch.Tensor, is_last: bool) -> None:
         digest = self._digests[chunk]
         digest.update(data.numpy().data)
-        if at + len(data) == chunk.length and digest.hexdigest() != chunk.sha256:
+        if is_last and digest.hexdigest() != chunk.sha256:
             raise DataError(
                 f"{self._directory / chunk.file}: the SHA-256 of {self._name} differs from the one that was recorded",
                 hint="the file was damaged after it was saved: export another checkpoint of the run",
             )
-        return data.view(self.dtype).reshape(shape)
 
 
 @dataclass(frozen=True)

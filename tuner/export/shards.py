@@ -24,7 +24,7 @@ from tuner.runtime.files import fsync_dir, json_bytes, machine_error, write_all,
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 8 << 20
 """Of a block as it is read; a row that is longer is a block of its own."""
 FLUSH_BYTES = 64 << 20
 """Written before the disk is told to begin: left to itself the system waits for gigabytes, and the disk idles."""
