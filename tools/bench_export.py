@@ -1,4 +1,4 @@
-"""Exporting a checkpoint of several ranks, against DCP's Hugging Face writer and against a plain write of the same bytes.
+"""Exporting a checkpoint of several ranks, against DCP's Hugging Face writer and a plain write of the same bytes.
 
     python tools/bench_export.py DIRECTORY --rounds 3 [--gigabytes 2] [--ranks 4]
 
