@@ -95,9 +95,11 @@ def save_rank(rank: int, ranks: int, directory: Path, model: Any, probe: Any) ->
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from tuner.checkpoint.save import CheckpointDir, save
+    from tuner.runtime.files import file_entries
 
     facts = {"recipe": {"name": "bench", "model": {"dtype": "fp32"}}, "world_size": ranks, "adapter": None}
-    facts["model"] = {"name_or_path": "none", "init": "random"}
+    facts |= {"model": {"name_or_path": "none", "init": "random"}, "frozen_hash": None}
+    facts["tokenizer_files"] = file_entries(directory / "run" / "tokenizer")
     with group(rank, ranks, directory / "meeting") as mesh:
         tensors = {
             f"model/{name}": distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)

@@ -16,6 +16,7 @@ from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.freeze import freeze, frozen_hash
 from tuner.model.root import CausalLM, trained_parameters
+from tuner.runtime.files import file_entries
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
@@ -85,7 +86,8 @@ def write_run(  # noqa: PLR0913 - what a run can be
         {"step": 7, "tokens": 700, "trained_tokens": 300, "epoch": 1.0, "finished": True, "rows_seen": 14},
         checkpoint_facts(
             base, model, lora, {"name_or_path": str(base), "dtype": frozen, "config": {}, "freeze": list(left_alone)}
-        ),
+        )
+        | {"tokenizer_files": file_entries(run / "tokenizer")},
         recorded_probe(model) if probes else None,
     )
     return run

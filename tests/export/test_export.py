@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -263,6 +264,75 @@ def test_a_damaged_checkpoint_is_a_data_error(make_run: MakeRun) -> None:
         with pytest.raises(DataError, match=rf"{shard.name}.*model.layers.1.mlp.up_proj.weight"):
             export_hf(given)
     assert not list((run / "exports").iterdir())
+
+
+DAMAGE = {
+    "manifest.json": "manifest.json: ",
+    "index.json": "index.json: its SHA-256",
+    "state.json": "state.json: its SHA-256",
+    "probe.safetensors": "probe.safetensors: its SHA-256",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_flipped_bit_anywhere_in_a_checkpoint_is_a_data_error(make_run: MakeRun, name: str) -> None:
+    run = make_run()
+    path = run / "checkpoints" / "step-7" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=re.escape(DAMAGE[name])):
+        export_hf(path.parent)
+    assert not (run / "exports").exists()
+
+
+def test_a_missing_shard_is_named(make_run: MakeRun) -> None:
+    run = make_run()
+    shard = run / "checkpoints" / "step-7" / "rank-0000-of-0001.safetensors"
+    shard.unlink()
+    with pytest.raises(DataError, match=f"{shard.name}: missing"):
+        export_hf(shard.parent)
+
+
+@pytest.mark.parametrize("change", ["another", "missing", "new"])
+def test_a_tokenizer_that_is_not_the_runs_is_refused(make_run: MakeRun, change: str) -> None:
+    run = make_run()
+    path = run / "tokenizer" / ("added.txt" if change == "new" else "tokenizer.json")
+    if change == "missing":
+        path.unlink()
+    else:
+        path.write_text(path.read_text().replace("w50", "w_50") if path.exists() else "new")
+    with pytest.raises(DataError, match=rf"{path.name}: the tokenizer changed") as failure:
+        export_hf(run)
+    assert failure.value.exit_code == 3
+    assert not list((run / "exports").iterdir())
+
+
+@pytest.mark.parametrize("adapter", ["merge", "keep"])
+@pytest.mark.parametrize("probes", [True, False])
+def test_a_changed_base_model_is_refused(make_run: MakeRun, adapter: str, probes: bool) -> None:
+    run = make_run("llama", LORA, "bf16", probes)
+    path = run.parent / "base" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="the base model changed") as failure:
+        export_hf(run, adapter=adapter)  # type: ignore[arg-type]
+    assert failure.value.exit_code == 3
+    assert not list((run / "exports").iterdir())
+
+
+def test_a_changed_base_matters_where_something_was_frozen_alone(make_run: MakeRun) -> None:
+    run = make_run("llama", freeze=("lm_head",))
+    write_base(run.parent / "base", "qwen3")
+    with pytest.raises(DataError):
+        export_hf(run)
+
+
+def test_a_base_model_changed_after_full_training_is_of_no_account(make_run: MakeRun) -> None:
+    run = make_run("llama")
+    (run.parent / "base" / "model.safetensors").unlink()
+    assert export_hf(run).path.is_dir()
 
 
 def test_damage_of_what_is_not_exported_does_no_harm(make_run: MakeRun) -> None:

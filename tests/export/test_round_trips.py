@@ -26,6 +26,7 @@ from tuner.export.verify import last_logits
 from tuner.model.adapter import ADAPTER, LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.root import CausalLM, trained_parameters
+from tuner.runtime.files import file_entries
 
 pytestmark = [pytest.mark.multi, pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_check")]
 WORLD_SIZES = (1, 2, 4)
@@ -84,6 +85,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
             }
             section = {"name_or_path": str(case.run.parent / "base"), "dtype": "fp32", "config": {}}
             facts = checkpoint_facts(case.run.parent / "base", case.trained, lora, section) | {"world_size": ranks}
+            facts["tokenizer_files"] = file_entries(case.run / "tokenizer")
             probe = recorded_probe(case.trained) if rank == 0 else None
             save(CheckpointDir(case.run / "checkpoints", "r"), ranks, tensors, {"step": ranks}, facts, probe)
 

@@ -21,6 +21,7 @@ from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
 from tuner.export.rows import OpenFiles
 from tuner.export.shards import Output, plan_shards, write_one, write_shards
 from tuner.export.source import Source, resolve
+from tuner.export.unchanged import require_same_frozen, require_same_tokenizer
 from tuner.export.weights import DTYPES, load_trained, lora_spec, plain_base, read_config
 from tuner.export.write import (
     ADAPTER_WEIGHTS,
@@ -145,6 +146,8 @@ def run_export(plan: ExportPlan) -> ExportReport:
         trained = trained_skeleton(plan.source)
     with CheckpointHold(plan.source.checkpoint.path), _temporary(plan.output) as directory:
         with quiet():
+            require_same_tokenizer(plan.source)
+            require_same_frozen(plan.source)
             outputs, written = write_files(plan, directory, trained)
             verify.require_written(directory, written, outputs)
             probes = read_probes(plan.source)

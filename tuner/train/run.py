@@ -15,7 +15,7 @@ from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import TIMES, Recipe
 from tuner.errors import DataError, MachineError, MemoryLimitError, RecipeError
 from tuner.runtime.console import Console
-from tuner.runtime.files import sweep, write_json
+from tuner.runtime.files import file_entries, sweep, write_json
 from tuner.runtime.launch import Launch
 from tuner.runtime.lock import FileLock
 from tuner.runtime.memory import calm_collector
@@ -194,7 +194,7 @@ def _session(
         progress,
         run.path,
         CheckpointDir(run.checkpoints, str(record["run_id"])),
-        _meta(assembly),
+        _meta(assembly) | {"tokenizer_files": file_entries(run.path / "tokenizer") if main else {}},
         Records(run.path / "metrics.jsonl" if main else None),
         Records(run.path / "samples.jsonl" if main else None),
         console,
