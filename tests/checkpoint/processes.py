@@ -64,8 +64,8 @@ def run_ranks(world_size: int, directory: Path, work: Callable[[int], None]) -> 
     return [wait(child) for child in children]
 
 
-def shim(before: Callable[[str, tuple[Any, ...]], None]) -> None:
-    """Have every shimmed function of `os` call `before(name, arguments)` first. For forked children only."""
+def shim(before: Callable[[str, tuple[Any, ...]], None], names: tuple[str, ...] = SHIMMED) -> None:
+    """Have every named function of `os` call `before(name, arguments)` first. For forked children only."""
 
     def wrapped(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -74,11 +74,11 @@ def shim(before: Callable[[str, tuple[Any, ...]], None]) -> None:
 
         return call
 
-    for name in SHIMMED:
+    for name in names:
         setattr(os, name, wrapped(name, getattr(os, name)))
 
 
-def kill_at(count: int) -> None:
+def kill_at(count: int, names: tuple[str, ...] = SHIMMED) -> None:
     """Kill this process with SIGKILL at its `count`-th shimmed call (from 1); a write is cut in half first."""
     left = count
     real_write = os.write
@@ -91,4 +91,4 @@ def kill_at(count: int) -> None:
                 real_write(args[0], bytes(args[1])[: len(args[1]) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
 
-    shim(before)
+    shim(before, names)

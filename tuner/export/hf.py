@@ -7,14 +7,14 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from tuner.checkpoint.load import PROBE_NAME, read_probe
 from tuner.checkpoint.readers import CheckpointHold
-from tuner.errors import DataError, MachineError, RecipeError
+from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export import verify
 from tuner.export.card import CARD, LINEAGE, card, lineage
 from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
@@ -255,7 +255,7 @@ def _temporary(final: Path) -> Iterator[Path]:
     except OSError as error:
         raise machine_error(directory, error) from error
     finally:
-        if directory.is_dir():
+        with suppress(TunerError):  # what failed before is told; what stays now goes with the next export
             discard_dir(directory)
         os.close(descriptor)
 

@@ -1,0 +1,168 @@
+"""Kill and starve an export at every one of its I/O calls: the target is absent or complete, the run is as it was."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.processes import fork, kill_at, shim, wait
+from tests.export.runs import write_base, write_run
+from tuner.errors import MachineError
+from tuner.export import hf, verify
+from tuner.export.hf import export_hf, plan_export
+from tuner.model.adapter import LoraSpec
+
+SHARD_BYTES = 60_000
+CALLS = ("fsync", "fdatasync", "rename", "write", "mkdir", "unlink", "rmdir", "sendfile")
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run directory; its exports are not loaded again: what a fault leaves is compared with a sound export."""
+    made = write_run(tmp_path / "run", write_base(tmp_path / "base", "llama"), LoraSpec(4, 8.0, 0.0, "all-linear"))
+    export_hf(made, tmp_path / "sound", shard_size=SHARD_BYTES)
+    same = verify.Difference(0.0, 0.0, 0.0)
+    monkeypatch.setattr(hf, "compare_logits", lambda plan, directory, probes: same)
+    return made
+
+
+def export(run: Path) -> Path:
+    return export_hf(run, shard_size=SHARD_BYTES).path
+
+
+def killed(run: Path, count: int) -> bool:
+    """Export in a child that dies at its `count`-th call; false when it finished before."""
+
+    def work() -> None:
+        kill_at(count, CALLS)
+        export(run)
+
+    code = wait(fork(work))
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
+
+
+def test_killed_at_every_call_and_again_in_the_rerun(run: Path, tmp_path: Path) -> None:
+    sound, before = contents(tmp_path / "sound"), contents(run)
+    final = run / "exports" / "step-7"
+    published = count = 0
+    while True:
+        count += 1
+        fired = killed(run, count)
+        if final.exists():
+            assert contents(final) == sound
+            published += 1
+        if not fired:
+            break
+        if count % 7 == 0:  # again, while the leftovers of the first are swept
+            killed(run, 1 + count // 7)
+        export(run)
+        assert contents(final) == sound
+        assert os.listdir(run / "exports") == ["step-7"]
+        shutil.rmtree(run / "exports")
+        assert contents(run) == before
+    assert count > 40
+    assert published >= 2
+
+
+def failing(name: str, code: int, first: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have every call of `os.NAME` from the `first` on fail; returns the calls so far."""
+    real: Callable[..., Any] = getattr(os, name)
+    calls: list[int] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) >= first:
+            raise OSError(code, os.strerror(code))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(os, name, call)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "least"),
+    [
+        ("write", errno.ENOSPC, 10),
+        ("fsync", errno.EIO, 10),
+        ("sendfile", errno.ENOSPC, 2),
+        ("mkdir", errno.EROFS, 1),
+        ("rename", errno.EIO, 1),
+    ],
+)
+def test_an_error_at_every_call(run: Path, tmp_path: Path, name: str, code: int, least: int) -> None:
+    sound, before = contents(tmp_path / "sound"), contents(run)
+    final = run / "exports" / "step-7"
+    failures = 0
+    while True:
+        with pytest.MonkeyPatch.context() as patch:
+            failing(name, code, failures + 1, patch)
+            try:
+                export(run)
+                break
+            except MachineError as error:
+                failures += 1
+                assert os.strerror(code) in error.message
+                assert error.exit_code == 4
+        if final.exists():  # published, and then its parent could not be flushed
+            assert name == "fsync" and contents(final) == sound
+            shutil.rmtree(final)
+        elif name in ("write", "sendfile"):
+            assert os.listdir(run / "exports") == []
+        assert {path: data for path, data in contents(run).items() if not path.startswith("exports/")} == before
+    assert contents(final) == sound
+    assert os.listdir(run / "exports") == ["step-7"]
+    assert failures >= least
+
+
+def test_a_disk_without_room_is_known_before_anything_is_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf, "free_bytes", lambda path: 1000)
+    with pytest.raises(MachineError, match="the export needs .* bytes, 1,000 are free"):
+        export(run)
+    assert os.listdir(run / "exports") == []
+
+
+def test_one_that_was_published_meanwhile_is_taken_for_its_own(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_export(run, shard_size=SHARD_BYTES)
+    export(run)
+    report = hf.run_export(plan)
+    assert report.already_exported
+    assert os.listdir(run / "exports") == ["step-7"]
+
+
+def test_an_unfinished_export_that_still_runs_is_not_swept(run: Path) -> None:
+    ready = run.parent / "ready"
+
+    def work() -> None:
+        def before(name: str, args: tuple[Any, ...]) -> None:
+            if name == "fsync":
+                ready.touch()
+                signal.pause()
+
+        shim(before, CALLS)
+        export(run)
+
+    child = fork(work)
+    try:
+        while not ready.exists():
+            pass
+        export(run)
+        assert len(os.listdir(run / "exports")) == 2
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    shutil.rmtree(run / "exports" / "step-7")
+    export(run)
+    assert os.listdir(run / "exports") == ["step-7"]
