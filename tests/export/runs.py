@@ -64,6 +64,7 @@ def write_run(  # noqa: PLR0913 - what a run can be
     frozen: str = "fp32",
     left_alone: tuple[str, ...] = (),
     amount: float = 0.05,
+    facts: dict[str, str] | None = None,
 ) -> Path:
     """A run directory with one checkpoint at step 7, saved by the product's own writer."""
     dtype = torch.bfloat16 if frozen == "bf16" else torch.float32
@@ -87,7 +88,8 @@ def write_run(  # noqa: PLR0913 - what a run can be
         checkpoint_facts(
             base, model, lora, {"name_or_path": str(base), "dtype": frozen, "config": {}, "freeze": list(left_alone)}
         )
-        | {"tokenizer_files": file_entries(run / "tokenizer")},
+        | {"tokenizer_files": file_entries(run / "tokenizer")}
+        | ({"model": {"name_or_path": str(base), "revision": None, "init": "pretrained", **facts}} if facts else {}),
         recorded_probe(model) if probes else None,
     )
     return run
@@ -115,6 +117,9 @@ def checkpoint_facts(
             "seed": 0,
             "model": section,
             "method": {"kind": "sft"},
+            "optimizer": {"kind": "custom", "use": f"{base.parent}/own.py:Mine", "lr": 0.001},
+            "logging": {"project": "s3cret"},
+            "hooks": [{"use": "hook.py:Tell", "options": {"token": "s3cret"}}],
         },
         "model": {
             "name_or_path": str(base),
@@ -127,6 +132,7 @@ def checkpoint_facts(
         "frozen_hash": frozen_hash(model),
         "tokenizer_hash": "0" * 64,
         "data_key": "1" * 16,
+        "data": {"train": {"rows": 12, "tokens": 340, "trained_tokens": 120}},
         "world_size": 1,
         "precision": "fp32",
     }

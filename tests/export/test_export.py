@@ -19,6 +19,7 @@ from tests.export.runs import PROMPTS, write_base, write_run
 from tuner.checkpoint.load import open_checkpoint, read_probe, read_tensors
 from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.export import hf, outputs, verify
+from tuner.export.curve import curve
 from tuner.export.hf import export_hf, plan_export
 from tuner.export.rows import HeldRows
 from tuner.export.shards import Output, Shard
@@ -39,9 +40,10 @@ def make_run(tmp_path: Path) -> MakeRun:
         probes: bool = True,
         freeze: tuple[str, ...] = (),
         amount: float = 0.05,
+        facts: dict[str, str] | None = None,
     ) -> Path:
         base = write_base(tmp_path / "base", kind)
-        return write_run(tmp_path / "run", base, lora, probes, frozen, freeze, amount)
+        return write_run(tmp_path / "run", base, lora, probes, frozen, freeze, amount, facts)
 
     return make
 
@@ -433,3 +435,50 @@ def test_wrong_arguments(make_run: MakeRun, tmp_path: Path) -> None:
         plan_export(run, adapter="keep")
     plan = plan_export(run)
     assert not plan.done and not (run / "exports").exists()
+
+
+METRICS = [
+    {"kind": "eval", "step": 0, "loss": 3.25, "eval_s": 0.5},
+    *(
+        {"kind": "train", "step": n, "tokens": 100 * n, "loss": 3 - n / 10, "lr": 1e-4, "step_s": 1.0}
+        for n in range(1, 31)
+    ),
+    {"kind": "eval", "step": 7, "loss": 2.5, "eval_s": 0.7},
+]
+
+
+@pytest.mark.parametrize("adapter", ["merge", "keep"])
+def test_the_card_tells_where_the_weights_come_from(make_run: MakeRun, adapter: str, tmp_path: Path) -> None:
+    run = make_run("llama", LORA, facts={"licence": "apache-2.0"})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in METRICS) + '{"kind": "tr')
+    report = export_hf(run, adapter=adapter)  # type: ignore[arg-type]
+    text = (report.path / "README.md").read_text()
+    front = text.split("---\n")[1].splitlines()
+    assert "license: apache-2.0" in front
+    assert ("library_name: peft" in front) == (adapter == "keep")
+    for said in (
+        "| licence of the base model | apache-2.0 |",
+        "| train data | 12 rows, 340 tokens, 120 trained tokens |",
+        "| data key | 1111111111111111 |",
+        "| tokens seen | 700 |",
+        "| 0 |  |  | 3.2500 |  |",
+        "| 7 | 700 | 2.3000 | 2.5000 | 0.0001 |",
+        "lr: 0.001",
+    ):
+        assert said in text, said
+    facts = json.loads((report.path / "tuner.json").read_text())
+    assert [line["step"] for line in facts["metrics"]["train"]] == list(range(1, 8))
+    assert not {"step_s", "eval_s"} & {key for lines in facts["metrics"].values() for line in lines for key in line}
+    assert facts["data"]["train"]["rows"] == 12
+    for path in report.path.rglob("*"):
+        data = path.read_bytes()
+        assert str(tmp_path).encode() not in data, path
+        assert b"s3cret" not in data, path
+
+
+def test_long_curves_are_thinned_and_end_with_the_last_step(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in METRICS))
+    steps = [line["step"] for line in curve(tmp_path, 30)["train"]]
+    assert (len(steps), steps[0], steps[-1]) == (12, 1, 30)
+    assert steps == sorted(set(steps))
+    assert curve(tmp_path / "none", 30) == {"train": [], "eval": []}

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 import transformers
+import yaml
 
 import tuner
+from tuner.export.curve import curve
 from tuner.export.source import Source, hub_name
 
 LINEAGE = "tuner.json"
 CARD = "README.md"
 SCHEMA_VERSION = 1
-_SHOWN = ("method", "train", "optimizer", "schedule", "adapter", "parallel", "seed")
+_SHOWN = ("method", "train", "optimizer", "schedule", "adapter", "seed")
 
 
 def lineage(source: Source, manifest_sha256: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,11 +34,15 @@ def lineage(source: Source, manifest_sha256: str, options: Mapping[str, Any]) ->
             "manifest_sha256": manifest_sha256,
             "data_key": meta.get("data_key"),
             "tokenizer_hash": meta.get("tokenizer_hash"),
+            "frozen_hash": meta.get("frozen_hash"),
         },
+        "data": meta.get("data") or {},
+        "metrics": curve(source.run_dir, source.step),
         "base_model": {
             "name": source.hub_name,
             "revision": source.model.get("revision"),
             "init": source.model.get("init"),
+            "licence": source.model.get("licence"),
         },
         "recipe": without_paths({key: source.recipe[key] for key in _SHOWN if key in source.recipe}),
         "versions": {"tuner": tuner.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
@@ -61,10 +67,40 @@ def card(source: Source, facts: Mapping[str, Any], is_adapter: bool) -> str:
     front = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}", "pipeline_tag: text-generation"]
     if base:
         front += [f"base_model: {base}", f"base_model_relation: {'adapter' if is_adapter else 'finetune'}"]
+    if licence := facts["base_model"]["licence"]:
+        front.append(f"license: {licence}")
     front += ["tags:", "- tuner", "---", ""]
     rows = [(key, value) for key, value in _facts(source, facts, base) if value is not None]
     table = ["| | |", "|---|---|", *(f"| {key} | {_one_line(str(value))} |" for key, value in rows)]
-    return "\n".join([*front, f"# {title}", "", *table, "", *_usage(is_adapter), ""])
+    return "\n".join(
+        [*front, f"# {title}", "", *table, "", *_usage(is_adapter), "", *_course(facts["metrics"]), *_settings(facts)]
+    )
+
+
+def _course(metrics: Mapping[str, list[Mapping[str, Any]]]) -> list[str]:
+    """The loss over the run as a table; nothing where it was not kept."""
+    evaluated = {line["step"]: line.get("loss") for line in metrics["eval"]}
+    trained = {line["step"]: line for line in metrics["train"]}
+    steps = sorted(evaluated.keys() | trained.keys())
+    if not steps:
+        return []
+    lines = ["## Loss", "", "| step | tokens | loss | eval loss | learning rate |", "|---|---|---|---|---|"]
+    for step in steps:
+        line = trained.get(step, {})
+        tokens = f"{line['tokens']:,}" if "tokens" in line else ""
+        figures = (_figure(line.get("loss")), _figure(evaluated.get(step)), _figure(line.get("lr"), ".3g"))
+        lines.append(f"| {step:,} | {tokens} | {' | '.join(figures)} |")
+    return [*lines, ""]
+
+
+def _figure(value: Any, form: str = ".4f") -> str:
+    return format(value, form) if isinstance(value, (int, float)) else ""
+
+
+def _settings(facts: Mapping[str, Any]) -> list[str]:
+    """The recipe, as far as it decides the weights."""
+    text = yaml.safe_dump(facts["recipe"], sort_keys=False, allow_unicode=True).rstrip()
+    return ["## Recipe", "", "```yaml", *text.split("\n"), "```", ""] if facts["recipe"] else []
 
 
 def _facts(source: Source, facts: Mapping[str, Any], base: str | None) -> list[tuple[str, Any]]:
@@ -72,14 +108,21 @@ def _facts(source: Source, facts: Mapping[str, Any], base: str | None) -> list[t
     random_init = source.model.get("init") == "random"
     tokens = from_source["tokens"]
     return [
+        ("licence of the base model", facts["base_model"]["licence"]),
         ("base model", base or ("none: trained from random weights" if random_init else "a local directory")),
         ("method", recipe.get("method", {}).get("kind")),
         ("adapter", _adapter_text(source, str(export["adapter"]))),
         ("optimizer steps", f"{source.step:,}"),
+        ("data key", from_source["data_key"]),
+        *((f"{split} data", _counts(counts)) for split, counts in facts["data"].items()),
         ("tokens seen", f"{tokens:,}" if isinstance(tokens, int) else None),
         ("weights", export["dtype"]),
         ("trained with", f"tuner {facts['versions']['tuner']}"),
     ]
+
+
+def _counts(counts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{counts[name]:,} {name.replace('_', ' ')}" for name in ("rows", "tokens", "trained_tokens"))
 
 
 def _adapter_text(source: Source, mode: str) -> str | None:

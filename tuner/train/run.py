@@ -14,6 +14,7 @@ from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import TIMES, Recipe
 from tuner.errors import DataError, MachineError, MemoryLimitError, RecipeError
+from tuner.model.licence import licence_of
 from tuner.runtime.console import Console
 from tuner.runtime.files import file_entries, sweep, write_json
 from tuner.runtime.launch import Launch
@@ -221,6 +222,7 @@ def _meta(assembly: Assembly) -> dict[str, Any]:
     """The facts that go into every checkpoint's manifest."""
     resolved = assembly.resolved
     recipe = resolved.recipe
+    known = assembly.launch.is_main and recipe.model.init != "random"
     return {
         "recipe": recipe_dict(recipe),
         "model": {
@@ -229,11 +231,21 @@ def _meta(assembly: Assembly) -> dict[str, Any]:
             "init": recipe.model.init,
             "config": resolved.config.to_dict(),
             "n_parameters": resolved.n_parameters,
+            "licence": licence_of(recipe.model.name_or_path, recipe.model.revision) if known else None,
         },
         "adapter": None if recipe.adapter.kind == "none" else recipe_dict(recipe)["adapter"],
         "frozen_hash": assembly.learner.root.frozen_hash,
         "tokenizer_hash": assembly.tokenizer.hash,
         "data_key": assembly.prepared.key,
+        "data": {
+            split: {
+                "rows": len(rows),
+                "tokens": int(rows.tokens_per_row.sum()),
+                "trained_tokens": int(rows.trained_per_row.sum()),
+            }
+            for split, rows in (("train", assembly.prepared.train), ("eval", assembly.prepared.eval))
+            if rows is not None
+        },
         "world_size": assembly.launch.world_size,
         "precision": recipe.train.precision,
     }
