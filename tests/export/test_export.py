@@ -23,6 +23,7 @@ from tuner.export.curve import curve
 from tuner.export.hf import export_hf, plan_export
 from tuner.export.rows import HeldRows
 from tuner.export.shards import Output, Shard
+from tuner.export.spans import Spans
 from tuner.model.adapter import LoraSpec
 
 LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
@@ -370,7 +371,7 @@ def test_tampered_files_are_not_published(
     run = make_run(kind)
     write = hf.write_shards
 
-    def tampered(directory: Path, shards: Sequence[Shard]) -> dict[str, str]:
+    def tampered(directory: Path, shards: Sequence[Shard]) -> dict[str, Spans]:
         written = write(directory, shards)
         path = directory / "model.safetensors"
         data = bytearray(path.read_bytes())

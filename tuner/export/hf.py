@@ -21,6 +21,7 @@ from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
 from tuner.export.rows import OpenFiles
 from tuner.export.shards import Output, plan_shards, write_one, write_shards
 from tuner.export.source import Source, resolve
+from tuner.export.spans import Spans
 from tuner.export.unchanged import require_same_frozen, require_same_tokenizer
 from tuner.export.weights import DTYPES, load_trained, lora_spec, plain_base, read_config
 from tuner.export.write import (
@@ -149,18 +150,18 @@ def run_export(plan: ExportPlan) -> ExportReport:
             require_same_tokenizer(plan.source)
             require_same_frozen(plan.source)
             outputs, written = write_files(plan, directory, trained)
-            verify.require_written(directory, written, outputs)
+            digests = verify.require_written(directory, written, outputs)
             probes = read_probes(plan.source)
             difference = compare_logits(plan, directory, probes)
-        _write_identity(plan, directory, written)
+        _write_identity(plan, directory, digests)
         if _is_done(plan):  # by another process meanwhile: its bytes are the same
             return _report(replace(plan, done=True), None, None, started)
         publish_dir(directory, plan.output)
     return _report(plan, difference, probes, started)
 
 
-def write_files(plan: ExportPlan, directory: Path, trained: Trained) -> tuple[list[Output], dict[str, str]]:
-    """Write every file but the identity; the tensors, and the SHA-256 of each file that holds some."""
+def write_files(plan: ExportPlan, directory: Path, trained: Trained) -> tuple[list[Output], dict[str, Spans]]:
+    """Write every file but the identity; the tensors, and what was handed to the system of the files that hold them."""
     source, dtype = plan.source, DTYPES[plan.dtype]
     config = read_config(source)
     write_tokenizer(directory, source)
@@ -200,11 +201,11 @@ def compare_logits(plan: ExportPlan, directory: Path, probes: verify.Probes) -> 
     return difference
 
 
-def _write_identity(plan: ExportPlan, directory: Path, written: Mapping[str, str]) -> None:
+def _write_identity(plan: ExportPlan, directory: Path, digests: Mapping[str, str]) -> None:
     facts = lineage(plan.source, plan.manifest_sha256, plan.options)
     write_new(directory / CARD, card(plan.source, facts, plan.adapter == "keep").encode())
-    files = file_entries(directory, exclude=(LINEAGE, *written))
-    files |= {name: {"size": regular_size(directory / name), "sha256": sha256} for name, sha256 in written.items()}
+    files = file_entries(directory, exclude=(LINEAGE, *digests))
+    files |= {name: {"size": regular_size(directory / name), "sha256": sha256} for name, sha256 in digests.items()}
     write_new(directory / LINEAGE, json_bytes({**facts, "files": dict(sorted(files.items()))}))
 
 

@@ -1,12 +1,10 @@
 """Safetensors files written front to back: headers from shapes alone, every tensor a block of rows at a time.
 
-Reading, casting and writing overlap and hold a few blocks, whatever the size of the model. The files' SHA-256 are of
-the bytes handed to the system.
+Reading, casting and writing overlap and hold a few blocks, whatever the size of the model.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -20,6 +18,7 @@ import torch
 from tuner.checkpoint.index import DTYPE_NAMES
 from tuner.errors import TunerError
 from tuner.export.rows import Rows, n_rows
+from tuner.export.spans import Spans
 from tuner.runtime.files import fsync_dir, json_bytes, machine_error, write_all, write_new
 
 WEIGHTS = "model.safetensors"
@@ -68,12 +67,12 @@ def plan_shards(outputs: Sequence[Output], shard_size: int) -> list[Shard]:
     return [Shard(name, tuple(group)) for name, group in zip(names, groups, strict=True)]
 
 
-def write_shards(directory: Path, shards: Sequence[Shard]) -> dict[str, str]:
-    """Write all files and, where there are several, the index of names; returns each file's SHA-256.
+def write_shards(directory: Path, shards: Sequence[Shard]) -> dict[str, Spans]:
+    """Write all files and, where there are several, the index of names; returns what was handed to the system.
 
     Raises MachineError naming the file and the bytes it needs, and what the tensors' sources raise.
     """
-    digests = {shard.name: _write_shard(directory / shard.name, shard) for shard in shards}
+    written = {shard.name: _write_shard(directory / shard.name, shard) for shard in shards}
     if len(shards) > 1:
         outputs = [output for shard in shards for output in shard.outputs]
         totals = {
@@ -82,10 +81,10 @@ def write_shards(directory: Path, shards: Sequence[Shard]) -> dict[str, str]:
         }
         places = {output.name: shard.name for shard in shards for output in shard.outputs}
         write_new(directory / INDEX, json_bytes({"metadata": totals, "weight_map": places}))
-    return digests
+    return written
 
 
-def write_one(path: Path, outputs: Sequence[Output]) -> dict[str, str]:
+def write_one(path: Path, outputs: Sequence[Output]) -> dict[str, Spans]:
     """Write one file of any name; see `write_shards`."""
     return {path.name: _write_shard(path, Shard(path.name, tuple(outputs)))}
 
@@ -104,7 +103,7 @@ def header(outputs: Sequence[Output]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_shard(path: Path, shard: Shard) -> str:
+def _write_shard(path: Path, shard: Shard) -> Spans:
     # Wide types first: without gaps, every tensor then starts at a multiple of its item size.
     outputs = sorted(shard.outputs, key=lambda output: -output.dtype.itemsize)
     head = header(outputs)
@@ -112,38 +111,35 @@ def _write_shard(path: Path, shard: Shard) -> str:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
         try:
-            digest, written = _write_blocks(descriptor, head, outputs)
+            spans = _write_blocks(descriptor, head, outputs)
         finally:
             os.close(descriptor)
         fsync_dir(path.parent)
     except OSError as error:
         raise machine_error(path, error, size) from error
-    if written != size:
-        raise TunerError(f"{path}: {written:,} bytes were written where {size:,} were planned")
-    return digest
+    if spans.nbytes != size:
+        raise TunerError(f"{path}: {spans.nbytes:,} bytes were written where {size:,} were planned")
+    return spans
 
 
-def _write_blocks(descriptor: int, head: bytes, outputs: Sequence[Output]) -> tuple[str, int]:
-    digest, written, unflushed = hashlib.sha256(head), len(head), len(head)
-    with (
-        ThreadPoolExecutor(max_workers=1, thread_name_prefix="sha256") as hasher,
-        ThreadPoolExecutor(max_workers=1, thread_name_prefix="flush") as flusher,
-    ):
+def _write_blocks(descriptor: int, head: bytes, outputs: Sequence[Output]) -> Spans:
+    spans, unflushed = Spans(), len(head)
+    spans.add(head)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="flush") as flusher:
         write_all(descriptor, head)
         flushed: Future[None] | None = None
         for data in _one_ahead(_blocks(outputs)):
-            hashed = hasher.submit(digest.update, data)
+            spans.add(data)
             write_all(descriptor, data)
-            written, unflushed = written + len(data), unflushed + len(data)
+            unflushed += len(data)
             if unflushed >= FLUSH_BYTES and (flushed is None or flushed.done()):
                 if flushed is not None:
                     flushed.result()
                 flushed, unflushed = flusher.submit(os.fdatasync, descriptor), 0
-            hashed.result()
         if flushed is not None:
             flushed.result()
         os.fsync(descriptor)
-    return digest.hexdigest(), written
+    return spans
 
 
 def _one_ahead(blocks: Iterator[torch.Tensor]) -> Iterator[memoryview]:

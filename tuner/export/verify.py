@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tuner.checkpoint.index import DTYPE_NAMES
 from tuner.errors import DataError, VerificationError
 from tuner.export.shards import Output
+from tuner.export.spans import Spans, sha256_of_same
 from tuner.export.write import ADAPTER_WEIGHTS
-from tuner.runtime.files import sha256_file
 
 SAME_MODEL = 1e-5  # float32, the same operations: only the order of sums differs
 ROUNDED_KL = 0.02  # nats, weights rounded to bf16
@@ -111,15 +111,18 @@ def require_close(difference: Difference, what: str, relative: float | None = No
         )
 
 
-def require_written(directory: Path, written: Mapping[str, str], outputs: Sequence[Output]) -> None:
+def require_written(directory: Path, written: Mapping[str, Spans], outputs: Sequence[Output]) -> dict[str, str]:
     """Read every safetensors file back: bytes, names, types and shapes are those that were to be written.
 
-    ``written`` holds each file's SHA-256 as it was handed to the system. Raises VerificationError.
+    ``written`` holds what was handed to the system. Returns each file's SHA-256. Raises VerificationError.
     """
     left = {output.name: output for output in outputs}
+    digests: dict[str, str] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        if sha256_file(path) != written.get(path.name):
+        digest = sha256_of_same(path, written[path.name].pieces) if path.name in written else None
+        if digest is None:
             raise VerificationError(f"{path.name}: the disk holds other bytes than were written; nothing was published")
+        digests[path.name] = digest
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - the file object is no mapping
                 output, part = left.pop(name, None), file.get_slice(name)
@@ -130,6 +133,7 @@ def require_written(directory: Path, written: Mapping[str, str], outputs: Sequen
                     raise VerificationError(f"{path.name}: {name} is {facts[0]} {facts[1]}; nothing was published")
     if left:
         raise VerificationError(f"tensors were not written: {', '.join(sorted(left)[:3])}; nothing was published")
+    return digests
 
 
 def load_plain(directory: Path) -> PreTrainedModel:
