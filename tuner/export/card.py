@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import transformers
-import yaml
 
 import tuner
+from tuner.config.dump import flow
 from tuner.export.curve import curve
 from tuner.export.source import Source, hub_name
 
@@ -99,8 +99,15 @@ def _figure(value: Any, form: str = ".4f") -> str:
 
 def _settings(facts: Mapping[str, Any]) -> list[str]:
     """The recipe, as far as it decides the weights."""
-    text = yaml.safe_dump(facts["recipe"], sort_keys=False, allow_unicode=True).rstrip()
-    return ["## Recipe", "", "```yaml", *text.split("\n"), "```", ""] if facts["recipe"] else []
+    lines: list[str] = []
+    for key, value in facts["recipe"].items():
+        section = value.items() if isinstance(value, Mapping) else ()
+        lines += (
+            [f"{key}:", *(f"  {name}: {flow(item)}" for name, item in section)]
+            if section
+            else [f"{key}: {flow(value)}"]
+        )
+    return ["## Recipe", "", "```yaml", *lines, "```", ""] if lines else []
 
 
 def _facts(source: Source, facts: Mapping[str, Any], base: str | None) -> list[tuple[str, Any]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import hf_hub_download
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 CARD = "README.md"
 MAX_CHARACTERS = 100
@@ -28,8 +29,8 @@ def licence_of(name_or_path: str, revision: str | None) -> str | None:
     if len(parts) < 3 or parts[0].strip():
         return None
     try:
-        front: Any = yaml.safe_load(parts[1])
-    except (yaml.YAMLError, RecursionError):
+        front: Any = YAML(typ="safe", pure=True).load(parts[1])
+    except (YAMLError, RecursionError, ValueError):
         return None
     if not isinstance(front, dict):
         return None
