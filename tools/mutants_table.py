@@ -251,22 +251,22 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "data-sample-not-judged",
         "tuner/data/encoding/encode.py",
-        "        self._check(examples, merged)\n",
+        "        self._check(examples, merged, checks)\n",
         "",
         FAST,
     ),
     Mutant(
         "data-unknown-bytes-kept",
         "tuner/data/encoding/encode.py",
-        "flat.counts(np.arange(len(table.lengths)) >= table.size) > 0",
-        "np.zeros(len(texts), dtype=np.bool_)",
+        "flat.counts(self._is_unknown) > 0 if self._is_unknown.any() else flat.unknown",
+        "flat.unknown",
         FAST,
     ),
     Mutant(
         "data-frame-untrained-end",
         "tuner/data/encoding/encode.py",
-        "            trained[offsets[1:][framed] - len(suffix) + k] = True\n",
-        "",
+        "(offsets[1:][framed] - len(suffix) + k, token, True)",
+        "(offsets[1:][framed] - len(suffix) + k, token, False)",
         MASKS + FAST,
     ),
     Mutant(
@@ -314,8 +314,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "data-equal-documents-on-both-sides",
         "tuner/data/building/selection.py",
-        "    held[order] = chosen[group]\n",
-        "    held[order[: len(chosen)]] = chosen\n",
+        "    held[order] = np.repeat(chosen, sizes)\n",
+        "    held[order[: int(sizes[chosen].sum())]] = True\n",
         ("tests/data/building/test_selection.py",),
     ),
     Mutant(
