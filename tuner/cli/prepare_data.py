@@ -47,6 +47,8 @@ def prepare_data(
 ) -> None:
     """Turn rows into packed, encoded data; print its directory. Again, it is already prepared."""
 
+    from tuner.runtime.memory import calm_collector
+
     terminal = sys.stdout.isatty()  # the command's body sees another stdout
 
     def body() -> Outcome:
@@ -68,7 +70,7 @@ def prepare_data(
             return _planned(request, console)
         return _prepared(request, console, str(loaded.path) if loaded.path else None)
 
-    run_command("prepare-data", OutputOptions(json, verbose, debug), body)
+    run_command("prepare-data", OutputOptions(json, verbose, debug), calm_collector()(body))
 
 
 def _prepared(request: PrepareRequest, console: Console, recipe: str | None) -> Outcome:

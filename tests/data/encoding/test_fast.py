@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, normalizers
 
 from tests.data import tiny
 from tuner.data.encoding import encode, fast, words
-from tuner.data.encoding.byte_table import ByteTable, Unproven
+from tuner.data.encoding.byte_table import Unproven
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.encoding.fast import FastEncoder
 from tuner.data.encoding.proven import ProvenEncoder
@@ -75,18 +75,18 @@ def without_byte(symbol: str) -> TextTokenizer:
 )
 def test_other_kinds_of_tokenizers_are_told_apart(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unproven, match=reason):
-        ByteTable(changed(**changes))
+        _ = changed(**changes).byte_table
 
 
 def test_bytes_of_tokens() -> None:
     tokenizer = tiny.tokenizer()
-    table = ByteTable(tokenizer)
+    table = tokenizer.byte_table
     for text in ("hello \u00e9\u4e2d\U0001f600\n\x00", "a<|im_end|>b"):
         assert table.lengths[tokenizer.encode(text)].sum() == len(text.encode())
 
 
 def proven(tokenizer: TextTokenizer) -> ProvenEncoder:
-    table = ByteTable(tokenizer)
+    table = tokenizer.byte_table
     return ProvenEncoder(FastEncoder(tokenizer, table), tokenizer, table)
 
 
@@ -101,7 +101,7 @@ def test_a_tokenizer_that_cannot_be_read_is_not_taken() -> None:
     own = json.loads(tiny.tokenizer_json())["pre_tokenizer"]
     tokenizer = changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "UnicodeScripts"}, own]})
     with pytest.raises(Unproven, match="cannot read"):
-        FastEncoder(tokenizer, ByteTable(tokenizer))
+        FastEncoder(tokenizer, tokenizer.byte_table)
 
 
 def test_characters_are_looked_at_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_without_the_library_words_are_remembered() -> None:
 def test_words_are_forgotten_before_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "_MAX_WORDS", 40)
     tokenizer = tiny.tokenizer()
-    encoder = words.WordEncoder(tokenizer, ByteTable(tokenizer))
+    encoder = words.WordEncoder(tokenizer, tokenizer.byte_table)
     for start in range(0, 600, 20):
         text = " ".join(f"w{i}" for i in range(start, start + 30)) + "<|im_end|>"
         assert encoder.encode(text).tolist() == tokenizer.encode(text)
@@ -233,7 +233,7 @@ def test_words_are_forgotten_before_they_are_too_many(monkeypatch: pytest.Monkey
 def test_words_are_cut_as_the_tokenizer_cuts_them(cut: dict[str, Any]) -> None:
     bare = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     tokenizer = changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [cut, bare]})
-    table = ByteTable(tokenizer)
+    table = tokenizer.byte_table
     encoder = ProvenEncoder(words.WordEncoder(tokenizer, table), tokenizer, table)
     for text in ("hello 1234 the answer", "x\n\n 12 a", "", "say 1 word\n"):
         assert encoder.encode(text).tolist() == tokenizer.encode(text)
@@ -250,13 +250,13 @@ def test_words_that_are_cut_otherwise_are_not_remembered(cut: dict[str, Any], re
     bare = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     tokenizer = changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [cut, bare]})
     with pytest.raises(Unproven, match=reason):
-        words.WordEncoder(tokenizer, ByteTable(tokenizer))
+        words.WordEncoder(tokenizer, tokenizer.byte_table)
 
 
 @pytest.mark.parametrize("readable", [False, True])
 def test_memory_is_given_back_by_building_anew(monkeypatch: pytest.MonkeyPatch, readable: bool) -> None:
     tokenizer = tiny.tokenizer()
-    encoder = FastEncoder(tokenizer, ByteTable(tokenizer))
+    encoder = FastEncoder(tokenizer, tokenizer.byte_table)
     built = []
     monkeypatch.setattr(encoder, "_load", lambda json_text: built.append(1) or gigatoken_rs.load_hf_json(json_text))
     sizes, held = iter(range(1 << 20)), iter(range(300, 1 << 20, 300))

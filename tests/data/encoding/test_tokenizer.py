@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,29 @@ def test_ids_equal_those_of_transformers(tmp_path: Path, template: str) -> None:
         assert ours.decode(ours.encode(text)) == text
     assert (ours.eos_id, ours.pad_id, ours.bos_id) == (theirs.eos_token_id, theirs.pad_token_id, theirs.bos_token_id)
     assert ours.vocab_size == len(theirs)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "of another kind"])
+@pytest.mark.parametrize("change", ["none", "hole", "beyond", "within", "within by a wrong id", "no added"])
+def test_the_largest_id_is_the_librarys(kind: str, change: str) -> None:
+    spec = json.loads(tiny.tokenizer_json())
+    vocabulary, added = spec["model"]["vocab"], spec["added_tokens"]
+    if kind != "byte-level":
+        spec["normalizer"] = {"type": "Lowercase"}
+    last = max(vocabulary, key=vocabulary.__getitem__)
+    if change == "hole":
+        vocabulary[last] += 50
+    elif change == "beyond":
+        added.append({**added[0], "content": "<new>", "id": vocabulary[last] + 1})
+    elif change == "within":
+        added.append({**added[0], "content": last, "id": vocabulary[last]})
+    elif change == "within by a wrong id":
+        added.append({**added[0], "content": last, "id": vocabulary[last] + 9})
+    elif change == "no added":
+        added.clear()
+    tokenizer = TextTokenizer({**tiny.files(), "tokenizer.json": json.dumps(spec).encode()})
+    backend = Tokenizer.from_str(json.dumps(spec))
+    assert tokenizer.vocab_size == 1 + max(backend.get_vocab(with_added_tokens=True).values())
 
 
 @pytest.mark.parametrize("single", ["$A", "<|im_start|> $A", "<|im_start|> $A <|im_end|>"])

@@ -182,7 +182,6 @@ def _build(
         tokenizer=request.tokenizer,
         train_on=request.train_on,
         special_tokens=request.special_tokens_in_text,
-        vocab_size=request.tokenizer.vocab_size,
         stop_at_bad_row=stop,
         fast=slow_reason is None,
     )
@@ -220,7 +219,7 @@ def _read(
         return count > 1 and not side.is_chosen_from
 
     with (
-        StreamFiles(documents_schema(job.vocab_size)) as files,
+        StreamFiles(lambda: documents_schema(job.tokenizer.vocab_size)) as files,
         closing(answers(job, _one_by_one(first, bundles), count, files.filled)) as encoded,
         (tmp / REJECTS).open("w", encoding="utf-8") as rejects,
     ):

@@ -96,7 +96,6 @@ class EncodeJob:
     tokenizer: TextTokenizer
     train_on: TrainOn
     special_tokens: SpecialTokens
-    vocab_size: int
     stop_at_bad_row: bool
     """Whether nothing after a bad row of a bundle is wanted."""
     fast: bool = True
@@ -106,7 +105,7 @@ class EncodeJob:
         give_back()  # reading a tokenizer leaves a hundred megabytes of holes, which nothing that follows would fill
         encoder = Encoder(self.tokenizer, self.train_on, self.special_tokens, self.fast)
         give_back()
-        return Encoding(encoder, documents_schema(self.vocab_size), self.stop_at_bad_row)
+        return Encoding(encoder, documents_schema(self.tokenizer.vocab_size), self.stop_at_bad_row)
 
 
 class Encoding:

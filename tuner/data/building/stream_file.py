@@ -9,6 +9,7 @@ import hashlib
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -32,7 +33,8 @@ class Place(NamedTuple):
 class StreamFiles:
     """Files that grow, one after the other, by numbered record batches that others write."""
 
-    def __init__(self, schema: pa.Schema) -> None:
+    def __init__(self, schema: Callable[[], pa.Schema]) -> None:
+        """`schema` is asked for when the first file is created: what it takes to know it may be slow."""
         self._schema = schema
         self._files: dict[Path, _StreamFile] = {}
         self._by_number: dict[int, _StreamFile] = {}
@@ -50,7 +52,7 @@ class StreamFiles:
         if path not in self._files:
             for before in list(self._files.values())[-1:]:
                 before.end()
-            self._files[path] = _StreamFile(path, self._schema, hash_behind)
+            self._files[path] = _StreamFile(path, self._schema(), hash_behind)
 
     def filled(self, number: int) -> None:
         """Note that batch `number` is written; batches may come in any order."""

@@ -88,8 +88,8 @@ def answers(
     then. What following an order raises is raised as soon as it is known.
     """
     if workers <= 1:
-        work = job.start()
         with calm_collector():
+            work = job.start()
             for number, item in enumerate(items):
                 order = yield work.answer(number, item)
                 if order is not None:

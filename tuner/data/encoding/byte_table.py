@@ -1,13 +1,13 @@
 """Which bytes each token of a byte-level tokenizer stands for."""
 
 import unicodedata
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import orjson
 
 from tuner.data.encoding.byte_tokenizer import byte_symbols
-from tuner.data.encoding.tokenizer import TextTokenizer
 
 _VOCABULARY_STEP = 61
 
@@ -19,27 +19,31 @@ class Unproven(Exception):
 class ByteTable:
     """The bytes that each token stands for, for byte-level tokenizers that keep every byte of a text."""
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(self, tokenizer_json: bytes) -> None:
         """Raises Unproven where the tokenizer is of another kind."""
-        spec = orjson.loads(tokenizer.files["tokenizer.json"])
+        spec = orjson.loads(tokenizer_json)
         _require_byte_level(spec)
         self.normal_form = (spec["normalizer"] or {}).get("type")
         added = {token["content"]: int(token["id"]) for token in spec["added_tokens"]}
-        vocabulary: dict[str, int] = {k: v for k, v in spec["model"]["vocab"].items() if k not in added}
-        size = 1 + max(*vocabulary.values(), *added.values())
+        vocabulary: dict[str, int] = spec["model"]["vocab"]
+        twice = [vocabulary.pop(token) for token in added if token in vocabulary]
+        ids = np.fromiter(vocabulary.values(), np.int64, len(vocabulary))
+        size = 1 + int(max(ids.max(initial=-1), *added.values(), -1))
         missing = [symbol for symbol in byte_symbols() if symbol not in vocabulary]
         self.size = size
         """Ids from here on stand for bytes that the tokenizer does not know and leaves out."""
+        self.model_size = 1 + int(max(ids.max(initial=-1), *twice, -1))
+        """One more than the largest id of the tokenizer without its added tokens."""
         self.lengths = np.zeros(size + len(missing), dtype=np.int32)
         self.lengths[size:] = 1
-        self.lengths[list(vocabulary.values())] = [len(token) for token in vocabulary]
+        self.lengths[ids] = np.fromiter(map(len, vocabulary), np.int32, len(vocabulary))
         for token, i in added.items():
             self.lengths[i] = len(token.encode())
         self.pre_tokenizer: dict[str, Any] = spec["pre_tokenizer"]
         self.added = added
         """Added tokens, which cut a text wherever they stand, and their ids."""
         self._missing = {symbol: size + k for k, symbol in enumerate(missing)}
-        self._words = list(vocabulary)[::_VOCABULARY_STEP]
+        self._words = list(islice(vocabulary, 0, None, _VOCABULARY_STEP))
 
     def accepts(self, text: str) -> bool:
         """Whether the tokenizer would leave the characters of `text` as they are."""

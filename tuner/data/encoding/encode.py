@@ -129,7 +129,7 @@ class Encoder:
         """Why the fast encoder is not used, where it was tried."""
         if fast:
             try:
-                self._table = ByteTable(tokenizer)
+                self._table = tokenizer.byte_table
                 self._is_special = np.zeros(len(self._table.lengths), dtype=np.bool_)
                 self._is_special[list(tokenizer.special_ids)] = True
                 self._is_unknown = np.arange(len(self._table.lengths)) >= self._table.size

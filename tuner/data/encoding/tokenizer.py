@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
+from tuner.data.encoding.byte_table import ByteTable, Unproven
 from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
 from tuner.data.encoding.template import (
     TEMPLATE_FILE,
@@ -105,7 +106,18 @@ class TextTokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest token id."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        table = self._table
+        if isinstance(table, Unproven):
+            return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        # The library would copy its vocabulary, which takes longer than all else that is asked of it at start.
+        return max(table.model_size, 1 + max(self._backend.get_added_tokens_decoder(), default=-1))
+
+    @property
+    def byte_table(self) -> ByteTable:
+        """The bytes that each token stands for, read once. Raises Unproven where the tokenizer is of another kind."""
+        if isinstance(self._table, Unproven):
+            raise Unproven(*self._table.args)
+        return self._table
 
     @property
     def bos_id(self) -> int | None:
@@ -235,6 +247,13 @@ class TextTokenizer:
         for name, content in self._files.items():
             (directory / name).parent.mkdir(exist_ok=True)
             write_atomic(directory / name, content)
+
+    @cached_property
+    def _table(self) -> ByteTable | Unproven:
+        try:
+            return ByteTable(self._files["tokenizer.json"])
+        except Unproven as error:
+            return error.with_traceback(None)
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str] | None:
