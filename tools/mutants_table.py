@@ -494,7 +494,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "export-first-rows-again",
         "tuner/export/rows.py",
-        "at = (first - chunk.offsets[0]) * row_bytes if self.shape else 0",
+        "at = (first - chunk.offsets[0]) * (chunk.length // chunk.sizes[0]) if self.shape else 0",
         "at = 0",
         EXPORT,
     ),
