@@ -272,3 +272,11 @@ def test_prepared_data_of_another_recipe_are_refused(workplace: Path) -> None:
     assert "not prepared by this recipe" in tuner(workplace, "train", "r.yaml", "--prepared", other, code=3).stderr
     own = shell(workplace, "set -o pipefail; tuner prepare-data r.yaml | tuner train r.yaml --prepared - --dry-run")
     assert own.returncode == 0, own.stderr
+
+
+def test_a_run_is_proven_to_go_on_exactly_in_processes_of_its_own(workplace: Path) -> None:
+    run = workplace / "runs" / "r"
+    tuner(workplace, "train", "r.yaml", "--train.stop_after", "1 steps", code=75)
+    document = json.loads(tuner(workplace, "verify-resume", str(run), "--steps", "1", "--json").stdout)
+    assert document["artifacts"] == {"path": str(run)}
+    assert (document["metrics"]["from_step"], document["metrics"]["steps"]) == (1, 2)

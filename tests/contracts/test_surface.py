@@ -22,6 +22,7 @@ SURFACE = {
     "data gc": "--unused --verify --dry-run --cache-dir",
     "train": "(RECIPE) --resume --prepared --no-prepare --dry-run",
     "resume": "RUN_DIR --dry-run",
+    "verify-resume": "RUN_DIR --steps",
     "eval": "MODEL (RECIPE)",
     "export-hf": "PATH --output --dtype --adapter --shard-size --dry-run",
     "generate": "MODEL --prompt --file --chat --compare --base --max-new-tokens --temperature --seed --system --raw",

@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "data": "List, show, verify or clean up prepared data.",
     "train": "Train the recipe's model, or go on where it stopped.",
     "resume": "Go on with a stopped run.",
+    "verify-resume": "Prove on this machine that a run goes on exactly.",
     "eval": "Measure the loss on held-out rows.",
     "export-hf": "Write a Hugging Face directory and verify it.",
     "runs": "List, show, compare, plot or remove runs.",

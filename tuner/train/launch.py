@@ -23,17 +23,20 @@ from tuner.train.setup import check_division
 RANK_MODULE = "tuner.train.rank"
 
 
-def launch(loaded: LoadedRecipe, options: TrainOptions, level: Level, module: str = RANK_MODULE) -> RunResult:
+def launch(
+    loaded: LoadedRecipe, options: TrainOptions, level: Level, module: str = RANK_MODULE, apart: bool = False
+) -> RunResult:
     """Train the recipe, in as many processes as it asks for; messages of `level` and above go to stderr.
 
     Below torchrun and srun this process is one of theirs. Else `parallel.processes` of them start here: this one
     then checks the recipe and the run directory and prepares the data, and takes no part in training; each of them runs
-    `module`. Raises TunerError children, with the failing rank's message and exit code, and KeyboardInterrupt.
+    `module`. A single one is this process, or with `apart` one of its own. Raises TunerError children, with the failing
+    rank's message and exit code, and KeyboardInterrupt.
     """
     place = Launch.from_environment()
     console = Console(place.is_main, level)
     processes = 1 if Launch.is_given() else local_processes(loaded.recipe.parallel, loaded.recipe.train.device)
-    if processes == 1:
+    if processes == 1 and not apart:
         return train(loaded, options, place, console)
     batch = loaded.recipe.train
     check_division(batch.global_batch_size, batch.micro_batch_size, processes)

@@ -119,8 +119,8 @@ def _existing(
         if options.resume == "must":
             raise RecipeError(f"{run.path} holds no run to resume", hint="leave out --resume must")
         return _chosen(options.resume, loaded, console) if isinstance(options.resume, Path) else None
-    began = _began(record)
-    if isinstance(options.resume, Path) and (began is None or options.resume not in (began, began.parent.parent)):
+    origin = began(record)
+    if isinstance(options.resume, Path) and (origin is None or options.resume not in (origin, origin.parent.parent)):
         raise RecipeError(
             f"{run.path} holds a run that did not begin from {options.resume}",
             hint=f"new run: --name NEW-NAME      go on with this one: tuner resume {run.path}",
@@ -139,8 +139,8 @@ def _existing(
             f"{run.checkpoints}: none of its checkpoints is valid",
             hint="repair one, or start a new run with --name NEW-NAME; nothing was changed",
         )
-    if found is None and began is not None:
-        found = open_checkpoint(began)  # it ended before it saved one of its own
+    if found is None and origin is not None:
+        found = open_checkpoint(origin)  # it ended before it saved one of its own
     if options.resume == "never" and not _is_finished(record, found) and not options.dry_run:
         at = f"at step {found.step}" if found is not None else "without a checkpoint"
         raise RecipeError(
@@ -150,10 +150,10 @@ def _existing(
     return found
 
 
-def _began(record: Mapping[str, Any]) -> Path | None:
+def began(record: Mapping[str, Any]) -> Path | None:
     """The checkpoint of another run that a run's first launch went on from, if it did."""
-    began = record["launches"][0].get("began_from") if record["launches"] else None
-    return None if began is None else Path(began)
+    path = record["launches"][0].get("began_from") if record["launches"] else None
+    return None if path is None else Path(path)
 
 
 def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any]) -> None:

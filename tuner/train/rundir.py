@@ -26,7 +26,7 @@ FREE_KEYS = (
     "train.gradient_checkpointing",
     "train.compile",
     "train.mock_batch",
-    "eval.samples",
+    "eval.",
     "name",
     "output_dir",
 )

@@ -1,0 +1,47 @@
+"""`tuner verify-resume`: prove on this machine that a run goes on exactly."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tuner.cli.session import (
+    DebugOption,
+    JsonOption,
+    Outcome,
+    OutputOptions,
+    VerboseOption,
+    input_path,
+    run_command,
+)
+
+
+def verify_resume(
+    run_dir: Annotated[str, typer.Argument(help="Run directory that tuner train printed; - reads it from stdin.")],
+    steps: Annotated[int, typer.Option(min=1, help="Steps before the stop, and as many after it.")] = 2,
+    json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Take some steps of a run without a break and with a stop between, and compare losses, state and tensors."""
+
+    def body() -> Outcome:
+        path = input_path(run_dir)
+        from dataclasses import asdict
+
+        from tuner.runtime.console import Console
+        from tuner.train.verify import verify_resume as prove
+
+        console = Console(level="debug" if verbose else "info")
+        proof = prove(path, steps, console)
+        last = proof.from_step + proof.steps
+        console.say(
+            "verified",
+            f"{proof.steps} steps to step {last}: log, state and {proof.tensors} tensors equal, bit for bit "
+            f"(sha256 {proof.sha256[:12]})",
+        )
+        metrics = {key: value for key, value in asdict(proof).items() if key != "run_dir"}
+        return Outcome(str(proof.run_dir), metrics=metrics, next=f"tuner resume {run_dir}")
+
+    run_command("verify-resume", OutputOptions(json, verbose, debug), body)
