@@ -19,7 +19,7 @@ from tuner.cli.document import SCHEMA_PATH
 from tuner.config.load import load_recipe
 from tuner.runtime.launch import Launch
 from tuner.runtime.lock import FileLock
-from tuner.train.rundir import differences
+from tuner.train.changes import Changes, changes
 from tuner.train.setup import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,9 +105,9 @@ def test_the_resolved_recipe_is_the_recipe_without_auto(workplace: Path) -> None
     resolved = resolve(loaded.recipe, 64, Launch())
     dumped = resolved.recipe.model_dump(mode="json")
     assert "auto" not in json.dumps({k: v for k, v in dumped.items() if k != "data"})
-    assert differences(dumped, loaded.recipe.model_dump(mode="json")) == []
+    assert changes(dumped, loaded.recipe.model_dump(mode="json")) == Changes()
     changed = loaded.recipe.model_copy(update={"seed": 1}).model_dump(mode="json")
-    assert differences(dumped, changed) == ["seed 42 -> 1"]
+    assert changes(dumped, changed).refuse == ("seed 42 -> 1",)
 
 
 def test_stopping_after_some_steps_and_resuming_gives_the_unbroken_run(workplace: Path) -> None:

@@ -14,11 +14,12 @@ from tuner.data.building.request import PrepareRequest, prepare_request
 from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, RecipeError
 from tuner.runtime.console import Console
+from tuner.train.changes import Changes, changes
 from tuner.train.methods import check_method
 from tuner.train.observers import Attach, check_observers
 from tuner.train.own_schedule import check_schedule
 from tuner.train.progress import Progress
-from tuner.train.rundir import RunDir, differences
+from tuner.train.rundir import RunDir
 from tuner.train.trial import try_optimizer
 
 Resume = Literal["auto", "must", "never"] | Path
@@ -118,7 +119,7 @@ def _existing(
     if record is None:
         if options.resume == "must":
             raise RecipeError(f"{run.path} holds no run to resume", hint="leave out --resume must")
-        return _chosen(options.resume, loaded, console) if isinstance(options.resume, Path) else None
+        return _chosen(options.resume, loaded, options, console) if isinstance(options.resume, Path) else None
     origin = began(record)
     if isinstance(options.resume, Path) and (origin is None or options.resume not in (origin, origin.parent.parent)):
         raise RecipeError(
@@ -126,13 +127,14 @@ def _existing(
             hint=f"new run: --name NEW-NAME      go on with this one: tuner resume {run.path}",
         )
     if run.resolved_recipe.is_file():
-        changed = differences(recipe_dict(load_recipe(run.resolved_recipe).recipe), recipe_dict(loaded.recipe))
-        if changed:
-            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        changed = changes(recipe_dict(load_recipe(run.resolved_recipe).recipe), recipe_dict(loaded.recipe))
+        if changed.refuse:
             raise RecipeError(
-                f"{run.path} holds a run with another recipe ({'; '.join(changed[:3])}{more})",
+                f"{run.path} holds a run with another recipe ({changed.shown()})",
                 hint=f"new run: --name NEW-NAME      throw it away: tuner runs rm {run.path}      it was not touched",
             )
+        if options.resume != "never" and not options.checked:
+            _tell(changed, console)
     found = newest(run.checkpoints, console.warn)
     if found is None and step_dirs(run.checkpoints):
         raise DataError(
@@ -156,17 +158,26 @@ def began(record: Mapping[str, Any]) -> Path | None:
     return None if path is None else Path(path)
 
 
-def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any]) -> None:
-    """Raise RecipeError, naming what differs, where a run with another recipe saved a checkpoint."""
-    if changed := differences(found.meta["recipe"], recipe):
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any]) -> Changes:
+    """What differs from the recipe that a checkpoint was saved with. Raises RecipeError where it is another run's."""
+    changed = changes(found.meta["recipe"], recipe)
+    if changed.refuse:
         raise RecipeError(
-            f"{found.path} was saved with another recipe ({'; '.join(changed[:3])}{more})",
+            f"{found.path} was saved with another recipe ({changed.shown()})",
             hint="take the values of its run, which recipe.resolved.yaml there holds",
         )
+    return changed
 
 
-def _chosen(path: Path, loaded: LoadedRecipe, console: Console) -> CheckpointInfo:
+def _tell(changed: Changes, console: Console) -> None:
+    """Print what differs from the recipe that a run goes on with."""
+    if changed.safe:
+        console.say("changed", "\n".join(changed.safe))
+    for line in changed.warn:
+        console.warn(f"{line}: from here on not the same bits, or not the same measure")
+
+
+def _chosen(path: Path, loaded: LoadedRecipe, options: TrainOptions, console: Console) -> CheckpointInfo:
     """The checkpoint at a path that the user gave: a damaged one is fatal, of a run it is the newest valid one."""
     if not path.is_dir():
         raise RecipeError(f"--resume {path}: no such directory", hint="give a checkpoint, auto, must or never")
@@ -174,7 +185,9 @@ def _chosen(path: Path, loaded: LoadedRecipe, console: Console) -> CheckpointInf
     found = newest(of_run.checkpoints, console.warn) if of_run.record.is_file() else open_checkpoint(path)
     if found is None:
         raise DataError(f"{path}: holds no valid checkpoint")
-    require_recipe_of(found, recipe_dict(loaded.recipe))
+    changed = require_recipe_of(found, recipe_dict(loaded.recipe))
+    if not options.checked:
+        _tell(changed, console)
     return found
 
 

@@ -22,6 +22,7 @@ from tuner.runtime.lock import FileLock
 from tuner.runtime.memory import calm_collector
 from tuner.runtime.process import gloo_group, process_group
 from tuner.runtime.stop import StopSignals
+from tuner.train.changes import changes
 from tuner.train.deterministic import deterministic
 from tuner.train.feed import Feed
 from tuner.train.hooks import Hooks, RunFacts, Status
@@ -33,7 +34,7 @@ from tuner.train.plan import steps_of
 from tuner.train.progress import Progress, make_room, restore_position, run_tensors
 from tuner.train.ready import RunResult, TrainOptions, make_ready, require_recipe_of, run_result
 from tuner.train.records import Records
-from tuner.train.rundir import RunDir, differences
+from tuner.train.rundir import RunDir
 from tuner.train.session import STOP_FILE, Session
 from tuner.train.setup import Assembly, Resolved, Timetable, assemble, resolve, timetable
 
@@ -104,7 +105,7 @@ def _run(
             else:
                 session.protected = (found.path,)
             origin = f", from {found.path}" if branched else ""
-            console.say("resume", f"step {progress.step} of {total}{origin}; recipe, data and tokenizer are unchanged")
+            console.say("resume", f"step {progress.step} of {total}{origin}; data and tokenizer are unchanged")
         for records in (session.metrics, session.samples):
             records.cut_back(progress.step if found is not None else -1)
         mock_batch(assembly, console)
@@ -268,9 +269,10 @@ def _require_same_data(found: CheckpointInfo, assembly: Assembly) -> None:
 def _require_same_choices(run: RunDir, resolved: Recipe) -> None:
     """A launch on another machine must not settle an `auto` differently from the launches before it."""
     before = recipe_dict(load_recipe(run.resolved_recipe).recipe)
-    if changed := differences(before, recipe_dict(resolved)):
+    changed = changes(before, recipe_dict(resolved))
+    if changed.refuse:
         raise RecipeError(
-            f"{run.path}: this machine resolves the recipe differently ({'; '.join(changed[:3])})",
+            f"{run.path}: this machine resolves the recipe differently ({changed.shown()})",
             hint=f"keep the run's choices: tuner resume {run.path}",
         )
 

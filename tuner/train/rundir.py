@@ -1,4 +1,4 @@
-"""The run directory: who may write to it, what it holds, and whether a recipe belongs to it."""
+"""The run directory: what it holds, and what is written down about its launches."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -8,28 +8,12 @@ from typing import Any
 
 from tuner.checkpoint.steps import step_dirs
 from tuner.errors import RecipeError
-from tuner.history.record import CHECKPOINTS, RECORD, RESOLVED_RECIPE, SCHEMA, flatten, read_record, utc_now
+from tuner.history.record import CHECKPOINTS, RECORD, RESOLVED_RECIPE, SCHEMA, read_record, utc_now
 from tuner.runtime.environment import command_line, environment
 from tuner.runtime.files import write_atomic, write_json
 from tuner.runtime.git import SourceTree, source_tree
 from tuner.runtime.versions import versions
 
-# Keys that may differ when a run goes on: they change neither the weights nor the data.
-FREE_KEYS = (
-    "logging.",
-    "hooks",
-    "checkpoint.",
-    "export.",
-    "parallel.",
-    "train.stop_after",
-    "train.micro_batch_size",
-    "train.gradient_checkpointing",
-    "train.compile",
-    "train.mock_batch",
-    "eval.",
-    "name",
-    "output_dir",
-)
 # What a launch that died before it wrote its record may leave behind.
 _FILLED = {"lock", "logs", "checkpoints", "launches", "tokenizer", "model_config"}
 _FILLED |= {"recipe.yaml", "recipe.resolved.yaml"}
@@ -129,13 +113,3 @@ class RunDir:
         """Keep the recipe as given and as resolved."""
         write_atomic(self.path / "recipe.yaml", text.encode())
         write_atomic(self.resolved_recipe, resolved.encode())
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Keys whose values differ and may not, as `key old -> new`; an `auto` in the new one matches what it became."""
-    before, after = flatten(old), flatten(new)
-    return [
-        f"{key} {before.get(key)} -> {after.get(key)}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and after.get(key) != "auto" and not key.startswith(FREE_KEYS)
-    ]
