@@ -14,7 +14,7 @@ from tests.export.runs import write_base, write_run
 from tuner.cli.generate import _prompts
 from tuner.errors import DataError, RecipeError
 from tuner.export.hf import export_hf
-from tuner.generate import Generator, Prompt, Sampling, answer_all, base_of, base_record, load_generator
+from tuner.generate import Generator, Prompt, Sampling, base_of, base_record, load_generator
 from tuner.model.adapter import LoraSpec
 from tuner.runtime.files import sha256_file, write_json
 
@@ -66,7 +66,8 @@ def test_every_end_of_turn_stops(generator: Generator) -> None:
 def test_sampling_follows_the_seed(generator: Generator) -> None:
     state = torch.random.get_rng_state()
     one, two, three = (
-        list(answer_all(generator, [CHAT, PLAIN], Sampling(12, temperature=2.0, seed=seed))) for seed in (1, 1, 2)
+        [generator.answer(prompt, Sampling(12, temperature=2.0, seed=seed)) for prompt in (CHAT, PLAIN)]
+        for seed in (1, 1, 2)
     )
     assert one == two != three
     assert torch.equal(state, torch.random.get_rng_state())

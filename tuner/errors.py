@@ -82,12 +82,6 @@ class DivergedError(TunerError):
     exit_code = ExitCode.DIVERGED
 
 
-class StoppedError(TunerError):
-    """Stopped on request with a checkpoint saved: the run can be resumed."""
-
-    exit_code = ExitCode.STOPPED
-
-
 MACHINE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE})
 
 

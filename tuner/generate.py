@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,12 +150,6 @@ def make_generator(
     # Sampling defaults that a model ships must not reach greedy answers: only `Sampling` decides.
     model.generation_config = GenerationConfig(eos_token_id=ends or None)
     return Generator(model.to(device).eval(), tokenizer, tuple(dict.fromkeys(ends)), device)
-
-
-def answer_all(generator: Generator, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[str]:
-    """The answers in order, each as soon as it is there."""
-    for prompt in prompts:
-        yield generator.answer(prompt, sampling)
 
 
 def _from_run(path: Path) -> Generator:

@@ -15,6 +15,7 @@ import pytest
 from tests.multi import launcher
 from tools import resume_campaign
 from tuner.cli.document import SCHEMA_PATH
+from tuner.cli.eval import _load
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import DataError, DivergedError, RecipeError
@@ -94,6 +95,13 @@ def test_the_document(place: Path) -> None:
     assert (document["metrics"]["step"], document["metrics"]["rows"]) == (4, 2)
     flag = tuner(place, "eval", "runs/r", "--adapter.r", "8", "--json", code=2)
     assert "--adapter.r" in json.loads(flag.stdout)["error"]["message"]
+
+
+def test_a_number_of_processes_is_refused(place: Path) -> None:
+    trained = find_trained(place / "runs" / "r", QUIET)
+    with pytest.raises(RecipeError, match="eval runs in one process") as refused:
+        _load(trained, None, [Override("parallel.processes", "2")])
+    assert "torchrun" in str(refused.value.hint)
 
 
 def test_checkpoints_and_recipes(place: Path) -> None:

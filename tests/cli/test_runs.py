@@ -98,6 +98,13 @@ def test_compare(place: Path) -> None:
     assert [run["recipe"] for run in compared["runs"]] == [{"optimizer.lr": 0.001}, {"optimizer.lr": 0.003}]
 
 
+def test_a_crashed_start_among_the_runs_is_left_out(place: Path) -> None:
+    (place / "runs" / "crashed" / "logs").mkdir(parents=True)
+    compared = document(runs(place, "compare", "runs/crashed", "runs/fast", "runs/slow", "--json"))
+    assert [run["name"] for run in compared["artifacts"]["runs"]] == ["fast", "slow"]
+    assert compared["warnings"] == [f"{place / 'runs' / 'crashed'} is left out: its launch never started"]
+
+
 def test_plot(place: Path) -> None:
     one = runs(place, "plot", "runs/slow")
     assert one.stdout == f"{place / 'runs' / 'slow' / 'curves.html'}\n"

@@ -92,7 +92,6 @@ def test_a_document_says_it_all() -> None:
         ("errors.MemoryLimitError('m', 'h')", 5, "failed"),
         ("errors.VerificationError('m', 'h')", 6, "failed"),
         ("errors.DivergedError('m', 'h')", 7, "failed"),
-        ("errors.StoppedError('m', 'h')", 75, "stopped"),
         ("KeyboardInterrupt()", 130, "failed"),
         ("MemoryError()", 5, "failed"),
         ("OSError(28, 'No space left on device', '/x')", 4, "failed"),

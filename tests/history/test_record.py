@@ -10,7 +10,7 @@ import pytest
 
 from tests.history import made
 from tuner.errors import DataError, MachineError, RecipeError
-from tuner.history.record import find_runs, hold, read_run
+from tuner.history.record import find_runs, hold, read_run, read_runs
 from tuner.history.remove import remove_runs
 from tuner.history.summary import differing, source_losses, summary
 
@@ -57,6 +57,43 @@ def test_a_launch_that_was_killed_counts_to_its_last_line(tmp_path: Path) -> Non
     path = made.run(tmp_path / "r", launches=[made.launch("10:00:00", None, 0, 0)], status="running")
     os.utime(path / "metrics.jsonl", (0, 1767348000 + 42))  # 2026-01-02T10:00:42Z
     assert read_run(path).seconds == 42
+
+
+def test_a_killed_launch_ends_before_the_next_one_starts(tmp_path: Path) -> None:
+    launches = [
+        made.launch("10:00:00", None, 0, 2),
+        made.launch("10:10:00", None, 2, 4),
+        made.launch("11:00:00", "11:00:20", 4, 6),
+    ]
+    path = made.run(tmp_path / "r", launches=launches, status="stopped")
+    os.utime(path / "metrics.jsonl", (0, 1767351600 + 20))  # 2026-01-02T11:00:20Z
+    assert read_run(path).seconds == 600 + 3000 + 20
+    other = made.run(tmp_path / "other", launches=launches[:2], status="running")
+    os.utime(other / "metrics.jsonl", (0, 1767348600 + 42))  # 2026-01-02T10:10:42Z
+    assert read_run(other).seconds == 600 + 42
+    with hold(other):
+        assert read_run(other).seconds > 600 + 42
+        (other / "metrics.jsonl").unlink()
+        assert read_run(other)._launch_seconds(launches[0], launches[1]) == 0
+
+
+def test_a_launch_that_never_started_is_left_out_of_several_runs(tmp_path: Path) -> None:
+    run, crashed = made.run(tmp_path / "r"), tmp_path / "crashed"
+    (crashed / "logs").mkdir(parents=True)
+    (crashed / "checkpoints").mkdir()
+    (crashed / "lock").touch()
+    runs, left_out = read_runs([crashed, run])
+    assert [found.path for found in runs] == [run]
+    assert left_out == [f"{crashed} is left out: its launch never started"]
+    with pytest.raises(RecipeError, match="crashed is not a run") as alone:
+        read_runs([crashed])
+    assert alone.value.hint == f"see which there are: tuner runs list {tmp_path}"
+    with pytest.raises(RecipeError, match="is not a run") as above:
+        read_runs([tmp_path])
+    assert above.value.hint == f"see which there are: tuner runs list {tmp_path}"
+    (crashed / "checkpoints" / "step-2").mkdir()
+    with pytest.raises(RecipeError, match="crashed is not a run"):
+        read_runs([crashed, run])
 
 
 def test_a_run_in_use_is_running_and_is_not_removed(tmp_path: Path) -> None:

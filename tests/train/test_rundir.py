@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tuner.history.record import read_run
-from tuner.train.rundir import RunDir
+from tuner.train.rundir import RunDir, differences
 
 
 def git(directory: Path, *arguments: str) -> None:
@@ -47,6 +47,13 @@ def test_each_launch_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert first["command"][-1] == "***"
     assert {"torch", "transformers"} <= set(first["versions"])
     assert "very-secret" not in run.record.read_text()
+
+
+def test_how_and_where_data_is_prepared_may_change() -> None:
+    before = {"data": {"workers": 1, "cache_dir": None, "max_length": 64}}
+    after = {"data": {"workers": "auto", "cache_dir": "/elsewhere", "max_length": 64}}
+    assert differences(before, after) == []
+    assert differences(before, {"data": {**after["data"], "max_length": 32}}) == ["data.max_length 64 -> 32"]
 
 
 def test_a_launch_outside_of_any_repository(tmp_path: Path) -> None:

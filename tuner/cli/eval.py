@@ -61,13 +61,18 @@ def eval(  # noqa: A001 - the command's name
 
 
 def _load(trained: Trained, recipe: str | None, flags: list[Override]) -> LoadedRecipe:
-    """The recipe given, or the run's own. Raises RecipeError for a flag that would change the model."""
+    """The recipe given, or the run's own. Raises RecipeError for a flag that would change the model, or do nothing."""
     from tuner.config.load import load_recipe
     from tuner.train.score import run_recipe
 
     wrong = next((flag.key for flag in flags if flag.key.startswith(OF_THE_MODEL)), None)
     if wrong is not None:
         raise RecipeError(f"flag --{wrong}: the model is {trained.path}'s own", hint="leave it out")
+    if any(flag.key == "parallel.processes" for flag in flags):
+        raise RecipeError(
+            "flag --parallel.processes: eval runs in one process",
+            hint="leave it out, or start several: torchrun --nproc-per-node 2 -m tuner eval ...",
+        )
     if recipe is None and trained.checkpoint is not None:
         return load_recipe(run_recipe(trained), flags)
     return load_for_command(recipe, flags)

@@ -88,7 +88,7 @@ def compare(
         from tuner.config.dump import flow
         from tuner.history.summary import differing, summary
 
-        found = _open(runs)
+        found, left_out = _open(runs)
         recipes = [run.recipe for run in found]
         keys = differing(recipes)
         summaries = [summary(run) for run in found]
@@ -100,7 +100,7 @@ def compare(
             lines.append([first, *shown, *rest])
         text = _table(lines, len(keys)) if len(found) >= len(lines[0]) else _table_across(lines)
         compared = [{**item, "recipe": own} for item, own in zip(summaries, values, strict=True)]
-        return Outcome(text, artifacts={"runs": compared, "differing": keys}, is_text=True)
+        return Outcome(text, artifacts={"runs": compared, "differing": keys}, warnings=left_out, is_text=True)
 
     run_command("runs compare", OutputOptions(json, verbose, debug), body)
 
@@ -123,7 +123,7 @@ def plot(
         from tuner.history.curves import charts
         from tuner.history.page import write_page
 
-        found = _open(runs)
+        found, left_out = _open(runs)
         drawn = charts(found)
         if not drawn:
             raise DataError("there is nothing to draw yet: no step was written", hint="wait for the first steps")
@@ -131,7 +131,8 @@ def plot(
         page = input_path(output) if output is not None else default.absolute()
         write_page(page, found, drawn, smoothing)
         _draw(drawn, _names(found))
-        return Outcome(str(page), artifacts={"charts": [chart.key for chart in drawn]}, metrics={"runs": len(found)})
+        artifacts = {"charts": [chart.key for chart in drawn]}
+        return Outcome(str(page), artifacts=artifacts, metrics={"runs": len(found)}, warnings=left_out)
 
     run_command("runs plot", OutputOptions(json, verbose, debug), body)
 
@@ -146,7 +147,8 @@ def verify(
         from tuner.checkpoint.load import open_checkpoint
         from tuner.errors import DataError, VerificationError
 
-        checkpoints, damaged = [path for run in _open(runs) for path in run.checkpoints], []
+        found, left_out = _open(runs)
+        checkpoints, damaged = [path for run in found for path in run.checkpoints], []
         for path in checkpoints:
             try:
                 open_checkpoint(path)
@@ -161,6 +163,7 @@ def verify(
             f"{len(checkpoints)} checkpoints: all as they were written",
             artifacts={"verified": [str(path) for path in checkpoints]},
             metrics={"checkpoints": len(checkpoints)},
+            warnings=left_out,
             is_text=True,
         )
 
@@ -182,10 +185,11 @@ def rm(
     run_command("runs rm", OutputOptions(json, verbose, debug), body)
 
 
-def _open(runs: Sequence[str]) -> list[Run]:
-    from tuner.history.record import read_run
+def _open(runs: Sequence[str]) -> tuple[list[Run], list[str]]:
+    """The runs, and a warning about each directory in which none was ever started: `runs/*` names those too."""
+    from tuner.history.record import read_runs
 
-    return [read_run(path) for path in dict.fromkeys(input_path(run) for run in runs)]
+    return read_runs(dict.fromkeys(input_path(run) for run in runs))
 
 
 def _names(runs: Sequence[Run]) -> list[str]:

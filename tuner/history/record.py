@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,10 @@ METRICS = "metrics.jsonl"
 LOCK = "lock"
 CHECKPOINTS = "checkpoints"
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+LEFTOVERS = frozenset(
+    {LOCK, CHECKPOINTS, RESOLVED_RECIPE, "recipe.yaml", "logs", "launches", "tokenizer", "model_config"}
+)
+"""What a launch that died before it wrote its record may leave behind."""
 MAX_DEPTH = 4
 """How deep below a directory runs are looked for."""
 
@@ -121,19 +125,25 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Time of all launches. One that was killed counts to its last written line, one that runs to now."""
-        return sum(self._launch_seconds(launch) for launch in self.launches)
+        """Time of all launches.
 
-    def _launch_seconds(self, launch: Mapping[str, Any]) -> float:
-        began = _seconds(launch.get("started"))
-        ended = _seconds(launch.get("ended"))
+        One that runs counts to now; one that was killed to the last line that was written, or to the next launch.
+        """
+        launches = self.launches
+        return sum(map(self._launch_seconds, launches, [*launches[1:], None]))
+
+    def _launch_seconds(self, launch: Mapping[str, Any], following: Mapping[str, Any] | None) -> float:
+        began, ended = _seconds(launch.get("started")), _seconds(launch.get("ended"))
         if began is None:
             return 0.0
-        if ended is None and self.status == "running":
+        if ended is None and following is None and self.status == "running":
             ended = time.time()
         if ended is None:
             metrics = self.path / METRICS
             ended = metrics.stat().st_mtime if metrics.is_file() else began
+            # The newest line may be a later launch's.
+            begun_again = None if following is None else _seconds(following.get("started"))
+            ended = ended if begun_again is None else min(ended, begun_again)
         return max(0.0, ended - began)
 
     def _raw_lines(self) -> Iterator[bytes]:
@@ -166,10 +176,34 @@ def read_run(path: Path) -> Run:
     if not path.is_dir():
         raise RecipeError(f"{path}: no such directory", hint="give a run directory, such as tuner runs list shows")
     if not (path / RECORD).is_file():
+        place = path if next(_run_dirs(path, MAX_DEPTH), None) is not None else path.parent
         raise RecipeError(
-            f"{path} is not a run: it has no {RECORD}", hint=f"see which there are: tuner runs list {path}"
+            f"{path} is not a run: it has no {RECORD}", hint=f"see which there are: tuner runs list {place}"
         )
     return Run(path, read_record(path))
+
+
+def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
+    """Open run directories, and a line about each that is left out because its launch never started a run.
+
+    Raises what `read_run` raises for any other path that is no run, and where no run is left.
+    """
+    runs: list[Run] = []
+    left_out: list[Path] = []
+    for path in paths:
+        if path.is_dir() and not (path / RECORD).exists() and not other_contents(path):
+            left_out.append(path)
+        else:
+            runs.append(read_run(path))
+    if left_out and not runs:
+        read_run(left_out[0])
+    return runs, [f"{path} is left out: its launch never started" for path in left_out]
+
+
+def other_contents(path: Path) -> list[str]:
+    """What a directory without a record holds beside the leftovers of a launch that died before it wrote one."""
+    others = [name for name in os.listdir(path) if name not in LEFTOVERS and not name.startswith(TMP_PREFIX)]
+    return others or ([CHECKPOINTS] if step_dirs(path / CHECKPOINTS) else [])
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -6,17 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.steps import step_dirs
 from tuner.errors import RecipeError
-from tuner.history.record import CHECKPOINTS, RECORD, RESOLVED_RECIPE, SCHEMA, read_record, utc_now
+from tuner.history.record import (
+    CHECKPOINTS,
+    RECORD,
+    RESOLVED_RECIPE,
+    SCHEMA,
+    other_contents,
+    read_record,
+    utc_now,
+)
 from tuner.runtime.environment import command_line, environment
 from tuner.runtime.files import write_atomic, write_json
 from tuner.runtime.git import SourceTree, source_tree
 from tuner.runtime.versions import versions
 
-# What a launch that died before it wrote its record may leave behind.
-_FILLED = {"lock", "logs", "checkpoints", "launches", "tokenizer", "model_config"}
-_FILLED |= {"recipe.yaml", "recipe.resolved.yaml"}
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,9 @@ class RunDir:
         if not self.path.is_dir():
             raise RecipeError(f"{self.path} is not a directory", hint="choose another output_dir")
         if not self.record.is_file():
-            others = [name for name in os.listdir(self.path) if name not in _FILLED and not name.startswith(".tmp-")]
-            if not others and not step_dirs(self.checkpoints):
+            others = other_contents(self.path)
+            if not others:
                 return None
-            others = others or ["checkpoints"]
             raise RecipeError(
                 f"{self.path} holds something else than a run ({min(others)})",
                 hint="choose another name or output_dir; nothing was changed",

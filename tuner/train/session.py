@@ -184,5 +184,6 @@ class Session:
 
 
 def _one_line(text: str) -> str:
-    shown = text.strip().replace("\n", " ")
+    """A text in one line, cut where it is long; one of white space alone in quotes, with escapes."""
+    shown = text.strip().replace("\n", " ") or repr(text)
     return shown if len(shown) <= SHOWN_CHARACTERS else shown[: SHOWN_CHARACTERS - 1] + "…"

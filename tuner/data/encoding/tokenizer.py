@@ -120,20 +120,9 @@ class TextTokenizer:
         return self._table
 
     @property
-    def bos_id(self) -> int | None:
-        """The token that begins a text, where the tokenizer names one."""
-        return self._special_id("bos_token")
-
-    @property
     def eos_id(self) -> int | None:
         """The tokenizer's own end token, appended to plain documents."""
         return self._special_id("eos_token")
-
-    @property
-    def pad_id(self) -> int | None:
-        """The token used where a rectangle must be filled: the padding token, else the end token."""
-        pad = self._special_id("pad_token")
-        return self.eos_id if pad is None else pad
 
     @property
     def has_template(self) -> bool:
