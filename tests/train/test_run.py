@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tools import resume_campaign
 from tuner.checkpoint.load import newest
 from tuner.checkpoint.steps import step_dirs
-from tuner.cli.train import launch_training
+from tuner.cli.train import _evaluated, launch_training
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.data.batches import GlobalBatches
@@ -60,6 +60,42 @@ def test_stopped_and_resumed_is_the_unbroken_run(workplace: Path) -> None:
     assert resume_campaign.outcome(again.run_dir) == resume_campaign.outcome(whole.run_dir)
     record = json.loads((again.run_dir / "run.json").read_text())
     assert [(entry["from_step"], entry["status"]) for entry in record["launches"]] == [(0, "stopped"), (5, "finished")]
+
+
+@pytest.mark.parametrize("at_end", ["true", "false"])
+def test_a_finished_run_says_the_same_again(workplace: Path, at_end: str) -> None:
+    flags = {"data__eval": "7 documents", "eval__samples": "0", "train__duration": "6 steps"}
+    flags |= {"checkpoint__every": "4 steps", "checkpoint__at_end": at_end}
+    first = launch(workplace, **flags)
+    assert launch(workplace, **flags) == first
+    assert (first.step, first.metrics["first_eval_step"], first.metrics["eval_step"]) == (6, 0, 6)
+    assert set(first.metrics) == {
+        "step", "tokens", "trained_tokens", "loss", "eval_loss", "eval_step", "first_eval_loss", "first_eval_step",
+        "best",
+    }  # fmt: skip
+    record = first.run_dir / "run.json"
+    facts = json.loads(record.read_text())
+    if at_end == "true":  # killed before it could write down that it is finished
+        del facts["metrics"], facts["launches"][-1]["step"]
+        record.write_text(json.dumps(facts | {"status": "running"}))
+        assert launch(workplace, TrainOptions(resume="auto"), **flags) == first
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        (
+            {"eval_loss": 2.0, "eval_step": 8, "first_eval_loss": 3.0, "first_eval_step": 0},
+            " · eval loss 3.000 -> 2.000",
+        ),
+        ({"eval_loss": 2.0, "eval_step": 8, "first_eval_loss": 2.0, "first_eval_step": 8}, " · eval loss 2.000"),
+        ({"eval_loss": 2.0, "eval_step": 8, "first_eval_loss": 3.0, "first_eval_step": None}, " · eval loss 2.000"),
+        ({"eval_loss": None}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_first_loss_is_shown_where_it_was_an_earlier_one(metrics: dict[str, Any], said: str) -> None:
+    assert _evaluated(metrics) == said
 
 
 def test_a_base_model_that_changed_is_refused(workplace: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -105,13 +106,21 @@ def outcome_of(result: RunResult, console: Console, export: Path | None = None) 
         return Outcome(
             str(result.run_dir), "stopped", 75, artifacts=artifacts, metrics=metrics, next=f"tuner resume {run_dir}"
         )
-    before, after = result.metrics.get("first_eval_loss"), result.metrics.get("eval_loss")
-    evaluated = f" · eval loss {before:.3f} -> {after:.3f}" if before is not None and after is not None else ""
     following = f"tuner export-hf {run_dir}"
     if export is not None:
         artifacts["export"], following = str(export), f"tuner generate {_shown(export)}"
-    console.say("done", f"{result.step} steps{evaluated} · next: {following}")
+    console.say("done", f"{result.step} steps{_evaluated(result.metrics)} · next: {following}")
     return Outcome(str(result.run_dir), artifacts=artifacts, metrics=metrics, next=following)
+
+
+def _evaluated(metrics: Mapping[str, Any]) -> str:
+    """The newest evaluation's loss, after that of the first one where there was an earlier one."""
+    before, after = metrics.get("first_eval_loss"), metrics.get("eval_loss")
+    first, last = metrics.get("first_eval_step"), metrics.get("eval_step")
+    if after is None:
+        return ""
+    earlier = before is not None and first is not None and last is not None and first < last
+    return f" · eval loss {before:.3f} -> {after:.3f}" if earlier else f" · eval loss {after:.3f}"
 
 
 def _shown(path: Path) -> str:

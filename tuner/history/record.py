@@ -1,7 +1,7 @@
 """A run directory as it is read: its record, its recipe and its metrics. Nothing here writes, or needs torch.
 
-`run.json` holds `schema`, `status`, `run_id` and `launches`; each launch its `started`, `from_step`, and once it ended
-`ended`, `status`, `step` and `why`.
+`run.json` holds `schema`, `status`, `run_id`, `launches` and, once the run is finished, its `metrics`; each launch its
+`started`, `from_step`, and once it ended `ended`, `status`, `step` and `why`.
 """
 
 from __future__ import annotations

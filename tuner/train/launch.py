@@ -13,6 +13,7 @@ from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import ParallelSection
 from tuner.errors import MachineError
 from tuner.runtime.console import Console, Level
+from tuner.runtime.environment import command_line
 from tuner.runtime.launch import Launch
 from tuner.runtime.ranks import run_ranks
 from tuner.train.observers import Attach
@@ -53,9 +54,12 @@ def launch(
     work = {
         "recipe": recipe_dict(loaded.recipe),
         "text": loaded.text,
+        "recipe_path": None if loaded.path is None else str(loaded.path),
+        "command": command_line(),
         "resume": str(options.resume),
         "resume_is_path": isinstance(options.resume, Path),
         "prepared": str(ready.data_dir.absolute()),
+        "checkpoint": None if ready.found is None else str(ready.found.path),
         "level": level,
     }
     return _result_of(run_ranks(module, work, processes, logs))
@@ -63,9 +67,16 @@ def launch(
 
 def train_as_rank(work: Mapping[str, Any], attach: Attach | None = None) -> RunResult:
     """What each process started by `launch` does with the work given to it."""
-    loaded = dataclasses.replace(load_recipe(work["recipe"]), text=work["text"])
-    resume = Path(work["resume"]) if work["resume_is_path"] else work["resume"]
-    options = TrainOptions(resume, Path(work["prepared"]), checked=True, attach=attach)
+    path = _path(work["recipe_path"])
+    loaded = dataclasses.replace(load_recipe(work["recipe"]), text=work["text"], path=path)
+    options = TrainOptions(
+        Path(work["resume"]) if work["resume_is_path"] else work["resume"],
+        Path(work["prepared"]),
+        checked=True,
+        checkpoint=_path(work["checkpoint"]),
+        command=tuple(work["command"]),
+        attach=attach,
+    )
     place = Launch.from_environment()
     return train(loaded, options, place, Console(place.is_main, work["level"]))
 
@@ -87,6 +98,9 @@ def local_processes(section: ParallelSection, device: str) -> int:
 
 
 def _result_of(plain: dict[str, Any]) -> RunResult:
-    checkpoint = plain["checkpoint"]
-    paths = {"run_dir": Path(plain["run_dir"]), "checkpoint": None if checkpoint is None else Path(checkpoint)}
+    paths = {"run_dir": Path(plain["run_dir"]), "checkpoint": _path(plain["checkpoint"])}
     return RunResult(**{**plain, **paths})
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)

@@ -8,6 +8,11 @@ from tuner.data.batches import StepBatches
 from tuner.train.best import Best, best_of
 from tuner.train.setup import Assembly
 
+METRICS = (
+    "step", "tokens", "trained_tokens", "loss", "eval_loss", "eval_step", "first_eval_loss", "first_eval_step", "best",
+)  # fmt: skip
+"""What a launch gives back about where it ended, out of a state."""
+
 
 @dataclass
 class Progress:
@@ -17,7 +22,9 @@ class Progress:
     tokens: int = 0
     trained_tokens: int = 0
     eval_loss: float | None = None
+    eval_step: int | None = None
     first_eval_loss: float | None = None
+    first_eval_step: int | None = None
     loss: float | None = None
     saved_step: int | None = None
     evaluation_owed: bool = False
@@ -33,10 +40,10 @@ class Progress:
 
     def evaluated(self, loss: float) -> None:
         """The model was evaluated."""
-        self.eval_loss = loss
+        self.eval_loss, self.eval_step = loss, self.step
         self.evaluation_owed = False
         if self.first_eval_loss is None:
-            self.first_eval_loss = loss
+            self.first_eval_loss, self.first_eval_step = loss, self.step
 
     def as_state(self, finished: bool) -> dict[str, Any]:
         """The JSON state of a checkpoint."""
@@ -45,7 +52,9 @@ class Progress:
             "tokens": self.tokens,
             "trained_tokens": self.trained_tokens,
             "eval_loss": self.eval_loss,
+            "eval_step": self.eval_step,
             "first_eval_loss": self.first_eval_loss,
+            "first_eval_step": self.first_eval_step,
             "loss": self.loss,
             "evaluation_owed": self.evaluation_owed,
             "best": None if self.best is None else self.best.as_state(),
@@ -71,6 +80,7 @@ def restore_position(assembly: Assembly, progress: Progress, state: Mapping[str,
     progress.step = progress.saved_step = int(state["step"])
     progress.tokens, progress.trained_tokens = int(state["tokens"]), int(state["trained_tokens"])
     progress.eval_loss, progress.first_eval_loss = state["eval_loss"], state["first_eval_loss"]
+    progress.eval_step, progress.first_eval_step = state.get("eval_step"), state.get("first_eval_step")
     progress.loss, progress.evaluation_owed = state["loss"], bool(state["evaluation_owed"])
     progress.best = best_of(state.get("best"), assembly.resolved.recipe.checkpoint.keep_best)
     left_out = assembly.learner.guard.restore(state["guard"])

@@ -18,7 +18,7 @@ from tuner.train.changes import Changes, changes
 from tuner.train.methods import check_method
 from tuner.train.observers import Attach, check_observers
 from tuner.train.own_schedule import check_schedule
-from tuner.train.progress import Progress
+from tuner.train.progress import METRICS
 from tuner.train.rundir import RunDir
 from tuner.train.trial import try_optimizer
 
@@ -41,7 +41,11 @@ class TrainOptions:
     dry_run: bool = False
     """Say what would be done and stop; only prepared data may be written."""
     checked: bool = False
-    """`prepared` was opened and checked a moment ago, by the process that started this one."""
+    """The process that started this one looked at the run directory and opened `prepared` a moment ago."""
+    checkpoint: Path | None = None
+    """With `checked`, the checkpoint that it chose to go on from, whose files it hashed."""
+    command: tuple[str, ...] | None = None
+    """The command line that the run records; this process's own unless another one started it."""
     attach: Attach | None = None
     """Hooks of the command's own."""
 
@@ -78,11 +82,12 @@ def make_ready(loaded: LoadedRecipe, options: TrainOptions, console: Console) ->
     recipe = loaded.recipe
     run = RunDir(Path(recipe.output_dir))
     record = run.read_record()
-    found = _existing(run, record, loaded, options, console)
+    found = _handed_over(options) if options.checked else _existing(run, record, loaded, options, console)
     if record is not None and _is_finished(record, found):
         step = int(record["launches"][-1].get("step") or (found.step if found is not None else 0))
         console.say("finished", f"{run.path} is already trained: {step} steps")
-        return run_result(run, "finished", found, step)
+        state = record.get("metrics") or ({"step": step} if found is None else found.state)
+        return run_result(run, "finished", found, step, state)
     check_observers(recipe.hooks, recipe.logging)
     check_method(recipe.method)
     check_schedule(recipe.schedule)
@@ -109,7 +114,7 @@ def left_before(loaded: LoadedRecipe, options: TrainOptions) -> RunResult | None
     record, found = run.read_record(), newest(run.checkpoints, verify=False)
     if options.resume == "never" or record is None or found is None or not record["launches"]:
         return None
-    return run_result(run, "stopped", found, int(record["launches"][-1]["total_steps"]))
+    return run_result(run, "stopped", found, int(record["launches"][-1]["total_steps"]), found.state)
 
 
 def _existing(
@@ -150,6 +155,10 @@ def _existing(
             hint=f"go on: tuner resume {run.path}      new run: --name NEW-NAME",
         )
     return found
+
+
+def _handed_over(options: TrainOptions) -> CheckpointInfo | None:
+    return None if options.checkpoint is None else open_checkpoint(options.checkpoint, verify=False)
 
 
 def began(record: Mapping[str, Any]) -> Path | None:
@@ -218,9 +227,8 @@ def run_result(
     status: Literal["finished", "stopped"],
     saved: CheckpointInfo | None,
     total_steps: int,
-    progress: Progress | None = None,
+    state: Mapping[str, Any],
 ) -> RunResult:
-    """How a launch ended, from its progress or from the checkpoint of an earlier one."""
-    state = progress.as_state(status == "finished") if progress is not None else dict(saved.state) if saved else {}
-    metrics = {key: value for key, value in state.items() if key not in ("finished", "evaluation_owed")}
-    return RunResult(run.path, status, int(state.get("step", 0)), total_steps, saved.path if saved else None, metrics)
+    """How a launch ended, from the state of its progress: its own, or what an earlier one left."""
+    metrics = {key: state.get(key) for key in METRICS}
+    return RunResult(run.path, status, int(state["step"]), total_steps, saved.path if saved else None, metrics)

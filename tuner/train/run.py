@@ -1,6 +1,7 @@
 """One launch of a run: prepare, assemble, load the newest checkpoint, loop, and leave the directory in order."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -29,9 +30,9 @@ from tuner.train.hooks import Hooks, RunFacts, Status
 from tuner.train.loop import train_loop
 from tuner.train.meter import Meter
 from tuner.train.mock import mock_batch
-from tuner.train.observers import Attach, build_hooks
+from tuner.train.observers import build_hooks
 from tuner.train.plan import steps_of
-from tuner.train.progress import Progress, make_room, restore_position, run_tensors
+from tuner.train.progress import METRICS, Progress, make_room, restore_position, run_tensors
 from tuner.train.ready import RunResult, TrainOptions, make_ready, require_recipe_of, run_result
 from tuner.train.records import Records
 from tuner.train.rundir import RunDir
@@ -70,7 +71,7 @@ def train(loaded: LoadedRecipe, options: TrainOptions, launch: Launch, console: 
         _memory_errors(),
     ):
         assembly = assemble(resolved, data, request.tokenizer, launch)
-        return _run(run, loaded, record, assembly, found, options.attach, (signals, console))
+        return _run(run, loaded, record, assembly, found, options, (signals, console))
 
 
 def _run(
@@ -79,7 +80,7 @@ def _run(
     record: dict[str, Any] | None,
     assembly: Assembly,
     found: CheckpointInfo | None,
-    attach: Attach | None,
+    options: TrainOptions,
     around: tuple[StopSignals, Console],
 ) -> RunResult:
     signals, console = around
@@ -87,11 +88,11 @@ def _run(
     if found is not None:
         _require_same_data(found, assembly)
     branched = found is not None and found.path.parent != run.checkpoints
-    record = Ranks(gloo_group()).on_main(lambda: _begin(run, loaded, record, assembly, found))
+    record = Ranks(gloo_group()).on_main(lambda: _begin(run, loaded, record, assembly, found, options.command))
     console.keep(run.logs / f"rank{launch.rank}.log")
     at = 0 if found is None else found.step
     facts = RunFacts(run.path, str(record["run_id"]), total, recipe_dict(assembly.resolved.recipe), at)
-    hooks = build_hooks(assembly, facts, console, attach)
+    hooks = build_hooks(assembly, facts, console, options.attach)
     session = _session(run, record, assembly, progress, (console, hooks, signals))
     status: Status = "failed"
     why: str | None = None
@@ -126,17 +127,29 @@ def _run(
         raise
     finally:
         if launch.is_main:
-            record["best"] = None if progress.best is None else progress.best.as_state()
+            record |= _outcome(progress, status)
             run.end(record, status, progress.step, why)
         session.hooks.tell("end", progress.step, progress.tokens, status=status)
     Ranks(gloo_group()).on_main(session.hooks.raise_error)
     saved = newest(run.checkpoints, verify=False) if progress.saved_step is not None else None
     ended: Literal["finished", "stopped"] = "finished" if finished else "stopped"
-    return run_result(run, ended, saved, total, progress)
+    return run_result(run, ended, saved, total, progress.as_state(finished))
+
+
+def _outcome(progress: Progress, status: Status) -> dict[str, Any]:
+    """What the record says of the whole run: its best evaluation and, once it is finished, its metrics."""
+    state = progress.as_state(status == "finished")
+    told = status == "finished" and math.isfinite(progress.eval_loss or 0.0)  # JSON has no other numbers
+    return {"best": state["best"]} | ({"metrics": {key: state[key] for key in METRICS}} if told else {})
 
 
 def _begin(
-    run: RunDir, loaded: LoadedRecipe, record: dict[str, Any] | None, assembly: Assembly, found: CheckpointInfo | None
+    run: RunDir,
+    loaded: LoadedRecipe,
+    record: dict[str, Any] | None,
+    assembly: Assembly,
+    found: CheckpointInfo | None,
+    command: tuple[str, ...] | None,
 ) -> dict[str, Any]:
     """Fill the run directory with what every later command reads. Rank 0, under the run's lock."""
     if run.read_record() != record:
@@ -165,6 +178,7 @@ def _begin(
         "from_step": 0 if found is None else found.step,
         "began_from": str(found.path) if found is not None and record is None else None,
         "total_steps": assembly.timetable.plan.total_steps,
+        **({} if command is None else {"command": list(command)}),
     }
     # Where the user works, before where the recipe is: a run that goes on reads it from its own directory.
     work_dirs = [Path.cwd(), *([loaded.path.parent] if loaded.path is not None else [])]

@@ -22,7 +22,6 @@ from tuner.runtime.git import SourceTree, source_tree
 from tuner.runtime.versions import versions
 
 
-
 @dataclass(frozen=True)
 class RunDir:
     """Paths of a run directory."""
