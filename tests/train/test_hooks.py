@@ -112,6 +112,19 @@ def test_a_cadence_of_time_counts_from_the_last_report(tmp_path: Path) -> None:
     assert [r.step for r in told.reports] == [3, 6, 9, 12, 15, 18, 21, 24, 27]
 
 
+def test_other_stages_do_not_put_off_a_cadence_of_time(tmp_path: Path) -> None:
+    now, told = [0.0], Told()
+    hooks = Hooks(
+        [Registration(told, frozenset(ALL), Cadence((), 600.0), told_at=0.0)], facts(tmp_path), clock=lambda: now[0]
+    )
+    for number in range(1, 31):
+        now[0] = 60.0 * number
+        step(hooks, number)
+        if number % 5 == 0:
+            hooks.tell("evaluation", number, number)
+    assert [r.step for r in told.reports if r.stage == "step"] == [10, 20, 30]
+
+
 def test_a_report_is_frozen_and_its_mappings_are_the_hooks_own(tmp_path: Path) -> None:
     told = Told()
     rude = user_hook(section(tmp_path, "reads_everything"), EVERY_STEP)

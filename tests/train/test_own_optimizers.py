@@ -8,6 +8,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.train.test_run import launch, lines
 from tools import resume_campaign
@@ -23,6 +25,8 @@ from tuner.train.trial import try_optimizer
 
 CODE = """\
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, LBFGS, NAdam, RMSprop
 
 class Lion(torch.optim.Optimizer):
@@ -241,3 +245,12 @@ def test_the_optimizer_in_the_docs_trains(workplace: Path, root: Path) -> None:
     found = lines(launch(workplace, train__stop_after="3 steps").run_dir)
     assert [line["step"] for line in found] == [1, 2, 3]
     assert len({line["lr"] for line in found}) == 3
+
+
+def test_a_shard_that_one_process_holds_alone_is_whole() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        assert Layout.of(distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])) == Layout(torch.Size((4, 2)), None)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -242,6 +242,17 @@ def test_the_mock_batch_changes_nothing(workplace: Path) -> None:
     assert [line["loss"] for line in lines(plain.run_dir)] == [line["loss"] for line in lines(mocked.run_dir)]
 
 
+@pytest.mark.parametrize(("rows", "passes"), [(1, 1), (2, 2), (8, 2)])
+def test_the_mock_batch_is_no_more_than_a_step(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, rows: int, passes: int
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(mock, "forward_backward", lambda learner, index, batches: seen.append(len(batches.micro)))
+    settings = {"train__global_batch_size": str(rows), "train__micro_batch_size": "1", "train__mock_batch": "true"}
+    launch(workplace, name=f"of-{rows}", train__stop_after="1 step", **settings)
+    assert seen == [passes]
+
+
 def test_a_mock_batch_that_does_not_fit_ends_the_launch_before_the_first_step(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

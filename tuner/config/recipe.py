@@ -389,7 +389,7 @@ class HookSection(Section):
     stages: Annotated[tuple[Stage, ...], Several(item=Choice(values=STAGES))] = STAGES
     """What it is told about: start, step, evaluation, save and end of a launch."""
     every: Annotated[Durations | None, Cadence(units=(*COUNTS, *TIMES))] = (Duration.parse("1 step"),)
-    """How often it is told about a step; above 1 step it is told at once, else when metrics.jsonl is written."""
+    """How often it is told about a step."""
     options: Options = {}
     """Keyword arguments of the class or function."""
 

@@ -151,10 +151,10 @@ def _exact_constants(model: PreTrainedModel) -> None:
     for module in model.modules():
         kept = module._non_persistent_buffers_set
         constants = [buffer for name, buffer in module.named_buffers(recurse=False) if name in kept]
-        rounded = [buffer for buffer in constants if buffer.dtype in _HALF and not buffer.is_meta]
-        if rounded:
-            for buffer in rounded:
-                buffer.data = buffer.data.float()
+        rounded = [buffer for buffer in constants if buffer.dtype in _HALF]
+        for buffer in rounded:
+            buffer.data = buffer.data.float()
+        if any(not buffer.is_meta for buffer in rounded):
             for parameter in module.parameters(recurse=False):
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]
             model._init_weights(module)

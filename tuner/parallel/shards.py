@@ -27,7 +27,8 @@ class Layout:
             return Layout(tensor.shape, None)
         if len(axes) > 1 or type(tensor.placements[axes[0]]) is not Shard or tensor.placements[axes[0]].dim != 0:  # type: ignore[attr-defined]
             raise ValueError(f"a tensor placed as {tensor.placements} is not split by rows over one axis")
-        return Layout(tensor.shape, tensor.device_mesh.get_group(axes[0]))
+        alone = tensor.device_mesh.size(axes[0]) == 1
+        return Layout(tensor.shape, None if alone else tensor.device_mesh.get_group(axes[0]))
 
     @property
     def rows(self) -> list[int]:

@@ -109,7 +109,8 @@ class Hooks:
             registration, facts = entry
             if not registration.wants(stage, step, now):
                 continue
-            registration.told_at = now
+            if stage == "step":
+                registration.told_at = now
             report = Report(
                 stage, facts.run_dir, facts.run_id, step, facts.total_steps, tokens, copy.deepcopy(metrics or {}),
                 path, facts.recipe, facts.from_step, status,

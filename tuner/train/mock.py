@@ -20,10 +20,12 @@ def mock_batch(assembly: Assembly, console: Console) -> None:
     if recipe.train.mock_batch is not True:
         return
     vocab_size = assembly.resolved.config.get_text_config().vocab_size
-    batch = _full(assembly.prepared.train.max_length, recipe.train.micro_batch_size, vocab_size)
+    rows, processes = recipe.train.micro_batch_size, assembly.launch.world_size
+    per_step = recipe.train.global_batch_size // (rows * processes)
+    batch = _full(assembly.prepared.train.max_length, rows, vocab_size)
     try:
-        # Twice: gradients of the first microbatch are alive during the second.
-        forward_backward(learner, 0, StepBatches(np.empty(0, np.int64), 1, 0, [batch, batch]))
+        # As in a step: where several microbatches follow, gradients of the first are alive during the second.
+        forward_backward(learner, 0, StepBatches(np.empty(0, np.int64), 1, 0, [batch] * min(2, per_step)))
         if learner.numerics.device.type == "cuda":
             torch.cuda.synchronize(learner.numerics.device)
     except (torch.OutOfMemoryError, MemoryError) as error:

@@ -206,18 +206,18 @@ def _session(
         allowed = limit.seconds
         stop_after = lambda steps, seconds: seconds >= allowed  # noqa: E731
     return Session(
-        assembly,
-        progress,
-        run.path,
-        CheckpointDir(run.checkpoints, str(record["run_id"])),
-        _meta(assembly) | {"tokenizer_files": file_entries(run.path / "tokenizer") if main else {}},
-        Records(run.path / "metrics.jsonl" if main else None),
-        Records(run.path / "samples.jsonl" if main else None),
-        console,
-        Meter(recipe.logging.console_every.seconds, assembly.learner.numerics.device, total),
-        hooks,
-        signals,
-        stop_after,
+        assembly=assembly,
+        progress=progress,
+        run_dir=run.path,
+        checkpoints=CheckpointDir(run.checkpoints, str(record["run_id"])),
+        meta=_meta(assembly) | {"tokenizer_files": file_entries(run.path / "tokenizer") if main else {}},
+        metrics=Records(run.path / "metrics.jsonl" if main else None),
+        samples=Records(run.path / "samples.jsonl" if main else None),
+        console=console,
+        meter=Meter(recipe.logging.console_every.seconds, assembly.learner.numerics.device, total),
+        hooks=hooks,
+        signals=signals,
+        stop_after=stop_after,
     )
 
 

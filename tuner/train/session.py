@@ -140,8 +140,9 @@ class Session:
     def save(self, finished: bool) -> None:
         """Commit the state of the run; records reach the disk first, so that they never lack a committed step."""
         assembly, progress = self.assembly, self.progress
-        learner, started = assembly.learner, time.monotonic()
-        self.log.settle()
+        learner = assembly.learner
+        self.log.settle()  # the wait for steps that still run is theirs
+        started = time.monotonic()
         self.metrics.flush(durable=True)
         self.samples.flush(durable=True)
         state = progress.as_state(finished) | {"guard": learner.guard.as_state()}
