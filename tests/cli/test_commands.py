@@ -53,7 +53,7 @@ def test_every_command_explains_itself_and_has_the_common_options(name: str, tmp
 def test_a_wrong_choice_is_answered_with_the_right_ones(tmp_path: Path) -> None:
     done = tuner("train", "--resume", "sometimes", cwd=tmp_path)
     assert done.returncode == 2
-    assert "error: Invalid value for '--resume': 'sometimes' is not one of 'auto', 'must', 'never'." in done.stderr
+    assert "error: --resume sometimes: not one of auto, must, never, and there is no such directory" in done.stderr
     assert tuner("generate", "x", "--compare", "y", cwd=tmp_path).returncode == 2
 
 

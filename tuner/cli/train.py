@@ -20,6 +20,7 @@ from tuner.cli.session import (
     overrides_of,
     run_command,
 )
+from tuner.errors import RecipeError
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
@@ -54,11 +55,12 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
     """Train the recipe's model into its run directory; prepares the data where that is not done."""
 
     def body() -> Outcome:
+        wish = _wish(resume)
         loaded = load_for_command(recipe, overrides_of(ctx))
         from tuner.train.ready import TrainOptions
 
         options = TrainOptions(
-            _wish(resume), input_path(prepared) if prepared is not None else None, no_prepare, dry_run
+            wish, input_path(prepared) if prepared is not None else None, no_prepare, dry_run
         )
         return launch_training(loaded, options, verbose)
 
@@ -66,7 +68,15 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
 
 
 def _wish(text: str) -> Resume:
-    return input_path(text) if text not in WORDS else cast("Resume", text)
+    if text in WORDS:
+        return cast("Resume", text)
+    path = input_path(text)
+    if not path.is_dir():
+        raise RecipeError(
+            f"--resume {text}: not one of {', '.join(WORDS)}, and there is no such directory",
+            hint="give the path of a checkpoint, or of a run, to begin a new run there",
+        )
+    return path
 
 
 def launch_training(loaded: LoadedRecipe, options: TrainOptions, verbose: bool) -> Outcome:
