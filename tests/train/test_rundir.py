@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tuner.history.record import read_run
-from tuner.train.rundir import RunDir, differences
+from tuner.train.changes import changes
+from tuner.train.rundir import RunDir
 
 
 def git(directory: Path, *arguments: str) -> None:
@@ -52,8 +53,9 @@ def test_each_launch_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_how_and_where_data_is_prepared_may_change() -> None:
     before = {"data": {"workers": 1, "cache_dir": None, "max_length": 64}}
     after = {"data": {"workers": "auto", "cache_dir": "/elsewhere", "max_length": 64}}
-    assert differences(before, after) == []
-    assert differences(before, {"data": {**after["data"], "max_length": 32}}) == ["data.max_length 64 -> 32"]
+    assert changes(before, after).refuse == ()
+    longer = changes(before, {"data": {**after["data"], "max_length": 32}})
+    assert [line.split()[0] for line in longer.refuse] == ["data.max_length"]
 
 
 def test_a_launch_outside_of_any_repository(tmp_path: Path) -> None:
