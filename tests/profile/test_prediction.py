@@ -1,0 +1,45 @@
+"""What a prediction says follows from its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tuner.profile.prediction import PARTS, MemoryCourse, Moment, Part, Phase, Prediction, TimeEstimate
+
+
+def moment(phase: Phase, module: str, **parts: int) -> Moment:
+    named: dict[Part, int] = dict.fromkeys(PARTS, 0)
+    return Moment(phase, module, {**named, **parts})  # type: ignore[dict-item]
+
+
+COURSE = MemoryCourse(
+    (
+        moment("forward", "model.layers.0", parameters=40, activations=10),
+        moment("forward", "model.layers.1", parameters=40, activations=20),
+        moment("backward", "model.layers.1", parameters=40, activations=20, gradients=40),
+        moment("optimizer", "", parameters=40, gradients=40, optimizer=10, other=10),
+    ),
+    {"model.layers.0": 10, "model.layers.1": 10, "": 0},
+)
+
+
+def test_peak_is_the_first_of_the_fullest_moments() -> None:
+    assert COURSE.peak.phase == "backward" and COURSE.peak.total == 100
+    forward = COURSE.peak_of("forward")
+    assert forward is not None and (forward.module, forward.total) == ("model.layers.1", 60)
+    assert COURSE.peak_of("evaluation") is None
+
+
+@pytest.mark.parametrize(("limit", "verdict"), [(99, "does not fit"), (100, "tight"), (101, "tight"), (102, "fits")])
+def test_verdict_allows_for_the_stated_error(limit: int, verdict: str) -> None:
+    prediction = Prediction("cpu", 1, 1, COURSE, limit, 0.02, None)
+    assert prediction.verdict == verdict
+    assert prediction.margin_bytes == limit - 100
+    assert replace(prediction, error=0.0).verdict == ("fits" if limit >= 100 else "does not fit")
+
+
+def test_time_follows_from_the_step() -> None:
+    time = TimeEstimate({"products": 1e12}, 8192.0, 2.0, 10, "tabled")
+    assert (time.tok_per_s, time.total_s) == (4096.0, 20.0)

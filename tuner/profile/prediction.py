@@ -1,0 +1,134 @@
+"""What a prediction says: bytes by part over the course of a step, whether they fit, and how long a run takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+Part = Literal[
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered",
+    "reduced",
+    "activations",
+    "loss",
+    "batch",
+    "evaluation",
+    "staging",
+    "constants",
+    "rounding",
+    "other",
+]
+"""What bytes of a device are for.
+
+``gathered`` are parameters made whole for one module and ``reduced`` the gradients on their way to their shards;
+``loss`` is the output layer's logits and what is made of them, ``staging`` the copies of a checkpoint on its way to the
+disk; ``constants`` are a context and communicators, ``rounding`` what an allocator holds beyond what was asked of it;
+``other`` is what lives within an operation, such as the gradients of activations.
+"""
+PARTS: tuple[Part, ...] = get_args(Part)
+Phase = Literal["build", "forward", "backward", "optimizer", "evaluation", "saving", "resuming"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+Verdict = Literal["fits", "tight", "does not fit"]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The fullest moment of one module's turn in one phase of the course: bytes by part, all parts named.
+
+    ``module`` is the dotted name of the innermost module at work, as transformers names it; empty outside of all.
+    """
+
+    phase: Phase
+    module: str
+    parts: Mapping[Part, int]
+
+    @property
+    def total(self) -> int:
+        """All bytes at this moment."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class MemoryCourse:
+    """The bytes of one process on its device, as they come and go over a run's phases.
+
+    The timeline lies in the order of execution; its moments are those of one microbatch, the last of a step, where all
+    others are alike.
+    """
+
+    timeline: tuple[Moment, ...]
+    layers: Mapping[str, int]
+    """Activations that each module keeps from its forward to its backward pass, by name; ``""`` is what lies outside
+    of all decoder layers."""
+
+    @property
+    def peak(self) -> Moment:
+        """The fullest moment of all; the first of equal ones."""
+        return max(self.timeline, key=lambda moment: moment.total)
+
+    def peak_of(self, phase: Phase) -> Moment | None:
+        """The fullest moment of a phase; None where the run has none."""
+        moments = [moment for moment in self.timeline if moment.phase == phase]
+        return max(moments, key=lambda moment: moment.total) if moments else None
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """A rough estimate of how long a run takes, from its arithmetic and rates of the device.
+
+    ``flops`` are of one optimizer step over all processes, by part. ``basis`` says in words where the rates come from.
+    """
+
+    flops: Mapping[str, float]
+    tokens_per_step: float
+    step_s: float
+    total_steps: int
+    basis: str
+
+    @property
+    def tok_per_s(self) -> float:
+        """Tokens a second, over all processes."""
+        return self.tokens_per_step / self.step_s
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all steps, without evaluations and checkpoints."""
+        return self.step_s * self.total_steps
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a recipe needs of each process's device, said before anything runs.
+
+    ``error`` is the stated error of the peak as a share of it. A peak below the limit by less than that is ``tight``.
+    """
+
+    device: str
+    processes: int
+    local_processes: int
+    memory: MemoryCourse
+    limit_bytes: int
+    error: float
+    time: TimeEstimate | None
+    assumptions: tuple[str, ...] = field(default=())
+    """What was taken for granted, each in a sentence."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes at the fullest moment."""
+        return self.memory.peak.total
+
+    @property
+    def margin_bytes(self) -> int:
+        """What is left of the limit at the peak; negative where it does not fit."""
+        return self.limit_bytes - self.peak_bytes
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the peak is below the limit, and by more than the stated error."""
+        if self.margin_bytes < 0:
+            return "does not fit"
+        return "fits" if self.margin_bytes >= self.error * self.peak_bytes else "tight"
