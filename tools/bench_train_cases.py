@@ -88,27 +88,16 @@ def packed_rows(prepared: Path) -> list[dict[str, list[int]]]:
 
 
 def flops_per_step(model: Path, lora: bool, rows: Sequence[dict[str, list[int]]]) -> float:
-    """Arithmetic of one mean step over `rows`, by the convention of docs/benchmarks.md.
-
-    Full training: 6 for each weight of a product and token, and 6 x layers x heads x head size x sum of squared
-    document lengths. LoRA: 4 for each frozen weight, 6 for each of the adapter (rank 16 on every linear layer).
-    """
+    """Arithmetic of a training on `rows`, in full or with LoRA of rank 16 on every linear layer (tuner.model.flops)."""
     import torch
     from transformers import AutoConfig
 
+    from tuner.model.adapter import LoraSpec, add_lora
     from tuner.model.build import build_skeleton
+    from tuner.model.flops import training_flops
 
-    config = AutoConfig.from_pretrained(model)
-    skeleton = build_skeleton(config, torch.float32)
-    output = skeleton.get_output_embeddings()
-    linear = [module for module in skeleton.modules() if isinstance(module, torch.nn.Linear) and module is not output]
-    shapes = [module.weight.shape for module in linear]
-    head = output.weight.numel()
-    products = sum(shape.numel() for shape in shapes) + head
-    tokens = sum(len(row["input_ids"]) for row in rows)
-    squares = sum(length**2 for row in rows for length in row["seq_lengths"])
-    attention = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * squares
-    if not lora:
-        return float(6 * products * tokens + attention)
-    adapter = sum(16 * sum(shape) for shape in shapes)
-    return float((4 * products + 6 * adapter) * tokens + attention)
+    skeleton = build_skeleton(AutoConfig.from_pretrained(model), torch.float32)
+    if lora:
+        add_lora(skeleton, LoraSpec(16, 32.0, 0.0, "all-linear"), seed=0)
+    flops = training_flops(skeleton)
+    return sum(flops.of(row["seq_lengths"], len(row["input_ids"])) for row in rows)

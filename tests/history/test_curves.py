@@ -29,7 +29,7 @@ def test_the_charts_of_two_runs(tmp_path: Path) -> None:
     assert [(c.run, c.source, c.points.value) for c in found["eval"].curves] == [
         (0, "", [3.0]), (0, "a", [2.5]), (0, "b", [3.5]), (1, "", [3.0, 0.75]),
     ]  # fmt: skip
-    waiting = read_run(made.run(tmp_path / "w", [made.step_line(1, data_s=0.125), made.step_line(2, data_s=0)]))
+    waiting = read_run(made.run(tmp_path / "w", [made.step_line(1, data_wait=0.25), made.step_line(2, data_wait=0)]))
     share = {chart.key: chart for chart in charts([waiting])}["data_wait"].curves[0].points
     assert (share.step, share.value) == ([1, 2], [0.25, 0])
     loss = found["loss"].curves[0].points

@@ -14,6 +14,8 @@ LABELS = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "tok_per_s": "tokens per second",
+    "trained_per_s": "trained tokens per second",
+    "mfu": "arithmetic of the model (share of the device's peak)",
     "mem_gib": "peak memory (GiB)",
     "data_wait": "waiting for data (share of the step)",
 }
@@ -94,9 +96,7 @@ def _columns(run: Run) -> dict[tuple[str, str], Points]:
     for line in run.lines():
         tokens = _number(line.get("tokens")) or tokens
         seconds += (_number(line.get("step_s")) or 0.0) + (_number(line.get("eval_s")) or 0.0)
-        step_s, data_s = _number(line.get("step_s")), _number(line.get("data_s"))
-        shares = {"data_wait": data_s / step_s} if step_s and data_s is not None else {}
-        for name, value in (line | shares).items():
+        for name, value in line.items():
             if name in POSITIONS or isinstance(value, (str, bool)) or value is None:
                 continue
             points = columns.setdefault(_place(line, name), Points())

@@ -8,10 +8,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from tuner.data.batches import StepBatches
 from tuner.runtime.console import Console, clock
+from tuner.train.effort import Effort
 
 T = TypeVar("T")
-HEADER = f"{'step':>6} {'loss':>8} {'eval':>8} {'grad':>8} {'lr':>10} {'tok/s':>9} {'left':>8}"
+HEADER = f"{'step':>6} {'loss':>8} {'eval':>8} {'grad':>8} {'lr':>10} {'tok/s':>9} {'mfu':>6} {'wait':>6} {'left':>8}"
+CLOCKED = ("step_s", "data_s", "tok_per_s", "trained_per_s", "mem_gib", "data_wait", "mfu")
+"""What the clock and the machine say in a line of metrics.jsonl; the rest follows from the recipe."""
 
 
 @dataclass
@@ -21,6 +25,7 @@ class Meter:
     refresh_s: float
     device: torch.device
     total_steps: int
+    effort: Effort
     on_progress: Callable[[int, str], None] = lambda step, note: None
     _last_step: float = 0.0
     _last_shown: float = 0.0
@@ -39,8 +44,11 @@ class Meter:
         result = work()
         return result, time.monotonic() - started
 
-    def step_line(self, facts: Mapping[str, Any], step_tokens: int, data_s: float) -> dict[str, Any]:
-        """One line of metrics.jsonl: what is determined by the recipe (``facts``) first, what the clock says last."""
+    def step_line(self, facts: Mapping[str, Any], batches: StepBatches, data_s: float) -> dict[str, Any]:
+        """One line of metrics.jsonl: what is determined by the recipe (``facts``) first, what the clock says last.
+
+        ``data_wait`` is the share of the step spent waiting for its batches, ``mfu`` this process's device's.
+        """
         now = time.monotonic()
         step_s, self._last_step = now - self._last_step, now
         self._mean_step_s = step_s if self._mean_step_s == 0 else 0.9 * self._mean_step_s + 0.1 * step_s
@@ -48,8 +56,11 @@ class Meter:
             **facts,
             "step_s": round(step_s, 4),
             "data_s": round(data_s, 4),
-            "tok_per_s": round(step_tokens / step_s, 1),
+            "tok_per_s": round(batches.tokens / step_s, 1),
+            "trained_per_s": round(batches.trained_count / step_s, 1),
             "mem_gib": round(peak_memory_bytes(self.device) / 2**30, 3),
+            "data_wait": round(data_s / step_s, 4),
+            "mfu": round(self.effort.mfu(batches.micro, step_s), 4),
         }
         return self._line
 
@@ -63,7 +74,8 @@ class Meter:
         self._show_header(console)
         for name, loss in losses.items():
             source = name.partition("/")[2]
-            at, rest = ("", f" {source}") if source else (step, f" {'-':>8} {'-':>10} {'-':>9} {'-':>8}")
+            none = "".join(f" {'-':>{width}}" for width in (8, 10, 9, 6, 6, 8))
+            at, rest = ("", f" {source}") if source else (step, none)
             console.line(f"{at:>6} {'' if source else '-':>8} {loss:>8.4f}{rest}")
 
     def refresh_due(self) -> bool:
@@ -82,7 +94,7 @@ class Meter:
         loss, norm = _shown(line["loss"], 4), _shown(line["grad_norm"], 3)
         console.line(
             f"{line['step']:>6} {loss:>8} {'':>8} {norm:>8} {line['lr']:>10.2e} "
-            f"{line['tok_per_s']:>9,.0f} {remaining:>8}"
+            f"{line['tok_per_s']:>9,.0f} {line['mfu']:>6.1%} {line['data_wait']:>6.1%} {remaining:>8}"
         )
         self.on_progress(line["step"], f"loss {loss}  {line['tok_per_s']:,.0f} tok/s")
 

@@ -7,21 +7,9 @@ from tuner.errors import PluginError
 from tuner.model.liger_loss import loss_into_gradient
 from tuner.model.objective import CrossEntropy, Objective, OwnObjective
 from tuner.runtime.plugins import Plugin, failure, load, require_call, source_file
+from tuner.train.meter import CLOCKED
 
-TAKEN = (
-    "step",
-    "epoch",
-    "tokens",
-    "loss",
-    "lr",
-    "grad_norm",
-    "skipped",
-    "kind",
-    "step_s",
-    "data_s",
-    "tok_per_s",
-    "mem_gib",
-)
+TAKEN = ("step", "epoch", "tokens", "loss", "lr", "grad_norm", "skipped", "kind", *CLOCKED)
 """Keys of a line of metrics.jsonl that a figure cannot have."""
 
 

@@ -214,7 +214,7 @@ def _session(
         metrics=Records(run.path / "metrics.jsonl" if main else None),
         samples=Records(run.path / "samples.jsonl" if main else None),
         console=console,
-        meter=Meter(recipe.logging.console_every.seconds, assembly.learner.numerics.device, total),
+        meter=Meter(recipe.logging.console_every.seconds, assembly.learner.numerics.device, total, assembly.effort),
         hooks=hooks,
         signals=signals,
         stop_after=stop_after,

@@ -29,6 +29,7 @@ from tuner.model.build import (
     model_config,
 )
 from tuner.model.compile import compile_blocks, compiler_problem
+from tuner.model.flops import training_flops
 from tuner.model.freeze import freeze, frozen_hash
 from tuner.model.padding import Padding
 from tuner.model.probe import require_isolation
@@ -38,8 +39,10 @@ from tuner.parallel.fsdp import data_mesh, materialise, shard, shard_size
 from tuner.runtime.allocator import keep_freed_memory
 from tuner.runtime.device import DeviceFacts, device_facts
 from tuner.runtime.launch import Launch
+from tuner.runtime.peak import measured_peak
 from tuner.runtime.process import gloo_group
 from tuner.train.best import check_metric, mark_steps
+from tuner.train.effort import Effort
 from tuner.train.evaluate import HeldOut, held_out
 from tuner.train.guard import Guard, GuardPolicy
 from tuner.train.methods import build_objective
@@ -92,7 +95,8 @@ class Assembly:
     tokenizer: TextTokenizer
     launch: Launch
     probes: list[torch.Tensor]
-    held_out: HeldOut | None = None
+    held_out: HeldOut | None
+    effort: Effort
 
 
 def resolve(recipe: Recipe, max_length: int, launch: Launch) -> Resolved:
@@ -188,6 +192,7 @@ def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenize
     _check_sizes(recipe, tokenizer, resolved.config, prepared, launch)
     table, held = timetable(recipe, prepared), held_out_rows(recipe, prepared)
     check_metric(recipe.checkpoint.keep_best, held)
+    peak = measured_peak(resolved.facts.kind, recipe.train.precision, launch.local_rank)  # while the memory is free
     root, numerics = assemble_model(resolved, launch)
     parameters = trained_parameters(root)
     optimizer = build_updater(recipe.optimizer, parameters, outer_parameters(root))
@@ -204,7 +209,8 @@ def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenize
     root.objective = build_objective(recipe.method, recipe.model.kernels == "liger")
     learner = Learner(root, parameters, optimizer, numerics, Guard(policy, numerics.device))
     probes = probe_inputs(prepared.train)
-    return Assembly(resolved, learner, batches, table, prepared, tokenizer, launch, probes, held)
+    effort = Effort(training_flops(root.model), peak)
+    return Assembly(resolved, learner, batches, table, prepared, tokenizer, launch, probes, held, effort)
 
 
 def assemble_model(resolved: Resolved, launch: Launch) -> tuple[CausalLM, Numerics]:

@@ -69,7 +69,7 @@ class StepLog:
             raise self.halt(entry.taken, result)
         if math.isfinite(result.loss):
             self.progress.loss = result.loss
-        line = self.meter.step_line(_facts(entry, result), entry.taken.batches.tokens, entry.data_s)
+        line = self.meter.step_line(_facts(entry, result), entry.taken.batches, entry.data_s)
         self.metrics.add(line)
         self.on_line(line)
 

@@ -20,11 +20,10 @@ from tuner.runtime.files import TMP_PREFIX, sweep
 from tuner.runtime.launch import Launch
 from tuner.runtime.lock import FileLock
 from tuner.train.launch import launch
+from tuner.train.meter import CLOCKED
 from tuner.train.ready import Resume, TrainOptions, began, resume_source
 from tuner.train.rundir import RunDir
 
-CLOCKED = ("step_s", "data_s", "tok_per_s", "mem_gib")
-"""What the clock and the machine say in a line of metrics.jsonl; the rest follows from the recipe."""
 QUIET: dict[str, dict[str, Any]] = {
     "checkpoint": {"every": "never", "at_end": True, "keep_best": None, "marks": []},
     "eval": {"every": "never", "at_start": False, "at_end": False},

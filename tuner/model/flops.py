@@ -1,0 +1,103 @@
+"""Arithmetic of training, by the convention of docs/performance.md: what the model asks for, and nothing twice.
+
+A weight of a product costs 2 operations a token forward and 2 for the gradient of its input; 2 more where it is
+trained. Attention costs 6 operations for each layer, head, channel and squared token of a document: half of that square
+is masked. Embeddings cost none; the output layer is asked for trained tokens alone; of experts those count that a token
+goes to. Recomputed layers and filled up rows are work that a step does, and no arithmetic that the model asks for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+FROZEN, TRAINED = 4, 6
+"""Operations for each weight of a product and token, forward and backward."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+
+
+@dataclass(frozen=True)
+class Flops:
+    """What forward and backward cost: operations per token, per trained token, and of attention."""
+
+    products: float
+    """For each token: all linear layers but the output layer."""
+    output: float
+    """For each trained token: the output layer."""
+    attention: Mapping[int | None, float]
+    """By window (None: the whole document): operations for each squared token, all layers of that window together."""
+
+    def parts(self, lengths: Sequence[int], n_trained: int) -> dict[str, float]:
+        """Operations for documents of these lengths, `n_trained` of whose tokens are trained, by part of the model."""
+        squares = {window: sum(_square(length, window) for length in lengths) for window in self.attention}
+        return {
+            "layers": self.products * sum(lengths),
+            "attention": sum(each * squares[window] for window, each in self.attention.items()),
+            "output": self.output * n_trained,
+        }
+
+    def of(self, lengths: Sequence[int], n_trained: int) -> float:
+        """Operations for documents of these lengths, `n_trained` of whose tokens are trained."""
+        return sum(self.parts(lengths, n_trained).values())
+
+
+def training_flops(model: PreTrainedModel) -> Flops:
+    """Count a model as it is trained: with its adapters and frozen weights, whole or sharded, on any device."""
+    head = model.get_output_embeddings()
+    of_head = set() if head is None else {id(weight) for weight in head.parameters()}
+    config = model.config.get_text_config()
+    products = output = 0.0
+    for name, weight in _weights(model):
+        cost = weight.numel() * (TRAINED if weight.requires_grad else FROZEN)
+        if id(weight) in of_head:
+            output += cost
+        else:
+            products += cost * _share(name, weight, config)
+    return Flops(products, output, _attention(config))
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Weights of products, each once; not the originals of modules that an adapter trains in full."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) or "original_module" in name.split("."):
+            continue
+        for weight in module.parameters(recurse=False):
+            if weight.ndim >= 2 and id(weight) not in seen:
+                seen.add(id(weight))
+                yield name, weight
+
+
+def _share(module: str, weight: nn.Parameter, config: PretrainedConfig) -> float:
+    """The part of a weight that a token meets: below one for experts, each on its own or stacked in one weight."""
+    experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
+    chosen = next((getattr(config, name) for name in _CHOSEN if getattr(config, name, None)), None)
+    if not experts or not chosen:
+        return 1.0
+    stacked = weight.ndim == 3 and weight.shape[0] == experts
+    return chosen / experts if stacked or re.search(r"\bexperts\.\d+\b", module) else 1.0
+
+
+def _attention(config: PretrainedConfig) -> dict[int | None, float]:
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if kinds is None:
+        layers = Counter({window: config.num_hidden_layers})
+    else:
+        chunk = getattr(config, "attention_chunk_size", None)
+        windows = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk or window}
+        layers = Counter(windows[kind] for kind in kinds if kind in windows)
+    heads = config.num_attention_heads
+    channels = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return {window: float(6 * count * heads * channels) for window, count in layers.items()}
+
+
+def _square(length: int, window: int | None) -> int:
+    """Twice the pairs of tokens that see each other: the square, less that of what lies behind the window."""
+    return length**2 if window is None or length <= window else length**2 - (length - window) ** 2
