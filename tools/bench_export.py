@@ -3,8 +3,8 @@
     python tools/bench_export.py DIRECTORY --rounds 3 [--gigabytes 2] [--ranks 4]
 
 The first call writes the checkpoint (a llama of random float32 weights, cut over the ranks as training cuts it) into
-DIRECTORY, which later calls use again. In every round follow each other, each in a process of its own, with the page
-cache emptied before it and everything flushed to the disk inside the time:
+DIRECTORY, which later calls use again; `--rounds 0` does no more than that. In every round follow each other, each in a
+process of its own, with the page cache emptied before it and everything flushed to the disk inside the time:
 
 raw      the bytes of the export, from memory, in blocks of 16 MiB, one after another
 ours     the export's writing stage, from the checkpoint on the disk: reading, checking SHA-256, writing, hashing
@@ -304,7 +304,8 @@ def main() -> None:
         if not (directory / "run" / "checkpoints" / "step-1").is_dir():
             directory.mkdir(parents=True, exist_ok=True)
             write_checkpoint(directory, options.gigabytes, options.ranks)
-        print(json.dumps(benchmark(directory, options.rounds, options.ranks), indent=1))
+        if options.rounds:
+            print(json.dumps(benchmark(directory, options.rounds, options.ranks), indent=1))
 
 
 if __name__ == "__main__":

@@ -60,14 +60,16 @@ def export_hf(
     dtype: Literal["bf16", "fp32"] = "bf16",
     adapter: Literal["merge", "keep"] = "merge",
     shard_size: str | int = "5GB",
+    step: int | Literal["newest", "best"] = "newest",
 ) -> ExportReport:
-    """Write a run's newest checkpoint, or the checkpoint given, as a verified Hugging Face directory.
+    """Write a checkpoint of a run, or the checkpoint given, as a verified Hugging Face directory.
 
     Raises VerificationError, with nothing published, where the export is not the trained model.
     """
     from tuner.export.hf import export_hf as export
 
-    return export(_path(path), None if output is None else _path(output), dtype, adapter, parse_bytes(shard_size))
+    target = None if output is None else _path(output)
+    return export(_path(path), target, dtype, adapter, parse_bytes(shard_size), step)
 
 
 def _loaded(recipe: RecipeSource) -> LoadedRecipe:

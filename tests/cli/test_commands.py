@@ -149,6 +149,9 @@ def test_commands_without_a_recipe_refuse_its_flags(tmp_path: Path) -> None:
     done = tuner("export-hf", "run", "--optimizer.lr", "1", cwd=tmp_path)
     assert done.returncode == 2
     assert "export-hf takes no recipe flags: --optimizer.lr" in done.stderr
+    done = tuner("export-hf", "run", "--step", "last", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "write newest, best or a step" in done.stderr
 
 
 def test_a_gone_reader_of_help_leaves_no_traceback(tmp_path: Path) -> None:

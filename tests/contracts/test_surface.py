@@ -24,7 +24,7 @@ SURFACE = {
     "resume": "RUN_DIR --dry-run",
     "verify-resume": "RUN_DIR --steps",
     "eval": "MODEL (RECIPE)",
-    "export-hf": "PATH --output --dtype --adapter --shard-size --dry-run",
+    "export-hf": "PATH --step --output --dtype --adapter --shard-size --dry-run",
     "generate": "MODEL --prompt --file --chat --compare --base --max-new-tokens --temperature --seed --system --raw",
     "runs list": "(DIRECTORY)",
     "runs show": "RUN",

@@ -65,8 +65,9 @@ def write_run(  # noqa: PLR0913 - what a run can be
     left_alone: tuple[str, ...] = (),
     amount: float = 0.05,
     facts: dict[str, str] | None = None,
+    best: int | None = None,
 ) -> Path:
-    """A run directory with one checkpoint at step 7, saved by the product's own writer."""
+    """A run directory with one checkpoint at step 7, saved by the product's own writer; `best` is noted in it."""
     dtype = torch.bfloat16 if frozen == "bf16" else torch.float32
     model = build_model(ModelSpec(str(base)), dtype, seed=0)
     model.config.save_pretrained(run / "model_config")
@@ -84,7 +85,8 @@ def write_run(  # noqa: PLR0913 - what a run can be
         CheckpointDir(run / "checkpoints", "test"),
         7,
         tensors,
-        {"step": 7, "tokens": 700, "trained_tokens": 300, "epoch": 1.0, "finished": True, "rows_seen": 14},
+        {"step": 7, "tokens": 700, "trained_tokens": 300, "epoch": 1.0, "finished": True, "rows_seen": 14}
+        | ({} if best is None else {"best": {"metric": "eval/loss", "step": best, "loss": 1.0}}),
         checkpoint_facts(
             base, model, lora, {"name_or_path": str(base), "dtype": frozen, "config": {}, "freeze": list(left_alone)}
         )

@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 from tests.export import runs
 from tests.export.runs import PROMPTS, write_base, write_run
 from tuner.checkpoint.load import open_checkpoint, read_probe, read_tensors
+from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, RecipeError, VerificationError
-from tuner.export import hf, outputs, verify
+from tuner.export import frozen, hf, outputs, rows, verify, weights
 from tuner.export.curve import curve
 from tuner.export.hf import export_hf, plan_export
-from tuner.export.rows import HeldRows
+from tuner.export.rows import HeldRows, OpenFiles
 from tuner.export.shards import Output, Shard
 from tuner.export.spans import Spans
 from tuner.model.adapter import LoraSpec
@@ -195,10 +196,38 @@ def test_experts_get_their_published_names(
     config = Qwen3MoeConfig(**shape, **heads, vocab_size=97, eos_token_id=2, pad_token_id=0)
     monkeypatch.setattr(runs, "tiny_config", lambda kind: config)
     run = write_run(tmp_path / "run", write_base(tmp_path / "base", "moe"), lora)
+    without_the_base_in_memory(monkeypatch)
     report = export_hf(run, dtype="fp32")
     names = set(load_file(report.path / "model.safetensors"))
     assert len(names) == 45 and "model.layers.1.mlp.experts.3.gate_proj.weight" in names
     assert verify.compare(recorded(run), logits(report.path)).relative <= 1e-4
+
+
+def without_the_base_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(source: object) -> None:
+        raise AssertionError("the base model is loaded")
+
+    for module in (frozen, weights):
+        monkeypatch.setattr(module, "base_model", build)
+
+
+@pytest.mark.parametrize("kept", ["bf16", "fp32"])
+def test_the_base_model_is_never_held_in_memory(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
+    run = make_run("llama-tied", LORA, kept)
+    without_the_base_in_memory(monkeypatch)
+    lengths = []
+    read = OpenFiles.read
+
+    def noted(files: OpenFiles, path: Path, start: int, count: int) -> torch.Tensor:
+        lengths.append(count)
+        return read(files, path, start, count)
+
+    monkeypatch.setattr(OpenFiles, "read", noted)
+    monkeypatch.setattr(rows, "BLOCK_BYTES", 1000)
+    assert export_hf(run).path.is_dir()
+    of_files = (run.parent / "base" / "model.safetensors").stat().st_size
+    assert sum(lengths) > 1.9 * of_files  # once for its hash, once to be merged
+    assert sorted(lengths)[-3] <= 2000 < of_files  # its header, read each time, is longer
 
 
 def test_shards_tokenizer_and_generation_config(make_run: MakeRun) -> None:
@@ -328,7 +357,7 @@ def test_a_changed_base_model_is_refused(make_run: MakeRun, adapter: str, probes
 def test_a_changed_base_matters_where_something_was_frozen_alone(make_run: MakeRun) -> None:
     run = make_run("llama", freeze=("lm_head",))
     write_base(run.parent / "base", "qwen3")
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match="the base model changed"):
         export_hf(run)
 
 
@@ -424,6 +453,31 @@ def test_adapter_on_a_tied_output_is_not_merged(make_run: MakeRun) -> None:
     run = make_run("llama-tied", LoraSpec(4, 8.0, 0.0, ("q_proj", "lm_head")))
     with pytest.raises(RecipeError, match="tied"):
         export_hf(run)
+
+
+def test_one_checkpoint_of_several_is_chosen(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "llama")
+    run = write_run(tmp_path / "run", base, best=3)
+    steps = {step: replaced_step(run, step) for step in (3, 5)}
+    for chosen, path in (("newest", run / "checkpoints" / "step-7"), ("best", steps[3]), (5, steps[5])):
+        assert plan_export(run, step=chosen).source.checkpoint.path == path  # type: ignore[arg-type]
+    assert export_hf(run, step="best").path == run / "exports" / "step-3"
+    with pytest.raises(RecipeError, match="one checkpoint: --step"):
+        plan_export(steps[5], step="best")
+    with pytest.raises(DataError, match="step-4"):
+        plan_export(run, step=4)
+    with pytest.raises(RecipeError, match="no best checkpoint"):
+        plan_export(write_run(tmp_path / "other", base), step="best")
+    flip(steps[3], "model/model.norm.weight")
+    with pytest.raises(DataError, match="step-3"):
+        export_hf(run, tmp_path / "again", step="best")
+
+
+def replaced_step(run: Path, step: int) -> Path:
+    """Another checkpoint of the run, the same tensors under another step."""
+    there = open_checkpoint(run / "checkpoints" / "step-7")
+    tensors, probe = dict(read_tensors(there)), read_probe(there)
+    return save(CheckpointDir(run / "checkpoints", "test"), step, tensors, {"step": step}, there.meta, probe)
 
 
 def test_wrong_arguments(make_run: MakeRun, tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
-    path: Annotated[str, typer.Argument(help="Run directory (its newest checkpoint) or checkpoint; - reads stdin.")],
+    path: Annotated[str, typer.Argument(help="Run directory or one of its checkpoints; - reads stdin.")],
+    step: Annotated[str, typer.Option(help="Of a run's checkpoints: newest, best, or a step.")] = "newest",
     output: Annotated[str | None, typer.Option(help="Directory to write; default RUN/exports/step-N.")] = None,
     dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of the written weights.")] = "bf16",
     adapter: Annotated[
@@ -47,11 +48,12 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
             shard_bytes = parse_bytes(shard_size)
         except ValueError as error:
             raise RecipeError(f"--shard-size {shard_size}: {error}", hint="write 5GB, 500MB or 4GiB") from None
+        chosen = _step(step)
         target = None if output is None else input_path(output)
         console = Console(level="debug" if verbose else "info")
         from tuner.export.hf import plan_export, run_export
 
-        plan = plan_export(source, target, dtype, adapter, shard_bytes, console.warn)
+        plan = plan_export(source, target, dtype, adapter, shard_bytes, console.warn, chosen)
         if dry_run:
             return _planned(plan, console)
         report = run_export(plan)
@@ -59,6 +61,14 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
         return _reported(report, console)
 
     run_command("export-hf", OutputOptions(json, verbose, debug), body)
+
+
+def _step(text: str) -> int | Literal["newest", "best"]:
+    if text in ("newest", "best"):
+        return "best" if text == "best" else "newest"
+    if not text.isascii() or not text.isdigit():
+        raise RecipeError(f"--step {text}: no such checkpoint", hint="write newest, best or a step, such as 500")
+    return int(text)
 
 
 def _planned(plan: ExportPlan, console: Console) -> Outcome:

@@ -20,7 +20,7 @@ from tuner.export.card import CARD, LINEAGE, card, lineage
 from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
 from tuner.export.rows import OpenFiles
 from tuner.export.shards import Output, plan_shards, write_one, write_shards
-from tuner.export.source import Source, resolve
+from tuner.export.source import Source, Word, resolve
 from tuner.export.spans import Spans
 from tuner.export.unchanged import require_same_frozen, require_same_tokenizer
 from tuner.export.weights import DTYPES, load_trained, lora_spec, plain_base, read_config
@@ -99,14 +99,16 @@ def plan_export(
     adapter: Literal["merge", "keep"] = "merge",
     shard_size: int = DEFAULT_SHARD_BYTES,
     warn: Callable[[str], None] | None = None,
+    step: int | Word = "newest",
 ) -> ExportPlan:
     """Find the checkpoint and the target without writing anything; a damaged newer checkpoint is told to `warn`.
 
-    Raises RecipeError where the target holds something else, DataError where there is no valid checkpoint.
+    ``step`` chooses one of a run's checkpoints. Raises RecipeError where the target holds something else, DataError
+    where there is no valid checkpoint.
     """
     if dtype not in DTYPES or adapter not in ("merge", "keep") or shard_size <= 0:
         raise RecipeError("export takes dtype bf16 or fp32, adapter merge or keep, and a positive shard size")
-    source = resolve(path, warn, shards=False)
+    source = resolve(path, warn, shards=False, step=step)
     if adapter == "keep" and source.adapter is None:
         raise RecipeError("--adapter keep: the run trained all parameters, it has no adapter to keep")
     final = (output or source.run_dir / "exports" / f"step-{source.step}").absolute()
@@ -128,14 +130,15 @@ def export_hf(
     dtype: Literal["bf16", "fp32"] = "bf16",
     adapter: Literal["merge", "keep"] = "merge",
     shard_size: int = DEFAULT_SHARD_BYTES,
+    step: int | Word = "newest",
 ) -> ExportReport:
-    """Export a run's newest checkpoint, or the checkpoint given, to `output` (default `<run>/exports/step-N`).
+    """Export a checkpoint of a run, or the checkpoint given, to `output` (default `<run>/exports/step-N`).
 
     The same checkpoint and options give the same bytes; a target that holds them already is left alone. Raises
     RecipeError for a target that holds something else, DataError for a corrupt checkpoint, MachineError for a full
     disk and VerificationError, with nothing published, where the export is not the trained model.
     """
-    return run_export(plan_export(path, output, dtype, adapter, shard_size))
+    return run_export(plan_export(path, output, dtype, adapter, shard_size, step=step))
 
 
 def run_export(plan: ExportPlan) -> ExportReport:
@@ -148,7 +151,8 @@ def run_export(plan: ExportPlan) -> ExportReport:
     with CheckpointHold(plan.source.checkpoint.path), _temporary(plan.output) as directory:
         with quiet():
             require_same_tokenizer(plan.source)
-            require_same_frozen(plan.source)
+            with OpenFiles() as files:
+                require_same_frozen(plan.source, trained, files)
             outputs, written = write_files(plan, directory, trained)
             digests = verify.require_written(directory, written, outputs)
             probes = read_probes(plan.source)

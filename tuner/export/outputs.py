@@ -13,14 +13,13 @@ from transformers import PreTrainedModel
 
 from tuner.checkpoint.index import Index
 from tuner.errors import DataError, RecipeError
-from tuner.export.base import published_rows
+from tuner.export.frozen import Frozen
 from tuner.export.merged import LowRank, MergedRows
-from tuner.export.published import Published, converter, published, state_names
+from tuner.export.published import Published, converter, published
 from tuner.export.rows import (
     CheckpointRows,
     Conversion,
     ConvertedRows,
-    HeldRows,
     OpenFiles,
     RoundedRows,
     Rows,
@@ -28,7 +27,7 @@ from tuner.export.rows import (
 )
 from tuner.export.shards import Output
 from tuner.export.source import MODEL_PREFIX, Source
-from tuner.export.weights import base_model, frozen_dtype, lora_spec, read_config, some
+from tuner.export.weights import lora_spec, read_config, some
 from tuner.export.write import peft_name, saved_twin
 from tuner.model.adapter import ADAPTER, add_lora, lora_layers
 from tuner.model.build import build_skeleton
@@ -82,8 +81,6 @@ class Values:
         self._source, self._trained, self._files = source, trained, files
         self._index: Index = source.checkpoint.index()
         self._adapters: Mapping[str, Callable[[], LowRank]] = {}
-        self._base: Mapping[str, Rows] = {}
-        self._held: Mapping[str, torch.Tensor] = {}
 
     def merged(self, dtype: torch.dtype) -> list[Output]:
         """Every published tensor of the plain model, floating ones in ``dtype``.
@@ -92,8 +89,9 @@ class Values:
         """
         self._adapters = self._low_rank()
         entries = published(self._trained.plain)
-        self._find_base([entry for entry in entries if entry.name not in self._trained.names])
-        return [output for entry in entries for output in self._of(entry, dtype)]
+        left = [entry for entry in entries if entry.name not in self._trained.names]
+        frozen = Frozen(self._source, self._trained.plain, self._files, left)
+        return [output for entry in entries for output in self._of(entry, frozen, dtype)]
 
     def adapter(self, dtype: torch.dtype) -> list[Output]:
         """Every trained tensor of the adapter by peft's name, in ``dtype``."""
@@ -107,16 +105,11 @@ class Values:
         key = MODEL_PREFIX + name
         return CheckpointRows(self._files, self._source.checkpoint.path, key, self._index[key])
 
-    def _of(self, entry: Published, dtype: torch.dtype) -> Iterable[Output]:
-        if entry.name in self._trained.names:
-            rows: Rows | None = self.checkpoint(entry.name)
-        elif entry.name in self._held:
-            rows = HeldRows(self._held[entry.name])
-        else:
-            rows = None
-        if entry.is_itself:
+    def _of(self, entry: Published, frozen: Frozen, dtype: torch.dtype) -> Iterable[Output]:
+        trained = entry.name in self._trained.names
+        rows = self.checkpoint(entry.name) if trained else frozen.rows(entry)
+        if entry.is_itself and rows is not None:
             [target] = entry.targets
-            rows = self._frozen(target, entry.targets[target]) if rows is None else rows
             if entry.name in self._adapters:
                 rows = MergedRows(rows, self._adapters[entry.name])
             return [Output(target, _written(rows, dtype), rows)]
@@ -126,34 +119,12 @@ class Values:
                 hint="export with --adapter keep",
             )
         if rows is None:
-            parts = {target: self._frozen(target, shape) for target, shape in entry.targets.items()}
-            return [Output(target, _written(part, dtype), part) for target, part in parts.items()]
+            parts = frozen.parts(entry).items()
+            return [Output(target, _written(part, dtype), part) for target, part in parts]
         kind = _written(rows, dtype)
         conversion = Conversion(RoundedRows(rows, kind), converter(self._trained.plain, entry.name))
         made = {t: ConvertedRows(conversion, t, shape, kind) for t, shape in entry.targets.items()}
         return [Output(target, kind, part) for target, part in made.items()]
-
-    def _frozen(self, target: str, shape: tuple[int, ...]) -> Rows:
-        rows = self._base[target]
-        if rows.shape != shape:
-            raise DataError(f"the base model's {target} has shape {list(rows.shape)}, the model has {list(shape)}")
-        return RoundedRows(rows, frozen_dtype(self._source)) if rows.dtype.is_floating_point else rows
-
-    def _find_base(self, entries: list[Published]) -> None:
-        """Find what the checkpoint does not hold: in the base model's files, or in the base model, loaded."""
-        if not entries:
-            return
-        facts = self._source.model
-        if facts.get("init") != "random":
-            found = published_rows(self._files, str(facts["name_or_path"]), facts.get("revision"))
-            prefix = f"{self._trained.plain.base_model_prefix}."
-            wanted = [target for entry in entries for target in entry.targets]
-            names = {target: _known(target, prefix, found) for target in wanted}
-            if all(names.values()):
-                self._base = {target: found[name] for target, name in names.items() if name}
-                return
-        state = state_names(base_model(self._source))
-        self._held = {entry.name: state[entry.name].detach() for entry in entries}
 
     def _low_rank(self) -> dict[str, Callable[[], LowRank]]:
         """What reads the adapter of each adapted weight, by the weight's name in the plain model."""
@@ -180,14 +151,6 @@ def total_bytes(outputs: Iterable[Output]) -> int:
 
 def _written(rows: Rows, dtype: torch.dtype) -> torch.dtype:
     return dtype if rows.dtype.is_floating_point else rows.dtype
-
-
-def _known(target: str, prefix: str, found: Mapping[str, object]) -> str | None:
-    """The tensor's name in the files, which may leave out the name of the decoder or put it in front."""
-    for name in (target, target.removeprefix(prefix), prefix + target):
-        if name in found:
-            return name
-    return None
 
 
 def _require_untied(model: PreTrainedModel, adapted: set[str]) -> None:

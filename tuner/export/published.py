@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
+from transformers.modeling_utils import LoadStateDictConfig
+
+from tuner.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -54,3 +59,22 @@ def converter(skeleton: PreTrainedModel, name: str) -> Callable[[torch.Tensor], 
         return dict(revert_weight_conversion(skeleton, {name: tensor}))
 
     return convert
+
+
+def assembled(skeleton: PreTrainedModel, name: str, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The model's tensor of this name from its published ones, as transformers makes it when it loads them."""
+    conversions = getattr(skeleton, "_weight_conversions", None)
+    owner, _, last = name.rpartition(".")
+    module = skeleton.get_submodule(owner)
+    before = getattr(module, last)
+    conversion: Any = get_model_conversion_mapping(skeleton)
+    settings = LoadStateDictConfig(dtype=before.dtype, weight_mapping=conversion)
+    try:
+        report, _ = convert_and_load_state_dict_in_model(skeleton, parts, settings)
+        made: torch.Tensor = getattr(module, last).detach()
+    finally:
+        setattr(module, last, before)
+        skeleton._weight_conversions = conversions  # type: ignore[assignment] # it noted those that it used alone
+    if made.is_meta or report.unexpected_keys or report.conversion_errors:
+        raise DataError(f"{name} cannot be made of {', '.join(parts)}")
+    return made.to(next(iter(parts.values())).dtype)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ import torch
 from tuner.checkpoint.index import Chunk, TensorEntry
 from tuner.errors import DataError
 
+BLOCK_BYTES = 8 << 20
+"""Of a block as it is read; a row that is longer is a block of its own."""
 AHEAD_BYTES = 8 << 20
 """Asked of the disk beyond what is read now."""
 CHECKS_AHEAD = 4
@@ -43,6 +47,15 @@ def n_rows(shape: tuple[int, ...]) -> int:
     return shape[0] if shape else 1
 
 
+def blocks(rows: Rows, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """All of it in this type, cut along its rows."""
+    count = n_rows(rows.shape)
+    row_bytes = math.prod(rows.shape[1:]) * max(rows.dtype.itemsize, dtype.itemsize)
+    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    for start in range(0, count if math.prod(rows.shape) else 0, step):
+        yield rows.read(start, min(count, start + step)).to(dtype)
+
+
 def read_all(rows: Rows) -> torch.Tensor:
     """The whole tensor."""
     return rows.read(0, n_rows(rows.shape)).reshape(rows.shape)
@@ -53,6 +66,7 @@ class OpenFiles:
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
+        self._opening = threading.Lock()
         self._stack = ExitStack()
         self._checker = self._stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="check"))
         self._checks: deque[Future[None]] = deque()
@@ -94,10 +108,11 @@ class OpenFiles:
             raise DataError(f"{path}: {error.strerror or error}") from error
 
     def _open(self, path: Path) -> int:
-        if path not in self._descriptors:
-            self._descriptors[path] = os.open(path, os.O_RDONLY)
-            self._stack.callback(os.close, self._descriptors[path])
-        return self._descriptors[path]
+        with self._opening:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY)
+                self._stack.callback(os.close, self._descriptors[path])
+            return self._descriptors[path]
 
 
 class CheckpointRows:

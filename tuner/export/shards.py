@@ -17,14 +17,12 @@ import torch
 
 from tuner.checkpoint.index import DTYPE_NAMES
 from tuner.errors import TunerError
-from tuner.export.rows import Rows, n_rows
+from tuner.export.rows import Rows, blocks
 from tuner.export.spans import Spans
 from tuner.runtime.files import fsync_dir, json_bytes, machine_error, write_all, write_new
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-BLOCK_BYTES = 8 << 20
-"""Of a block as it is read; a row that is longer is a block of its own."""
 FLUSH_BYTES = 64 << 20
 """Written before the disk is told to begin: left to itself the system waits for gigabytes, and the disk idles."""
 
@@ -128,7 +126,7 @@ def _write_blocks(descriptor: int, head: bytes, outputs: Sequence[Output]) -> Sp
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="flush") as flusher:
         write_all(descriptor, head)
         flushed: Future[None] | None = None
-        for data in _one_ahead(_blocks(outputs)):
+        for data in _one_ahead(block for output in outputs for block in blocks(output.rows, output.dtype)):
             spans.add(data)
             write_all(descriptor, data)
             unflushed += len(data)
@@ -149,14 +147,3 @@ def _one_ahead(blocks: Iterator[torch.Tensor]) -> Iterator[memoryview]:
         while (block := coming.result()) is not None:
             coming = reader.submit(next, blocks, None)
             yield block.contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _blocks(outputs: Sequence[Output]) -> Iterator[torch.Tensor]:
-    """All tensors in the types in which they are written, cut along their rows."""
-    for output in outputs:
-        shape = output.rows.shape
-        rows = n_rows(shape)
-        row_bytes = math.prod(shape[1:]) * max(output.rows.dtype.itemsize, output.dtype.itemsize)
-        step = max(1, BLOCK_BYTES // max(1, row_bytes))
-        for start in range(0, rows if math.prod(shape) else 0, step):
-            yield output.rows.read(start, min(rows, start + step)).to(output.dtype)

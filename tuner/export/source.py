@@ -6,15 +6,18 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tuner.checkpoint.load import CheckpointInfo, newest, open_checkpoint
+from tuner.checkpoint.steps import step_name
 from tuner.errors import DataError, RecipeError
 
 CHECKPOINTS = "checkpoints"
 MODEL_CONFIG = "model_config"
 TOKENIZER = "tokenizer"
 MODEL_PREFIX = "model/"
+Word = Literal["newest", "best"]
+"""What a checkpoint of a run may be called beside its step."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -66,12 +69,14 @@ class Source:
         return hub_name(str(self.model.get("name_or_path", "")))
 
 
-def resolve(path: Path, warn: Callable[[str], None] | None = None, shards: bool = True) -> Source:
-    """The newest valid checkpoint of a run directory, or the checkpoint directory given.
+def resolve(
+    path: Path, warn: Callable[[str], None] | None = None, shards: bool = True, step: int | Word = "newest"
+) -> Source:
+    """The checkpoint directory given, or one of a run directory: the newest valid one, the best, or that of a step.
 
     Without ``shards`` the tensors' files are not hashed: for a reader that checks each tensor as it reads it. A newer
-    checkpoint that is damaged is passed over and told to `warn`. Raises RecipeError for a path that is neither and
-    DataError for a run without a valid checkpoint.
+    checkpoint that is damaged is passed over and told to `warn`. Raises RecipeError for a path that is neither and for
+    a best one that was not kept, DataError for a run without the checkpoint.
     """
     path = path.absolute()
     if not path.is_dir():
@@ -80,13 +85,28 @@ def resolve(path: Path, warn: Callable[[str], None] | None = None, shards: bool 
         found = newest(path / CHECKPOINTS, warn, shards=shards)
         if found is None:
             raise DataError(f"{path}: the run has no valid checkpoint", hint=f"train it first: tuner resume {path}")
-        return Source(path, found)
+        wanted = _best_step(found) if step == "best" else step
+        if wanted in ("newest", found.step):
+            return Source(path, found)
+        return Source(path, open_checkpoint(path / CHECKPOINTS / step_name(int(wanted)), shards=shards))
     if path.parent.name == CHECKPOINTS:
+        if step != "newest":
+            raise RecipeError(f"{path}: is one checkpoint: --step chooses one of a run", hint="give the run directory")
         return Source(path.parent.parent, open_checkpoint(path, shards=shards))
     raise RecipeError(
         f"{path}: neither a run directory nor a checkpoint inside one",
         hint="a run directory holds checkpoints/; a checkpoint is <run>/checkpoints/step-N",
     )
+
+
+def _best_step(newest: CheckpointInfo) -> int:
+    """The step of the lowest loss that the newest checkpoint knows of."""
+    best = newest.state.get("best")
+    if not isinstance(best, Mapping) or type(best.get("step")) is not int:
+        raise RecipeError(
+            f"{newest.path}: no best checkpoint is known", hint="the recipe's checkpoint.keep_best: eval/loss keeps it"
+        )
+    return int(best["step"])
 
 
 def is_source(path: Path) -> bool:

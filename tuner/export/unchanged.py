@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 from tuner.checkpoint.load import require_same_base
 from tuner.errors import DataError
+from tuner.export.frozen import Frozen, hash_of
+from tuner.export.outputs import Trained
+from tuner.export.published import published
+from tuner.export.rows import OpenFiles
 from tuner.export.source import TOKENIZER, Source
-from tuner.export.weights import base_model, lora_spec
-from tuner.model.adapter import add_lora
-from tuner.model.freeze import freeze, frozen_hash
+from tuner.model.freeze import frozen_names
 from tuner.runtime.files import file_entries
 
 
@@ -29,18 +31,8 @@ def require_same_tokenizer(source: Source) -> None:
             )
 
 
-def require_same_frozen(source: Source) -> None:
-    """Load the base model as training held it and check what was not trained; nothing where all of it was.
-
-    Raises DataError where the base model is another one now.
-    """
-    frozen = source.recipe.get("model", {}).get("freeze") or []
-    if source.adapter is None and not frozen:
-        require_same_base(source.checkpoint, None)
-        return
-    model = base_model(source)
-    if source.adapter is not None:
-        add_lora(model, lora_spec(source.adapter), seed=0)
-    else:
-        freeze(model, frozen)
-    require_same_base(source.checkpoint, frozen_hash(model))
+def require_same_frozen(source: Source, trained: Trained, files: OpenFiles) -> None:
+    """Read what was not trained where it lies and check its hash. Raises DataError where it is another one now."""
+    names = frozen_names(trained.adapted)
+    entries = [entry for entry in published(trained.plain) if entry.name in names] if names else []
+    require_same_base(source.checkpoint, hash_of(Frozen(source, trained.plain, files, entries), entries))
