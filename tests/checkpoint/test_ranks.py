@@ -18,9 +18,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.checkpoint.processes import run_ranks
 from tests.checkpoint.states import blank, equal, full_state
+from tuner.checkpoint.agree import Ranks
+from tuner.checkpoint.background import Background
 from tuner.checkpoint.load import content_sha256, load_into, newest, open_checkpoint, read_tensors
 from tuner.checkpoint.save import CheckpointDir, save
+from tuner.checkpoint.staging import Staging
 from tuner.errors import DataError, MachineError, TunerError
+from tuner.runtime.process import another_gloo_group
 
 pytestmark = pytest.mark.multi
 
@@ -97,7 +101,42 @@ def test_a_fully_sharded_model_changes_its_world_size(tmp_path: Path) -> None:
     assert run_ranks(4, tmp_path, load_rank) == [0] * 4
 
 
-def failing_save(run: CheckpointDir, sabotage: Callable[[int], None], heard: Path) -> Callable[[int], None]:
+Save = Callable[[CheckpointDir, int, dict[str, torch.Tensor]], None]
+
+
+def at_once(run: CheckpointDir, step: int, state: dict[str, torch.Tensor]) -> None:
+    save(run, step, state, {}, {})
+
+
+def beside(run: CheckpointDir, step: int, state: dict[str, torch.Tensor]) -> None:
+    """Save a copy in a thread with a group of its own, while the tensors change and the ranks speak to each other."""
+    staged, background = Staging().stage(state), Background[Path]("save")
+    ranks = Ranks(another_gloo_group(20.0))
+    background.start(lambda: save(run, step, state, {}, {}, staged=staged, ranks=ranks))
+    for tensor in state.values():
+        tensor.zero_()
+    for number in range(50):
+        total = torch.tensor([number])
+        dist.all_reduce(total)
+        assert total.item() == number * dist.get_world_size()
+    background.finish()
+
+
+def test_ranks_save_beside_each_other_what_they_save_at_once(tmp_path: Path) -> None:
+    def save_rank(rank: int) -> None:
+        for way in (at_once, beside):
+            for step in (1, 2):
+                way(CheckpointDir(tmp_path / way.__name__, "r"), step, spread(full_state(step)))
+
+    assert run_ranks(2, tmp_path, save_rank) == [0, 0]
+    for step in ("step-1", "step-2"):
+        one, other = tmp_path / "at_once" / step, tmp_path / "beside" / step
+        assert open_checkpoint(one).manifest == open_checkpoint(other).manifest
+
+
+def failing_save(
+    run: CheckpointDir, sabotage: Callable[[int], None], heard: Path, way: Save = at_once
+) -> Callable[[int], None]:
     """A rank's work: save step 1 whole, then step 2 under sabotage, and note the exception's class and words."""
 
     def work(rank: int) -> None:
@@ -105,7 +144,7 @@ def failing_save(run: CheckpointDir, sabotage: Callable[[int], None], heard: Pat
         state = spread(full_state(2))
         sabotage(rank)
         try:
-            save(run, 2, state, {}, {})
+            way(run, 2, state)
             answer = ["", ""]
         except (TunerError, RuntimeError) as error:
             answer = [type(error).__name__, str(error)]
@@ -139,6 +178,7 @@ def _bug_on_rank_1(rank: int) -> None:
         torch.Tensor.reshape = None  # type: ignore[assignment]
 
 
+@pytest.mark.parametrize("way", [at_once, beside])
 @pytest.mark.parametrize(
     ("sabotage", "culprit", "kind"),
     [
@@ -148,10 +188,10 @@ def _bug_on_rank_1(rank: int) -> None:
     ],
 )
 def test_one_ranks_failure_is_raised_on_all(
-    tmp_path: Path, sabotage: Callable[[int], None], culprit: str, kind: str
+    tmp_path: Path, sabotage: Callable[[int], None], culprit: str, kind: str, way: Save
 ) -> None:
     run = CheckpointDir(tmp_path / "c", "r")
-    assert run_ranks(2, tmp_path, failing_save(run, sabotage, tmp_path)) == [0, 0]
+    assert run_ranks(2, tmp_path, failing_save(run, sabotage, tmp_path, way)) == [0, 0]
     for rank in range(2):
         name, words = json.loads((tmp_path / f"heard-{rank}").read_text())
         assert name == kind

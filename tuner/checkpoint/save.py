@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,13 @@ import safetensors.torch
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from tuner.checkpoint.agree import Ranks, first_failure
 from tuner.checkpoint.index import INDEX_NAME
 from tuner.checkpoint.load import MANIFEST_SCHEMA, PROBE_NAME, STATE_NAME, open_checkpoint, sealed
+from tuner.checkpoint.staging import Staged
 from tuner.checkpoint.steps import step_name
 from tuner.checkpoint.storage import SafetensorsWriter, WrittenFile, total_bytes
 from tuner.errors import DataError, MachineError, TunerError
@@ -57,21 +58,25 @@ def save(  # noqa: PLR0913 - the parts of a checkpoint
     state: Mapping[str, Any],
     meta: Mapping[str, Any],
     probe: Mapping[str, torch.Tensor] | None = None,
+    staged: Staged | None = None,
+    ranks: Ranks | None = None,
 ) -> Path:
     """Commit `tensors` (plain or DTensors, the same names on every rank) as `step-N`; returns its path.
 
-    Collective over all ranks of the process group; without one, the only process saves. A valid `step-N` that is there
-    already is kept and nothing is written. `state`, `meta` and `probe` are rank 0's. When any rank fails, every rank
-    raises: MachineError for the disk, with the path and the bytes needed; earlier checkpoints are untouched.
+    Collective over all ranks of the process group, or over `ranks`, whose group is then this call's own; without a
+    group, the only process saves. A valid `step-N` that is there already is kept and nothing is written. `state`,
+    `meta` and `probe` are rank 0's. With `staged` the bytes are taken from there, and `tensors` say only how they lie.
+    When any rank fails, every rank raises: MachineError for the disk, with the path and the bytes needed; earlier
+    checkpoints are untouched.
     """
     _refuse_others(tensors)
-    ranks = Ranks(gloo_group())
+    ranks = ranks or Ranks(gloo_group())
     final = run.path / step_name(step)
     tmp = run.path / f"{TMP_PREFIX}{final.name}-{run.run_id}"
     if ranks.on_main(lambda: _begin(final, tmp, run.run_id, total_bytes(tensors))):
         return final
     try:
-        shards = _write_shards(tmp, tensors, ranks)
+        shards = _write_shards(tmp, tensors, staged, ranks)
         manifest = {"schema": MANIFEST_SCHEMA, "step": step, "world_size": ranks.size, "meta": dict(meta)}
         ranks.on_main(lambda: _commit(tmp, final, shards, manifest, (state, probe)))
     except BaseException:
@@ -80,6 +85,20 @@ def save(  # noqa: PLR0913 - the parts of a checkpoint
                 discard_dir(tmp)
         raise
     return final
+
+
+def require_room(checkpoints_dir: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise MachineError, with the bytes needed and free, where no checkpoint of these tensors fits on the disk."""
+    _require_free(checkpoints_dir, total_bytes(tensors))
+
+
+def _require_free(directory: Path, needed: int) -> None:
+    free = free_bytes(directory)
+    if free < needed + SLACK_BYTES:
+        raise MachineError(
+            f"{directory}: no room for a checkpoint (needed {needed + SLACK_BYTES:,} bytes, free {free:,} bytes)",
+            hint="free disk space, lower checkpoint.keep, or choose another output directory",
+        )
 
 
 def _refuse_others(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -104,12 +123,7 @@ def _begin(final: Path, tmp: Path, run_id: str, needed: int) -> bool:
     except OSError as error:
         raise machine_error(final.parent, error, needed) from error
     discard_dir(tmp)
-    free = free_bytes(final.parent)
-    if free < needed + SLACK_BYTES:
-        raise MachineError(
-            f"{final.parent}: no room for a checkpoint (needed {needed + SLACK_BYTES:,} bytes, free {free:,} bytes)",
-            hint="free disk space, lower checkpoint.keep, or choose another output directory",
-        )
+    _require_free(final.parent, needed)
     try:
         tmp.mkdir()
     except OSError as error:
@@ -117,23 +131,42 @@ def _begin(final: Path, tmp: Path, run_id: str, needed: int) -> bool:
     return False
 
 
-def _write_shards(tmp: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[WrittenFile]:
+class _Planner(DefaultSavePlanner):
+    """DCP's planner; it plans with the tensors, and gives out the bytes of a staged copy where there is one."""
+
+    def __init__(self, staged: Staged | None) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._staged = staged
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """This process's part of the tensor of that name: the planner asks for nothing smaller."""
+        return super().lookup_object(index) if self._staged is None else self._staged.tensors[index.fqn]
+
+
+def _write_shards(
+    tmp: Path, tensors: Mapping[str, torch.Tensor], staged: Staged | None, ranks: Ranks
+) -> list[WrittenFile]:
     """Write every rank's file and the index; returns the files in rank order."""
     writer = SafetensorsWriter(tmp, ranks.rank, ranks.size)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = _Planner(staged)
+    if staged is not None:
+        staged.wait()
+    if ranks.group is None:
+        _write_alone(dict(tensors), writer, planner)
+        return [writer.result()]
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            save_state(
-                dict(tensors),
-                storage_writer=writer,
-                planner=planner,
-                process_group=ranks.group,
-                no_dist=ranks.group is None,
-            )
+        save_state(dict(tensors), storage_writer=writer, planner=planner, process_group=ranks.group)
     except CheckpointException as error:
         raise first_failure(error, ranks) from error
     return ranks.everywhere(writer.result)
+
+
+def _write_alone(tensors: dict[str, Any], writer: SafetensorsWriter, planner: DefaultSavePlanner) -> None:
+    """What DCP's `save` does without a process group, but for its warning: filters of warnings are not a thread's."""
+    planner.set_up_planner(tensors, is_coordinator=True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    results = writer.write_data(planner.finish_plan(writer.prepare_global_plan(plans)[0]), planner)
+    writer.finish(metadata, [results.value()])
 
 
 def _commit(

@@ -328,6 +328,8 @@ class CheckpointSection(Section):
     """Loss by which the best checkpoint is known: its evaluation is saved, and the newest best is never pruned."""
     marks: Annotated[Durations, Several(item=Span(units=COUNTS), empty=True)] = ()
     """Points of the run that are saved and never pruned, such as [1000 steps, 2B tokens]."""
+    async_save: Annotated[bool | Auto, Switch(words=("auto",))] = "auto"
+    """Write a copy in memory while training goes on, and wait for the copying alone; auto: on a GPU."""
 
 
 class ExportSection(Section):

@@ -84,6 +84,15 @@ def gloo_group(timeout_s: float | None = None) -> ProcessGroup | None:
     return _gloo[1]
 
 
+def another_gloo_group(timeout_s: float) -> ProcessGroup | None:
+    """A further CPU group over all ranks, for the collectives of one thread; None in a single process. Collective."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    return cast("ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+
+
 def any_rank(flag: bool, group: ProcessGroup | None) -> bool:
     """Whether `flag` is true on any rank of `group`: collective; without a group, `flag` itself."""
     return any_of((flag,), group)[0]

@@ -29,11 +29,12 @@ def train_loop(session: Session, feed: Feed) -> bool:
             stop = stop or progress.evaluation_owed
         save_due = save_due or table.saving.due_at(progress.step) or session.is_kept()
         if save_due and progress.step < total and not stop:
-            session.save(finished=False)
+            session.save(finished=False, last=False)
         session.refresh()
     finished = progress.step >= total and not progress.evaluation_owed
     session.log.settle()
+    session.settle_save()
     if settings.checkpoint.at_end or session.is_kept() if finished else progress.saved_step != progress.step:
-        session.save(finished)
+        session.save(finished, last=True)
     session.end()
     return finished

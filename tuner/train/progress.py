@@ -1,5 +1,6 @@
 """Where a run is: what a resume must know besides tensors."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,15 +52,20 @@ class Progress:
             "step": self.step,
             "tokens": self.tokens,
             "trained_tokens": self.trained_tokens,
-            "eval_loss": self.eval_loss,
+            "eval_loss": finite(self.eval_loss),
             "eval_step": self.eval_step,
-            "first_eval_loss": self.first_eval_loss,
+            "first_eval_loss": finite(self.first_eval_loss),
             "first_eval_step": self.first_eval_step,
             "loss": self.loss,
             "evaluation_owed": self.evaluation_owed,
             "best": None if self.best is None else self.best.as_state(),
             "finished": finished,
         }
+
+
+def finite(value: float | None) -> float | None:
+    """A number that JSON has a word for; None in place of infinity and what is not a number."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def run_tensors(assembly: Assembly) -> dict[str, Any]:

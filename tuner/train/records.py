@@ -6,6 +6,8 @@ from typing import Any
 
 import jsonlines
 
+from tuner.runtime.files import fsync_path
+
 
 class Records:
     """A JSONL file whose lines are buffered and written together; a no-op without a path (ranks other than 0)."""
@@ -19,17 +21,18 @@ class Records:
         if self._path is not None:
             self._lines.append(line)
 
-    def flush(self, durable: bool = False) -> None:
-        """Write what is buffered; with ``durable`` wait until it is on the disk, as before a checkpoint commits."""
-        if self._path is None or not (self._lines or durable):
+    def flush(self) -> None:
+        """Write what is buffered."""
+        if self._path is None or not self._lines:
             return
-        with self._path.open("a", encoding="utf-8") as file:
-            with jsonlines.Writer(file) as writer:
-                writer.write_all(self._lines)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
+        with self._path.open("a", encoding="utf-8") as file, jsonlines.Writer(file) as writer:
+            writer.write_all(self._lines)
         self._lines.clear()
+
+    def sync(self) -> None:
+        """Wait until all that was flushed is on the disk, as before a checkpoint commits. Any thread may do so."""
+        if self._path is not None and self._path.exists():
+            fsync_path(self._path)
 
     def cut_back(self, step: int) -> None:
         """Drop the lines after ``step``, and a last line cut short by a crash: they will be written again."""

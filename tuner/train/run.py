@@ -1,7 +1,6 @@
 """One launch of a run: prepare, assemble, load the newest checkpoint, loop, and leave the directory in order."""
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -123,6 +122,7 @@ def _run(
         status, why = ("finished", None) if finished else ("stopped", _why_stopped(run, launch, signals))
     except BaseException as error:
         why = f"{type(error).__name__}: {error}"
+        session.close()
         session.metrics.flush()
         raise
     finally:
@@ -139,8 +139,7 @@ def _run(
 def _outcome(progress: Progress, status: Status) -> dict[str, Any]:
     """What the record says of the whole run: its best evaluation and, once it is finished, its metrics."""
     state = progress.as_state(status == "finished")
-    told = status == "finished" and math.isfinite(progress.eval_loss or 0.0)  # JSON has no other numbers
-    return {"best": state["best"]} | ({"metrics": {key: state[key] for key in METRICS}} if told else {})
+    return {"best": state["best"]} | ({"metrics": {key: state[key] for key in METRICS}} if status == "finished" else {})
 
 
 def _begin(

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.checkpoint.agree import Ranks
-from tuner.checkpoint.prune import prune
-from tuner.checkpoint.save import CheckpointDir, save
+from tuner.checkpoint.save import CheckpointDir
 from tuner.checkpoint.steps import step_name
 from tuner.data.prepared import Sample
 from tuner.errors import DivergedError
@@ -21,8 +20,9 @@ from tuner.train.evaluate import EvaluationCutError, answer_samples, evaluate
 from tuner.train.hooks import Hooks
 from tuner.train.meter import Meter
 from tuner.train.probes import record_probes
-from tuner.train.progress import Progress, run_tensors
+from tuner.train.progress import Progress, finite
 from tuner.train.records import Records
+from tuner.train.saving import Saver, Snapshot
 from tuner.train.setup import Assembly
 from tuner.train.step import StepResult
 from tuner.train.steplog import StepLog
@@ -57,10 +57,12 @@ class Session:
         self.log = StepLog(self.meter, self.metrics, self.progress, self._halt, told)
         self._first_step, self._started = self.progress.step, time.monotonic()
         self._saved_at = self._started
+        self._saver = Saver(self.assembly, self.checkpoints, self.meta, (self.metrics, self.samples))
 
     def begin(self) -> None:
         """Tell the hooks and start the clocks, once the position is known. Collective; raises what a hook raises."""
         ranks = Ranks(gloo_group())
+        self._saver.prepare()
         ranks.on_main(self._tell_start)
         best = self.progress.best
         if best is not None and not ranks.on_main(lambda: self._path_of(best.step).is_dir()):
@@ -71,7 +73,10 @@ class Session:
         self.meter.begin()
 
     def wishes(self) -> tuple[bool, bool]:
-        """Whether any rank wants to stop, and whether any wants to save now. Collective on the CPU, not the device."""
+        """Whether any rank wants to stop, and whether any wants to save now. Collective on the CPU, not the device.
+
+        A save beside training that has ended meanwhile is told of; its error is raised on every rank.
+        """
         now = time.monotonic()
         leave = (
             self.signals.requested
@@ -80,7 +85,9 @@ class Session:
             or self.hooks.error is not None
         )
         due = self.assembly.timetable.saving.due_after(now - self._saved_at)
-        stop, save_due = any_of((leave, due), gloo_group())
+        stop, save_due, save_ended = any_of((leave, due, self._saver.ended), gloo_group())
+        if save_ended:
+            self.settle_save()
         return stop, save_due
 
     def evaluate(self) -> None:
@@ -109,7 +116,10 @@ class Session:
         self._show_samples(answers)
         seconds, samples_s = time.monotonic() - started, time.monotonic() - measured
         times = {"eval_s": round(seconds, 3), "samples_s": round(samples_s, 3)}
-        line = {"kind": "eval", "step": progress.step, **result.line(), **times}
+        losses = {name: finite(loss) for name, loss in result.line().items()}
+        if None in losses.values():
+            self.console.warn(f"step {progress.step}: an evaluation's loss is not finite")
+        line = {"kind": "eval", "step": progress.step, **losses, **times}
         self.metrics.add(line)
         self.hooks.tell("evaluation", progress.step, progress.tokens, metrics=line)
         self.samples.flush()
@@ -137,27 +147,47 @@ class Session:
         step, best = self.progress.step, self.progress.best
         return step in self.assembly.timetable.marks or (best is not None and best.step == step)
 
-    def save(self, finished: bool) -> None:
-        """Commit the state of the run; records reach the disk first, so that they never lack a committed step."""
-        assembly, progress = self.assembly, self.progress
-        learner = assembly.learner
+    def save(self, finished: bool, last: bool) -> None:
+        """Save the run as it is: at once if the launch ends here, ``last``, else beside the steps that follow.
+
+        Records reach the disk before the checkpoint, so that they never lack a committed step. Collective.
+        """
         self.log.settle()  # the wait for steps that still run is theirs
         started = time.monotonic()
-        self.metrics.flush(durable=True)
-        self.samples.flush(durable=True)
-        state = progress.as_state(finished) | {"guard": learner.guard.as_state()}
-        probe = record_probes(learner.root, assembly.probes, learner.numerics.device)
-        path = save(self.checkpoints, progress.step, run_tensors(assembly), state, self.meta, probe)
-        progress.saved_step = progress.step
-        keep = assembly.resolved.recipe.checkpoint.keep
-        kept = {*assembly.timetable.marks, *([] if progress.best is None else [progress.best.step])}
-        protected = (*self.protected, *map(self._path_of, kept))
-        Ranks(gloo_group()).on_main(lambda: len(prune(self.checkpoints.path, keep, protected)))
+        self.settle_save()
+        self.metrics.flush()
+        self.samples.flush()
+        snapshot = self._snapshot(finished)
+        if last or not self._saver.start(snapshot):
+            self._saved(self._saver.save(snapshot))
         self._saved_at = time.monotonic()
         self.meter.leave_out(self._saved_at - started)
-        is_best = progress.best is not None and progress.best.step == progress.step
-        self.console.say("saved", f"{path}{' (best so far)' if is_best else ''}")
-        self.hooks.tell("save", progress.step, progress.tokens, path=path)
+
+    def settle_save(self) -> None:
+        """Wait for a save beside training, if there is one, and tell of it. Raises what any rank raised in it."""
+        snapshot = self._saver.finish()
+        if snapshot is not None:
+            self._saved(snapshot)
+
+    def _snapshot(self, finished: bool) -> Snapshot:
+        assembly, progress = self.assembly, self.progress
+        learner, table = assembly.learner, assembly.timetable
+        kept = {*table.marks, *([] if progress.best is None else [progress.best.step])}
+        is_probed = finished or self.is_kept() or table.exporting.due_at(progress.step)
+        return Snapshot(
+            progress.step,
+            progress.tokens,
+            progress.as_state(finished) | {"guard": learner.guard.as_state()},
+            record_probes(learner.root, assembly.probes, learner.numerics.device) if is_probed else None,
+            (*self.protected, *map(self._path_of, kept)),
+            progress.best is not None and progress.best.step == progress.step,
+        )
+
+    def _saved(self, snapshot: Snapshot) -> None:
+        path = self._path_of(snapshot.step)
+        self.progress.saved_step = snapshot.step
+        self.console.say("saved", f"{path}{' (best so far)' if snapshot.is_best else ''}")
+        self.hooks.tell("save", snapshot.step, snapshot.tokens, path=path)
 
     def refresh(self) -> None:
         """Print the newest step and write the lines so far, where the console is due."""
@@ -169,7 +199,15 @@ class Session:
         """Print and write what is left."""
         self.log.settle()
         self.meter.show(self.console)
-        self.metrics.flush(durable=True)
+        self.metrics.flush()
+        self.metrics.sync()
+
+    def close(self) -> None:
+        """Leave no save half done behind an error; one that fails, too, is told of in a warning."""
+        try:
+            self.settle_save()
+        except Exception as error:  # noqa: BLE001 - another error is being raised
+            self.console.warn(f"a save failed, too: {error}")
 
     def _path_of(self, step: int) -> Path:
         return self.checkpoints.path / step_name(step)
@@ -179,6 +217,7 @@ class Session:
         self.hooks.raise_error()
 
     def _halt(self, taken: TakenStep, result: StepResult) -> DivergedError:
+        self.close()
         saved = self.progress.saved_step
         last = None if saved is None else str(self._path_of(saved))
         return diverged(self.assembly.learner, taken, result, last)

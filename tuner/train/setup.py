@@ -115,6 +115,7 @@ def resolve(recipe: Recipe, max_length: int, launch: Launch) -> Resolved:
 
     settle("train", "device", facts.kind, facts.name)
     settle("train", "mock_batch", facts.kind == "cuda", facts.kind)
+    settle("checkpoint", "async_save", facts.kind == "cuda", facts.kind)
     precision = recipe.train.precision
     if precision == "auto":
         precision = "bf16" if facts.bf16_fast else "fp32"

@@ -37,6 +37,8 @@ class Learner:
     guard: Guard
     marks: Callable[[str], None] = field(default=lambda part: None)
     """Called as each part of a step begins: forward, backward, optimizer. Measuring tools set it."""
+    fence: Callable[[], None] = field(default=lambda: None)
+    """Called before each update: a save that still copies from the device has it wait there."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ def optimizer_step(learner: Learner, index: int, batches: StepBatches, factor: f
     limit = learner.numerics.max_grad_norm
     divisor = None if limit is None else ((values[1] + 1e-6) / limit).clamp_min(1.0).float()
     learner.optimizer.set_factor(factor)
+    learner.fence()
     learner.optimizer.step(skip, divisor)
     learner.optimizer.zero_grad()
     return StepScalars(torch.cat([values, torch.stack([skip, halt]), means[1:]]), list(figures))

@@ -8,7 +8,7 @@ from typing import Any
 
 from tuner.train.diagnose import TakenStep
 from tuner.train.meter import Meter
-from tuner.train.progress import Progress
+from tuner.train.progress import Progress, finite
 from tuner.train.records import Records
 from tuner.train.step import StepResult, StepScalars
 
@@ -81,14 +81,9 @@ def _facts(entry: StepEntry, result: StepResult) -> dict[str, Any]:
         "step": entry.step,
         "epoch": round(entry.epoch, 6),
         "tokens": entry.tokens,
-        "loss": _number(result.loss),
+        "loss": finite(result.loss),
         "lr": entry.lr,
-        "grad_norm": _number(result.grad_norm),
-        **{name: _number(value) for name, value in result.figures.items()},
+        "grad_norm": finite(result.grad_norm),
+        **{name: finite(value) for name, value in result.figures.items()},
     }
     return facts | {"skipped": True} if result.skipped else facts
-
-
-def _number(value: float) -> float | None:
-    """JSON has no word for what is not finite."""
-    return value if math.isfinite(value) else None

@@ -1,0 +1,56 @@
+"""A staged state is the one that was, its memory is used again, and saved from it the bytes are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.states import equal, full_state
+from tuner.checkpoint.load import content_sha256, open_checkpoint, read_tensors
+from tuner.checkpoint.save import CheckpointDir, save
+from tuner.checkpoint.staging import Staging
+from tuner.errors import MachineError
+
+
+def test_a_state_saved_from_its_copy_is_the_state_before_it_changed(tmp_path: Path) -> None:
+    state, staging = full_state(1), Staging()
+    at_once = save(CheckpointDir(tmp_path / "at-once", "r"), 1, state, {}, {})
+    staged = staging.stage(state)
+    for tensor in state.values():
+        tensor.zero_()
+    later = save(CheckpointDir(tmp_path / "later", "r"), 1, state, {}, {}, staged=staged)
+    assert equal(dict(read_tensors(open_checkpoint(later))), full_state(1))
+    assert content_sha256(open_checkpoint(later)) == content_sha256(open_checkpoint(at_once))
+    for name in ("index.json", "rank-0000-of-0001.safetensors"):
+        assert (later / name).read_bytes() == (at_once / name).read_bytes()
+
+
+def test_the_memory_is_used_again_and_grows_where_more_is_wanted() -> None:
+    staging, state = Staging(), full_state(1)
+    staging.reserve(state)
+    size = staging.nbytes
+    first = staging.stage(state).tensors["model/weight"].data_ptr()
+    assert staging.stage(full_state(2)).tensors["model/weight"].data_ptr() == first
+    assert staging.nbytes == size
+    more = staging.stage({**state, "optimizer/more": torch.ones(10**5)})
+    assert staging.nbytes >= size + 4 * 10**5
+    assert torch.equal(more.tensors["model/weight"], state["model/weight"])
+    staging.release()
+    assert staging.nbytes == 0
+
+
+def test_memory_that_is_not_there_is_an_error_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, real = full_state(1), torch.empty
+
+    def none(*args: Any, **options: Any) -> Any:
+        if args[0]:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return real(*args, **options)
+
+    staging = Staging()
+    monkeypatch.setattr(torch, "empty", none)
+    with pytest.raises(MachineError, match=r"no memory for a copy of the state to save \([\d,]+ bytes\)"):
+        staging.reserve(state)

@@ -1,0 +1,120 @@
+"""A second copy of a state in host memory, so that training may change the first one while it is being written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tuner.errors import MachineError
+
+ALIGNMENT = 64
+"""Bytes; a cache line, and a multiple of every item size."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """This process's part of every tensor of a state, in host memory, as it was when it was staged."""
+
+    tensors: dict[str, torch.Tensor]
+    copied: torch.cuda.Event | None = None
+    """Recorded behind the copies where a device makes them on its own time."""
+
+    def wait(self) -> None:
+        """Return once the copies are there. The host waits."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+    def fence(self) -> None:
+        """Let no work that is queued from here on run before the copies are there. The host does not wait."""
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+
+
+class Staging:
+    """One block of host memory that every save uses again; page-locked where the tensors are on a CUDA device.
+
+    A staged state is overwritten by the next one: write it first.
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return self._block.numel()
+
+    def reserve(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Have room for these tensors. Raises MachineError, naming the bytes, where there is not so much memory."""
+        parts = {name: _local(tensor) for name, tensor in tensors.items()}
+        needed = sum(_padded(part) for part in parts.values())
+        if needed <= self.nbytes:
+            return
+        self.release()
+        try:
+            block = torch.empty(needed, dtype=torch.uint8)
+        except RuntimeError as error:  # torch's word for a full memory on the CPU
+            raise MachineError(
+                f"no memory for a copy of the state to save ({needed:,} bytes)", hint="write checkpoint.async_save: false"
+            ) from error
+        if any(part.is_cuda for part in parts.values()):
+            _pin(block)
+            self._pinned = True
+        else:
+            block.zero_()  # now, rather than page by page in the first save
+        self._block = block
+
+    def stage(self, tensors: Mapping[str, torch.Tensor]) -> Staged:
+        """Copy this process's part of each tensor (plain or DTensor). On CUDA the copies run beside what is queued next.
+
+        Between it and the next change of a tensor on the device, `fence` must be called.
+        """
+        self.reserve(tensors)
+        parts = {name: _local(tensor.detach()) for name, tensor in tensors.items()}
+        views: dict[str, torch.Tensor] = {}
+        start = 0
+        for name, part in parts.items():
+            size = part.numel() * part.element_size()
+            views[name] = self._block[start : start + size].view(part.dtype).view(part.shape)
+            start += _padded(part)
+        on_device = next((part.device for part in parts.values() if part.is_cuda), None)
+        if on_device is None:
+            for name, part in parts.items():
+                views[name].copy_(part)
+            return Staged(views)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(on_device)
+        self._stream.wait_stream(torch.cuda.current_stream(on_device))
+        with torch.cuda.stream(self._stream):
+            for name, part in parts.items():
+                views[name].copy_(part, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        return Staged(views, copied)
+
+    def release(self) -> None:
+        """Give the memory back. No staged state may be used after it."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr())
+            self._pinned = False
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+
+def _padded(part: torch.Tensor) -> int:
+    return -(-part.numel() * part.element_size() // ALIGNMENT) * ALIGNMENT
+
+
+def _pin(block: torch.Tensor) -> None:
+    """Page-lock a block as it is: torch's own allocator of such memory rounds up to a power of two."""
+    code = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)
+    if int(code) != 0:
+        raise MachineError(f"CUDA cannot page-lock {block.numel():,} bytes of memory (error {int(code)})")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,96 @@
+"""The saves of a launch: at once, or beside the steps that follow, one at a time."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tuner.checkpoint.agree import Ranks
+from tuner.checkpoint.background import Background
+from tuner.checkpoint.prune import prune
+from tuner.checkpoint.save import CheckpointDir, require_room, save
+from tuner.checkpoint.staging import Staged, Staging
+from tuner.runtime.process import another_gloo_group, gloo_group
+from tuner.train.progress import run_tensors
+from tuner.train.records import Records
+from tuner.train.setup import Assembly
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run after a step, but for its tensors: what its checkpoint says of it, however late that is written."""
+
+    step: int
+    tokens: int
+    state: Mapping[str, Any]
+    probe: Mapping[str, torch.Tensor] | None
+    protected: tuple[Path, ...]
+    """Checkpoints that the pruning after it leaves alone."""
+    is_best: bool
+
+
+class Saver:
+    """Commits snapshots of an assembly, and prunes behind them.
+
+    With ``beside`` a save copies the tensors and is written by a thread while training goes on. Its ranks agree over a
+    group that no other thread uses. Making one is collective then.
+    """
+
+    def __init__(
+        self, assembly: Assembly, checkpoints: CheckpointDir, meta: dict[str, Any], records: Sequence[Records]
+    ) -> None:
+        recipe = assembly.resolved.recipe
+        self.checkpoints = checkpoints
+        self._assembly, self._meta, self._records = assembly, meta, records
+        self._keep = recipe.checkpoint.keep
+        self._beside = recipe.checkpoint.async_save is True
+        self._staging, self._thread = Staging(), Background[Snapshot]("save")
+        self._ranks = Ranks(gloo_group())
+        if self._beside:
+            self._thread_ranks = Ranks(another_gloo_group(recipe.parallel.timeout.seconds))
+
+    @property
+    def ended(self) -> bool:
+        """Whether a save beside training is over and was not asked about."""
+        return self._thread.ended
+
+    def prepare(self) -> None:
+        """Check the disk and have the memory for copies made ready beside the first step. Collective.
+
+        Raises MachineError where there is no room for one checkpoint.
+        """
+        tensors = run_tensors(self._assembly)
+        self._ranks.on_main(lambda: require_room(self.checkpoints.path, tensors))
+        if self._beside:
+            self._thread.start(lambda: self._thread_ranks.everywhere(lambda: self._staging.reserve(tensors)) and None)
+
+    def save(self, snapshot: Snapshot) -> Snapshot:
+        """Commit a snapshot of the tensors as they are. Collective; raises what any rank raises."""
+        return self._commit(snapshot, run_tensors(self._assembly), None, self._ranks)
+
+    def start(self, snapshot: Snapshot) -> bool:
+        """Begin to commit a snapshot of the tensors as they are; False where it is to be saved at once.
+
+        They may change from the next update on. The one before must have been waited for.
+        """
+        if not self._beside:
+            return False
+        tensors = run_tensors(self._assembly)
+        staged = self._staging.stage(tensors)
+        self._assembly.learner.fence = staged.fence
+        self._thread.start(lambda: self._commit(snapshot, tensors, staged, self._thread_ranks))
+        return True
+
+    def finish(self) -> Snapshot | None:
+        """Wait for the save beside training; None where there was none. Raises what any rank raised in it."""
+        return self._thread.finish()
+
+    def _commit(
+        self, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor], staged: Staged | None, ranks: Ranks
+    ) -> Snapshot:
+        ranks.on_main(lambda: [records.sync() for records in self._records])
+        save(self.checkpoints, snapshot.step, tensors, snapshot.state, self._meta, snapshot.probe, staged, ranks)
+        ranks.on_main(lambda: len(prune(self.checkpoints.path, self._keep, snapshot.protected)))
+        return snapshot
