@@ -188,6 +188,7 @@ def test_a_signal_in_an_evaluation_cuts_it_short_and_it_is_done_when_the_run_goe
     done = launch(workplace, TrainOptions(resume="auto"), **flags)
     assert (done.status, done.metrics["eval_loss"]) == ("finished", whole.metrics["eval_loss"])
     assert resume_campaign.outcome(done.run_dir) == resume_campaign.outcome(whole.run_dir)
+    assert launch(workplace, **flags) == done
     samples = [json.loads(line)["step"] for line in (done.run_dir / "samples.jsonl").read_text().splitlines()]
     assert samples == evaluated
 

@@ -1,4 +1,4 @@
-"""Saves beside training are the saves at once, one at a time; their failures are the run's; nothing ends before them."""
+"""Saves beside training are those at once, one at a time; their failures are the run's; nothing ends before them."""
 
 import errno
 import json
@@ -17,7 +17,8 @@ from tuner.checkpoint import storage
 from tuner.checkpoint.load import content_sha256, newest, open_checkpoint
 from tuner.checkpoint.steps import step_dirs
 from tuner.errors import DivergedError, MachineError
-from tuner.train import loop
+from tuner.train import loop, session
+from tuner.train.evaluate import Evaluation
 from tuner.train.ready import TrainOptions
 from tuner.train.saving import Saver, Snapshot
 
@@ -150,7 +151,19 @@ def test_an_error_leaves_the_save_before_it_whole(workplace: Path, monkeypatch: 
 
 def test_a_disk_without_room_is_told_before_the_first_step(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuner.checkpoint.save.free_bytes", lambda path: 1000)
-    with pytest.raises(MachineError, match=r"checkpoints: no room for a checkpoint \(needed [\d,]+ bytes, free 1,000 b"):
+    with pytest.raises(
+        MachineError, match=r"checkpoints: no room for a checkpoint \(needed [\d,]+ bytes, free 1,000 b"
+    ):
         launch(workplace)
     run = workplace / "runs" / "r"
     assert not (run / "metrics.jsonl").exists() or not lines(run)
+
+
+def test_an_evaluation_that_is_not_finite_is_saved_as_none(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "evaluate", lambda *args: Evaluation(math.nan, 5))
+    flags = {"data__eval": "7 documents", "eval__samples": "0", "train__duration": "4 steps"}
+    done = launch(workplace, checkpoint__keep_best="eval/loss", **flags)
+    assert (done.metrics["eval_loss"], done.metrics["best"]) == (None, None)
+    assert saved(done.run_dir)[4][1]["eval_loss"] is None
+    assert "NaN" not in (done.run_dir / "metrics.jsonl").read_text()
+    assert launch(workplace, checkpoint__keep_best="eval/loss", **flags) == done

@@ -58,6 +58,7 @@ def save(  # noqa: PLR0913 - the parts of a checkpoint
     state: Mapping[str, Any],
     meta: Mapping[str, Any],
     probe: Mapping[str, torch.Tensor] | None = None,
+    *,
     staged: Staged | None = None,
     ranks: Ranks | None = None,
 ) -> Path:

@@ -60,7 +60,8 @@ class Staging:
             block = torch.empty(needed, dtype=torch.uint8)
         except RuntimeError as error:  # torch's word for a full memory on the CPU
             raise MachineError(
-                f"no memory for a copy of the state to save ({needed:,} bytes)", hint="write checkpoint.async_save: false"
+                f"no memory for a copy of the state to save ({needed:,} bytes)",
+                hint="write checkpoint.async_save: false",
             ) from error
         if any(part.is_cuda for part in parts.values()):
             _pin(block)
@@ -70,7 +71,7 @@ class Staging:
         self._block = block
 
     def stage(self, tensors: Mapping[str, torch.Tensor]) -> Staged:
-        """Copy this process's part of each tensor (plain or DTensor). On CUDA the copies run beside what is queued next.
+        """Copy this process's part of each tensor; on CUDA the copies run beside what is queued next.
 
         Between it and the next change of a tensor on the device, `fence` must be called.
         """

@@ -139,6 +139,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "checkpoint.keep": ("save_total_limit", "keep_last", "max_checkpoints", "num_to_keep", "keep_latest_k"),
     "checkpoint.keep_best": ("metric_for_best_model", "load_best_model_at_end", "save_best_only", "monitor"),
     "checkpoint.marks": ("fixed_steps", "keep_every_n_steps"),
+    "checkpoint.async_save": ("async_mode", "dist_ckpt_async", "async_checkpoint", "use_async_save", "save_async"),
     "export.every": (
         "hf_interval", "hf_save_interval", "export_interval", "hf_save_steps", "save_hf_every", "export_steps",
     ),

@@ -8,13 +8,12 @@ from typing import Any, Literal
 import torch
 
 from tuner.checkpoint.agree import Ranks
-from tuner.checkpoint.load import CheckpointInfo, load_into, newest, require_same_base
+from tuner.checkpoint.load import CheckpointInfo, load_into, newest
 from tuner.checkpoint.save import CheckpointDir
 from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import TIMES, Recipe
-from tuner.errors import DataError, MachineError, MemoryLimitError, RecipeError
-from tuner.model.licence import licence_of
+from tuner.errors import MachineError, MemoryLimitError, RecipeError
 from tuner.runtime.console import Console
 from tuner.runtime.files import file_entries, sweep, write_json
 from tuner.runtime.launch import Launch
@@ -27,6 +26,7 @@ from tuner.train.deterministic import deterministic
 from tuner.train.feed import Feed
 from tuner.train.hooks import Hooks, RunFacts, Status
 from tuner.train.loop import train_loop
+from tuner.train.meta import require_same_data, run_meta
 from tuner.train.meter import Meter
 from tuner.train.mock import mock_batch
 from tuner.train.observers import build_hooks
@@ -85,8 +85,7 @@ def _run(
     signals, console = around
     launch, progress, total = assembly.launch, Progress(), assembly.timetable.plan.total_steps
     if found is not None:
-        _require_same_data(found, assembly)
-    branched = found is not None and found.path.parent != run.checkpoints
+        require_same_data(found, assembly)
     record = Ranks(gloo_group()).on_main(lambda: _begin(run, loaded, record, assembly, found, options.command))
     console.keep(run.logs / f"rank{launch.rank}.log")
     at = 0 if found is None else found.step
@@ -97,15 +96,7 @@ def _run(
     why: str | None = None
     try:
         if found is not None:
-            make_room(assembly, found.state)
-            load_into(found, run_tensors(assembly))
-            restore_position(assembly, progress, found.state)
-            if branched:  # what it went on from is another run's, which this one neither counts nor prunes
-                progress.saved_step = progress.best = None
-            else:
-                session.protected = (found.path,)
-            origin = f", from {found.path}" if branched else ""
-            console.say("resume", f"step {progress.step} of {total}{origin}; data and tokenizer are unchanged")
+            _restore(session, found)
         for records in (session.metrics, session.samples):
             records.cut_back(progress.step if found is not None else -1)
         mock_batch(assembly, console)
@@ -134,6 +125,22 @@ def _run(
     saved = newest(run.checkpoints, verify=False) if progress.saved_step is not None else None
     ended: Literal["finished", "stopped"] = "finished" if finished else "stopped"
     return run_result(run, ended, saved, total, progress.as_state(finished))
+
+
+def _restore(session: Session, found: CheckpointInfo) -> None:
+    """Put the run where a checkpoint says it was: this run's, or the one it branches off from. Collective."""
+    assembly, progress = session.assembly, session.progress
+    make_room(assembly, found.state)
+    load_into(found, run_tensors(assembly))
+    restore_position(assembly, progress, found.state)
+    origin = ""
+    if found.path.parent == session.checkpoints.path:
+        session.protected = (found.path,)
+    else:  # what it goes on from is another run's, which this one neither counts nor prunes
+        progress.saved_step = progress.best = None
+        origin = f", from {found.path}"
+    total = assembly.timetable.plan.total_steps
+    session.console.say("resume", f"step {progress.step} of {total}{origin}; data and tokenizer are unchanged")
 
 
 def _outcome(progress: Progress, status: Status) -> dict[str, Any]:
@@ -209,7 +216,7 @@ def _session(
         progress=progress,
         run_dir=run.path,
         checkpoints=CheckpointDir(run.checkpoints, str(record["run_id"])),
-        meta=_meta(assembly) | {"tokenizer_files": file_entries(run.path / "tokenizer") if main else {}},
+        meta=run_meta(assembly) | {"tokenizer_files": file_entries(run.path / "tokenizer") if main else {}},
         metrics=Records(run.path / "metrics.jsonl" if main else None),
         samples=Records(run.path / "samples.jsonl" if main else None),
         console=console,
@@ -230,53 +237,6 @@ def _why_stopped(run: RunDir, launch: Launch, signals: StopSignals) -> str:
 
 def _never(steps: int, seconds: float) -> bool:
     return False
-
-
-def _meta(assembly: Assembly) -> dict[str, Any]:
-    """The facts that go into every checkpoint's manifest."""
-    resolved = assembly.resolved
-    recipe = resolved.recipe
-    known = assembly.launch.is_main and recipe.model.init != "random"
-    return {
-        "recipe": recipe_dict(recipe),
-        "model": {
-            "name_or_path": recipe.model.name_or_path,
-            "revision": recipe.model.revision or getattr(resolved.config, "_commit_hash", None),
-            "init": recipe.model.init,
-            "config": resolved.config.to_dict(),
-            "n_parameters": resolved.n_parameters,
-            "licence": licence_of(recipe.model.name_or_path, recipe.model.revision) if known else None,
-        },
-        "adapter": None if recipe.adapter.kind == "none" else recipe_dict(recipe)["adapter"],
-        "frozen_hash": assembly.learner.root.frozen_hash,
-        "tokenizer_hash": assembly.tokenizer.hash,
-        "data_key": assembly.prepared.key,
-        "data": {
-            split: {
-                "rows": len(rows),
-                "tokens": int(rows.tokens_per_row.sum()),
-                "trained_tokens": int(rows.trained_per_row.sum()),
-            }
-            for split, rows in (("train", assembly.prepared.train), ("eval", assembly.prepared.eval))
-            if rows is not None
-        },
-        "world_size": assembly.launch.world_size,
-        "precision": recipe.train.precision,
-    }
-
-
-def _require_same_data(found: CheckpointInfo, assembly: Assembly) -> None:
-    require_same_base(found, assembly.learner.root.frozen_hash)
-    meta = found.manifest["meta"]
-    for key, now, what in (
-        ("data_key", assembly.prepared.key, "data"),
-        ("tokenizer_hash", assembly.tokenizer.hash, "tokenizer"),
-    ):
-        if meta.get(key) != now:
-            raise DataError(
-                f"{found.path}: the {what} changed since this checkpoint was saved ({meta.get(key)} -> {now})",
-                hint="restore it, or start a new run with --name",
-            )
 
 
 def _require_same_choices(run: RunDir, resolved: Recipe) -> None:

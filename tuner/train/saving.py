@@ -46,7 +46,7 @@ class Saver:
         self._assembly, self._meta, self._records = assembly, meta, records
         self._keep = recipe.checkpoint.keep
         self._beside = recipe.checkpoint.async_save is True
-        self._staging, self._thread = Staging(), Background[Snapshot]("save")
+        self._staging, self._thread = Staging(), Background[Snapshot | None]("save")
         self._ranks = Ranks(gloo_group())
         if self._beside:
             self._thread_ranks = Ranks(another_gloo_group(recipe.parallel.timeout.seconds))
@@ -64,7 +64,7 @@ class Saver:
         tensors = run_tensors(self._assembly)
         self._ranks.on_main(lambda: require_room(self.checkpoints.path, tensors))
         if self._beside:
-            self._thread.start(lambda: self._thread_ranks.everywhere(lambda: self._staging.reserve(tensors)) and None)
+            self._thread.start(lambda: self._reserve(tensors))
 
     def save(self, snapshot: Snapshot) -> Snapshot:
         """Commit a snapshot of the tensors as they are. Collective; raises what any rank raises."""
@@ -87,10 +87,18 @@ class Saver:
         """Wait for the save beside training; None where there was none. Raises what any rank raised in it."""
         return self._thread.finish()
 
+    def _reserve(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._thread_ranks.everywhere(lambda: self._staging.reserve(tensors))
+
+    def _sync_records(self) -> None:
+        for records in self._records:
+            records.sync()
+
     def _commit(
         self, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor], staged: Staged | None, ranks: Ranks
     ) -> Snapshot:
-        ranks.on_main(lambda: [records.sync() for records in self._records])
-        save(self.checkpoints, snapshot.step, tensors, snapshot.state, self._meta, snapshot.probe, staged, ranks)
+        ranks.on_main(self._sync_records)
+        parts = (tensors, snapshot.state, self._meta, snapshot.probe)
+        save(self.checkpoints, snapshot.step, *parts, staged=staged, ranks=ranks)
         ranks.on_main(lambda: len(prune(self.checkpoints.path, self._keep, snapshot.protected)))
         return snapshot

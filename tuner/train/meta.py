@@ -1,0 +1,57 @@
+"""The facts about a run in every checkpoint's manifest, and what must still be so when it goes on."""
+
+from typing import Any
+
+from tuner.checkpoint.load import CheckpointInfo, require_same_base
+from tuner.config.dump import recipe_dict
+from tuner.errors import DataError
+from tuner.model.licence import licence_of
+from tuner.train.setup import Assembly
+
+
+def run_meta(assembly: Assembly) -> dict[str, Any]:
+    """The facts that go into every checkpoint's manifest."""
+    resolved = assembly.resolved
+    recipe = resolved.recipe
+    known = assembly.launch.is_main and recipe.model.init != "random"
+    return {
+        "recipe": recipe_dict(recipe),
+        "model": {
+            "name_or_path": recipe.model.name_or_path,
+            "revision": recipe.model.revision or getattr(resolved.config, "_commit_hash", None),
+            "init": recipe.model.init,
+            "config": resolved.config.to_dict(),
+            "n_parameters": resolved.n_parameters,
+            "licence": licence_of(recipe.model.name_or_path, recipe.model.revision) if known else None,
+        },
+        "adapter": None if recipe.adapter.kind == "none" else recipe_dict(recipe)["adapter"],
+        "frozen_hash": assembly.learner.root.frozen_hash,
+        "tokenizer_hash": assembly.tokenizer.hash,
+        "data_key": assembly.prepared.key,
+        "data": {
+            split: {
+                "rows": len(rows),
+                "tokens": int(rows.tokens_per_row.sum()),
+                "trained_tokens": int(rows.trained_per_row.sum()),
+            }
+            for split, rows in (("train", assembly.prepared.train), ("eval", assembly.prepared.eval))
+            if rows is not None
+        },
+        "world_size": assembly.launch.world_size,
+        "precision": recipe.train.precision,
+    }
+
+
+def require_same_data(found: CheckpointInfo, assembly: Assembly) -> None:
+    """Check that base model, data and tokenizer are those of a checkpoint's run. Raises DataError."""
+    require_same_base(found, assembly.learner.root.frozen_hash)
+    meta = found.manifest["meta"]
+    for key, now, what in (
+        ("data_key", assembly.prepared.key, "data"),
+        ("tokenizer_hash", assembly.tokenizer.hash, "tokenizer"),
+    ):
+        if meta.get(key) != now:
+            raise DataError(
+                f"{found.path}: the {what} changed since this checkpoint was saved ({meta.get(key)} -> {now})",
+                hint="restore it, or start a new run with --name",
+            )
