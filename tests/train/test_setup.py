@@ -36,12 +36,12 @@ def resolved_on(
 @pytest.mark.parametrize(
     ("kind", "problem", "sections", "compiled", "kernels", "why"),
     [
-        ("cpu", None, {}, False, "torch", "cpu"),
+        ("cpu", None, {}, False, "native", "cpu"),
         ("cuda", None, {}, True, "liger", "cuda"),
         ("cuda", "there is no C++ compiler (g++)", {}, False, "liger", "there is no C++ compiler (g++)"),
         ("cuda", None, {"data": {"packing": False}}, False, "liger", "rows of many lengths"),
         ("cuda", None, {"train": {"compile": False}}, False, "liger", None),
-        ("cpu", None, {"train": {"compile": True}}, True, "torch", None),
+        ("cpu", None, {"train": {"compile": True}}, True, "native", None),
     ],
 )
 def test_layers_are_compiled_where_that_can_be(
@@ -64,3 +64,15 @@ def test_a_missing_compiler_is_named(model: Path, monkeypatch: pytest.MonkeyPatc
         resolved_on("cpu", model, monkeypatch, "there is no C++ compiler (g++)", train={"compile": True})
     assert caught.value.exit_code == ExitCode.ENVIRONMENT
     assert caught.value.hint == "install what is missing, or write compile: false"
+
+
+def test_a_cpu_without_a_c_compiler_computes_with_torch(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "native_problem", lambda: "there is no C compiler (cc, gcc, clang)")
+    found = resolved_on("cpu", model, monkeypatch, None)
+    assert found.recipe.model.kernels == "torch"
+    assert found.reasons["model.kernels"] == "there is no C compiler (cc, gcc, clang)"
+
+
+def test_native_kernels_are_for_the_cpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MachineError, match="native kernels are for the CPU"):
+        resolved_on("cuda", model, monkeypatch, None, model={"kernels": "native"})

@@ -50,8 +50,10 @@ class ModelSection(Section):
     """Overrides of the model's config.json, e.g. {num_hidden_layers: 6}."""
     dtype: Annotated[Literal["auto", "fp32", "bf16"], Choice(values=("auto", "fp32", "bf16"))] = "auto"
     """Type of the weights: auto keeps trained ones in fp32 and frozen ones in bf16."""
-    kernels: Annotated[Literal["auto", "liger", "torch"], Choice(values=("auto", "liger", "torch"))] = "auto"
-    """Fused kernels: auto takes liger on CUDA."""
+    kernels: Annotated[
+        Literal["auto", "liger", "native", "torch"], Choice(values=("auto", "liger", "native", "torch"))
+    ] = "auto"
+    """Fused kernels: auto takes liger on CUDA; on a CPU native ones, compiled on it, where there is a C compiler."""
     freeze: Globs = ()
     """Parameters not trained in full fine-tuning: names or globs, e.g. [embed_tokens, model.layers.0]."""
 

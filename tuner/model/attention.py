@@ -6,6 +6,7 @@ Without the argument the function is plain causal attention (decoding with a cac
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,11 @@ from transformers import AttentionInterface
 
 from tuner.model.blocked_attention import attend_documents
 from tuner.model.documents import Documents, GrowingDocuments
+from tuner.model.native.attention import TYPES, native_attention
 
 PACKED = "tuner_packed"
+NATIVE = "tuner_native"
+"""The same with our compiled kernel where it serves: on the CPU, without a soft bound."""
 # Keyword arguments of other attention functions that change the result. Ignoring one would be silently wrong.
 _CHANGES_RESULT = ("s_aux", "position_bias", "cache")
 _VARLEN_HEAD_DIM = 256
@@ -50,6 +54,30 @@ def packed_attention(
     ``softcap`` (a soft bound of the scores) and ``documents``. Raises ValueError for an option that this function does
     not compute.
     """
+    return _attend(_by_torch, module, query, key, value, attention_mask, options), None
+
+
+def compiled_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """:func:`packed_attention` by the kernel that is compiled for this processor."""
+    return _attend(_by_native, module, query, key, value, attention_mask, options), None
+
+
+def _attend(  # noqa: PLR0913, PLR0917 - transformers' interface
+    packed: Callable[..., torch.Tensor],
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
     unsupported = [name for name in _CHANGES_RESULT if options.get(name) is not None]
     if attention_mask is not None:
         unsupported.append("attention_mask")
@@ -69,14 +97,26 @@ def packed_attention(
         lengths = tuple(documents.host.diff().tolist())
         output = _one_by_one((query, key, value), (lengths,) * 3, wish)
     else:
-        q, k, v = _as_computed(query[0], key[0], value[0])
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        fits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _VARLEN_HEAD_DIM
-        if fits and not wish.cap:
-            output = _varlen(q, k, v, documents, wish.window, scale)[None]
-        else:
-            output = attend_documents(q, k, v, documents.host, wish.window or 0, scale, wish.cap)[None]
-    return output.contiguous(), None
+        output = packed(_as_computed(query[0], key[0], value[0]), documents, wish, scale)[None]
+    return output.contiguous()
+
+
+def _by_torch(tensors: tuple[torch.Tensor, ...], documents: Documents, wish: _Wish, scale: float) -> torch.Tensor:
+    """Query, key and value ``[heads, T, d]`` to ``[T, heads, d]``: the GPU's kernel where it fits, else blocks."""
+    query, key, value = tensors
+    fits = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= _VARLEN_HEAD_DIM
+    if fits and not wish.cap:
+        return _varlen(query, key, value, documents, wish.window, scale)
+    return attend_documents(query, key, value, documents.host, wish.window or 0, scale, wish.cap)
+
+
+def _by_native(tensors: tuple[torch.Tensor, ...], documents: Documents, wish: _Wish, scale: float) -> torch.Tensor:
+    query, key, value = tensors
+    if query.is_cuda or wish.cap or any(tensor.dtype not in TYPES for tensor in tensors):
+        return _by_torch(tensors, documents, wish, scale)
+    output, _ = native_attention(query, key, value, documents.host, wish.window or 0, scale)
+    return output
 
 
 def _as_computed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -163,5 +203,6 @@ def _band(n_query: int, n_key: int, window: int | None, device: torch.device) ->
 
 
 def register() -> None:
-    """Make the function known to transformers under the name :data:`PACKED`."""
+    """Make the functions known to transformers under the names :data:`PACKED` and :data:`NATIVE`."""
     AttentionInterface.register(PACKED, packed_attention)
+    AttentionInterface.register(NATIVE, compiled_attention)

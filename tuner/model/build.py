@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.model import attention
+from tuner.model.native.library import library
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -108,6 +109,15 @@ def generation_config(spec: ModelSpec, config: PretrainedConfig) -> GenerationCo
     with contextlib.suppress(OSError):
         return GenerationConfig.from_pretrained(spec.name_or_path, revision=spec.revision or "main")
     return GenerationConfig.from_model_config(config)
+
+
+def apply_native(model: PreTrainedModel) -> None:
+    """Let the model attend by the kernel that is compiled for this machine's processor.
+
+    Raises MachineError where it cannot be had.
+    """
+    library()
+    model.set_attn_implementation(attention.NATIVE)
 
 
 def apply_liger(model: PreTrainedModel) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from tuner.errors import RecipeError
-from tuner.model.attention import PACKED
 from tuner.model.root import CausalLM
 
 _FIRST, _SECOND = 7, 9  # document lengths: different, so that a swapped bound shows
@@ -99,11 +98,12 @@ def _only_logits(root: CausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _stock_logits(root: CausalLM, ids: torch.Tensor) -> torch.Tensor:
+    chosen = root.model.config._attn_implementation
     root.model.set_attn_implementation("eager")
     try:
         logits: torch.Tensor = root.model(input_ids=ids[None], use_cache=False).logits[0].float()
     finally:
-        root.model.set_attn_implementation(PACKED)
+        root.model.set_attn_implementation(chosen)
     return logits
 
 

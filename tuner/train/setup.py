@@ -21,6 +21,7 @@ from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import (
     ModelSpec,
     apply_liger,
+    apply_native,
     build_model,
     build_skeleton,
     decoder_blocks,
@@ -31,6 +32,7 @@ from tuner.model.build import (
 from tuner.model.compile import compile_blocks, compiler_problem
 from tuner.model.flops import training_flops
 from tuner.model.freeze import freeze, frozen_hash
+from tuner.model.native.library import native_problem
 from tuner.model.padding import Padding
 from tuner.model.probe import require_isolation
 from tuner.model.recompute import apply_recompute
@@ -123,8 +125,8 @@ def resolve(recipe: Recipe, max_length: int, launch: Launch) -> Resolved:
     frozen = recipe.adapter.kind != "none"
     settle("model", "dtype", precision if frozen else "fp32", "frozen weights" if frozen else "trained weights")
     settle("train", "compile", *_compiled(recipe, facts))
-    liger = facts.kind == "cuda" and has_liger(config.model_type)
-    settle("model", "kernels", "liger" if liger else "torch", f"{config.model_type} on {facts.kind}")
+    if recipe.model.kernels == "auto":
+        settle("model", "kernels", *_kernels(config.model_type, facts))
     settle("optimizer", "lr", *_default_lr(recipe, n_parameters))
     if isinstance(recipe.optimizer, MuonOptimizer):
         lr = values.get("optimizer", {}).get("lr", recipe.optimizer.lr)
@@ -139,6 +141,14 @@ def resolve(recipe: Recipe, max_length: int, launch: Launch) -> Resolved:
     done = recipe.model_copy(update=changed)
     _check_numerics(done, facts)
     return Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons)
+
+
+def _kernels(model_type: str, facts: DeviceFacts) -> tuple[str, str]:
+    """Whose kernels compute, and why."""
+    if facts.kind == "cuda":
+        return "liger" if has_liger(model_type) else "torch", f"{model_type} on {facts.kind}"
+    problem = native_problem()
+    return ("native", "compiled for this CPU") if problem is None else ("torch", problem)
 
 
 def _compiled(recipe: Recipe, facts: DeviceFacts) -> tuple[bool, str]:
@@ -158,6 +168,8 @@ def _check_numerics(recipe: Recipe, facts: DeviceFacts) -> None:
     frozen = recipe.adapter.kind != "none"
     if recipe.model.kernels == "liger" and facts.kind != "cuda":
         raise MachineError("model.kernels: liger needs a CUDA device", hint="write kernels: auto or torch")
+    if recipe.model.kernels == "native" and facts.kind != "cpu":
+        raise MachineError("model.kernels: native kernels are for the CPU", hint="write kernels: auto, liger or torch")
     if not frozen and recipe.model.dtype != "fp32":
         raise RecipeError(
             "model.dtype: trained weights are kept in fp32",
@@ -279,6 +291,8 @@ def _build_root(resolved: Resolved, launch: Launch, packed: bool) -> CausalLM:
     def build() -> str | None:
         built.append(CausalLM(build_model(_spec(recipe), dtype, recipe.seed)))
         _choose_trained(built[0].model, recipe)
+        if recipe.model.kernels == "native":
+            apply_native(built[0].model)
         require_isolation(built[0], resolved.config.get_text_config().vocab_size, packed)
         return frozen_hash(built[0].model)
 
@@ -289,6 +303,8 @@ def _build_root(resolved: Resolved, launch: Launch, packed: bool) -> CausalLM:
     else:
         root = CausalLM(build_skeleton(resolved.config, dtype))
         _choose_trained(root.model, recipe)
+        if recipe.model.kernels == "native":
+            apply_native(root.model)
         _adapt_blocks(root, recipe)
         size = shard_size(recipe.parallel.shard, launch)
         shard(root, data_mesh(device.type, launch.world_size, size), recipe.parallel.reshard_after_forward)

@@ -1,0 +1,112 @@
+/* Vectors of 16 floats, which the compiler maps to what the processor has, and the small matrix product over them. */
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t ints __attribute__((vector_size(64)));
+typedef uint32_t bits __attribute__((vector_size(64)));
+typedef uint16_t halves __attribute__((vector_size(32)));
+typedef struct { vec v; } __attribute__((packed, aligned(4), may_alias)) loose_vec;
+typedef struct { halves v; } __attribute__((packed, aligned(2), may_alias)) loose_halves;
+
+INLINE vec load(const float *p) { return ((const loose_vec *)p)->v; }
+INLINE void store(float *p, vec x) { ((loose_vec *)p)->v = x; }
+INLINE vec all(float x) { return x - (vec){0}; }
+INLINE vec pick(ints where, vec a, vec b) { return (vec)((ints)a & where | (ints)b & ~where); }
+INLINE vec larger(vec a, vec b) { return pick(a > b, a, b); }
+
+INLINE vec widen(halves x) { return (vec)(__builtin_convertvector(x, bits) << 16); }
+
+/* Round to bfloat16, ties to even; what is no number stays none. */
+INLINE halves narrow(vec x) {
+  bits raw = (bits)x, rounded = raw + 0x7fff + ((raw >> 16) & 1);
+  rounded = (bits)pick(x != x, (vec)(raw | 0x400000), (vec)rounded);
+  return __builtin_convertvector(rounded >> 16, halves);
+}
+
+INLINE float sum_of(vec x) {
+  float lanes[LANES];
+  memcpy(lanes, &x, sizeof lanes);
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+INLINE float max_of(vec x) {
+  float lanes[LANES];
+  memcpy(lanes, &x, sizeof lanes);
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+  return lanes[0];
+}
+
+/* 2 to the power x, relative error below 2e-7; exactly 0 below -126, and what is no number stays none. */
+INLINE vec exp2_of(vec x) {
+  vec magic = all(12582912.0f), bound = larger(x, all(-127.0f));
+  vec whole = (bound + magic) - magic, f = bound - whole;
+  vec y = all(1.5252734e-05f);
+  y = y * f + 1.5403530e-04f;
+  y = y * f + 1.3333558e-03f;
+  y = y * f + 9.6181291e-03f;
+  y = y * f + 5.5504109e-02f;
+  y = y * f + 2.4022651e-01f;
+  y = y * f + 6.9314718e-01f;
+  y = y * f + 1.0f;
+  vec scaled = (vec)((ints)y + (__builtin_convertvector(whole, ints) << 23));
+  return pick(x >= -126.0f, scaled, pick(x < -126.0f, (vec){0}, x));
+}
+
+#define STAGE(r, s)                                                                                        \
+  for (int i = 0; i < LANES; i++)                                                                          \
+    if (!(i & s)) {                                                                                        \
+      vec a = r[i], b = r[i + s];                                                                          \
+      r[i] = __builtin_shufflevector(a, b, LOW(0, s), LOW(1, s), LOW(2, s), LOW(3, s), LOW(4, s),          \
+        LOW(5, s), LOW(6, s), LOW(7, s), LOW(8, s), LOW(9, s), LOW(10, s), LOW(11, s), LOW(12, s),         \
+        LOW(13, s), LOW(14, s), LOW(15, s));                                                               \
+      r[i + s] = __builtin_shufflevector(a, b, HIGH(0, s), HIGH(1, s), HIGH(2, s), HIGH(3, s), HIGH(4, s), \
+        HIGH(5, s), HIGH(6, s), HIGH(7, s), HIGH(8, s), HIGH(9, s), HIGH(10, s), HIGH(11, s), HIGH(12, s), \
+        HIGH(13, s), HIGH(14, s), HIGH(15, s));                                                            \
+    }
+#define LOW(j, s) ((j) & (s) ? 16 + (j) - (s) : (j))
+#define HIGH(j, s) ((j) & (s) ? 16 + (j) : (j) + (s))
+
+/* Turn 16 rows of 16 into columns. */
+INLINE void transpose(vec *r) {
+  STAGE(r, 8)
+  STAGE(r, 4)
+  STAGE(r, 2)
+  STAGE(r, 1)
+}
+
+/* C[8][16 n] = (or +=) sum over k of A(i, k) B[k][j]: A(i, k) lies at a[i * row + k * column]. */
+#define PRODUCT(name, n)                                                                                      \
+  INLINE void name(long depth, const float *a, long row, long column, const float *b, long width, float *c,   \
+                   long out, int add) {                                                                       \
+    vec sum[8][n];                                                                                            \
+    for (int i = 0; i < 8; i++)                                                                               \
+      for (int j = 0; j < n; j++) sum[i][j] = add ? load(c + i * out + j * LANES) : (vec){0};                 \
+    for (long k = 0; k < depth; k++) {                                                                        \
+      vec right[n];                                                                                           \
+      for (int j = 0; j < n; j++) right[j] = load(b + k * width + j * LANES);                                 \
+      for (int i = 0; i < 8; i++)                                                                             \
+        for (int j = 0; j < n; j++) sum[i][j] += a[i * row + k * column] * right[j];                          \
+    }                                                                                                         \
+    for (int i = 0; i < 8; i++)                                                                               \
+      for (int j = 0; j < n; j++) store(c + i * out + j * LANES, sum[i][j]);                                  \
+  }
+PRODUCT(product_of_2, 2)
+PRODUCT(product_of_1, 1)
+
+/* The same for any multiple of 8 rows and of 16 columns. */
+INLINE void multiply(long rows, long columns, long depth, const float *a, long row, long column, const float *b,
+                     long width, float *c, long out, int add) {
+  for (long j = 0; j < columns; j += 2 * LANES)
+    for (long i = 0; i < rows; i += 8)
+      if (columns - j >= 2 * LANES)
+        product_of_2(depth, a + i * row, row, column, b + j, width, c + i * out + j, out, add);
+      else
+        product_of_1(depth, a + i * row, row, column, b + j, width, c + i * out + j, out, add);
+}
