@@ -36,19 +36,24 @@ class _Call(ctypes.Structure):
 
 
 @lru_cache(maxsize=64)
-def _documents(bounds: tuple[int, ...]) -> torch.Tensor:
-    """First token and the one after the last of each document, int32 ``[n, 2]``: the longest first, to end together."""
-    found = [(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
-    return torch.tensor(sorted(found, key=lambda pair: pair[0] - pair[1]), dtype=torch.int32).reshape(-1, 2)
+def _documents(bounds: tuple[int, ...]) -> tuple[torch.Tensor, int]:
+    """First token and the one after the last of each document, int32 ``[n, 2]``; and the tokens of the longest.
+
+    The longest comes first, so that threads end together.
+    """
+    found = sorted(
+        ((a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a), key=lambda pair: pair[0] - pair[1]
+    )
+    longest = found[0][1] - found[0][0] if found else 0
+    return torch.tensor(found, dtype=torch.int32).reshape(-1, 2), longest
 
 
 def _call(function: str, inputs: tuple[torch.Tensor, ...], others: dict[str, torch.Tensor], **numbers: Any) -> None:
     """Run one of the kernel's functions over inputs ``[heads, T, width]`` whose last dimension is dense."""
     query, key, value = inputs
-    documents = _documents(tuple(numbers.pop("bounds").tolist()))
-    if not len(documents):
+    documents, longest = _documents(tuple(numbers.pop("bounds").tolist()))
+    if not longest:
         return
-    longest = int((documents[0, 1] - documents[0, 0]).item())
     measure = library().attention_scratch
     measure.restype, measure.argtypes = ctypes.c_int64, [ctypes.c_int64] * 4
     scratch_bytes = measure(longest, query.shape[2], value.shape[2], "upstream" in others)
