@@ -108,14 +108,15 @@ def _by_torch(tensors: tuple[torch.Tensor, ...], documents: Documents, wish: _Wi
     fits = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= _VARLEN_HEAD_DIM
     if fits and not wish.cap:
         return _varlen(query, key, value, documents, wish.window, scale)
-    return attend_documents(query, key, value, documents.host, wish.window or 0, scale, wish.cap)
+    output: torch.Tensor = attend_documents(query, key, value, documents.host, wish.window or 0, scale, wish.cap)
+    return output
 
 
 def _by_native(tensors: tuple[torch.Tensor, ...], documents: Documents, wish: _Wish, scale: float) -> torch.Tensor:
     query, key, value = tensors
     if query.is_cuda or wish.cap or any(tensor.dtype not in TYPES for tensor in tensors):
         return _by_torch(tensors, documents, wish, scale)
-    output, _ = native_attention(query, key, value, documents.host, wish.window or 0, scale)
+    output: torch.Tensor = native_attention(query, key, value, documents.host, wish.window or 0, scale)[0]
     return output
 
 
