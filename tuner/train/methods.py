@@ -1,10 +1,13 @@
 """The loss of a recipe's method."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from tuner.config.recipe import CustomMethod, PretrainMethod, SftMethod
 from tuner.errors import PluginError
 from tuner.model.liger_loss import loss_into_gradient
+from tuner.model.linear_cross_entropy import Kernel, softmax_into_gradient
+from tuner.model.native.cross_entropy import native_into_gradient
 from tuner.model.objective import CrossEntropy, Objective, OwnObjective
 from tuner.runtime.plugins import Plugin, failure, load, require_call, source_file
 from tuner.train.meter import CLOCKED
@@ -19,14 +22,22 @@ def check_method(method: SftMethod | PretrainMethod | CustomMethod) -> None:
         _factory(method)
 
 
-def build_objective(method: SftMethod | PretrainMethod | CustomMethod, liger: bool) -> Objective:
-    """Cross-entropy, by liger's kernel or in plain torch; or the user's own.
+KERNELS: Mapping[str, Kernel] = {
+    "liger": loss_into_gradient,
+    "native": native_into_gradient,
+    "torch": softmax_into_gradient,
+}
+"""What turns logits into loss and gradient, by the recipe's `model.kernels`."""
+
+
+def build_objective(method: SftMethod | PretrainMethod | CustomMethod, kernels: str) -> Objective:
+    """Cross-entropy by the kernels named, or the user's own loss.
 
     For the latter ``use`` is called with the options and gives the loss function.
     Raises PluginError where it is not there or fails.
     """
     if not isinstance(method, CustomMethod):
-        return CrossEntropy(loss_into_gradient) if liger else CrossEntropy()
+        return CrossEntropy(KERNELS[kernels])
     factory = _factory(method)
     try:
         function = factory(**method.options)

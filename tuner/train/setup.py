@@ -219,7 +219,7 @@ def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenize
         world_size=launch.world_size,
     )
     policy = GuardPolicy(recipe.train.nonfinite, recipe.train.skip_spikes)
-    root.objective = build_objective(recipe.method, recipe.model.kernels == "liger")
+    root.objective = build_objective(recipe.method, recipe.model.kernels)
     learner = Learner(root, parameters, optimizer, numerics, Guard(policy, numerics.device))
     probes = probe_inputs(prepared.train)
     effort = Effort(training_flops(root.model), peak)
