@@ -45,13 +45,13 @@ def train(
 
     `prepared` is a directory that `prepare_data` returned. Raises TunerError's children as `tuner train` reports them.
     """
-    from tuner.exporting.launch import launch_with_exports
+    from tuner.attached.launch import launch_attached
     from tuner.train.ready import TrainOptions
 
     loaded = _loaded(recipe)
     wish = _path(resume) if isinstance(resume, Path) else resume
     options = TrainOptions(wish, None if prepared is None else _path(prepared), dry_run=dry_run)
-    return launch_with_exports(loaded, options, loaded.recipe.logging.level)
+    return launch_attached(loaded, options, loaded.recipe.logging.level)
 
 
 def export_hf(

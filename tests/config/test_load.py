@@ -187,6 +187,8 @@ def test_flags_win_address_items_and_null_takes_back(tmp_path: Path) -> None:
         ("adapter: lora\n", (), "write kind: lora under it"),
         ("export: {every: 5 steps}\ncheckpoint: {at_end: false}\n", (), "export.every  the last step is exported"),
         ("", (("export.adapter", "keep"),), "keep writes an adapter's directory"),
+        ("profile: {steps: [3], memory: false, time: false}\n", (), "profile.steps  nothing is recorded of them"),
+        ("profile: {steps: [0]}\n", (), "profile.steps  got a list; allowed: a list of any number"),
         ("export: {shard_size: 5 rows}\n", (), "export.shard_size  got '5 rows'; allowed: a size such as 5GB"),
         ("method: {kind: pretrain}\ntokenizer: {chat_template: x}\n", (), "renders no conversations"),
         ("", (("data.train.7.path", "x"),), "item 7 of 1"),

@@ -29,8 +29,9 @@ LAW: dict[str, set[str]] = {
     "profile": BELOW_TRAIN | {"train"},
     "generate": BASE | {"data", "model", "checkpoint", "export"},
     "exporting": BASE | {"checkpoint", "train", "export"},
-    "api": BELOW_TRAIN | {"train", "profile", "export", "generate", "exporting"},
-    "cli": BELOW_TRAIN | {"train", "profile", "export", "generate", "exporting", "api"},
+    "attached": BASE | {"train", "profile", "exporting"},
+    "api": BELOW_TRAIN | {"train", "profile", "export", "generate", "exporting", "attached"},
+    "cli": BELOW_TRAIN | {"train", "profile", "export", "generate", "exporting", "attached", "api"},
     "": {"api"} | BASE,
     "__main__": {"cli"},
 }

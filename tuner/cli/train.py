@@ -89,9 +89,9 @@ def launch_training(loaded: LoadedRecipe, options: TrainOptions, verbose: bool) 
 
     level = "debug" if verbose else loaded.recipe.logging.level
     try:
-        from tuner.exporting.launch import launch_with_exports
+        from tuner.attached.launch import launch_attached
 
-        result = launch_with_exports(loaded, options, level)
+        result = launch_attached(loaded, options, level)
     except KeyboardInterrupt:
         from tuner.train.ready import left_before
 

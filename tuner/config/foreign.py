@@ -155,6 +155,11 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     ),
     "parallel.reshard_after_forward": ("fsdp_reshard_after_forward",),
     "parallel.timeout": ("ddp_timeout", "dist_timeout", "nccl_timeout", "timeout_seconds"),
+    "profile.steps": (
+        "profiler_steps", "profile_step", "profile_steps", "profile_start_step", "profiling_steps", "profile_freq",
+    ),
+    "profile.memory": ("enable_memory_snapshot", "profile_memory", "memory_snapshot", "profiler_memory"),
+    "profile.time": ("enable_profiling", "profile_time", "torch_profiler", "use_profiler", "profiler"),
     "logging.level": ("log_level", "logging_level", "verbosity", "verbose"),
     "logging.trackers": ("report_to", "loggers", "use_wandb", "log_with", "use_tensorboard", "use_mlflow", "tracking"),
     "logging.project": ("wandb_project", "project_name", "mlflow_experiment_name", "comet_project"),

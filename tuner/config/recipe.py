@@ -366,6 +366,17 @@ class ParallelSection(Section):
     """Longest wait for another process."""
 
 
+class ProfileSection(Section):
+    """Steps of a run that are recorded, as it trains."""
+
+    steps: Annotated[tuple[int, ...], Several(item=Whole(ge=1, le=2**53), empty=True)] = ()
+    """Steps to record in RUN/profile, on every process, such as [10, 11]; they take longer, and compute the same."""
+    memory: Bool = True
+    """Record the course of memory by part, and what is largest at its peak."""
+    time: Bool = True
+    """Record a trace of operations and kernels, for Perfetto or chrome://tracing."""
+
+
 class LoggingSection(Section):
     """What is printed."""
 
@@ -499,6 +510,7 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     export: ExportSection = ExportSection()
     parallel: ParallelSection = ParallelSection()
+    profile: ProfileSection = ProfileSection()
     logging: LoggingSection = LoggingSection()
     hooks: Annotated[tuple[HookSection, ...], BeforeValidator(read_hooks, json_schema_input_type=Any)] = ()
     """User code that is told how the run goes on: {use, stages, every, options} each, called in this order."""

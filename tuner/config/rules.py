@@ -129,6 +129,13 @@ def _kept_adapter_is_there(recipe: Recipe, given: Set[str]) -> str | None:
     return "keep writes an adapter's directory; set adapter.kind, or export.adapter: merge"
 
 
+def _profile_records_something(recipe: Recipe, given: Set[str]) -> str | None:
+    profile = recipe.profile
+    if not profile.steps or profile.memory or profile.time:
+        return None
+    return "nothing is recorded of them; set profile.memory or profile.time: true"
+
+
 RULES: tuple[Rule, ...] = (
     Rule(("eval.every", "data.eval"), _cadence_needs_rows),
     Rule(("checkpoint.keep_best", "data.eval", "eval.every"), _best_needs_rows),
@@ -147,4 +154,5 @@ RULES: tuple[Rule, ...] = (
     Rule(("export.at_end", "export.every", "checkpoint.at_end"), _export_needs_checkpoint),
     Rule(("export.adapter", "adapter.kind"), _kept_adapter_is_there),
     Rule(("optimizer.nesterov", "optimizer.momentum", "optimizer.kind"), _nesterov_has_momentum),
+    Rule(("profile.steps", "profile.memory", "profile.time"), _profile_records_something),
 )

@@ -43,6 +43,7 @@ ON_RESUME: dict[str, Effect] = {
     "parallel.": "safe",
     "parallel.processes": "warn",
     "parallel.shard": "warn",
+    "profile.": "safe",
     "logging.": "safe",
     "hooks": "safe",
 }

@@ -20,6 +20,7 @@ from tuner.train.observers import Attach
 from tuner.train.ready import RunResult, TrainOptions, make_ready
 from tuner.train.run import train
 from tuner.train.setup import check_division
+from tuner.train.watch import MakeWatch
 
 RANK_MODULE = "tuner.train.rank"
 
@@ -65,7 +66,9 @@ def launch(
     return _result_of(run_ranks(module, work, processes, logs))
 
 
-def train_as_rank(work: Mapping[str, Any], attach: Attach | None = None) -> RunResult:
+def train_as_rank(
+    work: Mapping[str, Any], attach: Attach | None = None, watch: MakeWatch | None = None
+) -> RunResult:
     """What each process started by `launch` does with the work given to it."""
     path = _path(work["recipe_path"])
     loaded = dataclasses.replace(load_recipe(work["recipe"]), text=work["text"], path=path)
@@ -76,6 +79,7 @@ def train_as_rank(work: Mapping[str, Any], attach: Attach | None = None) -> RunR
         checkpoint=_path(work["checkpoint"]),
         command=tuple(work["command"]),
         attach=attach,
+        watch=watch,
     )
     place = Launch.from_environment()
     return train(loaded, options, place, Console(place.is_main, work["level"]))

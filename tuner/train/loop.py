@@ -17,9 +17,10 @@ def train_loop(session: Session, feed: Feed) -> bool:
     stop = progress.evaluation_owed
     while progress.step < total and not stop:
         index = progress.step
-        batches, data_s = session.meter.timed(feed.next)
         factor = table.schedule.factor(index + 1)
-        scalars = optimizer_step(learner, index, batches, factor)
+        with session.watch.step(index + 1):
+            batches, data_s = session.meter.timed(feed.next)
+            scalars = optimizer_step(learner, index, batches, factor)
         progress.advance(batches)
         lr, epoch = learner.optimizer.peak_lr * factor, table.plan.epoch_at(progress.step)
         session.log.add(StepEntry(TakenStep(index, batches), epoch, progress.tokens, lr, data_s, scalars))

@@ -19,24 +19,34 @@ def mock_batch(assembly: Assembly, console: Console) -> None:
     recipe, learner = assembly.resolved.recipe, assembly.learner
     if recipe.train.mock_batch is not True:
         return
-    vocab_size = assembly.resolved.config.get_text_config().vocab_size
-    rows, processes = recipe.train.micro_batch_size, assembly.launch.world_size
-    per_step = recipe.train.global_batch_size // (rows * processes)
-    batch = _full(assembly.prepared.train.max_length, rows, vocab_size)
+    batches = full_batches(assembly)
+    n_tokens = len(batches.micro[0].input_ids)
     try:
-        # As in a step: where several microbatches follow, gradients of the first are alive during the second.
-        forward_backward(learner, 0, StepBatches(np.empty(0, np.int64), 1, 0, [batch] * min(2, per_step)))
+        forward_backward(learner, 0, batches)
         if learner.numerics.device.type == "cuda":
             torch.cuda.synchronize(learner.numerics.device)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise MemoryLimitError(
-            f"a micro-batch of {len(batch.input_ids):,} tokens does not fit into memory",
+            f"a micro-batch of {n_tokens:,} tokens does not fit into memory",
             hint="lower train.micro_batch_size or data.max_length, or train an adapter (--adapter.kind lora)",
         ) from error
     finally:
         learner.optimizer.zero_grad()
         learner.root.objective.take()
-    console.debug(f"a full micro-batch of {len(batch.input_ids):,} tokens fits")
+    console.debug(f"a full micro-batch of {n_tokens:,} tokens fits")
+
+
+def full_batches(assembly: Assembly) -> StepBatches:
+    """Full rows of random tokens, all trained, as a step has them.
+
+    Two microbatches where several follow each other: gradients of the first are alive during the second.
+    """
+    recipe = assembly.resolved.recipe
+    vocab_size = assembly.resolved.config.get_text_config().vocab_size
+    rows, processes = recipe.train.micro_batch_size, assembly.launch.world_size
+    per_step = recipe.train.global_batch_size // (rows * processes)
+    batch = _full(assembly.prepared.train.max_length, rows, vocab_size)
+    return StepBatches(np.empty(0, np.int64), 1, 0, [batch] * min(2, per_step))
 
 
 def _full(max_length: int, n_rows: int, vocab_size: int) -> Batch:

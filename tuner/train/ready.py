@@ -21,6 +21,7 @@ from tuner.train.own_schedule import check_schedule
 from tuner.train.progress import METRICS
 from tuner.train.rundir import RunDir
 from tuner.train.trial import try_optimizer
+from tuner.train.watch import MakeWatch
 
 Resume = Literal["auto", "must", "never"] | Path
 
@@ -48,6 +49,8 @@ class TrainOptions:
     """The command line that the run records; this process's own unless another one started it."""
     attach: Attach | None = None
     """Hooks of the command's own."""
+    watch: MakeWatch | None = None
+    """The command's own look at steps."""
 
 
 @dataclass(frozen=True)

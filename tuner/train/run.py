@@ -37,6 +37,7 @@ from tuner.train.records import Records
 from tuner.train.rundir import RunDir
 from tuner.train.session import STOP_FILE, Session
 from tuner.train.setup import Assembly, Resolved, Timetable, assemble, resolve, timetable
+from tuner.train.watch import NoWatch, Watch
 
 
 def train(loaded: LoadedRecipe, options: TrainOptions, launch: Launch, console: Console) -> RunResult:
@@ -91,7 +92,8 @@ def _run(
     at = 0 if found is None else found.step
     facts = RunFacts(run.path, str(record["run_id"]), total, recipe_dict(assembly.resolved.recipe), at)
     hooks = build_hooks(assembly, facts, console, options.attach)
-    session = _session(run, record, assembly, progress, (console, hooks, signals))
+    watch = NoWatch() if options.watch is None else options.watch(assembly, run.path, console)
+    session = _session(run, record, assembly, progress, (console, hooks, signals, watch))
     status: Status = "failed"
     why: str | None = None
     try:
@@ -99,7 +101,8 @@ def _run(
             _restore(session, found)
         for records in (session.metrics, session.samples):
             records.cut_back(progress.step if found is not None else -1)
-        mock_batch(assembly, console)
+        with watch.step(0):
+            mock_batch(assembly, console)
         session.begin()
         first_only = assembly.resolved.recipe.train.overfit_first_batch
         with (
@@ -196,9 +199,9 @@ def _session(
     record: dict[str, Any],
     assembly: Assembly,
     progress: Progress,
-    around: tuple[Console, Hooks, StopSignals],
+    around: tuple[Console, Hooks, StopSignals, Watch],
 ) -> Session:
-    console, hooks, signals = around
+    console, hooks, signals, watch = around
     recipe, main = assembly.resolved.recipe, assembly.launch.is_main
     limit = recipe.train.stop_after
     total = assembly.timetable.plan.total_steps
@@ -224,6 +227,7 @@ def _session(
         hooks=hooks,
         signals=signals,
         stop_after=stop_after,
+        watch=watch,
     )
 
 

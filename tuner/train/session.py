@@ -26,6 +26,7 @@ from tuner.train.saving import Saver, Snapshot
 from tuner.train.setup import Assembly
 from tuner.train.step import StepResult
 from tuner.train.steplog import StepLog
+from tuner.train.watch import Watch
 
 SHOWN_CHARACTERS = 140
 STOP_FILE = "STOP"
@@ -49,6 +50,7 @@ class Session:
     signals: StopSignals
     stop_after: Callable[[int, float], bool]
     """Whether this launch is over, given its steps and seconds so far."""
+    watch: Watch
     protected: tuple[Path, ...] = ()
     """Checkpoints that pruning leaves alone: the one that this launch resumed from."""
 

@@ -1,4 +1,4 @@
-"""Training with the recipe's exports attached, in this process or in those that it starts."""
+"""Training as commands start it: its exports beside it, its steps looked at, here or in the processes it starts."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from typing import Any
 
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.exporting.exporter import Exporter
+from tuner.profile.watch import watch_run
 from tuner.runtime.console import Console, Level
 from tuner.runtime.launch import Launch
 from tuner.train.launch import launch, plain_result, train_as_rank
 from tuner.train.ready import RunResult, TrainOptions
 
-RANK_MODULE = "tuner.exporting.rank"
+RANK_MODULE = "tuner.attached.rank"
 
 
-def launch_with_exports(loaded: LoadedRecipe, options: TrainOptions, level: Level) -> RunResult:
-    """`tuner.train.launch.launch`, with exports during training and after it as the recipe says.
+def launch_attached(loaded: LoadedRecipe, options: TrainOptions, level: Level) -> RunResult:
+    """`tuner.train.launch.launch`, with exports during training and after it, and steps recorded, as the recipe says.
 
     Raises what that raises and, once the run is complete, the error of an export that failed.
     """
     section = loaded.recipe.export
+    options = replace(options, watch=watch_run)
     if section.every is None and not section.at_end:
-        return launch(loaded, options, level)
+        return launch(loaded, options, level, RANK_MODULE)
     main = Launch.from_environment().is_main
     with Exporter(loaded.recipe, Console(main, level)) as exporter:
         result = launch(loaded, replace(options, attach=exporter.attach), level, RANK_MODULE)
@@ -32,11 +34,13 @@ def launch_with_exports(loaded: LoadedRecipe, options: TrainOptions, level: Leve
         return result
 
 
-def train_and_export_as_rank(work: Mapping[str, Any]) -> dict[str, Any]:
+def train_attached_as_rank(work: Mapping[str, Any]) -> dict[str, Any]:
     """What each process started by `launch` does; rank 0 exports while it trains, the parent at the end."""
-    place = Launch.from_environment()
+    place, section = Launch.from_environment(), load_recipe(work["recipe"]).recipe.export
+    if section.every is None and not section.at_end:
+        return plain_result(train_as_rank(work, watch=watch_run))
     with Exporter(load_recipe(work["recipe"]).recipe, Console(place.is_main, work["level"])) as exporter:
-        result = train_as_rank(work, exporter.attach)
+        result = train_as_rank(work, exporter.attach, watch_run)
         if place.is_main:
             exporter.finish(result, at_end=False)
         return plain_result(result)

@@ -1,0 +1,109 @@
+"""The `profile:` section: given steps of a real run are recorded, and the run is the same one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import resume_campaign
+from tuner.attached.launch import launch_attached
+from tuner.config.load import load_recipe
+from tuner.config.overrides import Override
+from tuner.profile import watch
+from tuner.profile.recorder import StepRecorder
+from tuner.train.ready import TrainOptions
+
+FLAGS = {"train.duration": "4 steps", "checkpoint.every": "never", "train.micro_batch_size": "4"}
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TUNER_CACHE", str(tmp_path / "cache"))
+    resume_campaign.prepare(tmp_path, 1)
+    lines = (tmp_path / "r.yaml").read_text().splitlines(keepends=True)
+    (tmp_path / "r.yaml").write_text("".join(line for line in lines if not line.startswith("adapter")))
+    return tmp_path
+
+
+def launch(directory: Path, name: str, **flags: str) -> Path:
+    overrides = [Override(key.replace("__", "."), text) for key, text in (FLAGS | {"name": name} | flags).items()]
+    loaded = load_recipe(directory / "r.yaml", overrides, cwd=directory)
+    return launch_attached(loaded, TrainOptions(), "warning").run_dir
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    return found
+
+
+def test_recorded_steps_compute_the_same(workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plain = launch(workplace, "plain")
+    assert not (plain / "profile").exists()
+    run = launch(workplace, "recorded", profile__steps="[2, 3, 900]")
+    assert resume_campaign.outcome(run) == resume_campaign.outcome(plain)
+    assert "profile.steps: 900 lies behind the last step, 4" in capfd.readouterr().err
+    kinds = (("memory", ""), ("trace", ".gz"))
+    names = [f"{kind}-step-{step}-rank0.json{end}" for kind, end in kinds for step in (2, 3)]
+    assert sorted(path.name for path in (run / "profile").iterdir()) == names
+    ranges = [event["name"] for event in read_trace(run / "profile" / names[3])["traceEvents"] if "dur" in event]
+    # Eight rows in microbatches of four.
+    turns = ["data", *["forward", "backward"] * 2, "optimizer"]
+    assert [name for name in ranges if name[6:] in set(turns)] == [f"tuner.{turn}" for turn in turns]
+
+    found = json.loads((run / "profile" / names[0]).read_text())
+    weights = sum(4 * n for n in (300 * 32, *[2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32] * 2, 32))
+    buffers = found["peak_parts"]["parameters"] - weights
+    assert 0 < buffers < 1000  # rotary frequencies
+    assert found["peak_parts"]["gradients"] <= weights
+    assert found["peak_parts"]["optimizer"] == 2 * weights + 4 * 20  # two moments and a count for each tensor
+    assert found["peak_bytes"] == sum(found["peak_parts"].values()) == max(found["peak_by_phase"].values())
+    series = found["timeline"]["bytes"]
+    assert max(map(sum, zip(*series.values(), strict=True))) == found["peak_bytes"]
+    assert max(series["gradients"]) == weights and series["gradients"][0] == series["gradients"][-1] == 0
+    assert max(series["activations"]) > 0 == series["activations"][0]
+    assert found["timeline"]["seconds"] == sorted(found["timeline"]["seconds"])
+    largest = {(item["owner"], item["part"]): item["bytes"] for item in found["largest"]}
+    assert largest["model.embed_tokens.weight", "optimizer"] == 2 * 300 * 32 * 4
+    assert largest["model.layers.0.mlp.gate_proj", "activations"] > 0
+
+
+def test_only_what_is_asked_for(workplace: Path) -> None:
+    run = launch(workplace, "time", profile__steps="[1]", profile__memory="false")
+    assert [path.name for path in (run / "profile").iterdir()] == ["trace-step-1-rank0.json.gz"]
+    run = launch(workplace, "memory", profile__steps="[1]", profile__time="false")
+    assert [path.name for path in (run / "profile").iterdir()] == ["memory-step-1-rank0.json"]
+
+
+@pytest.mark.parametrize("broken", ["start", "stop", "memory", "write_trace"])
+def test_a_failing_profile_is_a_warning(
+    workplace: Path, broken: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("no space")
+
+    whole = getattr(StepRecorder, broken)
+    monkeypatch.setattr(StepRecorder, broken, lambda self, *rest: (whole(self, *rest), fail())[1])
+    run = launch(workplace, broken, profile__steps="[2]")
+    assert "the profile could not be" in (err := capfd.readouterr().err) and "OSError: no space; the run goes on" in err
+    assert json.loads((run / "run.json").read_text())["status"] == "finished"
+    left = [path.name for path in (run / "profile").iterdir()] if (run / "profile").exists() else []
+    assert left == (["trace-step-2-rank0.json.gz"] if broken == "memory" else [])
+
+
+def test_a_step_that_fails_leaves_no_recording_behind(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tuner.train import loop
+
+    def failing(learner: Any, index: int, *rest: Any) -> None:
+        assert watch.DIRECTORY == "profile"
+        learner.marks("forward")
+        raise RuntimeError("the step's own")
+
+    monkeypatch.setattr(loop, "optimizer_step", failing)
+    for name in ("one", "two"):  # a recorder that is left running refuses the next
+        with pytest.raises(RuntimeError, match="the step's own"):
+            launch(workplace, name, profile__steps="[1]")
+        assert not list((workplace / "runs" / name / "profile").iterdir())

@@ -1,0 +1,1 @@
+"""Training with what commands attach to it: exports beside it, and a look at its steps."""

@@ -1,0 +1,136 @@
+"""Memory of a step as the allocator saw it: every block from its allocation to its end, with its part and its owner."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from tuner.profile.prediction import PARTS, MemoryCourse, Moment, Part, Phase
+
+
+@dataclass
+class Block:
+    """One allocation: its bytes, what for, by which module or for which parameter, and when.
+
+    ``made`` and ``freed`` count changes of the record: `made` is -1 for what was there before, and ``freed`` is None
+    for what outlives it.
+    """
+
+    size: int
+    part: Part
+    owner: str
+    made: int
+    freed: int | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """One step of the record: when, in seconds from its start, in which phase, and the innermost module at work."""
+
+    seconds: float
+    phase: Phase
+    module: str
+
+
+@dataclass(frozen=True)
+class MemoryRecord:
+    """The memory of one process on its device over a recorded stretch of work, in the order in which it changed."""
+
+    blocks: Sequence[Block]
+    changes: Sequence[Change]
+
+    def totals(self) -> list[int]:
+        """Bytes alive before all changes, then after each."""
+        return list(accumulate(sum(delta.values()) for delta in self._deltas()))
+
+    def peak_at(self) -> int:
+        """The first change after which most was alive; -1 is before all of them."""
+        totals = self.totals()
+        return totals.index(max(totals)) - 1
+
+    def crossing(self, limit: int) -> int | None:
+        """The first change after which more than so many bytes were alive."""
+        return next((at - 1 for at, total in enumerate(self.totals()) if total > limit), None)
+
+    def alive(self, at: int) -> list[Block]:
+        """What was there after change ``at``."""
+        return [block for block in self.blocks if block.made <= at and (block.freed is None or block.freed > at)]
+
+    def parts(self, at: int) -> dict[Part, int]:
+        """Bytes of each part after change ``at``; they add up to the total."""
+        found: dict[Part, int] = dict.fromkeys(PARTS, 0)
+        for block in self.alive(at):
+            found[block.part] += block.size
+        return found
+
+    def owners(self, at: int) -> list[tuple[str, Part, int]]:
+        """Owner, part and bytes of what was there after change ``at``, the largest first."""
+        sizes: Counter[tuple[str, Part]] = Counter()
+        for block in self.alive(at):
+            sizes[block.owner, block.part] += block.size
+        return [(owner, part, size) for (owner, part), size in sizes.most_common()]
+
+    def phase_peaks(self) -> dict[Phase, int]:
+        """The largest total in each phase, over all its turns, with what it began with."""
+        found: dict[Phase, int] = {}
+        before, *after = self.totals()
+        for change, total in zip(self.changes, after, strict=True):
+            found[change.phase] = max(found.get(change.phase, 0), before, total)
+            before = total
+        return found
+
+    def course(self) -> MemoryCourse:
+        """The fullest moment of each module's turn, in order, as a prediction has them."""
+        moments: list[Moment] = []
+        for (phase, module), parts in self._fullest():
+            moments.append(Moment(phase, module, parts))
+        layers: Counter[str] = Counter()
+        for block in self.blocks:
+            if block.part == "activations":
+                layers[block.owner] += block.size
+        return MemoryCourse(tuple(moments), dict(layers))
+
+    def timeline(self, points: int = 400) -> dict[str, list[float] | dict[str, list[int]]]:
+        """At most so many moments, with seconds and bytes of each part that is there; the fullest of their stretch."""
+        totals = self.totals()
+        bounds = sorted({round(i * len(totals) / points) for i in range(points + 1)})
+        kept = {0, len(totals) - 1}
+        kept |= {max(range(a, b), key=totals.__getitem__) for a, b in zip(bounds, bounds[1:], strict=False)}
+        seconds: list[float] = []
+        series: dict[str, list[int]] = {part: [] for part in PARTS}
+        now: Counter[Part] = Counter()
+        for index, delta in enumerate(self._deltas()):
+            now.update(delta)
+            if index in kept:
+                seconds.append(round(self.changes[index - 1].seconds, 6) if index else 0.0)
+                for part in PARTS:
+                    series[part].append(now[part])
+        return {"seconds": seconds, "bytes": {part: sizes for part, sizes in series.items() if any(sizes)}}
+
+    def _deltas(self) -> list[Counter[Part]]:
+        """What each part held before all changes, then what came or went with each."""
+        deltas: list[Counter[Part]] = [Counter() for _ in range(len(self.changes) + 1)]
+        for block in self.blocks:
+            deltas[block.made + 1][block.part] += block.size
+            if block.freed is not None:
+                deltas[block.freed + 1][block.part] -= block.size
+        return deltas
+
+    def _fullest(self) -> Iterator[tuple[tuple[Phase, str], dict[Part, int]]]:
+        deltas = self._deltas()
+        now: dict[Part, int] = {part: deltas[0][part] for part in PARTS}
+        turn: tuple[Phase, str] | None = None
+        fullest, most = dict(now), -1
+        for change, delta in zip(self.changes, deltas[1:], strict=True):
+            if turn is not None and turn != (change.phase, change.module):
+                yield turn, fullest
+                most = -1
+            turn = change.phase, change.module
+            for part, size in delta.items():
+                now[part] += size
+            if sum(now.values()) > most:
+                fullest, most = dict(now), sum(now.values())
+        if turn is not None:
+            yield turn, fullest

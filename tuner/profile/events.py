@@ -1,0 +1,194 @@
+"""From the profiler's events to blocks of memory.
+
+The allocators themselves tell the profiler, scratch space inside of operations included; nothing that a step computes
+passes through here. What was there before the recording is known by its owners.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C._profiler import RecordScope, _EventType
+from torch.profiler import profile
+
+from tuner.parallel.fsdp import local
+from tuner.profile.blocks import Block, Change, MemoryRecord
+from tuner.profile.marks import MODULE, PHASE
+from tuner.profile.prediction import Part, Phase
+from tuner.train.step import Learner
+
+_GATHERED, _REDUCED = "FSDP::all_gather", "FSDP::post_backward"
+_PHASES: dict[str, Phase] = {"data": "forward", "forward": "forward", "backward": "backward", "optimizer": "optimizer"}
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A block whose owner is known: at this address, so large."""
+
+    address: int
+    size: int
+    part: Part
+    owner: str
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in the program something was: the innermost module, what FSDP2 did, and until when a module ran again."""
+
+    module: str = ""
+    part: Part | None = None
+    until: int | None = None
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What an allocator told: bytes taken, or given back where negative."""
+
+    time: int
+    address: int
+    size: int
+    place: _Place
+
+
+def resident(learner: Learner) -> list[Owned]:
+    """The blocks that are there between two steps: weights and optimizer state, each once."""
+    found: dict[int, Owned] = {}
+
+    def add(tensor: torch.Tensor, part: Part, owner: str) -> None:
+        held = local(tensor)
+        storage = held.untyped_storage()
+        if held.device == learner.numerics.device and storage.nbytes():
+            found.setdefault(storage.data_ptr(), Owned(storage.data_ptr(), storage.nbytes(), part, owner))
+
+    model = learner.root.model
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        add(tensor, "parameters", name)
+    for name, tensor in learner.optimizer.state_tensors().items():
+        add(tensor, "optimizer", name.split("/", 2)[2])
+    for tensor in learner.optimizer.local_tensors():
+        add(tensor, "optimizer", "")
+    return list(found.values())
+
+
+def gradients(learner: Learner) -> list[Owned]:
+    """The gradients that are there."""
+    held = {name: p.grad for name, p in learner.parameters.items() if p.grad is not None}
+    storages = {name: local(tensor).untyped_storage() for name, tensor in held.items()}
+    return [Owned(s.data_ptr(), s.nbytes(), "gradients", name) for name, s in storages.items()]
+
+
+def memory_record(done: profile, device: str, before: Sequence[Owned], grads: Sequence[Owned]) -> MemoryRecord:
+    """The blocks of one kind of device from a profile that is done.
+
+    ``before`` was there when it began, ``grads`` when the optimizer's turn came.
+    """
+    results = done.profiler.kineto_results if done.profiler is not None else None
+    events = [] if results is None else list(_walk(results.experimental_event_tree()))
+    marks = sorted((event.start_time_ns, event.name[len(PHASE) :]) for event, _ in events if _is_mark(event))
+    told = sorted(_told(events, device), key=lambda item: item.time)
+    return _Replay(before, grads, marks, told).record()
+
+
+class _Replay:
+    """Goes through what the allocators told, in order of time."""
+
+    def __init__(
+        self, before: Sequence[Owned], grads: Sequence[Owned], marks: list[tuple[int, str]], told: list[_Told]
+    ) -> None:
+        self._grads, self._marks, self._told = grads, marks, told
+        self._blocks = [Block(owned.size, owned.part, owned.owner, -1) for owned in before]
+        self._living = {owned.address: block for owned, block in zip(before, self._blocks, strict=True)}
+        self._made: dict[int, _Told] = {}  # by number of the block
+        self._changes: list[Change] = []
+
+    def record(self) -> MemoryRecord:
+        """The blocks, each with its part."""
+        times = [time for time, _ in self._marks]
+        start = times[0] if times else 0
+        updates = [time for time, mark in self._marks if mark == "optimizer"]
+        for item in self._told:
+            if updates and item.time >= updates[0]:
+                updates.clear()
+                self._find_gradients()
+            before = bisect_right(times, item.time) - 1
+            phase = _PHASES[self._marks[max(0, before)][1]] if times else "forward"
+            if self._enter(item):
+                self._changes.append(Change((item.time - start) / 1e9, phase, item.place.module))
+        if updates:
+            self._find_gradients()
+        self._find_activations()
+        return MemoryRecord(self._blocks, self._changes)
+
+    def _enter(self, item: _Told) -> bool:
+        if item.size > 0:
+            block = Block(item.size, item.place.part or "other", item.place.module, len(self._changes))
+            self._made[len(self._blocks)] = item
+            self._blocks.append(block)
+            self._living[item.address] = block
+            return True
+        ended = self._living.pop(item.address, None)
+        if ended is not None:
+            ended.freed = len(self._changes)
+        return ended is not None  # else made before the recording, by nobody that is known
+
+    def _find_gradients(self) -> None:
+        for owned in self._grads:
+            block = self._living.get(owned.address)
+            if block is not None and block.made >= 0:
+                block.part, block.owner = "gradients", owned.owner
+
+    def _find_activations(self) -> None:
+        """What a forward pass leaves for the backward pass; so does one that is run again within it."""
+        by_module = any(item.place.module for item in self._made.values())
+        start = self._marks[0][0] if self._marks else 0
+        for number, item in self._made.items():
+            block = self._blocks[number]
+            if block.part != "other":
+                continue
+            made = self._changes[block.made]
+            ended = None if block.freed is None else self._changes[block.freed]
+            if made.phase == "forward":
+                kept = ended is None or ended.phase != "forward"
+            else:
+                until = item.place.until
+                kept = until is not None and (ended is None or ended.seconds * 1e9 + start > until)
+            if kept:
+                block.part = "loss" if by_module and not item.place.module else "activations"
+
+
+def _walk(roots: Iterable[Any]) -> Iterator[tuple[Any, _Place]]:
+    """Every event with its place. The backward pass of an operation belongs to the module of its forward."""
+    modules: dict[int, str] = {}
+    waiting = [(event, _Place()) for event in sorted(roots, key=lambda event: -event.start_time_ns)]
+    while waiting:
+        event, place = waiting.pop()
+        if event.tag == _EventType.TorchOp:
+            number, scope = event.extra_fields.sequence_number, event.extra_fields.scope
+            if event.name.startswith(MODULE):
+                again = place.until if place.until is not None else event.end_time_ns
+                place = _Place(event.name[len(MODULE) :], place.part, again)
+            elif event.name.startswith(_GATHERED):
+                place = _Place(place.module, "gathered", place.until)
+            elif event.name.startswith(_REDUCED):
+                place = _Place(place.module, "reduced", place.until)
+            elif scope == RecordScope.BACKWARD_FUNCTION:
+                place = _Place(modules.get(number, place.module), place.part, place.until)
+            elif number >= 0:
+                modules[number] = place.module
+        yield event, place
+        waiting.extend((child, place) for child in reversed(event.children))
+
+
+def _is_mark(event: Any) -> bool:
+    return bool(event.tag == _EventType.TorchOp and event.name.startswith(PHASE) and not event.name.startswith(MODULE))
+
+
+def _told(events: Iterable[tuple[Any, _Place]], device: str) -> Iterator[_Told]:
+    for event, place in events:
+        if event.tag == _EventType.Allocation and event.extra_fields.device.type == device:
+            fields = event.extra_fields
+            yield _Told(event.start_time_ns, int(fields.ptr or 0), int(fields.alloc_size), place)

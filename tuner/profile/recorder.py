@@ -1,0 +1,83 @@
+"""One step under the torch profiler: what it computes is what it computes without."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tuner.profile.blocks import MemoryRecord
+from tuner.profile.events import Owned, gradients, memory_record, resident
+from tuner.profile.marks import PhaseMarks, module_ranges
+from tuner.train.step import Learner
+
+
+class StepRecorder:
+    """Records what a learner does between :meth:`start` and :meth:`stop`: its parts in time, its blocks of memory.
+
+    With ``modules`` the forward of each module is told apart; compiled layers are then to run as they are. ``snapshot``
+    is where the CUDA allocator's own history goes, with the line of code of each allocation.
+    """
+
+    def __init__(
+        self, learner: Learner, memory: bool = True, modules: bool = False, snapshot: Path | None = None
+    ) -> None:
+        self._learner, self._memory, self._modules = learner, memory, modules
+        self._device = learner.numerics.device
+        self._snapshot = snapshot if memory and self._device.type == "cuda" else None
+        self._stack = ExitStack()
+        self._phases = PhaseMarks()
+        self._before: list[Owned] = []
+        self._gradients: list[Owned] = []
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])
+        self._profile = profile(activities=activities, profile_memory=memory)
+
+    def start(self) -> None:
+        """From here on; the wait for data comes first."""
+        learner, before = self._learner, self._learner.marks
+        self._before = resident(learner) if self._memory else []
+        self._synchronize()
+        if self._modules:
+            self._stack.enter_context(module_ranges(learner.root.model))
+        if self._snapshot is not None:
+            torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", device=self._device)
+            self._stack.callback(torch.cuda.memory._record_memory_history, None)
+        learner.marks = self._mark
+        self._stack.callback(setattr, learner, "marks", before)
+        self._profile.start()
+        self._phases.mark("data")
+
+    def stop(self) -> None:
+        """No further; it may be called after a step that failed, and leaves everything as it was."""
+        try:
+            self._phases.end()
+            self._synchronize()
+            self._profile.stop()
+            if self._snapshot is not None:
+                torch.cuda.memory._dump_snapshot(str(self._snapshot))
+        finally:
+            self._stack.close()
+
+    def abandon(self) -> None:
+        """Leave everything as it was, after a start that failed."""
+        self._phases.end()
+        self._stack.close()
+
+    def memory(self) -> MemoryRecord:
+        """The blocks of memory of the learner's device."""
+        return memory_record(self._profile, self._device.type, self._before, self._gradients)
+
+    def write_trace(self, path: Path) -> None:
+        """Write the trace as Chrome's tracing and Perfetto read it; ``path`` ends in `.json` or `.json.gz`."""
+        self._profile.export_chrome_trace(str(path))
+
+    def _mark(self, phase: str) -> None:
+        if phase == "optimizer" and self._memory:
+            self._gradients = gradients(self._learner)
+        self._phases.mark(phase)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,112 @@
+"""The `profile:` section of a recipe at work: given steps of a real run, recorded on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tuner.profile.blocks import MemoryRecord
+from tuner.profile.recorder import StepRecorder
+from tuner.runtime.console import Console
+from tuner.runtime.files import TMP_PREFIX, gib
+from tuner.train.setup import Assembly
+
+DIRECTORY = "profile"
+
+
+def watch_run(assembly: Assembly, run_dir: Path, console: Console) -> RunWatch:
+    """What looks on at the steps of a run."""
+    section = assembly.resolved.recipe.profile
+    last = assembly.timetable.plan.total_steps
+    beyond = [str(step) for step in section.steps if step > last]
+    if beyond:
+        console.warn(f"profile.steps: {', '.join(beyond)} lies behind the last step, {last}")
+    return RunWatch(assembly, run_dir / DIRECTORY, console)
+
+
+class RunWatch:
+    """Records the steps of a section; what fails in it is a warning, and the run goes on."""
+
+    def __init__(self, assembly: Assembly, directory: Path, console: Console) -> None:
+        recipe = assembly.resolved.recipe
+        self._learner, self._section, self._rank = assembly.learner, recipe.profile, assembly.launch.rank
+        self._modules = recipe.train.compile is not True  # what looks into compiled layers would compile them anew
+        self._directory, self._console = directory, console
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around taking step ``number``: records it where the recipe says so."""
+        recorder = self._started(number) if number in self._section.steps else None
+        try:
+            yield
+        except BaseException:
+            if recorder is not None:
+                self._tried("stopped", recorder.stop)
+            raise
+        if recorder is not None and self._tried("stopped", recorder.stop):
+            self._tried("written", lambda: self._write(number, recorder))
+
+    def _started(self, number: int) -> StepRecorder | None:
+        found: list[StepRecorder] = []
+
+        def start() -> None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            snapshot = self._directory / f"memory-step-{number}-rank{self._rank}.pickle"
+            recorder = StepRecorder(self._learner, self._section.memory, self._modules, snapshot)
+            try:
+                recorder.start()
+            except BaseException:
+                recorder.abandon()
+                raise
+            found.append(recorder)
+
+        self._tried(f"begun for step {number}", start)
+        return found[0] if found else None
+
+    def _write(self, number: int, recorder: StepRecorder) -> None:
+        name, told = f"step-{number}-rank{self._rank}", []
+        if self._section.time:
+            with _whole(self._directory / f"trace-{name}.json.gz") as path:
+                recorder.write_trace(path)
+            told.append(f"trace-{name}.json.gz")
+        if self._section.memory:
+            record = recorder.memory()
+            with _whole(self._directory / f"memory-{name}.json") as path:
+                path.write_text(json.dumps({"step": number, "rank": self._rank, **memory_figures(record)}))
+            told.append(f"peak {gib(max(record.totals()))}")
+        self._console.say("profile", f"step {number}: {self._directory}, {', '.join(told)}")
+
+    def _tried(self, what: str, work: Any) -> bool:
+        try:
+            work()
+        except Exception as error:
+            self._console.warn(f"the profile could not be {what}: {type(error).__name__}: {error}; the run goes on")
+            return False
+        return True
+
+
+def memory_figures(record: MemoryRecord) -> dict[str, Any]:
+    """A record as JSON: its peak, what it was made of, the largest owners, and the course of its parts."""
+    at, totals = record.peak_at(), record.totals()
+    return {
+        "peak_bytes": max(totals),
+        "peak_parts": {part: size for part, size in record.parts(at).items() if size},
+        "peak_by_phase": record.phase_peaks(),
+        "largest": [{"owner": owner, "part": part, "bytes": size} for owner, part, size in record.owners(at)[:50]],
+        "timeline": record.timeline(),
+    }
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A path beside it, with the same ending, that takes its name once it is written whole."""
+    fresh = path.with_name(f"{TMP_PREFIX}{os.getpid()}-{path.name}")
+    try:
+        yield fresh
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
