@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tuner.config.duration import Duration
+from tuner.data.building.crew import Crew
 from tuner.data.building.encoded import (
     BadRow,
     Bundle,
@@ -153,40 +154,63 @@ class _Chosen:
         }
 
 
-def build_documents(request: "PrepareRequest", keys: Keys, tmp: Path, console: "Console | None") -> dict[str, Any]:
+def crew_of(request: "PrepareRequest", sources: Iterable[Source]) -> Crew | None:
+    """Start the processes that `build_documents` would, where their number is more than one and there is much to do."""
+    size = _expected_bytes(sources)
+    count = _workers(request.workers)
+    return Crew(_job(request, much=True), count) if count > 1 and size >= FEW_BUNDLES * BUNDLE_BYTES else None
+
+
+def build_documents(
+    request: "PrepareRequest", keys: Keys, tmp: Path, console: "Console | None", crew: Crew | None = None
+) -> dict[str, Any]:
     """Write train.arrow, eval.arrow and rejects.jsonl into `tmp`; return the manifest's body.
 
-    Raises DataError for the first bad row in the order of the input, and where nothing is left to train on;
-    MachineError where a worker dies or nothing can be written.
+    `crew` is that of `crew_of`. Raises DataError for the first bad row in the order of the input, and where nothing
+    is left to train on; MachineError where a worker dies or nothing can be written.
     """
     try:
-        return _build(request, keys, tmp, console)
+        return _build(request, keys, tmp, console, crew)
     except FastEncoderMismatch as mismatch:
         reason = str(mismatch)
     if console is not None:
         console.warn(f"the fast encoder is not used: {reason}; all rows are encoded again with the tokenizer itself")
     for path in tmp.iterdir():
         path.unlink()
-    return _build(request, keys, tmp, console, reason)
+    return _build(request, keys, tmp, console, slow_reason=reason)
+
+
+def _workers(wanted: int | None) -> int:
+    return cores() if wanted is None else wanted
+
+
+def _job(request: "PrepareRequest", much: bool, fast: bool = True) -> EncodeJob:
+    return EncodeJob(
+        tokenizer=request.tokenizer,
+        train_on=request.train_on,
+        special_tokens=request.special_tokens_in_text,
+        stop_at_bad_row=request.data.on_bad_row == "error",
+        fast=fast,
+        much=much,
+    )
 
 
 def _build(
-    request: "PrepareRequest", keys: Keys, tmp: Path, console: "Console | None", slow_reason: str | None = None
+    request: "PrepareRequest",
+    keys: Keys,
+    tmp: Path,
+    console: "Console | None",
+    crew: Crew | None = None,
+    slow_reason: str | None = None,
 ) -> dict[str, Any]:
     split = request.data.eval if isinstance(request.data.eval, Duration) else None
     sides = [_Side("train", keys.train, split is not None)]
     if keys.eval is not None:
         sides.append(_Side("eval", keys.eval))
-    stop = request.data.on_bad_row == "error"
-    job = EncodeJob(
-        tokenizer=request.tokenizer,
-        train_on=request.train_on,
-        special_tokens=request.special_tokens_in_text,
-        stop_at_bad_row=stop,
-        fast=slow_reason is None,
-    )
-    with pace(console, _expected_bytes(sides)) as done:
-        hashed = _read(sides, job, request.workers, tmp, done)
+    expected = _expected_bytes(source for side in sides for source in side.sources)
+    job = _job(request, much=False, fast=slow_reason is None)
+    with pace(console, expected) as done:
+        hashed = _read(sides, job, request.workers, tmp, done, crew)
     keys.refuse_changed()
     give_back()  # what encoding held: choosing documents needs its own
     taken = [_taken(side, request.seed) for side in sides]
@@ -203,7 +227,12 @@ def _build(
 
 
 def _read(
-    sides: Sequence[_Side], job: EncodeJob, workers: int | None, tmp: Path, done: Callable[[int], None]
+    sides: Sequence[_Side],
+    job: EncodeJob,
+    workers: int | None,
+    tmp: Path,
+    done: Callable[[int], None],
+    crew: Crew | None,
 ) -> dict[str, Any]:
     """Encode every block of every side; write documents and bad rows in the order of the input.
 
@@ -212,7 +241,7 @@ def _read(
     ahead: deque[list[_Origin]] = deque()
     bundles = _bundles(sides, ahead)
     first = deque(islice(bundles, FEW_BUNDLES))
-    count = 1 if len(first) < FEW_BUNDLES else cores() if workers is None else workers
+    count = 1 if len(first) < FEW_BUNDLES else _workers(workers)
     lines = 0
 
     def hash_behind(side: _Side) -> bool:
@@ -220,7 +249,7 @@ def _read(
 
     with (
         StreamFiles(lambda: documents_schema(job.tokenizer.vocab_size)) as files,
-        closing(answers(job, _one_by_one(first, bundles), count, files.filled)) as encoded,
+        closing(answers(job, _one_by_one(first, bundles), count, files.filled, crew)) as encoded,
         (tmp / REJECTS).open("w", encoding="utf-8") as rejects,
     ):
         order: Place | None = None
@@ -287,9 +316,9 @@ def _blocks(side: _Side) -> Iterator[tuple[_Origin, Block]]:
                 yield _Origin(side, number, block.index, file.name, block.size), block
 
 
-def _expected_bytes(sides: Sequence[_Side]) -> int:
+def _expected_bytes(sources: Iterable[Source]) -> int:
     """Bytes of all rows, inflated, as far as sizes on disk tell."""
-    files = [file for side in sides for source in side.sources for file in source.files]
+    files = [file for source in sources for file in source.files]
     return sum(file.size() * (INFLATES if file.compression or file.kind == "parquet" else 1) for file in files)
 
 

@@ -99,11 +99,15 @@ class EncodeJob:
     stop_at_bad_row: bool
     """Whether nothing after a bad row of a bundle is wanted."""
     fast: bool = True
+    much: bool = False
+    """Whether there are rows enough for the fast encoder: it is then built at the start, for all processes at once."""
 
     def start(self) -> "Encoding":
         """Build the encoder."""
         give_back()  # reading a tokenizer leaves a hundred megabytes of holes, which nothing that follows would fill
         encoder = Encoder(self.tokenizer, self.train_on, self.special_tokens, self.fast)
+        if self.much:
+            encoder.choose()
         give_back()
         return Encoding(encoder, documents_schema(self.tokenizer.vocab_size), self.stop_at_bad_row)
 

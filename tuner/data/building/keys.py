@@ -78,12 +78,17 @@ class Keys:
                 raise DataError(f"{path}: changed while it was read", hint="run the command again")
 
 
-def keys_of(request: "PrepareRequest") -> Keys:
+def sources_of(request: "PrepareRequest") -> tuple[list[Source], list[Source] | None]:
+    """The sources of `data.train`, and those of `data.eval` where it has its own. DataError where one is not there."""
+    data = request.data
+    return _sources(data.train), None if data.eval is None or isinstance(data.eval, Duration) else _sources(data.eval)
+
+
+def keys_of(request: "PrepareRequest", sources: tuple[list[Source], list[Source] | None] | None = None) -> Keys:
     """Read the sources and hash what decides the result. DataError for a source that cannot be read."""
     data, method = request.data, request.method
-    train = _sources(data.train)
+    train, held = sources or sources_of(request)
     split = data.eval if isinstance(data.eval, Duration) else None
-    held = None if data.eval is None or isinstance(data.eval, Duration) else _sources(data.eval)
     stamps = {file.path: _stamp(file.path) for source in [*train, *(held or [])] for file in source.files}
     drawn = any(source.share.is_drawn for source in [*train, *(held or [])])
     fields: dict[str, Any] = {

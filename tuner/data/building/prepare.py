@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,10 @@ import numpy as np
 import pyarrow as pa
 
 from tuner.data.building.cache import build_once, place, valid
-from tuner.data.building.documents import REJECTS, build_documents
+from tuner.data.building.crew import Crew
+from tuner.data.building.documents import REJECTS, build_documents, crew_of
 from tuner.data.building.encoded import record_batches
-from tuner.data.building.keys import Keys, keys_of
+from tuner.data.building.keys import Keys, keys_of, sources_of
 from tuner.data.building.pack import cut, row_batches
 from tuner.data.building.request import PrepareRequest
 from tuner.data.prepared import ROWS_SCHEMA, view
@@ -55,15 +57,22 @@ def prepare(request: PrepareRequest, console: "Console | None" = None) -> Prepar
     Raises DataError for rows that cannot be used and MachineError where the cache cannot be written.
     """
     started = time.monotonic()
-    keys = keys_of(request)
-    final = place(request.cache_dir, "prepared", keys.prepared)
-    manifest = valid(final, "prepared")
-    cached = manifest is not None
-    if manifest is None:
-        say = None if console is None else console.say
-        manifest, cached = build_once(
-            request.cache_dir, "prepared", keys.prepared, lambda tmp: _build_rows(request, keys, tmp, console), say
-        )
+    train, held = sources_of(request)
+    # Before it is known whether it is needed: it loads the tokenizer while the sources are hashed.
+    with crew_of(request, [*train, *(held or [])]) or nullcontext() as crew:
+        keys = keys_of(request, (train, held))
+        final = place(request.cache_dir, "prepared", keys.prepared)
+        manifest = valid(final, "prepared")
+        cached = manifest is not None
+        if manifest is None:
+
+            def make(tmp: Path) -> dict[str, Any]:
+                return _build_rows(request, keys, tmp, console, crew)
+
+            say = None if console is None else console.say
+            manifest, cached = build_once(request.cache_dir, "prepared", keys.prepared, make, say)
+        elif crew is not None:
+            crew.end(at_once=True)
     return PreparedInfo(final, keys.prepared, cached, manifest["report"], time.monotonic() - started)
 
 
@@ -90,7 +99,9 @@ def prepared_path(request: PrepareRequest) -> Path:
     return place(request.cache_dir, "prepared", keys_of(request).prepared)
 
 
-def _build_rows(request: PrepareRequest, keys: Keys, tmp: Path, console: "Console | None") -> dict[str, Any]:
+def _build_rows(
+    request: PrepareRequest, keys: Keys, tmp: Path, console: "Console | None", crew: Crew | None
+) -> dict[str, Any]:
     """The second level: documents linked from the first, which is built where it is missing, and the packed rows."""
 
     def link(encoded: Path) -> None:
@@ -99,9 +110,10 @@ def _build_rows(request: PrepareRequest, keys: Keys, tmp: Path, console: "Consol
         _link(encoded / REJECTS, tmp / REJECTS)
 
     say = None if console is None else console.say
-    encoded, _ = build_once(
-        request.cache_dir, "encoded", keys.encoded, lambda new: build_documents(request, keys, new, console), say, link
-    )
+    def make(new: Path) -> dict[str, Any]:
+        return build_documents(request, keys, new, console, crew)
+
+    encoded, _ = build_once(request.cache_dir, "encoded", keys.encoded, make, say, link)
     report = dict(encoded["report"])
     for split in ("train", "eval"):
         if report[split] is not None:

@@ -2,28 +2,14 @@
 
 An answer may leave something large behind in the process that gave it, and what becomes of that is said once the
 answers before it are known: the receiver of an answer gives an order, and the process that holds the rest follows it.
-
-A worker is `python -m tuner.data.building.workers`, a fresh interpreter that shares one socket with its parent and
-nothing else: it inherits no lock, thread or open file, imports no user script, and is in no terminal's foreground
-group, so that Ctrl-C reaches the parent alone. When the parent ends, however it ends, the socket closes and the worker
-exits.
 """
 
-import contextlib
-import os
-import socket
-import subprocess
-import sys
-import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
-from queue import PriorityQueue
+from multiprocessing.connection import wait
 from typing import Any, Generic, Protocol, TypeVar
 
+from tuner.data.building.crew import Crew
 from tuner.runtime.memory import calm_collector
 
 Item = TypeVar("Item")
@@ -35,17 +21,8 @@ Order_contra = TypeVar("Order_contra", contravariant=True)
 
 QUEUED = 2
 """Items that a worker holds: one in work and one that follows without a pause."""
-_ORDER, _ITEM = 0, 1
+ORDER, ITEM = 0, 1
 """What a worker is sent. Orders come first: they let go of memory."""
-END_S = 5.0
-"""Seconds that a worker has to end after its socket closed, before it is killed."""
-_ONE_THREAD = {
-    "TOKENIZERS_PARALLELISM": "false",
-    "RAYON_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
 
 
 class Work(Protocol[Item_contra, Answer_co, Order_contra]):
@@ -59,10 +36,10 @@ class Work(Protocol[Item_contra, Answer_co, Order_contra]):
 
 
 class Job(Protocol[Item_contra, Answer_co, Order_contra]):
-    """What workers do; it is sent to each once, so it and what it refers to can be pickled."""
+    """What workers do; it and what it refers to can be pickled."""
 
     def start(self) -> Work[Item_contra, Answer_co, Order_contra]:
-        """Begin; called once in each process."""
+        """Begin; called once for all processes of a crew, before they are several, so it starts no thread."""
 
 
 class WorkerDiedError(Exception):
@@ -78,11 +55,13 @@ def answers(
     items: Iterable[Item],
     workers: int,
     finished: Callable[[int], None] = lambda number: None,
+    crew: Crew | None = None,
 ) -> Generator[Answer, Order | None, None]:
     """Yield the answer to every item, in the items' order, whatever the number of workers and their timing.
 
     What is sent to the generator is the order for the answer last yielded; `finished` is called with an item's number
-    when its order was followed, and the generator ends when all were. One worker is this process itself. At most
+    when its order was followed, and the generator ends when all were. One worker is this process itself; more are
+    `crew`, which was made with the job and their number and is ended here, or a new one. At most
     `(QUEUED + 1) * workers` items are taken ahead of the one yielded. What a worker raises is raised here when its
     item's turn comes, so that the first failure in order is the one seen; a worker that dies raises WorkerDiedError
     then. What following an order raises is raised as soon as it is known.
@@ -96,7 +75,8 @@ def answers(
                     work.finish(number, order)
                     finished(number)
         return
-    with _Workers(job, workers, finished) as running:
+    with crew or Crew(job, workers) as mates:
+        running = _Workers(mates, finished)
         source = iter(items)
         sent = turn = 0
         done: dict[int, _Outcome[Answer]] = {}
@@ -134,25 +114,12 @@ class _Outcome(Generic[Answer]):
 
 
 class _Worker:
-    """One worker process, the parent's end of its socket, and the numbers of the items and orders that it holds."""
+    """One process of the crew, and the numbers of the items and orders that it holds."""
 
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "tuner.data.building.workers", str(theirs.fileno())]
-            try:
-                self.process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    env=_environment(),
-                    pass_fds=[theirs.fileno()],
-                    process_group=0,
-                )
-            except BaseException:
-                ours.close()
-                raise
-        self.connection: Connection[Any, Any] = Connection(ours.detach())
+    def __init__(self, crew: Crew, number: int) -> None:
+        self._crew = crew
+        self._number = number
+        self.connection = crew.connections[number]
         self.items: deque[int] = deque()
         self.orders: set[int] = set()
         self.death: WorkerDiedError | None = None
@@ -168,7 +135,7 @@ class _Worker:
     def lost(self) -> dict[int, "_Outcome[Any]"]:
         """Give up on a worker whose socket closed: each of its items fails. WorkerDiedError: it had orders alone."""
         self.connection.close()
-        code = _ended(self.process)
+        code = self._crew.exit_code(self._number)
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self.death = WorkerDiedError(how)
         failed = {number: _Outcome[Any](None, self.death) for number in self.items}
@@ -180,31 +147,13 @@ class _Worker:
 
 
 class _Workers:
-    """The worker processes of one job; as a context manager it ends them, at once after an error."""
+    """The processes of a crew at work on numbered items."""
 
-    def __init__(self, job: Job[Any, Any, Any], count: int, finished: Callable[[int], None]) -> None:
-        self._job = job
-        self._count = count
+    def __init__(self, crew: Crew, finished: Callable[[int], None]) -> None:
         self._finished = finished
-        self._workers: list[_Worker] = []
+        self._workers = [_Worker(crew, number) for number in range(len(crew.connections))]
         self._answered: dict[int, _Worker] = {}
         """Who holds what answers left behind, until it is ordered what becomes of it."""
-
-    def __enter__(self) -> "_Workers":
-        try:
-            for _ in range(self._count):
-                self._workers.append(_Worker())
-            message = ForkingPickler.dumps(self._job)
-            for worker in self._workers:
-                with contextlib.suppress(OSError):  # it died already: the first item will tell
-                    worker.connection.send_bytes(message)
-        except BaseException:
-            self._end(at_once=True)
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._end(at_once=kind is not None)
 
     def have_room(self) -> bool:
         """Whether an item can be sent without waiting; with no worker left it can, and fails."""
@@ -220,7 +169,7 @@ class _Workers:
         worker.items.append(number)
         try:
             # Never a deadlock: a thread of the worker reads whatever the worker itself is doing.
-            worker.connection.send((_ITEM, number, item))
+            worker.connection.send((ITEM, number, item))
         except OSError:
             return worker.lost()
         return {}
@@ -236,7 +185,7 @@ class _Workers:
                 return {}
             raise worker.death
         try:
-            worker.connection.send((_ORDER, number, order))
+            worker.connection.send((ORDER, number, order))
         except OSError:
             return worker.lost()
         return {}
@@ -256,7 +205,7 @@ class _Workers:
             except (EOFError, OSError):
                 outcomes |= worker.lost()
                 continue
-            if kind == _ITEM:
+            if kind == ITEM:
                 worker.items.remove(number)
                 self._answered[number] = worker
                 outcomes[number] = _Outcome(answer, error)
@@ -266,80 +215,3 @@ class _Workers:
                 worker.orders.remove(number)
                 self._finished(number)
         return outcomes
-
-    def _end(self, at_once: bool) -> None:
-        for worker in self._workers:
-            worker.connection.close()
-            if at_once:
-                worker.process.kill()
-        for worker in self._workers:
-            _ended(worker.process)
-
-
-def _ended(process: "subprocess.Popen[bytes]") -> int:
-    """The exit code of a process that is about to end; it is killed when it does not."""
-    try:
-        return process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
-
-
-def _environment() -> dict[str, str]:
-    """The environment of a worker: this process's module path, without the directory it happens to be in."""
-    root = str(Path(__file__).resolve().parents[3])
-    path = os.pathsep.join([root, *(entry for entry in sys.path if entry and entry != root)])
-    return {**os.environ, **_ONE_THREAD, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-
-
-def _work(connection: "Connection[Any, Any]") -> None:
-    """Answer items and follow orders until the parent is gone; never returns."""
-    tasks: PriorityQueue[tuple[int, int, Any]] = PriorityQueue()
-    job: Job[Any, Any, Any] = connection.recv()
-    threading.Thread(target=_read, args=(connection, tasks), daemon=True).start()
-    work: Work[Any, Any, Any] | None = None
-    while True:
-        kind, number, what = tasks.get()
-        try:
-            work = work or job.start()
-            answer = (work.answer if kind == _ITEM else work.finish)(number, what)
-            message = ForkingPickler.dumps((kind, number, answer, None))
-        except Exception as error:  # whatever it is, the parent decides
-            message = ForkingPickler.dumps((kind, number, None, _portable(error)))
-        connection.send_bytes(message)
-
-
-def _read(connection: "Connection[Any, Any]", tasks: "PriorityQueue[tuple[int, int, Any]]") -> None:
-    """Take items and orders as they come; when the parent is gone, end this process whatever it is doing."""
-    try:
-        while True:
-            tasks.put(connection.recv())
-    except (EOFError, OSError):
-        os._exit(0)
-    except BaseException:  # an item that cannot be read: without this thread the process would wait for ever
-        traceback.print_exc()
-        os._exit(1)
-
-
-def _portable(error: Exception) -> Exception:
-    """The error as the parent can receive it, with the worker's traceback as a note."""
-    trace = "".join(traceback.format_exception(error))
-    try:
-        copied: Exception = ForkingPickler.loads(ForkingPickler.dumps(error))
-    except Exception:  # an exception class that cannot be pickled
-        copied = RuntimeError(f"{type(error).__name__}: {error}")
-    copied.add_note(f"in a worker process:\n{trace}")
-    return copied
-
-
-def main() -> None:
-    """Be a worker: the one argument is the descriptor of the socket."""
-    try:
-        with calm_collector():
-            _work(Connection(int(sys.argv[1])))
-    except (EOFError, OSError):
-        os._exit(0)  # the parent is gone
-
-
-if __name__ == "__main__":
-    main()

@@ -157,6 +157,11 @@ class Encoder:
         self._check(examples, merged, checks)
         return replace(merged, problems=alone.problems, escaped=alone.escaped, notes=notes)
 
+    def choose(self) -> None:
+        """Build and prove the fast encoder now, and not with the first rows that are worth it."""
+        if self._table is not None:
+            self._proven_for(FAST_FROM_BYTES, self._table)
+
     def explain(self, example: Example) -> Document:
         """Encode one example with the rule of every token. Raises RowProblem."""
         if isinstance(example, Tokens):
