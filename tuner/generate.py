@@ -205,7 +205,7 @@ def _readable_errors(name: str) -> Iterator[None]:
 
 def base_record(lineage_sha256: str) -> Path:
     """Where this machine keeps the local base model of an export with this `tuner.json`."""
-    from tuner.data.encoding.tokenizer import cache_root
+    from tuner.data.encoding.tokenizer_files import cache_root
 
     return cache_root() / "exports" / f"{lineage_sha256}.json"
 

@@ -138,7 +138,7 @@ def _number(count: int, one: str, many: str) -> str:
 
 
 def _root(cache_dir: Path | None) -> Path:
-    from tuner.data.encoding.tokenizer import cache_root
+    from tuner.data.encoding.tokenizer_files import cache_root
 
     return (cache_root() if cache_dir is None else cache_dir.expanduser()).absolute()
 

@@ -151,14 +151,21 @@ def start(recipe: Path) -> subprocess.Popen[str]:
 
 
 def workers_of(pid: int) -> list[int]:
-    """Wait for both workers of a command; returns their process ids."""
+    """Wait until the first process that a command started is two workers; returns their process ids."""
     deadline = time.monotonic() + 60
     while True:
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        if len(children) == 2:
-            return children
+        workers = [worker for first in children(pid) for worker in children(first)]
+        if len(workers) == 2:
+            return workers
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

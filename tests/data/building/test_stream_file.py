@@ -37,7 +37,7 @@ def test_the_bytes_are_those_of_arrows_own_writer(
     batches = [batch(100 + 17 * i) for i in range(7)]
     numbers = list(range(0, 14, 2))  # what has no documents takes a number and no place
     path = tmp_path / "train.arrow"
-    with StreamFiles(lambda: SCHEMA) as files:
+    with StreamFiles(SCHEMA) as files:
         files.require(path, hash_behind=True)
         files.require(path, hash_behind=True)
         messages = {number: one.serialize() for number, one in zip(numbers, batches, strict=True)}
@@ -55,7 +55,7 @@ def test_the_bytes_are_those_of_arrows_own_writer(
 
 def test_files_one_after_the_other_and_empty_ones(tmp_path: Path) -> None:
     one = batch(9).serialize()
-    with StreamFiles(lambda: SCHEMA) as files:
+    with StreamFiles(SCHEMA) as files:
         for name, hashed in (("train.0.arrow", False), ("empty.arrow", True), ("eval.arrow", True)):
             files.require(tmp_path / name, hashed)
         write_batch(files.place(0, tmp_path / "eval.arrow", one.size), one)
@@ -78,6 +78,6 @@ def test_a_file_that_is_shorter_than_it_should_be_has_no_hash(tmp_path: Path) ->
 
 def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "train.arrow").write_bytes(b"mine")
-    with StreamFiles(lambda: SCHEMA) as files, pytest.raises(FileExistsError):
+    with StreamFiles(SCHEMA) as files, pytest.raises(FileExistsError):
         files.require(tmp_path / "train.arrow", hash_behind=False)
     assert (tmp_path / "train.arrow").read_bytes() == b"mine"

@@ -16,7 +16,8 @@ from tests.data import tiny
 from tuner.config.recipe import TokenizerSection
 from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
 from tuner.data.encoding.template import ChatTemplate
-from tuner.data.encoding.tokenizer import TextTokenizer, load_tokenizer
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.errors import DataError
 
 TEXTS = [
@@ -180,7 +181,7 @@ def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no tokenizer"):
         load_tokenizer(str(tmp_path), None, TokenizerSection())
     with pytest.raises(DataError, match="tokenizer.json"):
-        TextTokenizer({"tokenizer.json": b"{}"})
+        _ = TextTokenizer({"tokenizer.json": b"{}"}).eos_ids
     with pytest.raises(DataError, match="chat template line 2"):
         ChatTemplate("a\n{% if %}", {})
     no_template = {name: content for name, content in tiny.files().items() if name != "chat_template.jinja"}

@@ -1,8 +1,8 @@
-"""The processes of a crew: one fresh interpreter loads what all of them need, and then divides into as many as are asked.
+"""The processes of a crew: one fresh interpreter loads what all of them need, and divides into as many as are asked.
 
-That first process (`worker.py`) shares sockets with this one and nothing else: it inherits no lock, thread or open file,
-imports no user script, and is in no terminal's foreground group, so that Ctrl-C reaches this process alone. It tells
-how the others end. When this process ends, however it ends, the sockets close and all of them exit.
+That first process (`worker.py`) shares sockets with this one and nothing else: it inherits no lock, thread or open
+file, imports no user script, and is in no terminal's foreground group, so that Ctrl-C reaches this process alone. It
+tells how the others end. When this process ends, however it ends, the sockets close and all of them exit.
 """
 
 import contextlib

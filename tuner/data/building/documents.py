@@ -248,7 +248,7 @@ def _read(
         return count > 1 and not side.is_chosen_from
 
     with (
-        StreamFiles(lambda: documents_schema(job.tokenizer.vocab_size)) as files,
+        StreamFiles(documents_schema(job.tokenizer.vocab_size)) as files,
         closing(answers(job, _one_by_one(first, bundles), count, files.filled, crew)) as encoded,
         (tmp / REJECTS).open("w", encoding="utf-8") as rejects,
     ):

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.data.building.pack import TooLong
 from tuner.data.encoding.encode import Encoder
-from tuner.data.encoding.tokenizer import TextTokenizer, cache_root, load_tokenizer, tokenizer_directory
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.tokenizer_files import cache_root, load_tokenizer, tokenizer_directory
 from tuner.data.encoding.turns import SpecialTokens, TrainOn
 from tuner.errors import RecipeError
 from tuner.runtime.files import read_json
@@ -62,7 +63,7 @@ def prepare_request(
     seed: int,
     cache_dir: Path | None = None,
 ) -> PrepareRequest:
-    """Return the request of a recipe; loads the tokenizer and reads the model's config.json, nothing else.
+    """Return the request of a recipe; reads the tokenizer's files and the model's config.json, nothing else.
 
     The cache is `cache_dir`, else the recipe's `data.cache_dir`, else $TUNER_CACHE, else ~/.cache/tuner.
     Raises DataError and MachineError where these are missing, RecipeError where rows are longer than the model allows.

@@ -9,7 +9,6 @@ import hashlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -33,8 +32,8 @@ class Place(NamedTuple):
 class StreamFiles:
     """Files that grow, one after the other, by numbered record batches that others write."""
 
-    def __init__(self, schema: Callable[[], pa.Schema]) -> None:
-        """`schema` is asked for when the first file is created: what it takes to know it may be slow."""
+    def __init__(self, schema: pa.Schema) -> None:
+        """`schema` is that of all files."""
         self._schema = schema
         self._files: dict[Path, _StreamFile] = {}
         self._by_number: dict[int, _StreamFile] = {}
@@ -52,7 +51,7 @@ class StreamFiles:
         if path not in self._files:
             for before in list(self._files.values())[-1:]:
                 before.end()
-            self._files[path] = _StreamFile(path, self._schema(), hash_behind)
+            self._files[path] = _StreamFile(path, self._schema, hash_behind)
 
     def filled(self, number: int) -> None:
         """Note that batch `number` is written; batches may come in any order."""

@@ -2,23 +2,19 @@
 
 import hashlib
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
 from tuner.data.encoding.byte_table import ByteTable, Unproven
-from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
 from tuner.data.encoding.template import (
     TEMPLATE_FILE,
     TOOL_TEMPLATE_FILE,
@@ -26,29 +22,11 @@ from tuner.data.encoding.template import (
     Message,
     named_templates,
 )
-from tuner.errors import DataError, MachineError
+from tuner.errors import DataError
 from tuner.runtime.files import write_atomic
 
-if TYPE_CHECKING:
-    from tuner.config.recipe import TokenizerSection
-
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    TEMPLATE_FILE,
-    TOOL_TEMPLATE_FILE,
-)
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PROBE: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the answer"}]
-_CONVERT = (
-    "import sys; from transformers import AutoTokenizer; "
-    "AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False).save_pretrained(sys.argv[2])"
-)
 
 
 @dataclass(frozen=True)
@@ -61,7 +39,11 @@ class Encoded:
 
 
 class TextTokenizer:
-    """A tokenizer and its chat template; encodes the ids that transformers' tokenizer would."""
+    """A tokenizer and its chat template; encodes the ids that transformers' tokenizer would.
+
+    Its vocabulary is parsed when it is first asked for, which takes a third of a second for a large one: whoever only
+    hands the tokenizer on does without. DataError then, where tokenizer.json is none.
+    """
 
     def __init__(
         self,
@@ -76,17 +58,8 @@ class TextTokenizer:
         time that a template is told. DataError.
         """
         self._files = dict(files)
-        config = _parse_json(files, "tokenizer_config.json")
-        try:
-            self._backend = Tokenizer.from_str(files["tokenizer.json"].decode())
-        except Exception as error:  # tokenizers raises bare Exception
-            raise DataError(f"tokenizer.json: {error}") from error
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self.special_tokens = _special_tokens(config, _parse_json(files, "special_tokens_map.json"))
-        self.text_prefix, self.text_suffix = self._text_frame()
-        # Without a post-processor the character offsets are the tokens' own, spaces included, and the ids are the same.
-        self._backend.post_processor = None
+        config = parse_json(files, "tokenizer_config.json")
+        self.special_tokens = _special_tokens(config, parse_json(files, "special_tokens_map.json"))
         if chat_template is not None:
             self._files[TEMPLATE_FILE] = chat_template.encode()
             self._files.pop(TOOL_TEMPLATE_FILE, None)
@@ -97,11 +70,25 @@ class TextTokenizer:
             if name in ("default", "tool_use")
         }
         self._model_eos_ids = tuple(model_eos_ids)
-        self.eos_ids = self._end_ids(model_eos_ids)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Workers get the tokenizer once, at their start; the template in use is among the files.
         return TextTokenizer, (self._files, None, self._model_eos_ids, self._now)
+
+    @cached_property
+    def text_prefix(self) -> list[int]:
+        """Ids that the tokenizer puts before a text."""
+        return self._parsed[1]
+
+    @cached_property
+    def text_suffix(self) -> list[int]:
+        """Ids that the tokenizer puts after a text."""
+        return self._parsed[2]
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a document or a turn: the tokenizer's, the model's, the template's."""
+        return self._end_ids(self._model_eos_ids)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -237,6 +224,24 @@ class TextTokenizer:
             (directory / name).parent.mkdir(exist_ok=True)
             write_atomic(directory / name, content)
 
+    @property
+    def _backend(self) -> Tokenizer:
+        return self._parsed[0]
+
+    @cached_property
+    def _parsed(self) -> tuple[Tokenizer, list[int], list[int]]:
+        """The tokenizer without its frame, and the ids of that: before and after a text."""
+        try:
+            backend = Tokenizer.from_str(self._files["tokenizer.json"].decode())
+        except Exception as error:  # tokenizers raises bare Exception
+            raise DataError(f"tokenizer.json: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        prefix, suffix = _text_frame(backend)
+        # Without a post-processor the character offsets are the tokens' own, spaces included, and the ids are the same.
+        backend.post_processor = None
+        return backend, prefix, suffix
+
     @cached_property
     def _table(self) -> ByteTable | Unproven:
         try:
@@ -264,15 +269,6 @@ class TextTokenizer:
         token = self.special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
 
-    def _text_frame(self) -> tuple[list[int], list[int]]:
-        # tokenizer.json decides alone: transformers too leaves add_bos_token and add_eos_token unread beside one.
-        encoding = self._backend.encode("a", add_special_tokens=True)
-        added = np.array(encoding.special_tokens_mask, dtype=bool)
-        body = np.flatnonzero(~added)
-        if len(body) == 0:
-            return [], []
-        return encoding.ids[: int(body[0])], encoding.ids[int(body[-1]) + 1 :]
-
     def _end_ids(self, model_eos_ids: Sequence[int]) -> tuple[int, ...]:
         ids = [] if self.eos_id is None else [self.eos_id]
         ids += [i for i in model_eos_ids if i not in ids and self._backend.id_to_token(i) is not None]
@@ -286,82 +282,14 @@ class TextTokenizer:
         return (*ids, *(i for i in ends[:1] if i not in ids))
 
 
-def load_tokenizer(model_path: str, revision: str | None, tokenizer: "TokenizerSection") -> TextTokenizer:
-    """Load the recipe's tokenizer: its own, `byte`, or the model's.
-
-    `model_path` is a directory or a hub name; a hub name is the only thing that reaches for the network, and only
-    what the local cache lacks. Raises DataError where the files are missing or wrong.
-    """
-    template = None
-    if tokenizer.chat_template is not None:
-        try:
-            template = Path(tokenizer.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"tokenizer.chat_template: {error}") from error
-    if tokenizer.name_or_path == "byte":
-        return TextTokenizer(byte_tokenizer_files(), template)
-    own = tokenizer.name_or_path is not None and str(tokenizer.name_or_path) != model_path
-    directory = tokenizer_directory(str(tokenizer.name_or_path) if own else model_path, None if own else revision)
-    return TextTokenizer(_read_files(directory), template, _model_eos_ids(directory))
-
-
-def tokenizer_directory(name_or_path: str, revision: str | None) -> Path:
-    """Return the local directory of a tokenizer, fetching a hub name's tokenizer files into the hub's cache."""
-    if Path(name_or_path).is_dir():
-        return Path(name_or_path)
-    if name_or_path.startswith(("/", ".", "~")):
-        raise DataError(f"{name_or_path}: no such directory")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    patterns = [*_FILES, "config.json", "generation_config.json"]
-    try:
-        return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        raise MachineError(
-            f"{name_or_path}: not a directory, and not available from the hub: {str(error).splitlines()[0]}",
-            hint="give a local directory, or check the name and the network",
-        ) from error
-
-
-def _read_files(directory: Path) -> dict[str, bytes]:
-    if not (directory / "tokenizer.json").is_file():
-        directory = _converted(directory)
-    return {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
-
-
-def _converted(directory: Path) -> Path:
-    """Convert a tokenizer without tokenizer.json once, in a child process: transformers would import torch."""
-    sources = [directory / name for name in _FILES if (directory / name).is_file()]
-    if not sources:
-        raise DataError(f"{directory}: holds no tokenizer", hint="set tokenizer.name_or_path (`byte` needs no files)")
-    digest = hashlib.sha256(b"".join(hashlib.sha256(source.read_bytes()).digest() for source in sources)).hexdigest()
-    target = cache_root() / "tokenizers" / digest[:16]
-    if not (target / "tokenizer.json").is_file():
-        target.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-c", _CONVERT, str(directory), str(target)]
-        result = subprocess.run(
-            command, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
-        )
-        if result.returncode != 0 or not (target / "tokenizer.json").is_file():
-            reason = (result.stderr.strip().splitlines() or ["no tokenizer.json was written"])[-1]
-            raise DataError(f"{directory}: the tokenizer cannot be converted to tokenizer.json: {reason}")
-    return target
-
-
-def cache_root(environment: Mapping[str, str] | None = None) -> Path:
-    """Return $TUNER_CACHE, else ~/.cache/tuner."""
-    root = (os.environ if environment is None else environment).get("TUNER_CACHE")
-    return Path(root).expanduser() if root else Path("~/.cache/tuner").expanduser()
-
-
-def _model_eos_ids(directory: Path) -> list[int]:
-    ids: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        if (directory / name).is_file():
-            value = _parse_json({name: (directory / name).read_bytes()}, name).get("eos_token_id")
-            ids += [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and i not in ids]
-    return ids
+def _text_frame(backend: Tokenizer) -> tuple[list[int], list[int]]:
+    # tokenizer.json decides alone: transformers too leaves add_bos_token and add_eos_token unread beside one.
+    encoding = backend.encode("a", add_special_tokens=True)
+    added = np.array(encoding.special_tokens_mask, dtype=bool)
+    body = np.flatnonzero(~added)
+    if len(body) == 0:
+        return [], []
+    return encoding.ids[: int(body[0])], encoding.ids[int(body[-1]) + 1 :]
 
 
 def _pattern(words: Sequence[str], with_blanks: Set[str] = frozenset()) -> re.Pattern[str] | None:
@@ -376,7 +304,8 @@ def _encoded(encoding: Encoding) -> Encoded:
     return Encoded(np.array(encoding.ids, dtype=np.int64), spans[:, 0], spans[:, 1])
 
 
-def _parse_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+def parse_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """The object in one of the files, empty where it is not there. DataError."""
     try:
         value = json.loads(files.get(name, b"{}"))
     except (ValueError, RecursionError) as error:
