@@ -4,6 +4,7 @@ import io
 import json
 import multiprocessing
 import shutil
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from tests.data import tiny
 from tuner.config.recipe import DataSection, ModelSection, SftMethod, TokenizerSection
 from tuner.data.batches import GlobalBatches
+from tuner.data.building.crew import Crew
 from tuner.data.building.encoded import record_batches
 from tuner.data.building.explain import explain
 from tuner.data.building.keys import keys_of
@@ -147,6 +149,25 @@ def test_the_number_of_workers_changes_no_byte(tmp_path: Path, data: dict[str, A
         found.append({f"{path.parent.name}/{f.name}": f.read_bytes() for path in levels for f in path.iterdir()})
     assert found[0] == found[1] == found[2]
     assert b'"reason"' in found[0]["prepared/rejects.jsonl"]
+
+
+@pytest.mark.usefixtures("small_bundles")
+def test_processes_that_were_started_for_nothing_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crews: list[Crew] = []
+
+    def noted(job: object, count: int) -> Crew:
+        crews.append(Crew(job, count))
+        return crews[-1]
+
+    monkeypatch.setattr("tuner.data.building.documents.Crew", noted)
+    monkeypatch.setattr("tuner.data.building.workers.Crew", None)  # the one that was started early is used
+    request = tiny.request(tmp_path / "cache", several(tmp_path / "rows", 5), workers=2, on_bad_row="skip")
+    assert not prepare(request).cached
+    assert prepare(request).cached
+    broken = tiny.request(tmp_path / "cache", [{"path": str(tmp_path / "rows" / "r2.jsonl")}] * 4, workers=2)
+    with pytest.raises(DataError, match="r2.jsonl:24"):
+        prepare(broken)
+    assert [crew.exit_code(1) for crew in crews] == [0, -signal.SIGKILL, -signal.SIGKILL]
 
 
 @pytest.mark.parametrize("rows_in_a_slice", [1, 7, 64])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,15 @@ class Echo:
             case ("big", size):
                 return b"x" * size
         return item, os.getpid(), os.environ.get("TOKENIZERS_PARALLELISM")
+
+
+@dataclass(frozen=True)
+class Threaded(Echo):
+    """An Echo that has a thread from the start on."""
+
+    def start(self) -> Echo:
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        return self
 
 
 @dataclass(frozen=True)
