@@ -181,7 +181,7 @@ def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no tokenizer"):
         load_tokenizer(str(tmp_path), None, TokenizerSection())
     with pytest.raises(DataError, match="tokenizer.json"):
-        _ = TextTokenizer({"tokenizer.json": b"{}"}).eos_ids
+        TextTokenizer({"tokenizer.json": b"{}"}).encode("a")
     with pytest.raises(DataError, match="chat template line 2"):
         ChatTemplate("a\n{% if %}", {})
     no_template = {name: content for name, content in tiny.files().items() if name != "chat_template.jinja"}
