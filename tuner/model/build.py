@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.model import attention
 from tuner.model.native.library import library
+from tuner.model.native.rms_norm import apply_native_norms
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -112,12 +113,13 @@ def generation_config(spec: ModelSpec, config: PretrainedConfig) -> GenerationCo
 
 
 def apply_native(model: PreTrainedModel) -> None:
-    """Let the model attend by the kernel that is compiled for this machine's processor.
+    """Let the model attend, and compute its norms, by the kernels that are compiled for this machine's processor.
 
-    Raises MachineError where it cannot be had.
+    Raises MachineError where they cannot be had.
     """
     library()
     model.set_attn_implementation(attention.NATIVE)
+    apply_native_norms(model)
 
 
 def apply_liger(model: PreTrainedModel) -> None:

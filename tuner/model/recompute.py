@@ -18,9 +18,10 @@ from tuner.model.build import decoder_blocks
 from tuner.model.root import CausalLM
 
 Level = Literal["selective", "full"]
-_KEPT_NAMESPACES = ("tuner", "torch_attn")
-"""Those of attention over documents: our own and torch's."""
 _KEPT = {
+    "tuner::attend_documents",
+    "tuner::native_attention",
+    "torch_attn::_varlen_attn",
     "aten::mm",
     "aten::addmm",
     "aten::_grouped_mm",
@@ -72,7 +73,7 @@ def _wrap(block: nn.Module, run: Callable[..., Any]) -> None:
 def _policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep matrix products and attention. What draws random numbers is made again, so that every draw is repeated."""
     schema = operation._schema
-    if schema.name not in _KEPT and operation.namespace not in _KEPT_NAMESPACES:
+    if schema.name not in _KEPT:
         return CheckpointPolicy.PREFER_RECOMPUTE
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     if given.get("dropout_p", 0.0) > 0:
