@@ -109,8 +109,8 @@ MUTANTS: tuple[Mutant, ...] = (
     # State on disk.
     Mutant(
         "checkpoint-header-unhashed",
-        "tuner/checkpoint/storage.py",
-        "            digest.update(header)\n",
+        "tuner/checkpoint/hashes.py",
+        "    for block in header:\n        digest.update(block)\n",
         "",
         CHECKPOINT,
     ),
@@ -124,9 +124,30 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "checkpoint-unverified",
         "tuner/checkpoint/load.py",
-        "if name not in unhashed}, hash=verify)",
-        "if name not in unhashed}, hash=False)",
+        "if name not in of_ranks}, hash=verify)",
+        "if name not in of_ranks}, hash=False)",
         CHECKPOINT,
+    ),
+    Mutant(
+        "checkpoint-shard-unverified",
+        "tuner/checkpoint/hashes.py",
+        "if found != chunk.sha256:",
+        "if False:",
+        CHECKPOINT,
+    ),
+    Mutant(
+        "checkpoint-copy-unused",
+        "tuner/checkpoint/save.py",
+        "if self._staged is None else",
+        "if True else",
+        CHECKPOINT,
+    ),
+    Mutant(
+        "checkpoint-save-not-waited-for",
+        "tuner/train/loop.py",
+        "    session.settle_save()\n",
+        "",
+        ("tests/train/test_saving.py",),
     ),
     Mutant(
         "checkpoint-oldest-first",

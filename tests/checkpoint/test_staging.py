@@ -54,3 +54,21 @@ def test_memory_that_is_not_there_is_an_error_with_the_bytes(monkeypatch: pytest
     monkeypatch.setattr(torch, "empty", none)
     with pytest.raises(MachineError, match=r"no memory for a copy of the state to save \([\d,]+ bytes\)"):
         staging.reserve(state)
+
+
+@pytest.mark.gpu
+def test_a_device_copies_beside_its_work_and_changes_nothing_before() -> None:
+    state = {f"model/{number}": torch.full((4096, 4096), float(number), device="cuda") for number in range(8)}
+    staging = Staging()
+    staging.reserve(state)
+    for _ in range(3):
+        for number, tensor in enumerate(state.values()):
+            tensor.fill_(number)
+        staged = staging.stage(state)
+        staged.fence()
+        for tensor in state.values():
+            tensor.zero_()
+        staged.wait()
+        assert all(bool((staged.tensors[f"model/{number}"] == number).all()) for number in range(8))
+        assert staged.tensors["model/0"].is_pinned()
+    staging.release()

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from tuner.checkpoint.agree import Ranks, first_failure
+from tuner.checkpoint.hashes import verify_shard
 from tuner.checkpoint.index import DTYPE_NAMES, INDEX_NAME, Index, TensorEntry, read_index
 from tuner.checkpoint.steps import STEP, step_dirs
 from tuner.checkpoint.storage import SafetensorsReader, read_box, shard_name, tensor_bytes
@@ -25,7 +26,7 @@ from tuner.errors import DataError
 from tuner.runtime.files import MANIFEST_NAME, json_bytes, read_json, verify_entries
 from tuner.runtime.process import gloo_group
 
-MANIFEST_SCHEMA = 2
+MANIFEST_SCHEMA = 3
 STATE_NAME = "state.json"
 PROBE_NAME = "probe.safetensors"
 SHOWN_KEYS = 3
@@ -103,10 +104,14 @@ def open_checkpoint(path: Path, verify: bool = True, shards: bool = True) -> Che
     for name in (INDEX_NAME, STATE_NAME):
         if name not in files:
             raise DataError(f"{manifest_path}: {name} is not listed")
-    unhashed = of_ranks if verify and not shards else set()
-    verify_entries(path, {name: entry for name, entry in files.items() if name not in unhashed}, hash=verify)
-    verify_entries(path, {name: files[name] for name in unhashed}, hash=False)
-    return CheckpointInfo(path, step, manifest, read_json(path / STATE_NAME))
+    verify_entries(path, {name: entry for name, entry in files.items() if name not in of_ranks}, hash=verify)
+    verify_entries(path, {name: files[name] for name in of_ranks}, hash=False)
+    info = CheckpointInfo(path, step, manifest, read_json(path / STATE_NAME))
+    if verify and shards:
+        chunks = [chunk for entry in info.index().values() for chunk in entry.chunks]
+        for name in sorted(of_ranks):
+            verify_shard(path / name, files[name]["sha256"], [chunk for chunk in chunks if chunk.file == name])
+    return info
 
 
 def require_same_base(info: CheckpointInfo, frozen_hash: str | None) -> None:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tuner.errors import MachineError
 
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
 ALIGNMENT = 64
 """Bytes; a cache line, and a multiple of every item size."""
 
@@ -112,7 +113,7 @@ def _padded(part: torch.Tensor) -> int:
 
 def _pin(block: torch.Tensor) -> None:
     """Page-lock a block as it is: torch's own allocator of such memory rounds up to a power of two."""
-    code = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)
+    code = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), _PORTABLE)
     if int(code) != 0:
         raise MachineError(f"CUDA cannot page-lock {block.numel():,} bytes of memory (error {int(code)})")
 

@@ -12,7 +12,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,20 +27,20 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
+from torch.futures import Future as TorchFuture
 
+from tuner.checkpoint.hashes import HASHERS, shard_sha256
 from tuner.checkpoint.index import DTYPE_NAMES, INDEX_NAME, Chunk, Index, TensorEntry, index_bytes
 from tuner.errors import DataError, TunerError
 from tuner.runtime.files import fsync_dir, machine_error, write_all, write_new
 
-BLOCK_BYTES = 8 << 20
 INLINE_BYTES = 1 << 16
-"""Below this size, handing a block to the hashing thread costs more than hashing it."""
+"""Below this size, handing a chunk to a thread costs more than hashing it."""
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A shard file as it was written: name, size in bytes, SHA-256 of the bytes handed to the system."""
+    """A shard file as it was written: name, size in bytes, `shard_sha256` of the bytes handed to the system."""
 
     name: str
     size: int
@@ -94,7 +94,7 @@ class SafetensorsWriter(StorageWriter):
         """Every rank already knows its file."""
         return plans
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write and flush this rank's file. Raises MachineError naming the file and the bytes it needs."""
         items = sorted(plan.items, key=_file_order)
         name = shard_name(self.rank, self.world_size)
@@ -112,7 +112,7 @@ class SafetensorsWriter(StorageWriter):
             WriteResult(item.index, end - start, Chunk(name, len(header) + start, end - start, *_box(item), sha256))
             for item, (start, end), sha256 in zip(items, spans, of_chunks, strict=True)
         ]
-        done: Future[list[WriteResult]] = Future()
+        done: TorchFuture[list[WriteResult]] = TorchFuture()
         done.set_result(results)
         return done
 
@@ -169,7 +169,7 @@ class SafetensorsReader(StorageReader):
         """Ranks read on their own."""
         return plans
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         """Copy every planned box into the planner's tensor. Raises DataError naming the file."""
         for item in plan.items:
             entry = self.index[item.storage_index.fqn]
@@ -180,7 +180,7 @@ class SafetensorsReader(StorageReader):
                 raise DataError(f"{item.storage_index.fqn}: {tuple(box.shape)} does not fit {tuple(target.shape)}")
             target.copy_(box)
             planner.commit_tensor(item, target)
-        done: Future[None] = Future()
+        done: TorchFuture[None] = TorchFuture()
         done.set_result(None)
         return done
 
@@ -275,36 +275,33 @@ def _layout(items: Sequence[WriteItem]) -> tuple[bytes, list[tuple[int, int]]]:
 
 
 def _write_file(path: Path, header: bytes, tensors: Any, spans: Sequence[tuple[int, int]]) -> tuple[str, list[str]]:
-    """SHA-256 of the file and of each tensor in it."""
-    digest, of_tensors = hashlib.sha256(), []
+    """`shard_sha256` of the file and the SHA-256 of each tensor in it. Hashing runs beside the writing."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    digests: list[Future[str] | str] = []
     try:
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="sha256") as hasher:
+        with ThreadPoolExecutor(max_workers=HASHERS, thread_name_prefix="sha256") as pool:
             write_all(descriptor, header)
-            digest.update(header)
-            for tensor, (start, end) in zip(tensors, spans, strict=True):
+            for number, (tensor, (start, end)) in enumerate(zip(tensors, spans, strict=True)):
                 data = tensor_bytes(tensor)
                 if len(data) != end - start:
                     raise TunerError(f"{path}: a tensor has {len(data):,} bytes where {end - start:,} were planned")
-                of_tensor = hashlib.sha256()
-                for at in range(0, len(data), BLOCK_BYTES):
-                    block = data[at : at + BLOCK_BYTES]
-                    hashed = hasher.submit(_update, block, digest, of_tensor) if len(block) > INLINE_BYTES else None
-                    write_all(descriptor, block)
-                    if hashed is None:
-                        _update(block, digest, of_tensor)
-                    else:
-                        hashed.result()
-                of_tensors.append(of_tensor.hexdigest())
-        os.fsync(descriptor)
+                digests.append(pool.submit(_sha256, data) if len(data) > INLINE_BYTES else _sha256(data))
+                write_all(descriptor, data)
+                if tensor.is_cuda and number >= HASHERS:  # a copy stays in memory until it is hashed: a few at a time
+                    _known(digests[number - HASHERS])
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return digest.hexdigest(), of_tensors
+    of_tensors = [_known(digest) for digest in digests]
+    return shard_sha256([header], of_tensors), of_tensors
 
 
-def _update(block: memoryview, *digests: Any) -> None:
-    for digest in digests:
-        digest.update(block)
+def _sha256(data: memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _known(digest: Future[str] | str) -> str:
+    return digest if isinstance(digest, str) else digest.result()
 
 
 def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:

@@ -34,7 +34,7 @@ def device_facts(kind: Literal["auto", "cuda", "cpu"], index: int = 0) -> Device
     if kind == "cuda" and not available:
         raise MachineError("train.device is cuda, but torch finds no CUDA device", hint="use --train.device cpu")
     if kind == "cpu" or not available:
-        total, free = _memory()
+        total, free = host_memory()
         name, flags = _processor()
         return DeviceFacts("cpu", name, total, free, bool(flags & _BF16_FLAGS), torch.get_num_threads())
     if index >= torch.cuda.device_count():
@@ -57,7 +57,7 @@ def _processor() -> tuple[str, frozenset[str]]:
     return name[1].strip() if name else f"cpu, {cores()} cores", frozenset(flags[1].split() if flags else ())
 
 
-def _memory() -> tuple[int, int]:
+def host_memory() -> tuple[int, int]:
     """Total and available bytes of the machine, bounded by the control group's limit."""
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")

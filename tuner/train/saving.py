@@ -45,9 +45,9 @@ class Saver:
         self.checkpoints = checkpoints
         self._assembly, self._meta, self._records = assembly, meta, records
         self._keep = recipe.checkpoint.keep
-        self._beside = recipe.checkpoint.async_save is True
         self._staging, self._thread = Staging(), Background[Snapshot | None]("save")
         self._ranks = Ranks(gloo_group())
+        self._beside = all(self._ranks.everywhere(lambda: recipe.checkpoint.async_save is True))
         if self._beside:
             self._thread_ranks = Ranks(another_gloo_group(recipe.parallel.timeout.seconds))
 

@@ -39,7 +39,7 @@ from tuner.model.recompute import apply_recompute
 from tuner.model.root import CausalLM, outer_parameters, trained_parameters
 from tuner.parallel.fsdp import data_mesh, materialise, shard, shard_size
 from tuner.runtime.allocator import keep_freed_memory
-from tuner.runtime.device import DeviceFacts, device_facts
+from tuner.runtime.device import DeviceFacts, device_facts, host_memory
 from tuner.runtime.launch import Launch
 from tuner.runtime.peak import measured_peak
 from tuner.runtime.process import gloo_group
@@ -117,7 +117,7 @@ def resolve(recipe: Recipe, max_length: int, launch: Launch) -> Resolved:
 
     settle("train", "device", facts.kind, facts.name)
     settle("train", "mock_batch", facts.kind == "cuda", facts.kind)
-    settle("checkpoint", "async_save", facts.kind == "cuda", facts.kind)
+    settle("checkpoint", "async_save", *_saves_beside(recipe, facts, n_parameters, launch))
     precision = recipe.train.precision
     if precision == "auto":
         precision = "bf16" if facts.bf16_fast else "fp32"
@@ -149,6 +149,15 @@ def _kernels(model_type: str, facts: DeviceFacts) -> tuple[str, str]:
         return "liger" if has_liger(model_type) else "torch", f"{model_type} on {facts.kind}"
     problem = native_problem()
     return ("native", "compiled for this CPU") if problem is None else ("torch", problem)
+
+
+def _saves_beside(recipe: Recipe, facts: DeviceFacts, n_parameters: int, launch: Launch) -> tuple[bool, str]:
+    """Whether saves are written beside the steps, and why. On a CPU they would take the cores that training uses."""
+    if facts.kind == "cpu" or recipe.adapter.kind != "none":
+        return facts.kind != "cpu", facts.kind
+    state = 3 * 4 * n_parameters * launch.local_world_size // launch.world_size  # weights and moments in float32
+    fits = state < host_memory()[1] // 2
+    return fits, facts.kind if fits else "too little memory of the host for copies"
 
 
 def _compiled(recipe: Recipe, facts: DeviceFacts) -> tuple[bool, str]:

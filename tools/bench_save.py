@@ -1,0 +1,202 @@
+"""What a save costs: against DCP's own writer, and the training thread while one is written beside it.
+
+    python tools/bench_save.py MODEL_DIRECTORY WORK_DIRECTORY --rounds 5 [--steps 10] [--only plain|training]
+
+MODEL_DIRECTORY is a Hugging Face model, such as the one of `python tools/build_smollm2.py`. WORK_DIRECTORY must be on
+the disk that is meant.
+
+plain     its weights and AdamW's moments in float32, saved in turns by ours at once (hashed, with manifest and
+          renames), by `FileSystemWriter(thread_count=1, sync_files=True)`, and as one flushed file of the same bytes;
+          each into a fresh directory, with everything flushed to the disk before the clock starts
+training  launches of `tuner train` on the model that never save, save once at once, and save once beside the steps, in
+          turns: how long the training thread stands still, and how much later the last step ends
+
+Prints medians of the rounds as JSON; overheads are for a save every 500 steps of the measured length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+EVERY = 500
+RECIPE = {
+    "train": {"device": "cpu", "precision": "fp32", "global_batch_size": 1, "micro_batch_size": 1},
+    "logging": {"level": "error"},
+}
+
+
+def state_of(model_dir: Path) -> dict[str, Any]:
+    """The model's weights, and two moments of each that no compression could shrink."""
+    import torch
+    from safetensors.torch import load_file
+
+    weights = {}
+    for path in sorted(model_dir.glob("*.safetensors")):
+        weights |= {f"model/{name}": tensor.float() for name, tensor in load_file(path).items()}
+    moments = {
+        f"optimizer/{moment}/{name}": torch.randn_like(tensor)
+        for moment in ("exp_avg", "exp_avg_sq")
+        for name, tensor in weights.items()
+    }
+    return weights | moments
+
+
+def save_ours(place: Path, state: dict[str, Any]) -> None:
+    """A committed checkpoint."""
+    from tuner.checkpoint.save import CheckpointDir, save
+
+    save(CheckpointDir(place, "bench"), 1, state, {}, {})
+
+
+def save_dcp(place: Path, state: dict[str, Any]) -> None:
+    """DCP's own format, flushed."""
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(place, thread_count=1, sync_files=True))
+
+
+def save_raw(place: Path, state: dict[str, Any]) -> None:
+    """The bytes alone, in one flushed file."""
+    place.mkdir()
+    with (place / "raw").open("wb", buffering=0) as file:
+        for tensor in state.values():
+            file.write(tensor.reshape(-1).numpy().data)
+        os.fsync(file.fileno())
+
+
+def plain(model_dir: Path, work: Path, rounds: int) -> dict[str, Any]:
+    """Seconds of each way to save, in turns."""
+    state = state_of(model_dir)
+    ways: dict[str, Callable[[Path, dict[str, Any]], None]] = {"ours": save_ours, "dcp": save_dcp, "raw": save_raw}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):  # the first round warms up
+        for name, way in ways.items():
+            os.sync()
+            started = time.perf_counter()
+            way(work / name, state)
+            took = time.perf_counter() - started
+            shutil.rmtree(work / name)
+            if number:
+                seconds[name].append(took)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return {
+        "gigabytes": round(sum(t.numel() * t.element_size() for t in state.values()) / 1e9, 3),
+        **{f"{name}_s": round(median, 3) for name, median in medians.items()},
+        "ours_to_dcp": round(medians["ours"] / medians["dcp"], 3),
+        "rounds_s": {name: [round(value, 2) for value in values] for name, values in seconds.items()},
+    }
+
+
+def launch(model_dir: Path, work: Path, name: str, steps: int, checkpoint: dict[str, Any]) -> dict[str, float]:
+    """One run of so many steps: the seconds between its first step and its last, and those its saves took of them."""
+    from tuner.config.load import load_recipe
+    from tuner.runtime.console import Console
+    from tuner.runtime.launch import Launch
+    from tuner.train import loop
+    from tuner.train.ready import TrainOptions
+    from tuner.train.run import train
+    from tuner.train.session import Session
+
+    tree = {
+        **RECIPE,
+        "model": {"name_or_path": str(model_dir)},
+        "output_dir": str(work / name),
+        "data": {"train": str(work / "rows.jsonl"), "max_length": 256, "cache_dir": str(work / "cache")},
+        "checkpoint": {"at_end": False, **checkpoint},
+    }
+    tree["train"] = {**tree["train"], "duration": f"{steps} steps"}  # type: ignore[dict-item]
+    began: list[float] = []
+    stood, ended = [0.0], [0.0]
+    real_step, real_save, real_settle = loop.optimizer_step, Session.save, Session.settle_save
+
+    def step(*args: Any) -> Any:
+        began.append(time.perf_counter())
+        return real_step(*args)
+
+    def save(session: Session, *args: Any, **options: Any) -> None:
+        started = time.perf_counter()
+        real_save(session, *args, **options)
+        stood[0] += time.perf_counter() - started
+
+    def settle(session: Session) -> None:
+        if session.progress.step == steps and not ended[0]:
+            ended[0] = time.perf_counter()
+        real_settle(session)
+
+    loop.optimizer_step, Session.save, Session.settle_save = step, save, settle  # type: ignore[method-assign]
+    try:
+        train(load_recipe(tree), TrainOptions(), Launch(), Console(main=False))
+    finally:
+        loop.optimizer_step, Session.save, Session.settle_save = real_step, real_save, real_settle  # type: ignore[method-assign]
+    shutil.rmtree(work / name)
+    # The first step pays for memory that later ones find again.
+    return {"steps_s": ended[0] - began[1], "stood_s": stood[0], "step_s": statistics.median(_differences(began))}
+
+
+def _differences(times: list[float]) -> list[float]:
+    return [after - before for before, after in zip(times, times[1:], strict=False)]
+
+
+def training(model_dir: Path, work: Path, rounds: int, steps: int) -> dict[str, Any]:
+    """Launches that differ in how they save, in turns."""
+    words = " ".join(f"word{number}" for number in range(60))
+    rows = [json.dumps({"prompt": f"{i}", "completion": words}) + "\n" for i in range(steps)]
+    (work / "rows.jsonl").write_text("".join(rows))
+    once = f"{steps // 2 + 1} steps"
+    ways = {
+        "never": {"every": "never"},
+        "at_once": {"every": once, "async_save": False},
+        "beside": {"every": once, "async_save": True},
+    }
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, checkpoint in ways.items():
+            os.sync()
+            found[name].append(launch(model_dir, work, name, steps, checkpoint))
+    middle = {name: {key: statistics.median(r[key] for r in runs) for key in runs[0]} for name, runs in found.items()}
+    step_s = middle["never"]["step_s"]
+    later = {name: middle[name]["steps_s"] - middle["never"]["steps_s"] for name in ("at_once", "beside")}
+    return {
+        "steps": steps,
+        "step_s": round(step_s, 3),
+        "stall_s": {name: round(middle[name]["stood_s"], 3) for name in later},
+        "later_s": {name: round(seconds, 3) for name, seconds in later.items()},
+        f"overhead_every_{EVERY}": {name: round(seconds / (EVERY * step_s), 6) for name, seconds in later.items()},
+        "rounds": found,
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--only", choices=("plain", "training"))
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    if options.only != "training":
+        print(json.dumps({"plain": plain(options.model, options.work, options.rounds)}), flush=True)
+    if options.only != "plain":
+        found = training(options.model, options.work, options.rounds, options.steps)
+        print(json.dumps({"training": found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
