@@ -485,9 +485,9 @@ MUTANTS: tuple[Mutant, ...] = (
     # What it costs.
     Mutant(
         "profile-frees-forgotten",
-        "tuner/profile/memory.py",
-        "_Event(serial, -known[2])",
-        "_Event(serial, 0)",
+        "tuner/profile/events.py",
+        "            ended.freed = len(self._changes)\n",
+        "            pass\n",
         PROFILE,
     ),
     # The way out.

@@ -85,6 +85,12 @@ class DivergedError(TunerError):
 MACHINE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE})
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception is a failed allocation: Python's, or one of torch on any device."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
 def as_tuner_error(error: BaseException) -> TunerError:
     """Return what an exception means to people: its line, its hint and its exit code."""
     if isinstance(error, TunerError):
@@ -92,7 +98,7 @@ def as_tuner_error(error: BaseException) -> TunerError:
     if isinstance(error, KeyboardInterrupt):
         return TunerError("interrupted")
     kind, first = type(error).__name__, (str(error).strip().splitlines() or [""])[0]
-    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in first:
+    if is_out_of_memory(error):
         hint = "lower train.micro_batch_size or data.max_length"
         return MemoryLimitError(f"out of memory: {first or kind}", hint=hint)
     if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:

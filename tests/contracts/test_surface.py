@@ -32,7 +32,7 @@ SURFACE = {
     "runs plot": "RUNS --output --smoothing",
     "runs verify": "RUNS",
     "runs rm": "RUNS",
-    "profile": "(RECIPE) --steps --memory --dry-run",
+    "profile": "(RECIPE) --measure --memory --output --dry-run",
     "config check": "(RECIPE)",
     "config show": "(RECIPE) --origin --plot-schedule",
     "config schema": "",

@@ -5,6 +5,7 @@ from typing import Literal
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.model.test_packing import LENGTHS, gradient, packed_inputs, random_ids
@@ -13,7 +14,7 @@ from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.recompute import _policy, apply_recompute, spread
 from tuner.model.root import CausalLM
-from tuner.profile.memory import StorageLog
+from tuner.profile.events import memory_record
 
 LEVELS: tuple[Literal["selective", "full"], ...] = ("selective", "full")
 
@@ -66,13 +67,12 @@ def test_gradients_of_an_adapter_with_dropout_in_bf16(
 
 def forward_bytes(root: CausalLM, bf16: bool) -> int:
     """Bytes of the tensors that forward made and that wait for the backward pass."""
-    log = StorageLog(torch.device("cpu"))
     inputs = packed_inputs(random_ids(97), LENGTHS)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16, cache_enabled=False), log:
+    told = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16, cache_enabled=False), told:
         loss = root(document_lengths=LENGTHS, **inputs)
-    living = sum(size for _, _, size in log._living.values())
     loss.backward()
-    return living
+    return memory_record(told, "cpu", [], []).totals()[-1]
 
 
 @pytest.mark.parametrize("bf16", [False, True])

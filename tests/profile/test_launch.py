@@ -10,34 +10,38 @@ import pytest
 from tests.profile.test_measure import recipe  # noqa: F401 - a fixture
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
-from tuner.profile.launch import ProfileOptions, profile
-from tuner.profile.measure import ProfileReport, of_all
+from tuner.profile.launch import measure_recipe
+from tuner.profile.measure import MeasureOptions
+from tuner.profile.measurement import Measurement, of_all
 
 
-def profiled(path: Path, **flags: str) -> ProfileReport:
+def measured(path: Path, **flags: str) -> Measurement:
     overrides = [Override(key.replace("__", "."), text) for key, text in flags.items()]
-    total_steps, report = profile(load_recipe(path, overrides), ProfileOptions(1), "error")
-    assert report is not None
-    assert report.total_steps == total_steps
-    return report
+    total_steps, found = measure_recipe(load_recipe(path, overrides), MeasureOptions(1), "error")
+    assert found is not None
+    assert found.total_steps == total_steps
+    return found
 
 
 @pytest.mark.multi
 def test_two_processes_hold_half_of_what_one_does(recipe: Path) -> None:  # noqa: F811
-    one, two = profiled(recipe), profiled(recipe, parallel__processes="2")
+    one, two = measured(recipe), measured(recipe, parallel__processes="2")
     assert (one.processes, two.processes) == (1, 2)
-    assert "in each of 2 processes" in two.text()
+    assert "in each of 2 processes" in two.text() and "communication" in two.time_text()
+    assert two.communication_s > 0 == one.communication_s
     assert two.tokens_per_step == one.tokens_per_step
+    assert 0.3 * one.flops < two.flops < 0.7 * one.flops
     assert two.free_bytes < 0.6 * one.free_bytes
-    assert two.memory["optimizer"] == pytest.approx(one.memory["optimizer"] / 2, rel=0.05)
-    # Its shards, and at the peak no more than the root's weights and one block's, gathered.
-    assert one.memory["weights"] / 2 < two.memory["weights"] < 1.2 * one.memory["weights"]
+    assert two.memory.parts["optimizer"] == pytest.approx(one.memory.parts["optimizer"] / 2, rel=0.05)
+    assert two.memory.parts["parameters"] == pytest.approx(one.memory.parts["parameters"] / 2, rel=0.05)
+    # At the peak no more than the root's weights and one block's, gathered, and the buffers they came in.
+    assert 0 < two.memory.parts["gathered"] < 2 * one.memory.parts["parameters"]
     assert not (recipe.parent / "runs").exists()
 
 
 def test_one_report_for_all_is_of_the_process_where_memory_is_shortest(recipe: Path) -> None:  # noqa: F811
-    first = profiled(recipe)
-    tight = replace(first, peak_bytes=90, free_bytes=100, memory={"weights": 90}, step_s=7.0)
-    large = replace(first, peak_bytes=200, free_bytes=1000)
-    found = of_all([replace(first, peak_bytes=1), large, tight])
-    assert (found.peak_bytes, found.free_bytes, found.memory, found.step_s) == (90, 100, {"weights": 90}, first.step_s)
+    first = measured(recipe)
+    tight = replace(first, memory=replace(first.memory, peak_bytes=90), free_bytes=100, device="other")
+    large = replace(first, memory=replace(first.memory, peak_bytes=200), free_bytes=1000)
+    found = of_all([replace(first, memory=replace(first.memory, peak_bytes=1)), large, tight])
+    assert (found.memory.peak_bytes, found.free_bytes, found.device) == (90, 100, first.device)

@@ -1,10 +1,12 @@
-"""`profile` measures the setup that training runs, saves nothing, and ends with exit code 5 where it does not fit."""
+"""`profile --measure` measures the setup that training runs, and saves nothing but its report."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,15 @@ import torch
 
 from tests.export.runs import write_base
 from tuner.config.load import load_recipe
+from tuner.config.overrides import Override
 from tuner.data.building.prepare import prepare
 from tuner.data.building.request import prepare_request
 from tuner.data.prepared import open_prepared
 from tuner.errors import MemoryLimitError, RecipeError
-from tuner.profile.measure import ProfileReport, _out_of_memory, duration_text, measure
+from tuner.profile import measure as measuring
+from tuner.profile.launch import measure_recipe
+from tuner.profile.measure import MeasureOptions, measure
+from tuner.profile.measurement import TIMES, Measurement, duration_text, from_plain
 from tuner.runtime.launch import Launch
 from tuner.train.setup import resolve
 
@@ -43,85 +49,128 @@ def recipe(tmp_path: Path) -> Path:
     return tmp_path / "r.yaml"
 
 
-def profiled(recipe: Path, limit: int | None = None, adapter: str = "none", **optimizer: str) -> ProfileReport:
-    from tuner.config.overrides import Override
-
-    flags = {"adapter.kind": adapter, **{f"optimizer.{key}": value for key, value in optimizer.items()}}
-    wish = load_recipe(recipe, [Override(*flag) for flag in flags.items()]).recipe
+def measured(recipe: Path, limit: int | None = None, output: Path | None = None, **flags: str) -> Measurement:
+    wish = load_recipe(recipe, [Override(key.replace("__", "."), text) for key, text in flags.items()]).recipe
     request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
     prepared = open_prepared(prepare(request).path)
     resolved = resolve(wish, request.max_length, SINGLE)
-    return measure(resolved, prepared, request.tokenizer, SINGLE, steps=2, limit_bytes=limit)
+    return measure(resolved, prepared, request.tokenizer, SINGLE, MeasureOptions(2, limit, output))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the tracer's own
-def test_compiled_layers_are_measured_as_they_are_and_timed_compiled(
+def test_compiled_layers_are_recorded_as_they_are_and_timed_compiled(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._dynamo.utils import counters
 
     from tuner.model import compile as compiling
 
-    plain = profiled(recipe)
+    plain = measured(recipe)
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
     text = recipe.read_text().replace("train: {", "train: {compile: true, ")
     recipe.write_text(text)
     counters.clear()
-    report = profiled(recipe)
+    report = measured(recipe)
     assert counters["stats"]["unique_graphs"] == 1
-    assert report.memory["weights"] == plain.memory["weights"]
-    assert report.peak_bytes >= plain.peak_bytes
+    assert report.memory.parts["parameters"] == plain.memory.parts["parameters"]
+    assert any(holding.owner.startswith("model.layers.0") for holding in report.memory.largest)
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_parts_are_those_of_the_model(recipe: Path, adapter: str) -> None:
-    report = profiled(recipe, adapter=adapter)
+    report = measured(recipe, adapter__kind=adapter)
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(recipe.parent / "base", dtype=torch.float32)
     buffers = sum(b.numel() * b.element_size() for b in base.buffers())
     size = sum(p.numel() * 4 for p in base.parameters())
     tensors = len(list(base.parameters()))
+    parts, memory = report.memory.parts, report.memory
     if adapter == "none":
-        assert report.memory["weights"] == size + buffers
-        assert report.memory["optimizer"] == 2 * size + 4 * tensors
-        assert 0 < report.memory["gradients"] <= size
+        assert parts["parameters"] == size + buffers
+        assert parts["optimizer"] == 2 * size + 4 * tensors
+        assert max(memory.series["gradients"]) == size
     else:
-        added = report.memory["weights"] - size - buffers
+        added = parts["parameters"] - size - buffers
         assert 0 < added < size * 2
-        assert 0 <= report.memory["optimizer"] - 2 * added < 4 * 100
-    assert report.memory["activations"] > 0
-    assert sum(report.memory.values()) == report.peak_bytes
-    assert report.step_s == pytest.approx(sum(report.times.values()))
-    assert all(seconds > 0 for seconds in report.times.values())
+        assert 0 <= parts["optimizer"] - 2 * added < 4 * 100
+        assert max(memory.series["gradients"]) == added
+    assert parts["activations"] > 0
+    assert sum(parts.values()) == memory.peak_bytes == memory.course.peak.total == max(memory.phases.values())
+    assert sum(holding.bytes for holding in memory.largest) == memory.peak_bytes
+    assert [phase for phase, _ in memory.marks] == ["forward", "backward"] * 2 + ["optimizer"]
     assert report.fits and report.text().startswith("peak ") and "fits in" in report.text()
     assert not (recipe.parent / "runs").exists()
+
+
+def test_activations_are_found_in_the_modules_that_made_them(recipe: Path) -> None:
+    plain, again = measured(recipe), measured(recipe, train__gradient_checkpointing="full")
+    kept, left = plain.memory.course.layers, again.memory.course.layers
+    assert kept["model.layers.0.mlp.gate_proj"] == kept["model.layers.1.mlp.gate_proj"] > 0
+    peak = {one.memory.course.peak_of("forward").parts["activations"] for one in (plain, again)}  # type: ignore[union-attr]
+    assert len(peak) == 2 and again.memory.course.peak_of("forward").parts["activations"] == min(peak)  # type: ignore[union-attr]
+    assert left["model.layers.0.mlp.gate_proj"] > 0  # made again, in the backward pass
+
+
+def test_rates(recipe: Path) -> None:
+    report = measured(recipe)
+    rates = report.rates
+    assert report.step_s == pytest.approx(sum(report.times.values())) and set(report.times) == set(TIMES)
+    assert all(seconds > 0 for seconds in report.times.values())
+    assert rates["tok_per_s"] == pytest.approx(report.tokens_per_step / report.step_s)
+    assert rates["trained_per_s"] < rates["tok_per_s"] and 0 < rates["data_wait"] < 1
+    assert rates["mfu"] == pytest.approx(report.flops / report.step_s / report.peak_flops)
+    assert "MFU" in report.time_text() and "datasheet" not in report.time_text()
+    assert report.communication_s == 0
+    passed_on = from_plain(json.loads(json.dumps(asdict(report))))
+    assert json.dumps(passed_on.as_json()) == json.dumps(report.as_json())
 
 
 def test_state_of_other_optimizers_is_counted_under_their_names(recipe: Path) -> None:
     """Momentum is one number a weight; one of the user's own allocates it in its first step."""
     (recipe.parent / "own.py").write_text("from torch.optim import SGD\n")
-    whole = profiled(recipe).memory["optimizer"]
-    sgd = profiled(recipe, kind="sgd", lr="0.1")
-    own = profiled(recipe, kind="custom", use=f"{recipe.parent}/own.py:SGD", lr="0.1", options="{momentum: 0.9}")
-    assert sgd.memory["optimizer"] == own.memory["optimizer"] == pytest.approx(whole / 2, rel=0.01)
+    whole = measured(recipe).memory.parts["optimizer"]
+    sgd = measured(recipe, optimizer__kind="sgd", optimizer__lr="0.1")
+    flags = {"optimizer__use": f"{recipe.parent}/own.py:SGD", "optimizer__options": "{momentum: 0.9}"}
+    own = measured(recipe, optimizer__kind="custom", optimizer__lr="0.1", **flags)
+    assert sgd.memory.parts["optimizer"] == own.memory.parts["optimizer"] == pytest.approx(whole / 2, rel=0.01)
     assert "SGD " in sgd.text() and "optimizer " in own.text()
 
 
-def test_limit_decides(recipe: Path) -> None:
-    report = profiled(recipe, limit=1000)
-    assert not report.fits and "does not fit in 1,000 bytes free" in report.text()
+def test_a_cap_on_counted_bytes_is_examined_where_it_is_passed(recipe: Path) -> None:
+    report = measured(recipe)
+    cap = report.memory.peak_bytes - 1
+    assert report.shortage is None
+    capped = measured(recipe, limit=cap)
+    short = capped.shortage
+    assert short is not None and not capped.fits and capped.memory.peak_bytes == cap + 1
+    assert short.line().startswith("out of memory in the step with the longest row, judged against")
+    assert "activations of model.layers.*.self_attn (2 of them) " in short.line()
+    assert short.held_bytes == sum(short.parts.values()) > cap
+    assert short.overrides == {"train.micro_batch_size": "1"}
+    assert short.hint().startswith("--train.micro_batch_size 1 fits")
+    assert from_plain(json.loads(json.dumps(asdict(capped)))).shortage == short
+    assert measured(recipe, limit=cap, train__micro_batch_size="1").fits
+    none = measured(recipe, limit=1000).shortage
+    assert none is not None and "optimizer of model.layers.*.mlp" in none.line()
+    assert "take a device with more memory" in none.hint()
     with pytest.raises(RecipeError, match="at least one"):
-        measure(None, None, None, SINGLE, steps=0)  # type: ignore[arg-type]
+        measure(None, None, None, SINGLE, MeasureOptions(0))  # type: ignore[arg-type]
 
 
-def test_failed_allocations_name_the_part() -> None:
-    with pytest.raises(MemoryLimitError, match="during backward"), _out_of_memory(10, lambda: "backward"):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(MemoryLimitError, match="during forward"), _out_of_memory(10, lambda: "forward"):
+def test_failed_allocations_are_examined(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = measuring._timed_steps
+
+    def failing(*given: object) -> object:
         torch.empty(2**60, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="other"), _out_of_memory(10, lambda: "forward"):
-        raise RuntimeError("other")
+        return whole(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(measuring, "_timed_steps", failing)
+    with pytest.raises(MemoryLimitError, match=r"longest row, .*1073741824.00 GiB more asked for"):
+        measured(recipe)
+    monkeypatch.setattr(measuring, "assemble", lambda *given: torch.empty(2**60, dtype=torch.uint8))
+    with pytest.raises(MemoryLimitError, match="while the model is built"):
+        measured(recipe)
 
 
 def test_durations_for_people() -> None:
@@ -131,12 +180,24 @@ def test_durations_for_people() -> None:
 
 def test_command(recipe: Path) -> None:
     command = [sys.executable, "-m", "tuner.cli.main", "profile", "--train.duration=1epochs", str(recipe)]
-    small = subprocess.run(
-        [*command, "--memory", "1KiB", "--steps", "1", "--json"], capture_output=True, text=True, check=False
+    output = recipe.parent / "out"
+    done = subprocess.run(
+        [*command, "--measure", "1", "--output", str(output), "--json"], capture_output=True, text=True, check=False
     )
-    document = json.loads(small.stdout)
-    assert small.returncode == document["exit_code"] == 5 and "does not fit" in document["error"]["message"]
-    assert "s a step" in small.stderr
-    planned = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, check=False)
-    assert planned.returncode == 0 and "plan" in planned.stderr
+    document = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert document["metrics"]["memory"]["peak_bytes"] == sum(document["metrics"]["memory"]["parts"].values())
+    assert {name: Path(path).name for name, path in document["artifacts"].items() if name != "text"} == {
+        "report": "report.html", "figures": "report.json", "trace": "trace-rank0.json.gz",
+    }  # fmt: skip
+    trace = json.loads(gzip.decompress((output / "trace-rank0.json.gz").read_bytes()))
+    assert {f"tuner.{part}" for part in TIMES} <= {event.get("name") for event in trace["traceEvents"]}
+    assert "s a step" in done.stderr and "at the peak" in done.stderr
     assert not (recipe.parent / "runs").exists()
+    words = [*command, "--measure", "1", "--memory", "1KiB", "--output", str(output), "--json"]
+    small = subprocess.run(words, capture_output=True, text=True, check=False)
+    document = json.loads(small.stdout)
+    assert small.returncode == document["exit_code"] == 5
+    assert "judged against 1,024 bytes" in document["error"]["message"]
+    assert json.loads((output / "report.json").read_text())["verdict"] == "does not fit"
+    assert measure_recipe(load_recipe(recipe), MeasureOptions(1), "error", dry_run=True) == (4, None)

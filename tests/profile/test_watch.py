@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tools import resume_campaign
 from tuner.attached.launch import launch_attached
@@ -107,3 +108,15 @@ def test_a_step_that_fails_leaves_no_recording_behind(workplace: Path, monkeypat
         with pytest.raises(RuntimeError, match="the step's own"):
             launch(workplace, name, profile__steps="[1]")
         assert not list((workplace / "runs" / name / "profile").iterdir())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_recorded_step_on_a_gpu_has_the_allocators_history(workplace: Path) -> None:
+    plain = launch(workplace, "plain", train__device="cuda", train__compile="false")
+    run = launch(workplace, "recorded", train__device="cuda", train__compile="false", profile__steps="[2]")
+    assert resume_campaign.outcome(run) == resume_campaign.outcome(plain)
+    found = json.loads((run / "profile" / "memory-step-2-rank0.json").read_text())
+    assert found["peak_bytes"] == sum(found["peak_parts"].values())
+    assert found["peak_parts"]["optimizer"] > found["peak_parts"]["parameters"] > 0
+    assert (run / "profile" / "memory-step-2-rank0.pickle").stat().st_size > 1000

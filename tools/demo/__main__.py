@@ -75,7 +75,7 @@ def play(stage: Stage) -> None:
     with stage.part("What is trained: the masks, on the rows of this task"):
         stage.tuner("prepare-data", "extract.yaml", "--explain", "1")
     with stage.part("What it will need: peak memory and time, measured over a few steps"):
-        stage.tuner("profile", "extract.yaml", "--steps", "1")
+        stage.tuner("profile", "extract.yaml", "--measure", "1")
     run, twin = stage.work / "runs" / "extract", stage.work / "runs" / "broken"
     with stage.part("Training, with three held-out answers as they change"):
         training.run(stage, ["train", "extract.yaml"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,16 +21,23 @@ from tuner.cli.session import (
 from tuner.errors import MemoryLimitError, RecipeError
 
 if TYPE_CHECKING:
-    from tuner.profile.measure import ProfileReport
+    from tuner.config.load import LoadedRecipe
     from tuner.runtime.console import Level
 
+STEPS = 3
 
-def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
+
+def profile(
     ctx: typer.Context,
     recipe: RecipeArgument = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to time, after one in which memory is measured.")] = 3,
+    measure: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Take N real steps, after one in which memory is recorded.")
+    ] = None,
     memory: Annotated[
         str | None, typer.Option(help="Judge each process against this much, e.g. 24GiB, not what is free.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the report here: report.html, report.json and a trace.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be measured and measure nothing.")] = False,
     json: JsonOption = False,
@@ -40,32 +48,41 @@ def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
 
     def body() -> Outcome:
         loaded = load_for_command(recipe, overrides_of(ctx))
-        limit = _bytes(memory)
-        from tuner.profile.launch import ProfileOptions
-        from tuner.profile.launch import profile as measured
-        from tuner.runtime.console import Console
-        from tuner.runtime.launch import Launch
-
         level: Level = "debug" if verbose else "info"
-        total_steps, report = measured(loaded, ProfileOptions(steps, limit, dry_run), level)
-        if report is None:
-            metrics = {"total_steps": total_steps, "steps": steps, "dry_run": True}
-            return Outcome("not measured: --dry-run", metrics=metrics, is_text=True)
-        Console(Launch.from_environment().is_main, level).say("time", report.time_text())
-        if not report.fits:
-            raise MemoryLimitError(
-                f"measured {report.text()}",
-                hint="lower train.micro_batch_size or data.max_length, or train an adapter (--adapter.kind lora)",
-            )
-        return Outcome(f"measured {report.text()}", metrics=_metrics(report), is_text=True)
+        return _measured(loaded, measure or STEPS, _bytes(memory), output, (dry_run, level))
 
     run_command("profile", OutputOptions(json, verbose, debug), body)
 
 
-def _metrics(report: ProfileReport) -> dict[str, object]:
-    from dataclasses import asdict
+def _measured(
+    loaded: LoadedRecipe, steps: int, limit: int | None, output: Path | None, how: tuple[bool, Level]
+) -> Outcome:
+    from tuner.profile.launch import measure_recipe
+    from tuner.profile.measure import MeasureOptions
+    from tuner.profile.report import check_output, parts_table, write_report
+    from tuner.runtime.console import Console
+    from tuner.runtime.launch import Launch
 
-    return {**asdict(report), "fits": report.fits}
+    dry_run, level = how
+    if output is not None:
+        check_output(output)
+    total_steps, found = measure_recipe(loaded, MeasureOptions(steps, limit, output), level, dry_run)
+    if found is None:
+        metrics = {"total_steps": total_steps, "steps": steps, "dry_run": True}
+        return Outcome("not measured: --dry-run", metrics=metrics, is_text=True)
+    console = Console(Launch.from_environment().is_main, level)
+    console.say("memory", parts_table(found))
+    console.say("time", found.time_text())
+    artifacts = {}
+    if output is not None and Launch.from_environment().is_main:
+        artifacts = {name: str(path) for name, path in write_report(output, loaded.recipe, found).items()}
+        console.say("report", artifacts["report"])
+    if found.shortage is not None:
+        console.say("held", found.shortage.table(), "warning")
+        raise MemoryLimitError(found.shortage.line(), hint=found.shortage.hint())
+    if not found.fits:
+        raise MemoryLimitError(f"measured {found.text()}", hint="lower train.micro_batch_size or data.max_length")
+    return Outcome(f"measured {found.text()}", artifacts=artifacts, metrics=found.as_json(), is_text=True)
 
 
 def _bytes(text: str | None) -> int | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from tuner.profile.prediction import PARTS, MemoryCourse, Moment, Part, Phase
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 @dataclass
@@ -23,6 +26,15 @@ class Block:
     owner: str
     made: int
     freed: int | None = None
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Bytes of one part that a module or parameter holds; an empty owner is what lies outside of all modules."""
+
+    owner: str
+    part: Part
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -65,12 +77,12 @@ class MemoryRecord:
             found[block.part] += block.size
         return found
 
-    def owners(self, at: int) -> list[tuple[str, Part, int]]:
-        """Owner, part and bytes of what was there after change ``at``, the largest first."""
+    def owners(self, at: int) -> list[Holding]:
+        """Who held what after change ``at``, the largest first."""
         sizes: Counter[tuple[str, Part]] = Counter()
         for block in self.alive(at):
             sizes[block.owner, block.part] += block.size
-        return [(owner, part, size) for (owner, part), size in sizes.most_common()]
+        return [Holding(owner, part, size) for (owner, part), size in sizes.most_common()]
 
     def phase_peaks(self) -> dict[Phase, int]:
         """The largest total in each phase, over all its turns, with what it began with."""
@@ -79,6 +91,14 @@ class MemoryRecord:
         for change, total in zip(self.changes, after, strict=True):
             found[change.phase] = max(found.get(change.phase, 0), before, total)
             before = total
+        return found
+
+    def turns(self) -> list[tuple[Phase, float]]:
+        """The phases in order, each with the second in which it took or gave memory first."""
+        found: list[tuple[Phase, float]] = []
+        for change in self.changes:
+            if not found or found[-1][0] != change.phase:
+                found.append((change.phase, round(change.seconds, 6)))
         return found
 
     def course(self) -> MemoryCourse:
@@ -92,8 +112,8 @@ class MemoryRecord:
                 layers[block.owner] += block.size
         return MemoryCourse(tuple(moments), dict(layers))
 
-    def timeline(self, points: int = 400) -> dict[str, list[float] | dict[str, list[int]]]:
-        """At most so many moments, with seconds and bytes of each part that is there; the fullest of their stretch."""
+    def timeline(self, points: int = 400) -> tuple[list[float], dict[str, list[int]]]:
+        """Seconds of about so many moments, the fullest of their stretches, and bytes of each part that is there."""
         totals = self.totals()
         bounds = sorted({round(i * len(totals) / points) for i in range(points + 1)})
         kept = {0, len(totals) - 1}
@@ -107,7 +127,7 @@ class MemoryRecord:
                 seconds.append(round(self.changes[index - 1].seconds, 6) if index else 0.0)
                 for part in PARTS:
                     series[part].append(now[part])
-        return {"seconds": seconds, "bytes": {part: sizes for part, sizes in series.items() if any(sizes)}}
+        return seconds, {part: sizes for part, sizes in series.items() if any(sizes)}
 
     def _deltas(self) -> list[Counter[Part]]:
         """What each part held before all changes, then what came or went with each."""
@@ -134,3 +154,18 @@ class MemoryRecord:
                 fullest, most = dict(now), sum(now.values())
         if turn is not None:
             yield turn, fullest
+
+
+def alike(holdings: Iterable[Holding]) -> list[tuple[str, Part, int]]:
+    """Owner, part and bytes, with owners that differ in the number of their layer taken together, largest first."""
+    sizes: Counter[tuple[str, Part]] = Counter()
+    counts: Counter[tuple[str, Part]] = Counter()
+    for holding in holdings:
+        name = _NUMBER.sub(".*", holding.owner, count=1) or "outside of modules"
+        sizes[name, holding.part] += holding.bytes
+        counts[name, holding.part] += 1
+    found = []
+    for (name, part), size in sizes.most_common():
+        count = counts[name, part]
+        found.append((f"{name} ({count} of them)" if "*" in name and count > 1 else name, part, size))
+    return found

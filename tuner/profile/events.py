@@ -81,15 +81,20 @@ def gradients(learner: Learner) -> list[Owned]:
     return [Owned(s.data_ptr(), s.nbytes(), "gradients", name) for name, s in storages.items()]
 
 
-def memory_record(done: profile, device: str, before: Sequence[Owned], grads: Sequence[Owned]) -> MemoryRecord:
+def memory_record(
+    done: profile, device: str, before: Sequence[Owned], grads: Sequence[Owned], failed: bool = False
+) -> MemoryRecord:
     """The blocks of one kind of device from a profile that is done.
 
-    ``before`` was there when it began, ``grads`` when the optimizer's turn came.
+    ``before`` was there when it began, ``grads`` when the optimizer's turn came. With ``failed`` it ends where memory
+    was taken for the last time: after that, the step that failed only let go.
     """
     results = done.profiler.kineto_results if done.profiler is not None else None
     events = [] if results is None else list(_walk(results.experimental_event_tree()))
     marks = sorted((event.start_time_ns, event.name[len(PHASE) :]) for event, _ in events if _is_mark(event))
     told = sorted(_told(events, device), key=lambda item: item.time)
+    while failed and told and told[-1].size < 0:
+        told.pop()
     return _Replay(before, grads, marks, told).record()
 
 

@@ -1,76 +1,45 @@
-"""Measure a few steps of the very setup that training runs: time by part, memory by part, and whether it fits."""
+"""Measure a few steps of the very setup that training runs: memory by part and module, time by part, and rates."""
 
 from __future__ import annotations
 
-import math
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from tuner.checkpoint.agree import Ranks
+from tuner.data.batches import StepBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
-from tuner.errors import MemoryLimitError, RecipeError
-from tuner.profile.memory import MemoryPeak, StorageLog, gradient_tensors, model_tensors
+from tuner.errors import MemoryLimitError, RecipeError, is_out_of_memory
+from tuner.profile.blocks import MemoryRecord
+from tuner.profile.measurement import TIMES, MeasuredMemory, Measurement, of_all
+from tuner.profile.recorder import StepRecorder
+from tuner.profile.shortage import Shortage, examine, forget, shortage_at, with_way_out
 from tuner.runtime.files import gib
 from tuner.runtime.launch import Launch
 from tuner.runtime.process import gloo_group
+from tuner.train.feed import Feed
 from tuner.train.setup import Assembly, Resolved, assemble
 from tuner.train.step import optimizer_step
 
-TIMES = ("data", "forward", "backward", "optimizer")
-DEFAULT_STEPS = 3
-OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "adafactor": "Adafactor", "muon": "Muon and AdamW"}
+LONGEST = "the step with the longest row"
 
 
 @dataclass(frozen=True)
-class ProfileReport:
-    """What the measured steps cost. Bytes are this process's on its device; seconds are means per optimizer step.
+class MeasureOptions:
+    """How many steps are timed, against what memory of each process is judged, and where files go, if anywhere.
 
-    `memory` is the peak by part; `resident_bytes` is the process's largest resident size (CPU only, code included);
-    `estimate_s` is the whole run at the measured speed, without evaluations and checkpoints.
+    Without ``limit_bytes`` it is what was free on the device before the model was built, on a CPU this process's share.
     """
 
-    device: str
-    optimizer: str
     steps: int
-    total_steps: int
-    tokens_per_step: float
-    peak_bytes: int
-    memory: Mapping[str, int]
-    free_bytes: int
-    resident_bytes: int | None
-    times: Mapping[str, float]
-    step_s: float
-    tok_per_s: float
-    estimate_s: float
-    processes: int = 1
-    """How many there were; memory is that of the one in which it is shortest, times are the first one's."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is within the free memory."""
-        return self.peak_bytes <= self.free_bytes
-
-    def text(self) -> str:
-        """The verdict on one line."""
-        divisor, unit = _unit(self.peak_bytes)
-        names = {"optimizer": OPTIMIZER_NAMES.get(self.optimizer, "optimizer")}
-        shown = {names.get(part, part): f"{size / divisor:.2f}" for part, size in self.memory.items()}
-        parts = ", ".join(f"{name} {size}" for name, size in shown.items() if float(size))
-        verdict = f"{'fits' if self.fits else 'does not fit'} in {gib(self.free_bytes)} free"
-        of = f" in each of {self.processes} processes" if self.processes > 1 else ""
-        peak = f"peak {self.peak_bytes / divisor:.2f} {unit}{of} ({parts})"
-        return f"{peak} · {verdict} · {self.total_steps:,} steps, about {duration_text(self.estimate_s)}"
-
-    def time_text(self) -> str:
-        """Where a step's time goes, on one line."""
-        shares = ", ".join(f"{part} {self.times[part] / self.step_s:.0%}" for part in TIMES)
-        return f"{self.step_s:.3g} s a step ({shares}) · {self.tok_per_s:,.0f} tokens a second"
+    limit_bytes: int | None = None
+    output: Path | None = None
 
 
 class _Clock:
@@ -79,7 +48,7 @@ class _Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._last = 0.0
-        self.part = "setup"
+        self._part = ""
         self.seconds = dict.fromkeys(TIMES, 0.0)
 
     def mark(self, part: str) -> None:
@@ -87,120 +56,142 @@ class _Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         now = time.perf_counter()
-        if self.part in self.seconds:
-            self.seconds[self.part] += now - self._last
-        self.part, self._last = part, now
+        if self._part in self.seconds:
+            self.seconds[self._part] += now - self._last
+        self._part, self._last = part, now
 
 
 def measure(
-    resolved: Resolved,
-    prepared: PreparedData,
-    tokenizer: TextTokenizer,
-    launch: Launch,
-    steps: int = DEFAULT_STEPS,
-    limit_bytes: int | None = None,
-) -> ProfileReport:
-    """Build what `train` builds, take one step with every allocation logged and `steps` timed ones, and report.
+    resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenizer, launch: Launch, options: MeasureOptions
+) -> Measurement:
+    """Build what `train` builds, record memory in one step, time others, trace one, and report.
 
-    The logged step is the one with the longest row. Nothing is saved and no run directory is touched. Memory is judged
-    against `limit_bytes` for each process, by default what was free on the device before the model was built, on a CPU
-    this process's share of it. Collective where there are several processes: each then has the same report. Raises
-    MemoryLimitError where the device runs out of memory.
+    Memory is that of the step with the longest row. Nothing is saved, and no run directory is touched. Collective where
+    there are several processes: each then has the same report. Raises MemoryLimitError, which says what held the memory
+    and what would fit, where the device runs out of it.
     """
-    if steps < 1:
-        raise RecipeError(f"--steps {steps}: at least one step is measured")
-    free = limit_bytes if limit_bytes is not None else _free_bytes(resolved, launch)
-    clock: _Clock | None = None
-    with _out_of_memory(free, lambda: clock.part if clock else "setup"):
+    if options.steps < 1:
+        raise RecipeError(f"--measure {options.steps}: at least one step is measured")
+    free = options.limit_bytes if options.limit_bytes is not None else _free_bytes(resolved, launch)
+    with _memory_errors(free):
         assembly = assemble(resolved, prepared, tokenizer, launch)
-        device = assembly.learner.numerics.device
-        clock = _Clock(device)
+    device = assembly.learner.numerics.device
+    longest = _longest_step(assembly)
+    with _examined(assembly, longest + 1):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        peak = _logged_step(assembly, clock)
-        if assembly.resolved.recipe.train.compile is True:
-            _timed_step(assembly, clock, 0)  # the compilation is no part of a step's time
-        clock = _Clock(device)
-        assembly.learner.marks = clock.mark
-        tokens = [_timed_step(assembly, clock, index) for index in range(1, steps + 1)]
-    if device.type == "cuda":
-        peak = _with_allocator(peak, torch.cuda.max_memory_allocated(device))
-    times = {part: seconds / steps for part, seconds in clock.seconds.items()}
-    step_s = sum(times.values())
-    table = assembly.timetable.plan
-    report = ProfileReport(
+        record = _recorded_step(assembly, longest, options.output)
+        clock, batches = _timed_steps(assembly, options.steps)
+        communication_s, files = _traced_step(assembly, options)
+    steps, effort = options.steps, assembly.effort
+    found = Measurement(
         device=resolved.facts.name,
+        precision=str(resolved.recipe.train.precision),
         optimizer=resolved.recipe.optimizer.kind,
-        steps=steps,
-        total_steps=table.total_steps,
-        tokens_per_step=sum(tokens) / steps,
-        peak_bytes=peak.peak,
-        memory=peak.parts,
-        free_bytes=free,
-        resident_bytes=_resident_bytes() if device.type == "cpu" else None,
-        times=times,
-        step_s=step_s,
-        tok_per_s=sum(tokens) / steps / step_s,
-        estimate_s=step_s * table.total_steps,
         processes=launch.world_size,
+        steps=steps,
+        total_steps=assembly.timetable.plan.total_steps,
+        tokens_per_step=sum(one.tokens for one in batches) / steps,
+        trained_per_step=sum(one.trained_count for one in batches) / steps,
+        memory=_memory(record, device),
+        free_bytes=free,
+        resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if device.type == "cpu" else None,
+        times={part: seconds / steps for part, seconds in clock.seconds.items()},
+        communication_s=communication_s,
+        flops=sum(effort.operations(one.micro) for one in batches) / steps,
+        peak_flops=effort.peak,
+        files=files,
+        shortage=_shortage(assembly, record, free),
     )
-    return of_all(Ranks(gloo_group()).everywhere(lambda: report))
+    return of_all(Ranks(gloo_group()).everywhere(lambda: found))
 
 
-def of_all(reports: Sequence[ProfileReport]) -> ProfileReport:
-    """One report for all processes, given theirs in order: the first one's, with the memory of where it is shortest."""
-    shortest = max(reports, key=lambda report: report.peak_bytes / max(1, report.free_bytes))
-    keys = ("peak_bytes", "memory", "free_bytes", "resident_bytes")
-    return replace(reports[0], **{key: getattr(shortest, key) for key in keys})
+def _recorded_step(assembly: Assembly, longest: int, output: Path | None) -> MemoryRecord:
+    """One real step under the recorder; it is also the warm-up of the timed ones.
 
-
-def duration_text(seconds: float) -> str:
-    """Seconds for people: `12 s`, `2.5 min`, `3.1 h`, `4.2 days`."""
-    for size, unit in ((86400.0 * 2, "days"), (5400.0, "h"), (90.0, "min")):
-        if seconds >= size:
-            return f"{seconds / {'days': 86400, 'h': 3600, 'min': 60}[unit]:.1f} {unit}"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-
-
-def _logged_step(assembly: Assembly, clock: _Clock) -> MemoryPeak:
-    """One real step under the log; it is also the warm-up of the timed ones.
-
-    The log sees single operations: layers that are compiled, which need no more, run as they are.
+    Modules are told apart, which compiled layers cannot: those run as they are, which needs no less.
     """
     learner = assembly.learner
-    log = StorageLog(learner.numerics.device, resized=assembly.launch.world_size > 1)
-    log.assign(model_tensors(learner.root), "weights")
     learner.optimizer.allocate()
     learner.optimizer.set_step_count(0)
-    log.assign(learner.optimizer.local_tensors(), "optimizer")
-
-    def mark(part: str) -> None:
-        clock.mark(part)
-        log.phase = "activations" if part == "forward" else "other"
-        if part == "optimizer":
-            log.assign(gradient_tensors(learner.root), "gradients")
-
-    learner.marks = mark
-    with log, torch.compiler.set_stance("force_eager"):
-        _step(assembly, _longest_step(assembly), 0)
-    clock.mark("done")
-    return log.peak()
+    snapshot = None if output is None else output / f"memory-rank{assembly.launch.rank}.pickle"
+    recorder = StepRecorder(learner, modules=True, snapshot=snapshot)
+    recorder.start()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            _take(assembly, assembly.batches.step(longest), 0)
+    finally:
+        recorder.stop()
+    return recorder.memory()
 
 
-def _timed_step(assembly: Assembly, clock: _Clock, index: int) -> int:
-    clock.mark("data")
-    tokens = _step(assembly, index, index)
-    clock.mark("done")
-    return tokens
+def _timed_steps(assembly: Assembly, steps: int) -> tuple[_Clock, list[StepBatches]]:
+    """Steps as training takes them, batches made ready ahead included."""
+    learner = assembly.learner
+    before = learner.marks
+    first = 1
+    if assembly.resolved.recipe.train.compile is True:
+        _take(assembly, assembly.batches.step(0), 0)  # the compilation is no part of a step's time
+    clock = _Clock(learner.numerics.device)
+    learner.marks = clock.mark
+    taken = []
+    try:
+        with Feed(assembly.batches, first, first + steps) as feed:
+            for index in range(first, first + steps):
+                clock.mark("data")
+                taken.append(feed.next())
+                _take(assembly, taken[-1], index)
+                clock.mark("")
+    finally:
+        learner.marks = before
+    return clock, taken
 
 
-def _step(assembly: Assembly, batch_index: int, index: int) -> int:
-    """Take one optimizer step on the batches of `batch_index`; returns its tokens over all processes."""
+def _traced_step(assembly: Assembly, options: MeasureOptions) -> tuple[float, Mapping[str, str]]:
+    """Seconds of communication in one more step, and the files written, where any are wanted."""
+    rank, output = assembly.launch.rank, options.output
+    if assembly.launch.world_size == 1 and output is None:
+        return 0.0, {}
+    index = options.steps + 1
+    batches = assembly.batches.step(index)
+    recorder = StepRecorder(assembly.learner, memory=False)
+    recorder.start()
+    try:
+        _take(assembly, batches, index)
+    finally:
+        recorder.stop()
+    if output is None:
+        return recorder.communication_s(), {}
+    trace = output / f"trace-rank{rank}.json.gz"
+    recorder.write_trace(trace)
+    return recorder.communication_s(), {"trace": trace.name}
+
+
+def _take(assembly: Assembly, batches: StepBatches, index: int) -> None:
     table = assembly.timetable
-    batches = assembly.batches.step(batch_index)
-    factor = table.schedule.factor(min(index + 1, table.plan.total_steps))
-    optimizer_step(assembly.learner, index, batches, factor)
-    return batches.tokens
+    optimizer_step(assembly.learner, index, batches, table.schedule.factor(min(index + 1, table.plan.total_steps)))
+
+
+def _memory(record: MemoryRecord, device: torch.device) -> MeasuredMemory:
+    """On CUDA the allocator's peak over all steps; what the recorded one did not have is `other`."""
+    at, timeline = record.peak_at(), record.timeline()
+    peak, parts = max(record.totals()), record.parts(at)
+    reserved = None
+    if device.type == "cuda":
+        extra = max(0, torch.cuda.max_memory_allocated(device) - peak)
+        peak, parts = peak + extra, parts | {"other": parts["other"] + extra}
+        reserved = torch.cuda.max_memory_reserved(device)
+    owners, turns = tuple(record.owners(at)), record.turns()
+    return MeasuredMemory(peak, parts, record.phase_peaks(), owners, record.course(), *timeline, turns, reserved)
+
+
+def _shortage(assembly: Assembly, record: MemoryRecord, free: int) -> Shortage | None:
+    """The moment at which a step that ran held more than it is to hold, and, for a single process, what would fit."""
+    at = record.crossing(free)
+    if at is None:
+        return None
+    found = shortage_at(record, max(at, 0), f"{LONGEST}, judged against {gib(free)}")
+    return found if assembly.launch.world_size > 1 else with_way_out(assembly, found, free)
 
 
 def _free_bytes(resolved: Resolved, launch: Launch) -> int:
@@ -216,32 +207,33 @@ def _longest_step(assembly: Assembly) -> int:
     return next((i for i in steps if longest in assembly.batches.row_ids(i)), 0)
 
 
-def _with_allocator(peak: MemoryPeak, allocated: int) -> MemoryPeak:
-    """The allocator's peak on CUDA, scratch space of kernels included; what the log did not see is `other`."""
-    extra = max(0, allocated - peak.peak)
-    return MemoryPeak(peak.peak + extra, {**peak.parts, "other": peak.parts["other"] + extra})
-
-
-def _resident_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 @contextmanager
-def _out_of_memory(free: int, part: Callable[[], str]) -> Iterator[None]:
-    """Turn the device's failed allocations into MemoryLimitError, naming the part of the step."""
+def _memory_errors(free: int) -> Iterator[None]:
+    """Say of a model that cannot even be built how much was free."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        text = str(error)
-        is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not is_memory and "can't allocate memory" not in text:
+        if not is_out_of_memory(error):
             raise
         raise MemoryLimitError(
-            f"out of memory during {part()}: {gib(free)} were free before the model was built",
-            hint="lower train.micro_batch_size or data.max_length, or train an adapter (--adapter.kind lora)",
+            f"out of memory while the model is built: {gib(free)} were free before",
+            hint="take a smaller model, or train an adapter (--adapter.kind lora)",
         ) from error
 
 
-def _unit(size: int) -> tuple[int, str]:
-    exponent = min(3, int(math.log2(max(size, 1)) // 10 + (size >= 1 << 29 and size < 1 << 30)))
-    return 1 << (10 * exponent), ("bytes", "KiB", "MiB", "GiB")[exponent]
+@contextmanager
+def _examined(assembly: Assembly, number: int) -> Iterator[None]:
+    """Turn the device's failed allocations into a MemoryLimitError that says what held the memory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        told = str(error)
+        forget(error)
+        if assembly.launch.world_size > 1:
+            raise MemoryLimitError(
+                f"out of memory: {told.splitlines()[0]}", hint="lower train.micro_batch_size or data.max_length"
+            ) from None
+        shortage = replace(examine(assembly, number, told), where=LONGEST)
+        raise MemoryLimitError(shortage.line(), hint=shortage.hint()) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class StepRecorder:
         self._phases = PhaseMarks()
         self._before: list[Owned] = []
         self._gradients: list[Owned] = []
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it tells of every start and stop on stderr
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])
         self._profile = profile(activities=activities, profile_memory=memory)
 
@@ -65,9 +67,18 @@ class StepRecorder:
         self._phases.end()
         self._stack.close()
 
-    def memory(self) -> MemoryRecord:
-        """The blocks of memory of the learner's device."""
-        return memory_record(self._profile, self._device.type, self._before, self._gradients)
+    def memory(self, failed: bool = False) -> MemoryRecord:
+        """The blocks of memory of the learner's device; of a step that ``failed``, until it did."""
+        return memory_record(self._profile, self._device.type, self._before, self._gradients, failed)
+
+    def communication_s(self) -> float:
+        """Seconds in which data was on its way between processes, other work beside it included."""
+        spans = sorted((e.time_range.start, e.time_range.end) for e in self._profile.events() if _is_transfer(e.name))
+        total = until = 0.0
+        for start, end in spans:
+            total += max(0.0, end - max(start, until))
+            until = max(until, end)
+        return total / 1e6
 
     def write_trace(self, path: Path) -> None:
         """Write the trace as Chrome's tracing and Perfetto read it; ``path`` ends in `.json` or `.json.gz`."""
@@ -81,3 +92,8 @@ class StepRecorder:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _is_transfer(name: str) -> bool:
+    """Whether a range is a collective at work: gloo's own on a CPU, NCCL's kernels on CUDA."""
+    return name.startswith(("gloo:", "ncclDevKernel", "ncclKernel"))

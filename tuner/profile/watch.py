@@ -1,4 +1,4 @@
-"""The `profile:` section of a recipe at work: given steps of a real run, recorded on every rank."""
+"""A look at the steps of a real run: recorded as `profile:` says, and examined where memory does not suffice."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tuner.errors import MemoryLimitError, is_out_of_memory
 from tuner.profile.blocks import MemoryRecord
 from tuner.profile.recorder import StepRecorder
+from tuner.profile.shortage import Shortage, examine, forget, standing
 from tuner.runtime.console import Console
 from tuner.runtime.files import TMP_PREFIX, gib
 from tuner.train.setup import Assembly
@@ -29,26 +32,60 @@ def watch_run(assembly: Assembly, run_dir: Path, console: Console) -> RunWatch:
 
 
 class RunWatch:
-    """Records the steps of a section; what fails in it is a warning, and the run goes on."""
+    """Records the steps of a section, and examines one whose memory does not suffice.
+
+    What fails in a recording is a warning, and the run goes on.
+    """
 
     def __init__(self, assembly: Assembly, directory: Path, console: Console) -> None:
         recipe = assembly.resolved.recipe
-        self._learner, self._section, self._rank = assembly.learner, recipe.profile, assembly.launch.rank
+        self._assembly, self._learner = assembly, assembly.learner
+        self._section, self._rank = recipe.profile, assembly.launch.rank
         self._modules = recipe.train.compile is not True  # what looks into compiled layers would compile them anew
         self._directory, self._console = directory, console
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around taking step ``number``: records it where the recipe says so."""
+        """Around taking step ``number``: records it where the recipe says so, examines it where memory ran out."""
         recorder = self._started(number) if number in self._section.steps else None
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if recorder is not None:
                 self._tried("stopped", recorder.stop)
-            raise
+            cause = error.__cause__ if isinstance(error, MemoryLimitError) else error
+            if cause is None or not is_out_of_memory(cause):
+                raise
+            told = str(cause)
+            forget(error)
+            raise self._out_of_memory(number, told) from None
         if recorder is not None and self._tried("stopped", recorder.stop):
             self._tried("written", lambda: self._write(number, recorder))
+
+    def _out_of_memory(self, number: int, told: str) -> MemoryLimitError:
+        """The error of a run that ends because its memory does not suffice: what held it, and what would fit."""
+        self._console.say("memory", "it does not suffice; looking at what holds it", "warning")
+        shortage = self._looked_at(number, told)
+        if shortage is None:
+            hint = "lower train.micro_batch_size or data.max_length"
+            return MemoryLimitError(f"out of memory: {told.splitlines()[0]}", hint=hint)
+        self._console.say("held", shortage.table(), "warning")
+        self._tried("written", lambda: self._write_shortage(shortage))
+        return MemoryLimitError(shortage.line(), hint=shortage.hint())
+
+    def _looked_at(self, number: int, told: str) -> Shortage | None:
+        """The step taken again where this process is alone, else what lies there between steps."""
+        for look in (examine, standing) if self._assembly.launch.world_size == 1 else (standing,):
+            try:
+                return look(self._assembly, number, told)
+            except Exception as error:
+                self._console.warn(f"looking at the memory failed: {type(error).__name__}: {error}")
+        return None
+
+    def _write_shortage(self, shortage: Shortage) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with _whole(self._directory / f"out-of-memory-rank{self._rank}.json") as path:
+            path.write_text(json.dumps(shortage.as_json(), indent=1))
 
     def _started(self, number: int) -> StepRecorder | None:
         found: list[StepRecorder] = []
@@ -92,12 +129,13 @@ class RunWatch:
 def memory_figures(record: MemoryRecord) -> dict[str, Any]:
     """A record as JSON: its peak, what it was made of, the largest owners, and the course of its parts."""
     at, totals = record.peak_at(), record.totals()
+    seconds, series = record.timeline()
     return {
         "peak_bytes": max(totals),
         "peak_parts": {part: size for part, size in record.parts(at).items() if size},
         "peak_by_phase": record.phase_peaks(),
-        "largest": [{"owner": owner, "part": part, "bytes": size} for owner, part, size in record.owners(at)[:50]],
-        "timeline": record.timeline(),
+        "largest": [asdict(holding) for holding in record.owners(at)[:50]],
+        "timeline": {"seconds": seconds, "bytes": series},
     }
 
 

@@ -1,0 +1,158 @@
+"""What a few measured steps cost, as plain values: memory by part, phase and module, time by part, rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from tuner.profile.blocks import Holding
+from tuner.profile.prediction import MemoryCourse, Moment, Part, Phase
+from tuner.profile.shortage import Shortage
+from tuner.runtime.files import gib
+
+TIMES = ("data", "forward", "backward", "optimizer")
+OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "adafactor": "Adafactor", "muon": "Muon and AdamW"}
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """The memory of a process on its device in the step with the longest row, as its allocator told it."""
+
+    peak_bytes: int
+    parts: Mapping[Part, int]
+    """At the peak; they add up to it."""
+    phases: Mapping[Phase, int]
+    """The peak of each phase."""
+    largest: tuple[Holding, ...]
+    """Who holds most at the peak."""
+    course: MemoryCourse
+    seconds: Sequence[float]
+    series: Mapping[str, Sequence[int]]
+    """Bytes of each part at moments of the step, at ``seconds`` from its start."""
+    marks: Sequence[tuple[Phase, float]]
+    """The phases in order, each with the second it begins at."""
+    reserved_bytes: int | None = None
+    """CUDA only: what the caching allocator took from the device, unused room in its blocks included."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What the measured steps cost. Bytes are this process's on its device; seconds are means per optimizer step.
+
+    ``free_bytes`` is what it is judged against. ``communication_s`` lies beside or within the parts of ``times``;
+    ``flops`` are this process's a step, ``peak_flops`` what its device reaches in one large product.
+    """
+
+    device: str
+    precision: str
+    optimizer: str
+    processes: int
+    steps: int
+    total_steps: int
+    tokens_per_step: float
+    trained_per_step: float
+    memory: MeasuredMemory
+    free_bytes: int
+    resident_bytes: int | None
+    times: Mapping[str, float]
+    communication_s: float
+    flops: float
+    peak_flops: float
+    datasheet_flops: float | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    shortage: Shortage | None = None
+    """Where the peak is above ``free_bytes``: the moment at which it was passed."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return sum(self.times.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the free memory."""
+        return self.memory.peak_bytes <= self.free_bytes
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Tokens a second over all processes, shares of the step, and how long the whole run takes at this speed."""
+        step_s = self.step_s
+        shown = {
+            "step_s": step_s,
+            "tok_per_s": self.tokens_per_step / step_s,
+            "trained_per_s": self.trained_per_step / step_s,
+            "data_wait": self.times["data"] / step_s,
+            "communication": self.communication_s / step_s,
+            "mfu": self.flops / step_s / self.peak_flops,
+            "estimate_s": step_s * self.total_steps,
+        }
+        datasheet = self.datasheet_flops
+        return shown if datasheet is None else shown | {"mfu_of_datasheet": self.flops / step_s / datasheet}
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain values; the course of memory by module is left to the page."""
+        plain = asdict(self) | {"fits": self.fits} | self.rates
+        plain["memory"].pop("course")
+        plain["memory"]["largest"] = plain["memory"]["largest"][:50]
+        return plain
+
+    def text(self) -> str:
+        """The verdict on one line."""
+        memory = self.memory
+        divisor, unit = _unit(memory.peak_bytes)
+        names = {"optimizer": OPTIMIZER_NAMES.get(self.optimizer, "optimizer")}
+        shown = {names.get(part, part): f"{size / divisor:.2f}" for part, size in memory.parts.items()}
+        parts = ", ".join(f"{name} {size}" for name, size in shown.items() if float(size))
+        verdict = f"{'fits' if self.fits else 'does not fit'} in {gib(self.free_bytes)} free"
+        of = f" in each of {self.processes} processes" if self.processes > 1 else ""
+        peak = f"peak {memory.peak_bytes / divisor:.2f} {unit}{of} ({parts})"
+        length = duration_text(self.rates["estimate_s"])
+        return f"{peak} · {verdict} · {self.total_steps:,} steps, about {length}"
+
+    def time_text(self) -> str:
+        """Where a step's time goes, on one line."""
+        rates = self.rates
+        shares = [f"{part} {self.times[part] / self.step_s:.0%}" for part in TIMES]
+        if self.processes > 1:
+            shares.append(f"communication {rates['communication']:.0%} beside or within them")
+        sheet = rates.get("mfu_of_datasheet")
+        of_sheet = "" if sheet is None else f", {sheet:.1%} of the datasheet's"
+        return (
+            f"{self.step_s:.3g} s a step ({', '.join(shares)}) · {rates['tok_per_s']:,.0f} tokens a second, "
+            f"{rates['trained_per_s']:,.0f} trained · MFU {rates['mfu']:.1%}{of_sheet} "
+            f"(peak {self.peak_flops / 1e12:.3g} TFLOP/s measured)"
+        )
+
+
+def of_all(found: Sequence[Measurement]) -> Measurement:
+    """One for all processes, given theirs in order: the first one's, with the memory of where it is shortest."""
+    shortest = max(found, key=lambda one: one.memory.peak_bytes / max(1, one.free_bytes))
+    keys = ("memory", "free_bytes", "resident_bytes", "shortage")
+    return replace(found[0], **{key: getattr(shortest, key) for key in keys})
+
+
+def from_plain(plain: Mapping[str, Any]) -> Measurement:
+    """The measurement whose ``asdict`` this is, after it went through JSON."""
+    memory = dict(plain["memory"])
+    course = memory["course"]
+    memory["course"] = MemoryCourse(tuple(Moment(**moment) for moment in course["timeline"]), course["layers"])
+    memory["largest"] = tuple(Holding(**holding) for holding in memory["largest"])
+    short = plain["shortage"]
+    if short is not None:
+        short = Shortage(**{**short, "largest": tuple(Holding(**holding) for holding in short["largest"])})
+    return Measurement(**{**plain, "memory": MeasuredMemory(**memory), "shortage": short})
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds for people: `12 s`, `2.5 min`, `3.1 h`, `4.2 days`."""
+    for size, unit in ((86400.0 * 2, "days"), (5400.0, "h"), (90.0, "min")):
+        if seconds >= size:
+            return f"{seconds / {'days': 86400, 'h': 3600, 'min': 60}[unit]:.1f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+
+
+def _unit(size: int) -> tuple[int, str]:
+    exponent = min(3, int(math.log2(max(size, 1)) // 10 + (size >= 1 << 29 and size < 1 << 30)))
+    return 1 << (10 * exponent), ("bytes", "KiB", "MiB", "GiB")[exponent]

@@ -1,0 +1,125 @@
+"""What is shown of a profile: a table for the terminal, and one HTML file that needs nothing else, with its figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tuner.config.recipe import Recipe
+from tuner.errors import RecipeError
+from tuner.profile.blocks import alike
+from tuner.profile.measurement import Measurement
+from tuner.profile.prediction import Prediction
+from tuner.runtime.files import gib, write_atomic
+
+REPORT, FIGURES = "report.html", "report.json"
+MARK = b"<!doctype html><!-- tuner profile -->"
+"""How every page begins: only such a file is written over."""
+_TEMPLATE = Path(__file__).with_name("report.html")
+_PLACE = "@@DATA@@"
+STEP = ("forward", "backward", "optimizer")
+UNCOUNTED = ("constants", "staging", "rounding")
+"""Parts of a prediction that are no tensors of a step."""
+
+
+def check_output(directory: Path) -> None:
+    """Raise RecipeError where the report's place holds something else."""
+    page = directory / REPORT
+    if directory.exists() and not directory.is_dir():
+        raise RecipeError(f"--output {directory}: not a directory", hint="choose another one")
+    if page.is_symlink() or (page.exists() and not page.read_bytes().startswith(MARK)):
+        raise RecipeError(f"{page} holds something else than a profile", hint="choose another directory with --output")
+
+
+def write_report(
+    directory: Path, recipe: Recipe, measured: Measurement | None, predicted: Prediction | None = None
+) -> dict[str, Path]:
+    """Write the page and its figures into a directory, which `check_output` looked at; one of the two is given.
+
+    Returns the files by what they are. Raises MachineError.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    figures = report_figures(recipe, measured, predicted)
+    paths = {"report": directory / REPORT, "figures": directory / FIGURES}
+    write_atomic(paths["report"], page(figures).encode())
+    write_atomic(paths["figures"], json.dumps(figures, indent=1, allow_nan=False).encode())
+    files = {} if measured is None else {name: directory / file for name, file in measured.files.items()}
+    return paths | files
+
+
+def report_figures(recipe: Recipe, measured: Measurement | None, predicted: Prediction | None) -> dict[str, Any]:
+    """What the page draws, as plain values."""
+    model = Path(recipe.model.name_or_path).name
+    processes = measured.processes if measured is not None else predicted.processes if predicted is not None else 1
+    place = measured.device if measured is not None else predicted.device if predicted is not None else ""
+    trained = "full" if recipe.adapter.kind == "none" else recipe.adapter.kind
+    words = [model, trained, place, f"{processes} process" + ("es" if processes > 1 else "")]
+    limit, verdict, total_steps, holders, way_out = 0, "fits", 0, [], ""
+    if predicted is not None:
+        limit, verdict = predicted.limit_bytes, predicted.verdict
+        total_steps = (predicted.time.total_steps if predicted.time is not None else None) or 0
+    if measured is not None:
+        limit, total_steps = measured.free_bytes, measured.total_steps
+        verdict = "fits" if measured.fits else "does not fit"
+        way_out = "" if measured.shortage is None else measured.shortage.flags()
+        words.append(f"{measured.precision} compute")
+        together = alike(measured.memory.largest)
+        holders = [{"owner": owner, "part": part, "bytes": size} for owner, part, size in together]
+    return {
+        "title": recipe.name or model,
+        "subtitle": " · ".join(words),
+        "verdict": verdict,
+        "limit_bytes": limit,
+        "total_steps": total_steps,
+        "way_out": way_out or None,
+        "holders": holders,
+        "measured": None if measured is None else measured.as_json(),
+        "predicted": None if predicted is None else _prediction(predicted),
+    }
+
+
+def page(figures: Mapping[str, Any]) -> str:
+    """The page's text."""
+    # Inside a script element only `<` could end it; JSON knows an escape for it.
+    text = json.dumps(figures, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    before, after = _TEMPLATE.read_text(encoding="utf-8").split(_PLACE)
+    return f"{before}{text}{after}"
+
+
+def parts_table(measured: Measurement) -> str:
+    """The peak by part, by phase, and who holds most of it, for the terminal."""
+    memory = measured.memory
+    lines = [f"{gib(memory.peak_bytes):>12}  at the peak, in {_fullest(memory.phases)}"]
+    lines += [f"{gib(size):>12}  {part}" for part, size in memory.parts.items() if size]
+    lines.append(" ".join(f"{phase} {gib(size)}" for phase, size in memory.phases.items()))
+    lines += [f"{gib(size):>12}  {part:<12} {owner}" for owner, part, size in alike(memory.largest)[:5]]
+    return "\n".join(lines)
+
+
+def _fullest(phases: Mapping[Any, int]) -> str:
+    return str(max(phases, key=lambda phase: phases[phase]))
+
+
+def _prediction(found: Prediction) -> dict[str, Any]:
+    """A prediction as plain values; ``counted`` is the part of it that an allocator counts in a step, and its peak."""
+    time, moments = found.time, found.memory.timeline
+    counted = [
+        {part: 0 if part in UNCOUNTED else size for part, size in moment.parts.items()}
+        for moment in moments
+        if moment.phase in STEP
+    ]
+    fullest = max(counted, key=lambda parts: sum(parts.values()), default={})
+    return {
+        "counted": fullest,
+        "counted_bytes": sum(fullest.values()),
+        "peak_bytes": found.peak_bytes,
+        "error": found.error,
+        "verdict": found.verdict,
+        "parts": dict(found.memory.peak.parts),
+        "course": [asdict(moment) for moment in found.memory.timeline],
+        "assumptions": list(found.assumptions),
+        "time": None if time is None else asdict(time) | {"tok_per_s": time.tok_per_s, "total_s": time.total_s},
+    }

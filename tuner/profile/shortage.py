@@ -1,0 +1,208 @@
+"""After memory ran out: what held it, by module, and a change to the recipe that was tried and fits.
+
+The step is taken once more under the recorder, until it fails again; then the largest micro-batch with less at a time,
+or with layers computed again. The run is over by then: what becomes of its weights is nobody's concern.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from tuner.errors import is_out_of_memory
+from tuner.model.build import decoder_blocks
+from tuner.model.recompute import apply_recompute
+from tuner.profile.blocks import Holding, MemoryRecord, alike
+from tuner.profile.events import resident
+from tuner.profile.prediction import PARTS, Part
+from tuner.profile.recorder import StepRecorder
+from tuner.runtime.files import gib
+from tuner.train.mock import full_batches
+from tuner.train.setup import Assembly
+from tuner.train.step import forward_backward, optimizer_step
+
+SHOWN, LISTED = 8, 400
+"""Rows of the table, where like layers share one, and owners in the report."""
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """What was there when memory ran out, and overrides that were tried and fit, with their peak; empty if none did."""
+
+    where: str
+    phase: str
+    module: str
+    asked_bytes: int | None
+    held_bytes: int
+    parts: Mapping[Part, int]
+    largest: tuple[Holding, ...]
+    overrides: Mapping[str, str]
+    override_peak_bytes: int | None
+
+    def line(self) -> str:
+        """What happened, in one line."""
+        at = f" of {self.module}" if self.module else ""
+        asked = "" if self.asked_bytes is None else f"{gib(self.asked_bytes)} more asked for, "
+        first = ", ".join(f"{part} of {owner} {gib(size)}" for owner, part, size in alike(self.largest)[:3])
+        return f"out of memory in {self.where}, {self.phase}{at}: {asked}{gib(self.held_bytes)} held; most by {first}"
+
+    def table(self) -> str:
+        """What was held, by part and by the largest owners: one line each."""
+        parts = ", ".join(f"{part} {gib(size)}" for part, size in self.parts.items() if size)
+        rows = [f"{gib(size):>12}  {part:<12} {owner}" for owner, part, size in alike(self.largest)[:SHOWN]]
+        return "\n".join([parts, *rows])
+
+    def hint(self) -> str:
+        """What to do."""
+        if not self.overrides:
+            return "lower data.max_length, train an adapter (--adapter.kind lora), or take a device with more memory"
+        peak = "" if self.override_peak_bytes is None else f", peak {gib(self.override_peak_bytes)}"
+        return f"{self.flags()} fits (tried on full rows{peak}); the global batch stays the same"
+
+    def flags(self) -> str:
+        """The override as it is typed; empty where none was found."""
+        return " ".join(f"--{key} {value}" for key, value in self.overrides.items())
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return asdict(self)
+
+
+def forget(error: BaseException) -> None:
+    """Let go of what a failed step still holds: the variables of its frames, and the errors behind it."""
+    seen: set[int] = set()
+    here: BaseException | None = error
+    while here is not None and id(here) not in seen:
+        seen.add(id(here))
+        traceback.clear_frames(here.__traceback__)
+        here = here.__cause__ or here.__context__
+    gc.collect()
+
+
+def examine(assembly: Assembly, number: int, told: str) -> Shortage:
+    """Take step ``number`` (0: the mock batch) again to see what holds the memory; ``told`` is what the device said.
+
+    For a single process: the others of several would have to take part. It raises what else goes wrong.
+    """
+    where = f"step {number}" if number else "the largest micro-batch"
+    record, failed = _again(assembly, number)
+    at = len(record.changes) - 1 if failed else record.peak_at()
+    return with_way_out(assembly, shortage_at(record, at, where, _asked(told)))
+
+
+def shortage_at(record: MemoryRecord, at: int, where: str, asked: int | None = None) -> Shortage:
+    """What a record tells of the moment after change ``at``."""
+    change = record.changes[at]
+    largest = tuple(record.owners(at)[:LISTED])
+    held = record.totals()[at + 1]
+    return Shortage(where, change.phase, change.module, asked, held, record.parts(at), largest, {}, None)
+
+
+def with_way_out(assembly: Assembly, shortage: Shortage, limit: int | None = None) -> Shortage:
+    """Try the changes that keep the global batch, the cheapest first, until the largest micro-batch fits.
+
+    It fits where the device can do it and, where there is one, within ``limit`` bytes of tensors.
+    """
+    overrides, peak = _that_fits(assembly, limit)
+    return replace(shortage, overrides=overrides, override_peak_bytes=peak)
+
+
+def standing(assembly: Assembly, number: int, told: str) -> Shortage:
+    """What can be said without the other processes: what lies there between steps."""
+    owned = resident(assembly.learner)
+    parts: dict[Part, int] = dict.fromkeys(PARTS, 0)
+    for block in owned:
+        parts[block.part] += block.size
+    largest = sorted((Holding(block.owner, block.part, block.size) for block in owned), key=lambda h: -h.bytes)
+    return Shortage(
+        f"step {number}" if number else "the largest micro-batch", "between steps", "", _asked(told),
+        sum(parts.values()), parts, tuple(largest[:LISTED]), {}, None,
+    )  # fmt: skip
+
+
+def _again(assembly: Assembly, number: int) -> tuple[MemoryRecord, bool]:
+    """The memory of the step once more, and whether it failed again."""
+    learner, failed = assembly.learner, False
+    _clear(assembly)
+    recorder = StepRecorder(learner, modules=True)
+    recorder.start()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            _take(assembly, number)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        failed = True
+        forget(error)
+    finally:
+        recorder.stop()
+    return recorder.memory(failed), failed
+
+
+def _take(assembly: Assembly, number: int) -> None:
+    if number == 0:
+        forward_backward(assembly.learner, 0, full_batches(assembly))
+        return
+    first_only = assembly.resolved.recipe.train.overfit_first_batch
+    batches = assembly.batches.step(0 if first_only else number - 1)
+    optimizer_step(assembly.learner, number - 1, batches, assembly.timetable.schedule.factor(number))
+
+
+def _clear(assembly: Assembly) -> None:
+    learner = assembly.learner
+    learner.optimizer.zero_grad()
+    learner.root.objective.take()
+    gc.collect()
+    if learner.numerics.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _that_fits(assembly: Assembly, limit: int | None) -> tuple[dict[str, str], int | None]:
+    recipe = assembly.resolved.recipe
+    rows, level = recipe.train.micro_batch_size, recipe.train.gradient_checkpointing
+    smaller = [n for n in range(rows - 1, 0, -1) if rows % n == 0]
+    for n in smaller:
+        if (peak := _tried(assembly, n, limit)) is not None:
+            return {"train.micro_batch_size": str(n)}, peak
+    given = {"train.micro_batch_size": "1"} if rows > 1 else {}
+    if level != "none" or recipe.train.compile is True:
+        return {}, None
+    apply_recompute(assembly.learner.root, "full", len(decoder_blocks(assembly.learner.root.model)))
+    peak = _tried(assembly, 1, limit)
+    return ({}, None) if peak is None else (given | {"train.gradient_checkpointing": "full"}, peak)
+
+
+def _tried(assembly: Assembly, rows: int, limit: int | None) -> int | None:
+    """The peak of a step on micro-batches of so many full rows, or None where that does not fit either."""
+    section = assembly.resolved.recipe.train.model_copy(update={"micro_batch_size": rows})
+    changed = assembly.resolved.recipe.model_copy(update={"train": section})
+    smaller = replace(assembly, resolved=replace(assembly.resolved, recipe=changed))
+    _clear(assembly)
+    recorder = StepRecorder(assembly.learner)
+    recorder.start()
+    try:
+        optimizer_step(assembly.learner, 0, full_batches(smaller), 0.0)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        forget(error)
+        return None
+    finally:
+        recorder.stop()
+    peak = max(recorder.memory().totals())
+    return peak if limit is None or peak <= limit else None
+
+
+def _asked(told: str) -> int | None:
+    """The bytes that could not be had, as torch's allocators tell it."""
+    if found := re.search(r"allocate (\d+) bytes", told):
+        return int(found[1])
+    if found := re.search(r"allocate ([\d.]+) ([KMG])iB", told):
+        return round(float(found[1]) * (1 << 10 * ("KMG".index(found[2]) + 1)))
+    return None
