@@ -46,6 +46,7 @@ TRAIN = ("tests/train",)
 RANKS = ("tests/multi",)
 PROFILE = ("tests/profile",)
 EXPORT = ("tests/export",)
+FAULTS = ("tests/faults/test_saves.py",)
 
 MUTANTS: tuple[Mutant, ...] = (
     # What the user wants.
@@ -97,7 +98,42 @@ MUTANTS: tuple[Mutant, ...] = (
         "tuner/runtime/files.py",
         "        os.rename(path, trash)\n        fsync_dir(path.parent)\n        shutil.rmtree(trash)\n",
         "        shutil.rmtree(path)\n",
-        RUNTIME + CHECKPOINT,
+        FAULTS,
+    ),
+    # What the quick tier of the fault campaign must see.
+    Mutant(
+        "faults-nothing-is-flushed",
+        "tuner/runtime/files.py",
+        'TMP_PREFIX = ".tmp-"\n',
+        'os.fsync = lambda descriptor: None\nTMP_PREFIX = ".tmp-"\n',
+        FAULTS,
+    ),
+    Mutant(
+        "faults-directories-unflushed",
+        "tuner/runtime/files.py",
+        "    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)\n    try:\n        os.fsync(descriptor)\n",
+        "    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)\n    try:\n        pass\n",
+        FAULTS,
+    ),
+    Mutant(
+        "faults-named-before-described",
+        "tuner/checkpoint/save.py",
+        '    write_new(tmp / MANIFEST_NAME, json_bytes(sealed({**manifest, "files": files})))\n'
+        "    publish_dir(tmp, final)\n",
+        "    publish_dir(tmp, final)\n"
+        '    write_new(final / MANIFEST_NAME, json_bytes(sealed({**manifest, "files": files})))\n',
+        FAULTS,
+    ),
+    Mutant(
+        "faults-swallowed-by-writer-threads",
+        "tuner/checkpoint/storage.py",
+        "            digest, of_chunks = _write_file(path, header, tensors, spans)\n"
+        "            fsync_dir(self.directory)\n",
+        "            with ThreadPoolExecutor(2) as pool:\n"
+        "                job = pool.submit(_write_file, path, header, tensors, spans)\n"
+        "                pool.submit(fsync_dir, self.directory)\n"
+        "            digest, of_chunks = ('', [''] * len(items)) if job.exception() else job.result()\n",
+        FAULTS,
     ),
     Mutant(
         "runtime-shared-lock",

@@ -82,7 +82,9 @@ class DivergedError(TunerError):
     exit_code = ExitCode.DIVERGED
 
 
-MACHINE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE})
+MACHINE_ERRORS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.EIO, errno.ESTALE}
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -15,7 +16,7 @@ from tuner.cli.session import (
     input_path,
     run_command,
 )
-from tuner.errors import RecipeError
+from tuner.errors import MachineError, RecipeError
 
 if TYPE_CHECKING:
     from tuner.export.hf import ExportPlan, ExportReport
@@ -103,14 +104,15 @@ def _remember_base(plan: ExportPlan) -> None:
     """Note on this machine which model an export outside its run came from: the export itself holds no local path."""
     from tuner.export.card import LINEAGE
     from tuner.generate import base_record
-    from tuner.runtime.files import sha256_file, write_json
+    from tuner.runtime.files import TMP_PREFIX, sha256_file, write_json
 
     facts = plan.source.model
     if plan.source.hub_name is not None or facts.get("init") == "random":
         return
     record = base_record(sha256_file(plan.output / LINEAGE))
-    try:
+    # A cache that cannot be written costs `--compare base` its default, nothing else.
+    with suppress(OSError, MachineError):
         record.parent.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return  # a cache that cannot be written costs `--compare base` its default, nothing else
-    write_json(record, {"base": facts["name_or_path"], "revision": facts.get("revision")})
+        for leftover in record.parent.glob(f"{TMP_PREFIX}{record.name}-*"):
+            leftover.unlink(missing_ok=True)
+        write_json(record, {"base": facts["name_or_path"], "revision": facts.get("revision")})

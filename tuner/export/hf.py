@@ -41,6 +41,7 @@ from tuner.runtime.files import (
     free_bytes,
     json_bytes,
     machine_error,
+    make_dirs,
     publish_dir,
     read_json,
     regular_size,
@@ -248,7 +249,7 @@ def _temporary(final: Path) -> Iterator[Path]:
     prefix = f"{TMP_PREFIX}{final.name}-"
     directory = final.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
+        make_dirs(final.parent)
         sweep_unfinished(final.parent, f"{final.name}-")
         directory.mkdir()
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)

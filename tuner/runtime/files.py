@@ -14,6 +14,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -76,6 +77,24 @@ def fsync_dir(path: Path) -> None:
         os.close(descriptor)
 
 
+def flush_tree(path: Path) -> None:
+    """Flush a directory and everything below it to the disk. Raises OSError."""
+    for directory, _, names in os.walk(path, topdown=False):
+        for name in names:
+            fsync_path(Path(directory) / name)
+        fsync_dir(Path(directory))
+
+
+def make_dirs(path: Path) -> None:
+    """Make a directory and its missing parents so that a power loss takes none of their names. Raises OSError."""
+    path.mkdir(parents=True, exist_ok=True)
+    device = path.stat().st_dev
+    for parent in path.absolute().parents:  # one that a killed process made may not be on the disk either
+        if parent.stat().st_dev != device or not os.access(parent, os.W_OK | os.R_OK):
+            break
+        fsync_dir(parent)
+
+
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
     """Write every byte of `data`, however often the system writes short. Raises OSError."""
     view = memoryview(data).cast("B")
@@ -109,10 +128,12 @@ def write_atomic(path: Path, data: bytes) -> None:
         write_new(tmp, data)
         os.rename(tmp, path)
         fsync_dir(path.parent)
-    except OSError as error:
-        raise machine_error(path, error, len(data)) from error
-    finally:
-        tmp.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            tmp.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise machine_error(path, error, len(data)) from error
+        raise
 
 
 def json_bytes(value: Any) -> bytes:
@@ -162,10 +183,7 @@ def publish_dir(tmp: Path, final: Path) -> None:
     if os.path.lexists(final):
         raise MachineError(f"{final}: exists already")
     try:
-        for directory, _, names in os.walk(tmp, topdown=False):
-            for name in names:
-                fsync_path(Path(directory) / name)
-            fsync_dir(Path(directory))
+        flush_tree(tmp)
         os.rename(tmp, final)
         fsync_dir(final.parent)
     except OSError as error:
@@ -197,26 +215,28 @@ def sweep(parent: Path) -> list[str]:
     Call it only while holding the lock under which they are made. Raises MachineError.
     """
     removed: list[str] = []
-    try:
-        entries = sorted(os.scandir(parent), key=lambda entry: entry.name)
-    except FileNotFoundError:
-        return removed
-    except OSError as error:
-        raise machine_error(parent, error) from error
-    for entry in entries:
-        if not entry.name.startswith((TMP_PREFIX, TRASH_PREFIX)):
-            continue
+    for path in unfinished(parent):
         try:
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
             else:
-                os.unlink(entry.path)
+                path.unlink()
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise machine_error(Path(entry.path), error) from error
-        removed.append(entry.name)
+            raise machine_error(path, error) from error
+        removed.append(path.name)
     return removed
+
+
+def unfinished(parent: Path) -> list[Path]:
+    """The `.tmp-*` and `.trash-*` directly in `parent`, sorted. Raises MachineError."""
+    try:
+        return sorted(path for path in parent.iterdir() if path.name.startswith((TMP_PREFIX, TRASH_PREFIX)))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise machine_error(parent, error) from error
 
 
 def file_entries(directory: Path, exclude: Collection[str] = (MANIFEST_NAME,)) -> dict[str, dict[str, Any]]:

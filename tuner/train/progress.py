@@ -68,6 +68,12 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def outcome(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the record says of a whole run by its last state: the best evaluation and, once it is finished, metrics."""
+    told = {"metrics": {key: state[key] for key in METRICS}} if state["finished"] else {}
+    return {"best": state["best"]} | told
+
+
 def run_tensors(assembly: Assembly) -> dict[str, Any]:
     """The tensors of a checkpoint by name: trained parameters and the optimizer's state."""
     learner = assembly.learner

@@ -1,6 +1,7 @@
 """Before a launch: what the run directory holds, whether the recipe belongs to it, and the prepared data."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,13 +13,14 @@ from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.data.building.prepare import find_prepared, prepare, prepared_path
 from tuner.data.building.request import PrepareRequest, prepare_request
 from tuner.data.prepared import PreparedData, open_prepared
-from tuner.errors import DataError, RecipeError
+from tuner.errors import DataError, MachineError, RecipeError
 from tuner.runtime.console import Console
+from tuner.runtime.lock import FileLock
 from tuner.train.changes import Changes, changes
 from tuner.train.methods import check_method
 from tuner.train.observers import Attach, check_observers
 from tuner.train.own_schedule import check_schedule
-from tuner.train.progress import METRICS
+from tuner.train.progress import METRICS, outcome
 from tuner.train.rundir import RunDir
 from tuner.train.trial import try_optimizer
 from tuner.train.watch import MakeWatch
@@ -90,6 +92,8 @@ def make_ready(loaded: LoadedRecipe, options: TrainOptions, console: Console) ->
         step = int(record["launches"][-1].get("step") or (found.step if found is not None else 0))
         console.say("finished", f"{run.path} is already trained: {step} steps")
         state = record.get("metrics") or ({"step": step} if found is None else found.state)
+        if not options.dry_run:
+            _close(run, record, found)
         return run_result(run, "finished", found, step, state)
     check_observers(recipe.hooks, recipe.logging)
     check_method(recipe.method)
@@ -206,6 +210,16 @@ def _chosen(path: Path, loaded: LoadedRecipe, options: TrainOptions, console: Co
 def _is_finished(record: dict[str, Any], found: CheckpointInfo | None) -> bool:
     """By its record, or by a final checkpoint whose launch was killed before it could write that down."""
     return record["status"] == "finished" or (found is not None and bool(found.state.get("finished")))
+
+
+def _close(run: RunDir, record: dict[str, Any], found: CheckpointInfo | None) -> None:
+    """Do what a launch that was killed behind its last save left undone, unless another process holds the run."""
+    if record["status"] == "finished" and not run.leftovers():
+        return
+    with suppress(MachineError), FileLock(run.path / "lock", wait=False):
+        run.sweep()
+        if record["status"] != "finished" and found is not None and run.read_record() == record:
+            run.close(record | outcome(found.state), found.step)
 
 
 def _data_dir(request: PrepareRequest, options: TrainOptions, console: Console) -> Path:

@@ -1,16 +1,19 @@
 """The run's append-only records: metrics.jsonl and samples.jsonl."""
 
-import os
+import io
 from pathlib import Path
 from typing import Any
 
 import jsonlines
 
-from tuner.runtime.files import fsync_path
+from tuner.runtime.files import fsync_dir, fsync_path, machine_error, write_atomic
 
 
 class Records:
-    """A JSONL file whose lines are buffered and written together; a no-op without a path (ranks other than 0)."""
+    """A JSONL file whose lines are buffered and written together; a no-op without a path (ranks other than 0).
+
+    What touches the disk raises MachineError.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -25,25 +28,33 @@ class Records:
         """Write what is buffered."""
         if self._path is None or not self._lines:
             return
-        with self._path.open("a", encoding="utf-8") as file, jsonlines.Writer(file) as writer:
-            writer.write_all(self._lines)
+        try:
+            with self._path.open("a", encoding="utf-8") as file, jsonlines.Writer(file) as writer:
+                writer.write_all(self._lines)
+        except OSError as error:
+            raise machine_error(self._path, error) from error
         self._lines.clear()
 
     def sync(self) -> None:
         """Wait until all that was flushed is on the disk, as before a checkpoint commits. Any thread may do so."""
-        if self._path is not None and self._path.exists():
+        if self._path is None or not self._path.exists():
+            return
+        try:
             fsync_path(self._path)
+            fsync_dir(self._path.parent)
+        except OSError as error:
+            raise machine_error(self._path, error) from error
 
     def cut_back(self, step: int) -> None:
         """Drop the lines after ``step``, and a last line cut short by a crash: they will be written again."""
         if self._path is None or not self._path.exists():
             return
-        with jsonlines.open(self._path) as reader:
-            kept = [line for line in reader.iter(type=dict, skip_invalid=True) if line["step"] <= step]
-        fresh = self._path.with_name(f".tmp-{self._path.name}")
-        with fresh.open("w", encoding="utf-8") as file:
-            with jsonlines.Writer(file) as writer:
-                writer.write_all(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(self._path)
+        try:
+            with jsonlines.open(self._path) as reader:
+                kept = [line for line in reader.iter(type=dict, skip_invalid=True) if line["step"] <= step]
+        except OSError as error:
+            raise machine_error(self._path, error) from error
+        text = io.StringIO()
+        with jsonlines.Writer(text) as writer:
+            writer.write_all(kept)
+        write_atomic(self._path, text.getvalue().encode())

@@ -15,7 +15,7 @@ from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import TIMES, Recipe
 from tuner.errors import MachineError, MemoryLimitError, RecipeError
 from tuner.runtime.console import Console
-from tuner.runtime.files import file_entries, sweep, write_json
+from tuner.runtime.files import file_entries, fsync_path, make_dirs, write_json
 from tuner.runtime.launch import Launch
 from tuner.runtime.lock import FileLock
 from tuner.runtime.memory import calm_collector
@@ -31,10 +31,10 @@ from tuner.train.meter import Meter
 from tuner.train.mock import mock_batch
 from tuner.train.observers import build_hooks
 from tuner.train.plan import steps_of
-from tuner.train.progress import METRICS, Progress, make_room, restore_position, run_tensors
+from tuner.train.progress import Progress, make_room, outcome, restore_position, run_tensors
 from tuner.train.ready import RunResult, TrainOptions, make_ready, require_recipe_of, run_result
 from tuner.train.records import Records
-from tuner.train.rundir import RunDir
+from tuner.train.rundir import MODEL_CONFIG, TOKENIZER, RunDir
 from tuner.train.session import STOP_FILE, Session
 from tuner.train.setup import Assembly, Resolved, Timetable, assemble, resolve, timetable
 from tuner.train.watch import NoWatch, Watch
@@ -121,7 +121,7 @@ def _run(
         raise
     finally:
         if launch.is_main:
-            record |= _outcome(progress, status)
+            record |= outcome(progress.as_state(status == "finished"))
             run.end(record, status, progress.step, why)
         session.hooks.tell("end", progress.step, progress.tokens, status=status)
     Ranks(gloo_group()).on_main(session.hooks.raise_error)
@@ -146,12 +146,6 @@ def _restore(session: Session, found: CheckpointInfo) -> None:
     session.console.say("resume", f"step {progress.step} of {total}{origin}; data and tokenizer are unchanged")
 
 
-def _outcome(progress: Progress, status: Status) -> dict[str, Any]:
-    """What the record says of the whole run: its best evaluation and, once it is finished, its metrics."""
-    state = progress.as_state(status == "finished")
-    return {"best": state["best"]} | ({"metrics": {key: state[key] for key in METRICS}} if status == "finished" else {})
-
-
 def _begin(
     run: RunDir,
     loaded: LoadedRecipe,
@@ -165,7 +159,7 @@ def _begin(
         raise MachineError(f"{run.path}: another launch used it meanwhile", hint="run the same command again")
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     run.logs.mkdir(exist_ok=True)
-    sweep(run.checkpoints)
+    run.sweep()
     resolved = assembly.resolved
     if found is None or record is None:
         # How long and on how many processes is each launch's own affair.
@@ -175,10 +169,11 @@ def _begin(
         }
         settled = resolved.recipe.model_copy(update=of_run)
         run.write_recipe(loaded.text, recipe_yaml(settled))
-        assembly.tokenizer.save(run.path / "tokenizer")
-        resolved.config.save_pretrained(run.path / "model_config")
+        assembly.tokenizer.save(run.path / TOKENIZER)
+        resolved.config.save_pretrained(run.path / MODEL_CONFIG)
+        fsync_path(run.path / MODEL_CONFIG / "config.json")
         # Its own save refuses settings that published models ship, such as a temperature without sampling.
-        write_json(run.path / "model_config" / "generation_config.json", resolved.generation.to_dict())
+        write_json(run.path / MODEL_CONFIG / "generation_config.json", resolved.generation.to_dict())
     facts = {
         "world_size": assembly.launch.world_size,
         "threads": torch.get_num_threads(),
@@ -219,7 +214,7 @@ def _session(
         progress=progress,
         run_dir=run.path,
         checkpoints=CheckpointDir(run.checkpoints, str(record["run_id"])),
-        meta=run_meta(assembly) | {"tokenizer_files": file_entries(run.path / "tokenizer") if main else {}},
+        meta=run_meta(assembly) | {"tokenizer_files": file_entries(run.path / TOKENIZER) if main else {}},
         metrics=Records(run.path / "metrics.jsonl" if main else None),
         samples=Records(run.path / "samples.jsonl" if main else None),
         console=console,
@@ -283,7 +278,7 @@ def _main_holds(lock: FileLock, run: RunDir, launch: Launch) -> Iterator[None]:
         yield
         return
     try:
-        run.path.mkdir(parents=True, exist_ok=True)
+        make_dirs(run.path)
     except OSError as error:
         raise MachineError(f"{run.path}: {error.strerror}", hint="choose an output_dir that can be written") from error
     with lock:

@@ -17,9 +17,13 @@ from tuner.history.record import (
     utc_now,
 )
 from tuner.runtime.environment import command_line, environment
-from tuner.runtime.files import write_atomic, write_json
+from tuner.runtime.files import sweep, unfinished, write_atomic, write_json
 from tuner.runtime.git import SourceTree, source_tree
 from tuner.runtime.versions import versions
+
+LAUNCHES = "launches"
+TOKENIZER = "tokenizer"
+MODEL_CONFIG = "model_config"
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,19 @@ class RunDir:
             )
         return read_record(self.path)
 
+    def sweep(self) -> None:
+        """Remove what killed launches left unfinished. Call it under the run's lock. Raises MachineError."""
+        for directory in self._written_to():
+            sweep(directory)
+
+    def leftovers(self) -> list[Path]:
+        """What `sweep` would remove."""
+        return [path for directory in self._written_to() for path in unfinished(directory)]
+
+    def _written_to(self) -> list[Path]:
+        launches = sorted((self.path / LAUNCHES).glob("*"))
+        return [self.path, self.checkpoints, self.path / TOKENIZER, self.path / MODEL_CONFIG, *launches]
+
     def begin(
         self, record: dict[str, Any] | None, launch_facts: Mapping[str, Any], work_dirs: Sequence[Path]
     ) -> dict[str, Any]:
@@ -98,6 +115,12 @@ class RunDir:
         }
         write_json(self.record, record)
 
+    def close(self, record: dict[str, Any], step: int) -> None:
+        """Write down that a run is finished whose newest launch was killed before it could."""
+        record["status"] = "finished"
+        record["launches"][-1] |= {"status": "finished", "step": step, "why": "killed behind its last save"}
+        write_json(self.record, record)
+
     def _keep_source(self, work_dirs: Sequence[Path], launch: int) -> dict[str, Any] | None:
         """The facts of the user's source tree, its diff kept beside them; None where there is none."""
         trees = (source_tree(directory) for directory in work_dirs)
@@ -106,7 +129,7 @@ class RunDir:
             return None
         kept: str | None = None
         if tree.diff:
-            kept = f"launches/{launch}/git.diff"
+            kept = f"{LAUNCHES}/{launch}/git.diff"
             (self.path / kept).parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self.path / kept, tree.diff)
         return {**tree.facts(), "diff": kept}

@@ -1,0 +1,224 @@
+"""Runs work in a forked child, counts every system call that changes files below a directory, and strikes at one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from tests.faults import notify
+from tests.faults.calls import RULES, SPACE, Call, memory, understand
+
+Kind = Literal["kill", "tear", "kill-one", "full", "error", "short"]
+PATIENCE_S = 120.0
+SILENT = ("/dev/", "/proc/", "/memfd:", "/sys/")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens at the `at`-th counted call (from 1), before it runs.
+
+    kill: every process of the child dies; tear: likewise, half of a write's bytes are written first; kill-one: the
+    process that made the call dies alone; full: the disk is full from here on; error: EIO, once; short: half a write.
+    """
+
+    at: int
+    kind: Kind
+
+
+@dataclass
+class Trace:
+    """What a child did: its counted calls in order, calls elsewhere, sockets and programs, and how it ended."""
+
+    calls: list[Call] = field(default_factory=list)
+    strays: list[Call] = field(default_factory=list)
+    others: list[Call] = field(default_factory=list)
+    struck_at: int = 0
+    """The counted call at which the fault struck first (from 1); 0 where it did not."""
+    code: int = 0
+    """Exit code, or minus the signal."""
+    output: str = ""
+    seconds: float = 0.0
+    hung: bool = False
+
+    @property
+    def struck(self) -> bool:
+        """Whether the fault struck."""
+        return self.struck_at > 0
+
+
+class Supervisor:
+    """The parent's side of one child."""
+
+    def __init__(self, root: Path, fault: Fault | None, record: bool) -> None:
+        self.root = str(root)
+        self.below = self.root + "/"
+        self.fault = fault
+        self.record = record
+        self.trace = Trace()
+        self.child = 0
+
+    def serve(self, listener: int) -> None:
+        """Answer every call until the last process below the child is gone."""
+        notify.hurry(listener)
+        poll = select.poll()
+        poll.register(listener, select.POLLIN)
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            ready = poll.poll(1000)
+            if time.monotonic() > deadline and not self.trace.hung:
+                self.trace.hung = True
+                self._kill()
+            if not ready:
+                continue
+            if ready[0][1] & select.POLLIN:
+                notice = notify.receive(listener)
+                if notice is not None:
+                    self._meet(listener, notice)
+            elif ready[0][1] & select.POLLHUP:
+                return
+
+    def _meet(self, listener: int, notice: notify.Notice) -> None:
+        try:
+            call = understand(notice, self.record)
+        except (OSError, ValueError):  # killed while it waited
+            notify.go_on(listener, notice)
+            return
+        if not (call.path == self.root or call.path.startswith(self.below) or call.other.startswith(self.below)):
+            self._note(call)
+            notify.go_on(listener, notice)
+            return
+        if call.kind == "close" and not call.flags & (os.O_WRONLY | os.O_RDWR):
+            notify.go_on(listener, notice)
+            return
+        self.trace.calls.append(call)
+        fault, count = self.fault, len(self.trace.calls)
+        if fault is None or count < fault.at:
+            notify.go_on(listener, notice)
+        elif fault.kind == "full":
+            refused = call.kind in SPACE or call.creates
+            if refused and not self.trace.struck:
+                self.trace.struck_at = count
+            self._error(listener, notice, errno.ENOSPC) if refused else notify.go_on(listener, notice)
+        elif count == fault.at:
+            self.trace.struck_at = count
+            self._strike(listener, notice, call, fault.kind)
+        elif fault.kind in ("kill", "tear"):
+            self.trace.calls.pop()  # another process of the child, on its way down
+            self._kill()
+        else:
+            notify.go_on(listener, notice)
+
+    def _strike(self, listener: int, notice: notify.Notice, call: Call, kind: Kind) -> None:
+        if kind == "kill":
+            self._kill()
+        elif kind == "tear":
+            self._half(notice, call)
+            self._kill()
+        elif kind == "kill-one":
+            os.kill(notify.process_of(notice.thread), signal.SIGKILL)
+        elif kind == "error":
+            self._error(listener, notice, errno.EIO)
+        elif call.kind == "write" and call.size > 1:
+            notify.answer(listener, notice, self._half(notice, call))
+        else:
+            self.trace.struck_at = 0
+            notify.go_on(listener, notice)
+
+    def _half(self, notice: notify.Notice, call: Call) -> int:
+        """Do half of a write in the child's place."""
+        data = call.data if call.data is not None else understand(notice, True).data
+        if call.kind != "write" or data is None:
+            return 0
+        descriptor = notify.borrow(notice.thread, notice.arguments[0] & 0xFFFFFFFF)
+        try:
+            half = data[: len(data) // 2]
+            if call.name.startswith("pwrite"):
+                return os.pwrite(descriptor, half, notice.arguments[3])
+            return os.write(descriptor, half)
+        finally:
+            os.close(descriptor)
+
+    def _error(self, listener: int, notice: notify.Notice, code: int) -> None:
+        notify.answer(listener, notice, error=code)
+
+    def _note(self, call: Call) -> None:
+        if call.kind in ("socket", "program") or call.name == "io_uring_setup":
+            self.trace.others.append(call)
+        elif call.path.startswith("/") and not (call.path.startswith(SILENT) or call.path.endswith(" (deleted)")):
+            changes = call.creates if call.kind == "open" else call.kind not in ("close", "flush", "map", "none")
+            if changes:
+                self.trace.strays.append(call)
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.child, signal.SIGKILL)
+
+
+def supervise(work: Callable[[], int], root: Path, fault: Fault | None = None, record: bool = False) -> Trace:
+    """Run `work` in a child whose working directory is `root`; its result is the child's exit code.
+
+    Returns what it did below `root`; with `record`, every written byte too.
+    """
+    ours, theirs = socket.socketpair()
+    output = os.memfd_create("output")
+    supervisor = Supervisor(root, fault, record)
+    started = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        ours.close()
+        _be_the_child(work, root, theirs, output)
+    theirs.close()
+    supervisor.child = child
+    try:
+        _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
+        ours.send(b".")
+        if descriptors:
+            supervisor.serve(descriptors[0])
+            os.close(descriptors[0])
+        _, status = os.waitpid(child, 0)
+    finally:
+        ours.close()
+    trace = supervisor.trace
+    trace.code = os.waitstatus_to_exitcode(status)
+    trace.seconds = time.monotonic() - started
+    os.lseek(output, 0, os.SEEK_SET)
+    with os.fdopen(output, "rb") as file:
+        trace.output = file.read().decode(errors="replace")
+    return trace
+
+
+def _be_the_child(work: Callable[[], int], root: Path, parent: socket.socket, output: int) -> None:
+    code = 1
+    try:
+        os.setsid()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        os.chdir(root)
+        listener = notify.install(RULES)
+        socket.send_fds(parent, [b"."], [listener])
+        parent.recv(1)
+        os.close(listener)
+        parent.close()
+        code = work()
+    except BaseException:  # noqa: BLE001 - told by the exit code
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+__all__ = ["Fault", "Kind", "Supervisor", "Trace", "memory", "supervise"]

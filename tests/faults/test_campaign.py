@@ -1,0 +1,69 @@
+"""A sample of what tools/fault_campaign.py does in full: whole commands, struck anywhere, finished and compared."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.bench import Bench, environment, label, phase, scratch
+from tests.faults.trials import (
+    compound_points,
+    error_points,
+    error_trial,
+    kill_points,
+    kill_trial,
+    power_points,
+    power_trial,
+)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    environment()
+    with scratch() as directory:
+        made = Bench(directory, "lora")
+        made.set_up()
+        yield made
+
+
+def test_killed_in_every_phase(bench: Bench) -> None:
+    """One point of each phase of each job, at random."""
+    rng = random.Random(0)
+    points = list(kill_points([bench]))
+    rng.shuffle(points)
+    chosen = {(point.job, phase(bench.traces[point.job].calls[point.faults[0].at - 1])): point for point in points}
+    assert {job for job, _ in chosen} == {"prepare", "train", "resume", "export"}
+    assert {name for _, name in chosen} == {"prepare", "save", "prune", "export", "records", "run"}
+    for point in chosen.values():
+        verdict = kill_trial(bench, point)
+        assert verdict.struck == 1
+        assert verdict.problems == [], json.dumps(verdict.as_json())
+
+
+def test_killed_again_in_the_recovery(bench: Bench) -> None:
+    for point in compound_points([bench], 4, seed=3):
+        verdict = kill_trial(bench, point)
+        assert verdict.problems == [], json.dumps(verdict.as_json())
+
+
+def test_power_is_lost(bench: Bench) -> None:
+    for point in power_points([bench], 8, seed=1):
+        verdict = power_trial(bench, point)
+        assert verdict.problems == [], json.dumps(verdict.as_json())
+
+
+def test_calls_fail(bench: Bench) -> None:
+    points = list(error_points([bench]))
+    for point in random.Random(4).sample(points, 8):
+        verdict = error_trial(bench, point)
+        assert verdict.problems == [], json.dumps(verdict.as_json())
+
+
+def test_there_are_hundreds_of_distinct_points(bench: Bench) -> None:
+    names = {
+        (job, phase(call), label(call, bench.root)) for job, trace in bench.traces.items() for call in trace.calls
+    }
+    assert len(names) > 200

@@ -1,0 +1,149 @@
+"""Strike tuner at its system calls, and hold what is left, and what it ends in, against unbroken work.
+
+    python tools/fault_campaign.py kills                        every call of every job, before it and in mid-write
+    python tools/fault_campaign.py compound --count 1000        killed again, once or twice, while it recovers
+    python tools/fault_campaign.py power --count 1000           states that a disk may hold after a power loss
+    python tools/fault_campaign.py errors                       a full disk, EIO and short writes at every call
+    python tools/fault_campaign.py kills --point 1234           one trial again, with what it found
+
+The jobs are whole commands on a tiny model: prepare-data, train (with saves, evaluations and pruning), resume of a run
+that was killed before, and export-hf. They run in children of one process that has imported everything; the kernel's
+filter (seccomp) tells of their calls, whatever language, thread or process makes them. After each trial nothing
+half-made may look whole, no committed step may be lost, and the same command again must end in the same tensors
+(SHA-256), log, samples and order of rows as unbroken work, with nothing left over. Prints one line of JSON for a trial
+that failed, and the figures at the end; exits with 1 when a trial failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.faults.bench import CASES, Bench, environment, label, phase, scratch  # noqa: E402
+from tests.faults.notify import unavailable  # noqa: E402
+from tests.faults.trials import (  # noqa: E402
+    AnyPoint,
+    Verdict,
+    compound_points,
+    error_points,
+    error_trial,
+    kill_points,
+    kill_trial,
+    power_points,
+    power_trial,
+)
+
+Trial = Callable[[Bench, Any], Verdict]
+PARTS: dict[str, Trial] = {
+    "kills": kill_trial,
+    "compound": kill_trial,
+    "power": power_trial,
+    "errors": error_trial,
+}
+
+
+def points_of(part: str, benches: Sequence[Bench], options: argparse.Namespace) -> list[AnyPoint]:
+    """The points of a part of the campaign, numbered."""
+    if part == "kills":
+        return list(kill_points(benches, options.jobs))
+    if part == "errors":
+        return list(error_points(benches, options.jobs))
+    make = compound_points if part == "compound" else power_points
+    return list(make(benches, options.count, options.seed))
+
+
+def chosen(points: list[AnyPoint], options: argparse.Namespace) -> Iterator[AnyPoint]:
+    """One point, or the first `--count` in an order of the seed's."""
+    if options.point is not None:
+        return iter([points[options.point]])
+    random.Random(options.seed).shuffle(points)
+    return iter(points[: options.count])
+
+
+def figures(part: str, verdicts: Sequence[Verdict], benches: dict[str, Bench], seconds: float) -> dict[str, Any]:
+    """What the campaign showed."""
+    calls = [(case, job, call) for case, b in benches.items() for job, t in b.traces.items() for call in t.calls]
+    distinct = {(job, phase(call), label(call, benches[case].root)) for case, job, call in calls}
+    problems = [problem for verdict in verdicts for problem in verdict.problems]
+    return {
+        "part": part,
+        "trials": len(verdicts),
+        "failed": sum(bool(verdict.problems) for verdict in verdicts),
+        "struck": sum(verdict.struck for verdict in verdicts),
+        "calls_of_unbroken_work": len(calls),
+        "distinct_call_file_phase": len(distinct),
+        "struck_call_file_phase": len({(v.point.job, where) for v in verdicts for where in v.where}),
+        "by_phase": dict(Counter(where.partition(":")[0] for v in verdicts for where in v.where)),
+        "by_job": dict(Counter(verdict.point.job for verdict in verdicts)),
+        "torn_loads": sum(problem.startswith(("half made", "step-")) for problem in problems),
+        "lost_steps": sum(verdict.lost_steps for verdict in verdicts),
+        "ms_median": round(statistics.median(verdict.ms for verdict in verdicts)),
+        "seconds": round(seconds),
+    }
+
+
+def main() -> int:
+    """Run one part of the campaign."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("--count", type=int, help="trials; all points without it, where they can be counted")
+    parser.add_argument("--point", type=int, help="the number of one point to try again")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--jobs", nargs="+", default=[], help="of prepare, train, resume and export")
+    parser.add_argument("--beside", action="store_true", help="save beside training (checkpoint.async_save)")
+    parser.add_argument("--list", action="store_true", help="print the distinct points: job, phase, call and file")
+    options = parser.parse_args()
+    if unavailable():
+        parser.error(unavailable())
+    if options.part in ("compound", "power") and options.count is None:
+        options.count = 1000
+    environment()
+    with scratch() as directory:
+        benches = {case: Bench(directory / case, case, options.beside) for case in options.cases}
+        for bench in benches.values():
+            bench.directory.mkdir()
+            bench.set_up()
+        if options.list:
+            print_points(benches)
+            return 0
+        started, verdicts = time.monotonic(), []
+        for point in chosen(points_of(options.part, list(benches.values()), options), options):
+            verdict = PARTS[options.part](benches[point.case], point)
+            verdicts.append(verdict)
+            if verdict.problems or options.point is not None:
+                print(json.dumps(verdict.as_json()), flush=True)
+            if len(verdicts) % 100 == 0:
+                print(f"{len(verdicts)} trials, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+        found = figures(options.part, verdicts, benches, time.monotonic() - started)
+    settings = {"seed": options.seed, "cases": options.cases, "beside": options.beside}
+    print(json.dumps(found | settings), flush=True)
+    return 1 if found["failed"] else 0
+
+
+def print_points(benches: dict[str, Bench]) -> None:
+    """Each distinct point of unbroken work, and how often its call is made."""
+    counts: Counter[str] = Counter()
+    for bench in benches.values():
+        for job, trace in bench.traces.items():
+            counts.update(f"{job} {phase(call)}: {label(call, bench.root)}" for call in trace.calls)
+    for name, count in sorted(counts.items()):
+        print(f"{count:5} {name}")
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # libraries that were imported for the children complain about being left unused
