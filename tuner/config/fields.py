@@ -16,6 +16,7 @@ from tuner.config.section import Section
 
 SOURCES = "a path, a list of paths or of {path, format, columns, weight, count}"
 LISTS = {
+    "tokenizer.add_tokens": "a list of texts or of {token, special}",
     "data.train": SOURCES,
     "data.eval": f"{SOURCES}, 2%, 200 documents or null",
     "optimizer.groups": "a list of {match, lr, weight_decay}",

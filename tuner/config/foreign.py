@@ -20,6 +20,10 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "model.kernels": ("use_liger_kernel", "use_liger", "liger_kernel", "enable_liger_kernel", "liger_rope"),
     "tokenizer.name_or_path": ("tokenizer_config", "tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"),
     "tokenizer.chat_template": ("chat_template_path", "chat_template_jinja", "template", "custom_template"),
+    "tokenizer.add_tokens": (
+        "add_special_tokens", "additional_special_tokens", "new_special_tokens", "special_tokens", "tokens",
+        "extra_special_tokens", "added_tokens", "resize_vocab", "resize_token_embeddings",
+    ),
     "tokenizer.special_tokens_in_text": (
         "split_special_tokens", "parse_special_tokens", "encode_special_tokens", "allowed_special",
     ),

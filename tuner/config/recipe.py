@@ -58,6 +58,26 @@ class ModelSection(Section):
     """Parameters not trained in full fine-tuning: names or globs, e.g. [embed_tokens, model.layers.0]."""
 
 
+class AddedToken(Section):
+    """A piece of text that the tokenizer takes for one token from now on."""
+
+    token: Annotated[str, Text(kind="the token's text", pattern=r"(?s)(?=.*\S).+")]
+    """Text of the token, wherever it stands (required)."""
+    special: Bool = False
+    """A control token: it may end a turn, generation leaves it out of the text, and users' text cannot hold it."""
+
+
+def read_tokens(value: Any) -> Any:
+    """Turn a list of texts and mappings into a list of mappings, no token of which comes twice."""
+    if not isinstance(value, (list, tuple)):
+        raise refuse(f"got {shown(value)}; allowed: a list of texts or of {{token, special}}")
+    items = [{"token": item} if isinstance(item, str) else item for item in value]
+    texts = [item.get("token") if isinstance(item, dict) else getattr(item, "token", None) for item in items]
+    if twice := [text for number, text in enumerate(texts) if text is not None and text in texts[:number]]:
+        raise refuse(f"got {twice[0]!r} twice")
+    return items
+
+
 class TokenizerSection(Section):
     """The tokenizer and its chat template."""
 
@@ -65,6 +85,8 @@ class TokenizerSection(Section):
     """Tokenizer to use; null takes the model's own, byte the built-in UTF-8 bytes."""
     chat_template: Annotated[str | None, Text(null=True, kind="the path of a jinja file")] = None
     """Path of a jinja file; null takes the tokenizer's own template."""
+    add_tokens: Annotated[tuple[AddedToken, ...], BeforeValidator(read_tokens, json_schema_input_type=Any)] = ()
+    """New tokens: texts, or {token, special} each. The embeddings grow by their rows, which are trained."""
     special_tokens_in_text: Annotated[Literal["refuse", "escape"], Choice(values=("refuse", "escape"))] = "refuse"
     """Control tokens written out in a row's text: the row is bad, or they are encoded as plain text; both counted."""
 
@@ -438,6 +460,7 @@ UNIONS: dict[str, dict[str, type[Section]]] = {
 }
 """Sections with a choice: the first kind is the default."""
 ITEMS: dict[str, type[Section]] = {
+    "tokenizer.add_tokens": AddedToken,
     "data.train": DataSource,
     "data.eval": DataSource,
     "optimizer.groups": ParameterGroup,

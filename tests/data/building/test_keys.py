@@ -23,7 +23,10 @@ CHANGED: dict[str, dict[str, Any]] = {
         "shuffle": False, "on_bad_row": "skip", "workers": 2, "cache_dir": "elsewhere",
     },
     "DataSource": {"path": None, "format": "messages", "columns": {"messages": "messages"}, "weight": 2.0, "count": 30},
-    "TokenizerSection": {"name_or_path": None, "chat_template": None, "special_tokens_in_text": "escape"},
+    "TokenizerSection": {
+        "name_or_path": None, "chat_template": None, "add_tokens": None, "special_tokens_in_text": "escape",
+    },
+    "AddedToken": {"token": None, "special": None},
     "SftMethod": {"kind": "pretrain", "train_on": "all"},
     "PretrainMethod": {"kind": None},
 }  # fmt: skip

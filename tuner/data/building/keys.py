@@ -41,8 +41,10 @@ FIELDS: dict[str, dict[str, Part]] = {
     "TokenizerSection": {
         "name_or_path": "content",
         "chat_template": "content",
+        "add_tokens": "content",
         "special_tokens_in_text": "documents",
     },
+    "AddedToken": {"token": "content", "special": "content"},
     "SftMethod": {"kind": "documents", "train_on": "documents"},
     "PretrainMethod": {"kind": "documents"},
 }

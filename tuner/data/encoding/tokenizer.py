@@ -51,13 +51,15 @@ class TextTokenizer:
         chat_template: str | None = None,
         model_eos_ids: Sequence[int] = (),
         now: datetime | None = None,
+        new_ids: range = range(0),
     ) -> None:
         """Build from a tokenizer directory's files by name.
 
         `chat_template` replaces the directory's own; `model_eos_ids` are further ids that end a turn, `now` the
-        time that a template is told. DataError.
+        time that a template is told, `new_ids` those of tokens that the recipe added to the files. DataError.
         """
         self._files = dict(files)
+        self.new_ids = new_ids
         config = parse_json(files, "tokenizer_config.json")
         self.special_tokens = _special_tokens(config, parse_json(files, "special_tokens_map.json"))
         if chat_template is not None:
@@ -73,7 +75,7 @@ class TextTokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Workers get the tokenizer once, at their start; the template in use is among the files.
-        return TextTokenizer, (self._files, None, self._model_eos_ids, self._now)
+        return TextTokenizer, (self._files, None, self._model_eos_ids, self._now, self.new_ids)
 
     @cached_property
     def text_prefix(self) -> list[int]:

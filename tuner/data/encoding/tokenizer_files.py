@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tuner.data.encoding.added import with_tokens
 from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
 from tuner.data.encoding.template import TEMPLATE_FILE, TOOL_TEMPLATE_FILE
 from tuner.data.encoding.tokenizer import TextTokenizer, parse_json
@@ -46,11 +47,15 @@ def load_tokenizer(model_path: str, revision: str | None, tokenizer: "TokenizerS
             template = Path(tokenizer.chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"tokenizer.chat_template: {error}") from error
+    ends: list[int] = []
     if tokenizer.name_or_path == "byte":
-        return TextTokenizer(byte_tokenizer_files(), template)
-    own = tokenizer.name_or_path is not None and str(tokenizer.name_or_path) != model_path
-    directory = tokenizer_directory(str(tokenizer.name_or_path) if own else model_path, None if own else revision)
-    return TextTokenizer(_read_files(directory), template, _model_eos_ids(directory))
+        files = byte_tokenizer_files()
+    else:
+        own = tokenizer.name_or_path is not None and str(tokenizer.name_or_path) != model_path
+        directory = tokenizer_directory(str(tokenizer.name_or_path) if own else model_path, None if own else revision)
+        files, ends = _read_files(directory), _model_eos_ids(directory)
+    files, new_ids = with_tokens(files, tokenizer.add_tokens)
+    return TextTokenizer(files, template, ends, new_ids=new_ids)
 
 
 def tokenizer_directory(name_or_path: str, revision: str | None) -> Path:

@@ -1,0 +1,60 @@
+"""New tokens in a tokenizer's files: appended to its vocabulary, and loaded by transformers like those it had."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer
+
+from tuner.errors import DataError, RecipeError
+
+if TYPE_CHECKING:
+    from tuner.config.recipe import AddedToken
+
+_EXTRA = ("additional_special_tokens", "extra_special_tokens")
+_FACTS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+def with_tokens(files: Mapping[str, bytes], tokens: "Sequence[AddedToken]") -> tuple[dict[str, bytes], range]:
+    """A tokenizer directory's files with these tokens, and their ids, which follow on the largest there was.
+
+    They are found in a text as it is, before anything else is made of it. Raises RecipeError for a token that the
+    tokenizer has.
+    """
+    if not tokens:
+        return dict(files), range(0)
+    try:
+        before = Tokenizer.from_str(files["tokenizer.json"].decode())
+        spec, config = _object(files, "tokenizer.json"), _object(files, "tokenizer_config.json")
+    except Exception as error:  # tokenizers raises bare Exception
+        raise DataError(f"tokenizer.json: {error}") from error
+    first = 1 + max(before.get_vocab(with_added_tokens=True).values(), default=-1)
+    for number, wish in enumerate(tokens):
+        if (there := before.token_to_id(wish.token)) is not None:
+            raise RecipeError(
+                f"tokenizer.add_tokens: {wish.token!r} is a token of the tokenizer already (id {there})",
+                hint="remove it from the list",
+            )
+        facts = {"content": wish.token, **_FACTS, "special": wish.special}
+        spec.setdefault("added_tokens", []).append({"id": first + number, **facts})
+        if "added_tokens_decoder" in config:  # some of transformers' classes read added tokens from there alone
+            config["added_tokens_decoder"][str(first + number)] = facts
+    if special := [wish.token for wish in tokens if wish.special]:
+        key = next((name for name in _EXTRA if isinstance(config.get(name), list)), _EXTRA[1])
+        config[key] = [*config.get(key, []), *special]
+    changed = {"tokenizer.json": _bytes(spec), "tokenizer_config.json": _bytes(config)}
+    after = Tokenizer.from_str(changed["tokenizer.json"].decode())
+    if [after.token_to_id(wish.token) for wish in tokens] != list(range(first, first + len(tokens))):
+        raise DataError("tokenizer.add_tokens: there are gaps in the tokenizer's ids, so that it cannot be added to")
+    return {**files, **changed}, range(first, first + len(tokens))
+
+
+def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    value = json.loads(files.get(name, b"{}"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: not an object")
+    return value
+
+
+def _bytes(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()
