@@ -36,9 +36,9 @@ def write_base(directory: Path, kind: str, dtype: torch.dtype = torch.float32) -
     return directory
 
 
-def write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path, size: int = VOCAB) -> None:
     names = ["<pad>", "<s>", "</s>", "<|end|>", "assistant", "user"]
-    words = names + [f"w{i}" for i in range(len(names), VOCAB)]
+    words = names + [f"w{i}" for i in range(len(names), size)]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(
@@ -140,14 +140,14 @@ def checkpoint_facts(
     }
 
 
-def recorded_probe(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The probes of a checkpoint: the model's answers to `PROMPTS`."""
-    lengths = [len(prompt) for prompt in PROMPTS]
-    ids = torch.zeros(len(PROMPTS), max(lengths), dtype=torch.int64)
-    for row, prompt in zip(ids, PROMPTS, strict=True):
+def recorded_probe(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS) -> dict[str, torch.Tensor]:
+    """The probes of a checkpoint: the model's answers to these prompts."""
+    lengths = [len(prompt) for prompt in prompts]
+    ids = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+    for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
     frozen = {p: p.dtype for p in model.parameters()}
     for parameter in frozen:
         parameter.data = parameter.data.float()
-    logits = last_logits(model, PROMPTS)
+    logits = last_logits(model, prompts)
     return {"input_ids": ids, "lengths": torch.tensor(lengths), "logits": logits}

@@ -72,9 +72,9 @@ def card(source: Source, facts: Mapping[str, Any], is_adapter: bool) -> str:
     front += ["tags:", "- tuner", "---", ""]
     rows = [(key, value) for key, value in _facts(source, facts, base) if value is not None]
     table = ["| | |", "|---|---|", *(f"| {key} | {_one_line(str(value))} |" for key, value in rows)]
-    return "\n".join(
-        [*front, f"# {title}", "", *table, "", *_usage(is_adapter), "", *_course(facts["metrics"]), *_settings(facts)]
-    )
+    size = source.model["config"].get("vocab_size") if source.new_ids else None
+    usage, course = _usage(is_adapter, size), _course(facts["metrics"])
+    return "\n".join([*front, f"# {title}", "", *table, "", *usage, "", *course, *_settings(facts)])
 
 
 def _course(metrics: Mapping[str, list[Mapping[str, Any]]]) -> list[str]:
@@ -123,6 +123,7 @@ def _facts(source: Source, facts: Mapping[str, Any], base: str | None) -> list[t
         ("data key", from_source["data_key"]),
         *((f"{split} data", _counts(counts)) for split, counts in facts["data"].items()),
         ("tokens seen", f"{tokens:,}" if isinstance(tokens, int) else None),
+        ("new tokens", len(source.new_ids) or None),
         ("weights", export["dtype"]),
         ("trained with", f"tuner {facts['versions']['tuner']}"),
     ]
@@ -144,10 +145,12 @@ def _adapter_text(source: Source, mode: str) -> str | None:
     return f"{name}, r {adapter.get('r')}, alpha {adapter.get('alpha'):g}{scale}{full}, {how}"
 
 
-def _usage(is_adapter: bool) -> list[str]:
+def _usage(is_adapter: bool, vocabulary: int | None) -> list[str]:
+    """How to load it; an adapter with new tokens needs a base model with room for this vocabulary."""
     lines = ["```python", "from transformers import AutoModelForCausalLM, AutoTokenizer"]
     if is_adapter:
         lines += ["from peft import PeftModel", "", "base = AutoModelForCausalLM.from_pretrained(BASE_MODEL)"]
+        lines += [] if vocabulary is None else [f"base.resize_token_embeddings({vocabulary})"]
         lines += ["model = PeftModel.from_pretrained(base, DIRECTORY)"]
     else:
         lines += ["", "model = AutoModelForCausalLM.from_pretrained(DIRECTORY)"]

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from tuner.errors import DataError
 from tuner.export.base import published_rows
 from tuner.export.published import Published, assembled, state_names
-from tuner.export.rows import FileRows, HeldRows, OpenFiles, RoundedRows, Rows, blocks, read_all
+from tuner.export.rows import FileRows, GrownRows, HeldRows, OpenFiles, RoundedRows, Rows, blocks, read_all
 from tuner.export.source import Source
 from tuner.export.weights import base_model, frozen_dtype, some
 from tuner.model.freeze import hash_of_frozen
@@ -27,7 +27,7 @@ class Frozen:
 
     def __init__(self, source: Source, plain: PreTrainedModel, files: OpenFiles, entries: Sequence[Published]) -> None:
         """Find them; none is read. Raises DataError for files that are damaged or absent."""
-        self._plain, self._dtype = plain, frozen_dtype(source)
+        self._plain, self._dtype, self._new_ids = plain, frozen_dtype(source), source.new_ids
         self._files: Mapping[str, FileRows] = {}
         self._held: Mapping[str, torch.Tensor] = {}
         if not entries:
@@ -74,7 +74,9 @@ class Frozen:
         return rows.dtype, rows.shape, digest.hexdigest()
 
     def _part(self, target: str, shape: tuple[int, ...]) -> Rows:
-        rows = self._files[target]
+        rows: Rows = self._files[target]
+        if shape[1:] == rows.shape[1:] and self._new_ids.start <= rows.shape[0] < shape[0] == self._new_ids.stop:
+            rows = GrownRows(rows, shape[0])
         if rows.shape != shape:
             raise DataError(f"the base model's {target} has shape {list(rows.shape)}, the model has {list(shape)}")
         return RoundedRows(rows, self._dtype) if rows.dtype.is_floating_point else rows

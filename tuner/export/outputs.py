@@ -21,17 +21,18 @@ from tuner.export.rows import (
     Conversion,
     ConvertedRows,
     OpenFiles,
+    ReplacedRows,
     RoundedRows,
     Rows,
     read_all,
 )
 from tuner.export.shards import Output
 from tuner.export.source import MODEL_PREFIX, Source
-from tuner.export.weights import lora_spec, read_config, some
+from tuner.export.weights import choice_of, lora_spec, read_config, some
 from tuner.export.write import peft_name, saved_twin
-from tuner.model.adapter import ADAPTER, add_lora, lora_layers
+from tuner.model.adapter import ADAPTER, lora_layers
 from tuner.model.build import build_skeleton
-from tuner.model.freeze import freeze
+from tuner.model.tokens import new_rows
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,10 @@ def trained_skeleton(source: Source) -> Trained:
 
     Raises DataError where the checkpoint lacks a trained tensor, holds another, or one of another shape.
     """
-    config = read_config(source)
+    config, choice = read_config(source), choice_of(source)
     plain = build_skeleton(config, torch.float32)
-    adapted = plain
-    if source.adapter is not None:
-        adapted = build_skeleton(config, torch.float32)
-        add_lora(adapted, lora_spec(source.adapter), seed=0)
-    elif frozen := source.recipe.get("model", {}).get("freeze"):
-        adapted = build_skeleton(config, torch.float32)
-        freeze(adapted, frozen)
+    adapted = plain if choice.is_all else build_skeleton(config, torch.float32)
+    choice.apply(adapted, seed=0)
     wanted = {name: tuple(p.shape) for name, p in adapted.named_parameters() if p.requires_grad}
     index = source.checkpoint.index()
     held = {key.removeprefix(MODEL_PREFIX): entry for key, entry in index.items() if key.startswith(MODEL_PREFIX)}
@@ -81,6 +77,8 @@ class Values:
         self._source, self._trained, self._files = source, trained, files
         self._index: Index = source.checkpoint.index()
         self._adapters: Mapping[str, Callable[[], LowRank]] = {}
+        self._own = {name.replace(".base_layer.", "."): name for name in trained.names}
+        self._new_rows = {f"{name}.weight": f"{name}.new_rows" for name in new_rows(trained.adapted)}
 
     def merged(self, dtype: torch.dtype) -> list[Output]:
         """Every published tensor of the plain model, floating ones in ``dtype``.
@@ -89,7 +87,7 @@ class Values:
         """
         self._adapters = self._low_rank()
         entries = published(self._trained.plain)
-        left = [entry for entry in entries if entry.name not in self._trained.names]
+        left = [entry for entry in entries if entry.name not in self._own]
         frozen = Frozen(self._source, self._trained.plain, self._files, left)
         return [output for entry in entries for output in self._of(entry, frozen, dtype)]
 
@@ -106,12 +104,14 @@ class Values:
         return CheckpointRows(self._files, self._source.checkpoint.path, key, self._index[key])
 
     def _of(self, entry: Published, frozen: Frozen, dtype: torch.dtype) -> Iterable[Output]:
-        trained = entry.name in self._trained.names
-        rows = self.checkpoint(entry.name) if trained else frozen.rows(entry)
+        own = self._own.get(entry.name)
+        rows = frozen.rows(entry) if own is None else self.checkpoint(own)
         if entry.is_itself and rows is not None:
             [target] = entry.targets
             if entry.name in self._adapters:
                 rows = MergedRows(rows, self._adapters[entry.name])
+            if entry.name in self._new_rows:
+                rows = ReplacedRows(rows, self.checkpoint(self._new_rows[entry.name]), self._source.new_ids.start)
             return [Output(target, _written(rows, dtype), rows)]
         if entry.name in self._adapters:
             raise RecipeError(

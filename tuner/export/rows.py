@@ -225,6 +225,39 @@ class RoundedRows:
         return self.rows.read(start, stop).to(self.dtype)
 
 
+class GrownRows:
+    """A tensor with rows of zeros appended, as training appended them to what it left as it was."""
+
+    def __init__(self, rows: Rows, count: int) -> None:
+        self.shape, self.dtype = (count, *rows.shape[1:]), rows.dtype
+        self._rows = rows
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """See `Rows`."""
+        there = n_rows(self._rows.shape)
+        parts = [self._rows.read(start, min(stop, there))] if start < there else []
+        empty = torch.zeros((stop - max(start, there), *self.shape[1:]), dtype=self.dtype) if stop > there else None
+        return torch.cat(parts if empty is None else [*parts, empty])
+
+
+class ReplacedRows:
+    """A tensor whose rows from ``first`` on are another tensor's, in the wider of both types."""
+
+    def __init__(self, rows: Rows, others: Rows, first: int) -> None:
+        self.shape, self.dtype = rows.shape, torch.promote_types(rows.dtype, others.dtype)
+        self._rows, self._others = rows, others
+        self._first, self._last = first, first + n_rows(others.shape)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """See `Rows`."""
+        block = self._rows.read(start, stop).to(self.dtype)
+        first, last = max(start, self._first), min(stop, self._last)
+        if first >= last:
+            return block
+        others = self._others.read(first - self._first, last - self._first).to(self.dtype)
+        return torch.cat([block[: first - start], others, block[last - start :]])
+
+
 class Conversion:
     """One tensor of the model that the published files hold as several, or in another layout."""
 

@@ -62,6 +62,12 @@ class Source:
         return adapter
 
     @property
+    def new_ids(self) -> range:
+        """Ids of the tokens that the run added to the base model's."""
+        start, stop = self.model.get("new_ids") or (0, 0)
+        return range(start, stop)
+
+    @property
     def hub_name(self) -> str | None:
         """The base model's hub name, or None where it was a local directory or nothing."""
         if self.model.get("init") == "random":

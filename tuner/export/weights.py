@@ -14,10 +14,12 @@ from transformers.initialization import no_init_weights
 
 from tuner.checkpoint.load import read_tensors
 from tuner.errors import DataError
+from tuner.export.published import state_names
 from tuner.export.source import MODEL_CONFIG, MODEL_PREFIX, Source
-from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.freeze import freeze
+from tuner.model.choice import Choice
+from tuner.model.tokens import grow
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -35,21 +37,22 @@ def load_trained(source: Source) -> TrainedModel:
 
     Raises DataError where a trained parameter is missing, unexpected or of another shape.
     """
-    config = read_config(source)
-    if source.adapter is None:
-        model = plain_model(config)
-        frozen = source.recipe.get("model", {}).get("freeze") or []
-        if frozen or any(True for _ in _persistent_buffers(model)):
+    choice = choice_of(source)
+    if choice.lora is not None:
+        model = base_model(source)
+    else:
+        model = plain_model(read_config(source))
+        if choice.frozen or any(True for _ in _persistent_buffers(model)):
             _copy_base(model, base_model(source))
-        if frozen:
-            freeze(model, frozen)
-        _fill(source, _trained(model))
-        return TrainedModel(model, None)
-    lora = lora_spec(source.adapter)
-    model = base_model(source)
-    add_lora(model, lora, seed=0)
+    choice.apply(model, seed=0)
     _fill(source, _trained(model))
-    return TrainedModel(_widened(model), lora)
+    return TrainedModel(_widened(model), choice.lora)
+
+
+def choice_of(source: Source) -> Choice:
+    """Which parameters the run trained."""
+    lora = None if source.adapter is None else lora_spec(source.adapter)
+    return Choice(lora, source.recipe.get("model", {}).get("freeze") or (), source.new_ids)
 
 
 def read_config(source: Source) -> PretrainedConfig:
@@ -104,8 +107,12 @@ def plain_base(source: Source) -> PreTrainedModel:
     facts = source.model
     if facts.get("init") != "random" and not source.recipe.get("model", {}).get("config"):
         base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            facts["name_or_path"], revision=facts.get("revision"), dtype=frozen_dtype(source), use_safetensors=True
+            facts["name_or_path"], revision=facts.get("revision"), dtype=torch.float32, use_safetensors=True
         )
+        for tensor in state_names(base).values():  # what it computes itself (Gemma's scale) is not rounded
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(frozen_dtype(source))
+        grow(base, read_config(source).get_text_config().vocab_size)
         return _widened(base)
     plain = plain_model(read_config(source))
     _copy_base(plain, base_model(source))
@@ -120,6 +127,7 @@ def base_model(source: Source) -> PreTrainedModel:
         revision=facts.get("revision"),
         random_init=facts.get("init") == "random",
         config_overrides=source.recipe.get("model", {}).get("config", {}),
+        new_ids=source.new_ids,
     )
     return build_model(spec, frozen_dtype(source), int(source.recipe.get("seed", 42)))
 

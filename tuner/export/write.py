@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from tuner.errors import DataError
+from tuner.errors import DataError, RecipeError
 from tuner.export.source import MODEL_CONFIG, TOKENIZER, Source
 from tuner.model.adapter import ADAPTER, LoraSpec, saved_modules
+from tuner.model.tokens import new_rows
 from tuner.runtime.files import inside, json_bytes, read_json, regular_size, write_new
 
 CONFIG = "config.json"
@@ -46,13 +48,14 @@ def write_adapter_config(
     config: Any = lora.peft_config(sorted(injected.target_modules), base[0])
     facts = {key: _plain(value) for key, value in config.to_dict().items()}
     facts["fan_in_fan_out"] = bool(injected.fan_in_fan_out)
-    facts |= {**_saved_modules(adapted, lora), "inference_mode": True, "revision": base[1]}
+    facts |= {**_saved_modules(adapted, lora), **_new_tokens(adapted), "inference_mode": True, "revision": base[1]}
     write_new(directory / ADAPTER_CONFIG, json_bytes(facts))
 
 
 def peft_name(name: str) -> str:
     """The name under which peft's files hold a trained parameter: without the adapter's own name."""
     short = name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")
+    short = re.sub(r"\.new_rows$", ".token_adapter.trainable_tokens_delta", short)
     return _PEFT_PREFIX + short.replace(f".{ADAPTER}.", ".")
 
 
@@ -60,6 +63,18 @@ def saved_twin(model: PreTrainedModel, lora: LoraSpec) -> tuple[str, str] | None
     """Names of a tensor trained in full that peft wants twice: tied embeddings are one, and it reads both names."""
     tied = _tied_and_saved(model, lora)
     return None if tied is None else (f"{tied[0]}.weight", f"{tied[1]}.weight")
+
+
+def _new_tokens(model: PreTrainedModel) -> dict[str, Any]:
+    """What peft's config says of rows that are trained alone; it finds tied layers itself. Raises RecipeError."""
+    layers, seen, found = new_rows(model), set[int](), {}
+    for name, layer in layers.items():
+        if layer.bias is not None:
+            raise RecipeError(f"{name}: peft leaves out the bias of a layer with new tokens", hint="--adapter merge")
+        if id(layer.new_rows) not in seen:
+            found[name] = list(range(layer.first, layer.first + len(layer.new_rows)))
+        seen.add(id(layer.new_rows))
+    return {"trainable_token_indices": found} if found else {}
 
 
 def _saved_modules(model: PreTrainedModel, lora: LoraSpec) -> dict[str, Any]:

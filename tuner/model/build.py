@@ -16,6 +16,7 @@ from tuner.errors import DataError, MachineError, RecipeError
 from tuner.model import attention
 from tuner.model.native.library import library
 from tuner.model.native.rms_norm import apply_native_norms
+from tuner.model.tokens import grow, grow_config
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -28,10 +29,18 @@ class ModelSpec:
     revision: str | None = None
     random_init: bool = False
     config_overrides: Mapping[str, Any] = field(default_factory=dict)
+    new_ids: range = range(0)
+    """Of tokens that were added to the model's own."""
 
 
 def model_config(spec: ModelSpec) -> PretrainedConfig:
-    """Read the config of the model. Raises RecipeError for an unknown model, type or overridden key."""
+    """The config of the model, grown by new tokens. Raises RecipeError for an unknown model, type or overridden key."""
+    config = _own_config(spec)
+    grow_config(config, spec.new_ids)
+    return config
+
+
+def _own_config(spec: ModelSpec) -> PretrainedConfig:
     with _clear_errors(spec):
         config: PretrainedConfig = AutoConfig.from_pretrained(spec.name_or_path, revision=spec.revision)
     for key in spec.config_overrides:
@@ -58,20 +67,20 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
 
     Weights are read by transformers straight into the tensors of a model built on the meta device, with its conversion
     of file names to module names; with ``random_init`` they are drawn from ``seed``. Raises DataError where a weight
-    is missing, left over or of another shape: nothing is ever re-initialised silently.
+    is missing, left over or of another shape: nothing is ever re-initialised silently. Rows for new tokens are zero.
     """
     attention.register()
-    config = model_config(spec)
+    grown = model_config(spec)
     if spec.random_init:
         with torch.random.fork_rng(devices=[]), _clear_errors(spec):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.PACKED)
+            model = AutoModelForCausalLM.from_config(grown, dtype=dtype, attn_implementation=attention.PACKED)
         return _finished(model)
     with _clear_errors(spec), _without_progress():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             spec.name_or_path,
             revision=spec.revision,
-            config=config,
+            config=_own_config(spec),
             dtype=dtype,
             attn_implementation=attention.PACKED,
             use_safetensors=True,
@@ -79,6 +88,7 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
         )
     model, report = loaded
     _require_complete(spec, report)
+    grow(model, grown.get_text_config().vocab_size)
     return _finished(model)
 
 

@@ -69,7 +69,7 @@ def _measured(  # noqa: PLR0917 - what one process needs
 ) -> tuple[int, Measurement | None]:
     request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
     prepared = open_prepared(directory)
-    resolved = resolve(wish, request.max_length, launch)
+    resolved = resolve(wish, request.max_length, launch, request.tokenizer.new_ids)
     plan, facts = timetable(resolved.recipe, prepared).plan, resolved.facts
     processes = f"{launch.world_size} process" + ("es" if launch.world_size > 1 else "")
     console.say(

@@ -22,6 +22,7 @@ def run_meta(assembly: Assembly) -> dict[str, Any]:
             "init": recipe.model.init,
             "config": resolved.config.to_dict(),
             "n_parameters": resolved.n_parameters,
+            "new_ids": [resolved.new_ids.start, resolved.new_ids.stop],
             "licence": licence_of(recipe.model.name_or_path, recipe.model.revision) if known else None,
         },
         "adapter": None if recipe.adapter.kind == "none" else recipe_dict(recipe)["adapter"],

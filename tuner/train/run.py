@@ -51,7 +51,7 @@ def train(loaded: LoadedRecipe, options: TrainOptions, launch: Launch, console: 
         return ready
     recipe, run, record, found = loaded.recipe, ready.run, ready.record, ready.found
     request, data = ready.request, ready.data
-    resolved = resolve(recipe, request.max_length, launch)
+    resolved = resolve(recipe, request.max_length, launch, request.tokenizer.new_ids)
     if record is not None and run.resolved_recipe.is_file():
         _require_same_choices(run, resolved.recipe)
     elif found is not None:

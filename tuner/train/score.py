@@ -78,7 +78,7 @@ def score(trained: Trained, loaded: LoadedRecipe, launch: Launch, console: Conso
         raise RecipeError("the recipe has no held-out rows", hint="name them: --data.eval FILE, or 2%")
     request = prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, loaded.recipe.seed)
     data = open_prepared(prepare(request, console).path)
-    resolved = resolve(recipe, request.max_length, launch)
+    resolved = resolve(recipe, request.max_length, launch, request.tokenizer.new_ids)
     held = held_out_rows(resolved.recipe, data)
     if held is None:
         raise DataError(f"{data.path}: holds no held-out rows")
@@ -115,7 +115,8 @@ def _recipe(trained: Trained, loaded: LoadedRecipe) -> Recipe:
     recipe = loaded.recipe.model_copy(update={"train": plain})
     if trained.checkpoint is None:
         model = ModelSection(name_or_path=str(trained.path), kernels=recipe.model.kernels)
-        return recipe.model_copy(update={"model": model, "adapter": NoAdapter()})
+        tokenizer = recipe.tokenizer.model_copy(update={"add_tokens": ()})  # what was added is in its own by now
+        return recipe.model_copy(update={"model": model, "adapter": NoAdapter(), "tokenizer": tokenizer})
     own = load_recipe(run_recipe(trained)).recipe
     precision = own.train.precision if recipe.train.precision == "auto" else recipe.train.precision
     train = recipe.train.model_copy(update={"precision": precision})

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig
 
 from tuner.checkpoint.agree import Ranks
 from tuner.config.optimizers import MuonOptimizer
@@ -17,7 +17,7 @@ from tuner.data.batches import GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
 from tuner.errors import MachineError, RecipeError
-from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.adapter import LoraSpec
 from tuner.model.build import (
     ModelSpec,
     apply_liger,
@@ -29,9 +29,10 @@ from tuner.model.build import (
     has_liger,
     model_config,
 )
+from tuner.model.choice import Choice
 from tuner.model.compile import compile_blocks, compiler_problem
 from tuner.model.flops import training_flops
-from tuner.model.freeze import freeze, frozen_hash
+from tuner.model.freeze import frozen_hash
 from tuner.model.native.library import native_problem
 from tuner.model.padding import Padding
 from tuner.model.probe import require_isolation
@@ -68,6 +69,8 @@ class Resolved:
     generation: GenerationConfig
     n_parameters: int
     reasons: Mapping[str, str]
+    new_ids: range = range(0)
+    """Of the tokens that the recipe adds."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +104,13 @@ class Assembly:
     effort: Effort
 
 
-def resolve(recipe: Recipe, max_length: int, launch: Launch) -> Resolved:
-    """Replace every `auto` of the recipe by a value, with the reason; looks at the device and the model's config."""
+def resolve(recipe: Recipe, max_length: int, launch: Launch, new_ids: range = range(0)) -> Resolved:
+    """Replace every `auto` of the recipe by a value, with the reason; looks at the device and the model's config.
+
+    ``new_ids`` are those that the tokenizer gave to the tokens that the recipe adds: the config has room for them.
+    """
     facts = device_facts(recipe.train.device, launch.local_rank)
-    spec = _spec(recipe)
+    spec = _spec(recipe, new_ids)
     config = model_config(spec)
     n_parameters = sum(p.numel() for p in build_skeleton(config, torch.float32).parameters())
     reasons: dict[str, str] = {}
@@ -140,7 +146,7 @@ def resolve(recipe: Recipe, max_length: int, launch: Launch) -> Resolved:
     changed = {section: getattr(recipe, section).model_copy(update=update) for section, update in values.items()}
     done = recipe.model_copy(update=changed)
     _check_numerics(done, facts)
-    return Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons)
+    return Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons, new_ids)
 
 
 def _kernels(model_type: str, facts: DeviceFacts) -> tuple[str, str]:
@@ -254,9 +260,9 @@ def held_out_rows(recipe: Recipe, prepared: PreparedData) -> HeldOut | None:
     return held_out(prepared.eval, prepared.eval_documents, [source.path for source in sources])
 
 
-def _spec(recipe: Recipe) -> ModelSpec:
+def _spec(recipe: Recipe, new_ids: range) -> ModelSpec:
     model = recipe.model
-    return ModelSpec(model.name_or_path, model.revision, model.init == "random", model.config)
+    return ModelSpec(model.name_or_path, model.revision, model.init == "random", model.config, new_ids)
 
 
 def lora_spec(adapter: LowRankAdapter) -> LoraSpec:
@@ -272,12 +278,10 @@ def lora_spec(adapter: LowRankAdapter) -> LoraSpec:
     )
 
 
-def _choose_trained(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Add the adapter, or freeze what full fine-tuning leaves alone."""
-    if isinstance(recipe.adapter, LowRankAdapter):
-        add_lora(model, lora_spec(recipe.adapter), recipe.seed)
-    elif recipe.model.freeze:
-        freeze(model, recipe.model.freeze)
+def _choice(resolved: Resolved) -> Choice:
+    recipe = resolved.recipe
+    lora = lora_spec(recipe.adapter) if isinstance(recipe.adapter, LowRankAdapter) else None
+    return Choice(lora, recipe.model.freeze, resolved.new_ids, recipe.model.init == "random")
 
 
 def _default_lr(recipe: Recipe, n_parameters: int) -> tuple[float, str]:
@@ -294,12 +298,12 @@ def _build_root(resolved: Resolved, launch: Launch, packed: bool) -> CausalLM:
     """The whole model on rank 0, or one process; with several, shards everywhere filled from rank 0's."""
     recipe = resolved.recipe
     dtype = DTYPES[recipe.model.dtype]
-    device = _device(resolved.facts, launch)
+    device, chosen = _device(resolved.facts, launch), _choice(resolved)
     built: list[CausalLM] = []  # on rank 0 alone; a failure there is raised on every rank, so that none waits for it
 
     def build() -> str | None:
-        built.append(CausalLM(build_model(_spec(recipe), dtype, recipe.seed)))
-        _choose_trained(built[0].model, recipe)
+        built.append(CausalLM(build_model(_spec(recipe, resolved.new_ids), dtype, recipe.seed)))
+        chosen.apply(built[0].model, recipe.seed)
         if recipe.model.kernels == "native":
             apply_native(built[0].model)
         require_isolation(built[0], resolved.config.get_text_config().vocab_size, packed)
@@ -311,7 +315,7 @@ def _build_root(resolved: Resolved, launch: Launch, packed: bool) -> CausalLM:
         _adapt_blocks(root, recipe)
     else:
         root = CausalLM(build_skeleton(resolved.config, dtype))
-        _choose_trained(root.model, recipe)
+        chosen.apply(root.model, recipe.seed)
         if recipe.model.kernels == "native":
             apply_native(root.model)
         _adapt_blocks(root, recipe)

@@ -1,0 +1,188 @@
+"""Tokens that a recipe added: their rows are in every export, exactly, and load in plain transformers and peft."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from tests.export.families import family_model
+from tests.export.runs import checkpoint_facts, recorded_probe, train_a_little, write_tokenizer
+from tests.model.tiny import VOCAB
+from tuner.checkpoint.load import open_checkpoint
+from tuner.checkpoint.save import CheckpointDir, save
+from tuner.errors import DataError, RecipeError
+from tuner.export import verify
+from tuner.export.hf import export_hf
+from tuner.export.verify import last_logits
+from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers
+from tuner.model.build import ModelSpec, build_model
+from tuner.model.choice import Choice
+from tuner.model.root import CausalLM, trained_parameters
+from tuner.model.tokens import new_rows
+from tuner.runtime.files import file_entries
+
+GROWN, ROOM = range(VOCAB, VOCAB + 3), range(VOCAB - 3, VOCAB)
+LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
+SAVED = LoraSpec(4, 8.0, 0.0, "all-linear", modules_to_save=("lm_head",))
+CHOICES = {"full": Choice(), "lora": Choice(LORA), "saved": Choice(SAVED), "frozen": Choice(frozen=("input",))}
+FAMILIES = ("llama", "gpt2", "gemma3", "phi", "qwen3-moe")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:fan_in_fan_out", "ignore:`is_gradient_check", "ignore:Model has `tie_word_embeddings=True`"
+)
+
+
+@dataclass
+class Case:
+    """A trained model with new tokens, its run directory, and prompts that hold them."""
+
+    run: Path
+    trained: PreTrainedModel
+    prompts: list[list[int]]
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        """Every tensor as it shall be published in float32, made by other means."""
+        plain = family_model(*self.kind)
+        plain.resize_token_embeddings(max(VOCAB, self.trained.config.vocab_size), mean_resizing=False)
+        own = dict(self.trained.named_parameters(remove_duplicate=False))
+        rows, lora = new_rows(self.trained), dict(lora_layers(self.trained))
+        with torch.no_grad():
+            for name, parameter in plain.named_parameters():
+                module, _, last = name.rpartition(".")
+                value = own[name] if name in own else own[f"{module}.base_layer.{last}"]
+                parameter.copy_(value)
+                if module in lora and last == "weight":
+                    layer = lora[module]
+                    delta = layer.lora_B[ADAPTER].weight @ layer.lora_A[ADAPTER].weight * layer.scaling[ADAPTER]
+                    parameter.add_(delta.T if layer.fan_in_fan_out else delta)
+                if module in rows and last == "weight":
+                    parameter[rows[module].first :][: len(rows[module].new_rows)] = rows[module].new_rows
+        plain.save_pretrained(self.run.parent / "expected")
+        return load_file(self.run.parent / "expected" / "model.safetensors")
+
+    kind: tuple[str, bool] = ("llama", True)
+
+
+def make(  # noqa: PLR0913 - what a run can be
+    directory: Path,
+    family: str,
+    tied: bool,
+    choice: Choice,
+    new_ids: range,
+    frozen: str = "fp32",
+    monkeypatch: pytest.MonkeyPatch | None = None,
+) -> Case:
+    base, run = directory / "base", directory / "run"
+    family_model(family, tied).save_pretrained(base)
+    dtype = torch.bfloat16 if frozen == "bf16" else torch.float32
+    trained = build_model(ModelSpec(str(base), new_ids=new_ids), dtype, seed=0)
+    left_alone = ("wte" if family == "gpt2" else "embed_tokens",) if choice.frozen else ()
+    chosen = Choice(choice.lora, left_alone, new_ids)
+    chosen.apply(trained, seed=0)
+    train_a_little(trained, 0.2)
+    trained.config.save_pretrained(run / "model_config")
+    trained.generation_config.save_pretrained(run / "model_config")
+    write_tokenizer(run / "tokenizer", max(VOCAB, new_ids.stop))
+    section = {"name_or_path": str(base), "dtype": frozen, "config": {}, "freeze": list(left_alone)}
+    facts = checkpoint_facts(base, trained, choice.lora, section)
+    facts["model"] |= {"new_ids": [new_ids.start, new_ids.stop]}
+    facts["tokenizer_files"] = file_entries(run / "tokenizer")
+    tensors = {f"model/{name}": p.detach().clone() for name, p in trained_parameters(CausalLM(trained)).items()}
+    prompts = [[5, new_ids[0], 7], [new_ids[1], new_ids[2]], [9, 10, 11]]
+    probe = recorded_probe(trained, prompts)
+    save(CheckpointDir(run / "checkpoints", "r"), 7, tensors, {"step": 7, "tokens": 1}, facts, probe)
+    return Case(run, trained, prompts, (family, tied))
+
+
+def answers(model: torch.nn.Module, prompts: list[list[int]]) -> torch.Tensor:
+    return last_logits(model.eval(), prompts)
+
+
+@pytest.mark.parametrize("new_ids", [GROWN, ROOM], ids=["grown", "room"])
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_exports_hold_the_rows(tmp_path: Path, family: str, tied: bool, choice: str, new_ids: range) -> None:
+    case = make(tmp_path, family, tied, CHOICES[choice], new_ids)
+    report = export_hf(case.run, dtype="fp32")
+    assert report.max_difference is not None and report.probes_recorded
+    written, expected = load_file(report.path / "model.safetensors"), case.merged()
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+    model = AutoModelForCausalLM.from_pretrained(report.path, dtype=torch.float32)
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(report.path)) == max(VOCAB, new_ids.stop)
+    assert verify.compare(answers(case.trained, case.prompts), answers(model, case.prompts)).relative <= 1e-5
+    rounded = load_file(export_hf(case.run, tmp_path / "bf16").path / "model.safetensors")
+    assert all(torch.equal(rounded[name], expected[name].to(torch.bfloat16)) for name in expected)
+
+
+@pytest.mark.parametrize("new_ids", [GROWN, ROOM], ids=["grown", "room"])
+@pytest.mark.parametrize("choice", ["lora", "saved"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_adapters_hold_the_rows_alone(tmp_path: Path, family: str, tied: bool, choice: str, new_ids: range) -> None:
+    case = make(tmp_path, family, tied, CHOICES[choice], new_ids)
+    report = export_hf(case.run, dtype="fp32", adapter="keep")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    base.resize_token_embeddings(case.trained.config.vocab_size)
+    model = PeftModel.from_pretrained(base, str(report.path))
+    assert verify.compare(answers(case.trained, case.prompts), answers(model, case.prompts)).relative <= 1e-5
+    size = case.trained.config.vocab_size
+    assert f"base.resize_token_embeddings({size})" in (report.path / "README.md").read_text()
+    shapes = [tensor.shape for tensor in load_file(report.path / "adapter_model.safetensors").values()]
+    apart = (1 if tied else 2) if choice == "lora" else (0 if tied else 1)
+    assert shapes.count((3, 32)) == apart
+    assert sum(shape[0] == size for shape in shapes) == (0 if choice == "lora" else 2 if tied else 1)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_base_held_in_bfloat16_adds_no_rounding_to_them(tmp_path: Path, tied: bool) -> None:
+    case = make(tmp_path, "gemma3", tied, CHOICES["lora"], GROWN, frozen="bf16")
+    report = export_hf(case.run, dtype="fp32")
+    written = load_file(report.path / "model.safetensors")
+    for name, layer in new_rows(case.trained).items():
+        if f"{name}.weight" in written:
+            assert torch.equal(written[f"{name}.weight"][GROWN.start :], layer.new_rows)
+            assert torch.equal(written[f"{name}.weight"][: GROWN.start], layer.base_layer.weight[:VOCAB])
+    assert export_hf(case.run, tmp_path / "kept", adapter="keep", dtype="fp32").max_difference is not None
+
+
+def test_a_checkpoint_holds_what_is_trained_alone(tmp_path: Path) -> None:
+    case = make(tmp_path, "llama", False, CHOICES["lora"], GROWN)
+    index = open_checkpoint(case.run / "checkpoints" / "step-7").index()
+    names = {name for name in index if "lora_" not in name}
+    assert names == {"model/model.embed_tokens.new_rows", "model/lm_head.new_rows"}
+
+
+def test_without_recorded_probes_the_checkpoint_itself_answers(tmp_path: Path) -> None:
+    case = make(tmp_path, "llama", True, CHOICES["lora"], GROWN)
+    path = case.run / "checkpoints" / "step-7"
+    there = open_checkpoint(path)
+    tensors = {f"model/{name}": p.detach() for name, p in trained_parameters(CausalLM(case.trained)).items()}
+    save(CheckpointDir(case.run / "checkpoints", "r"), 8, tensors, {"step": 8}, there.meta, None)
+    report = export_hf(case.run, dtype="fp32")
+    assert (report.step, report.probes_recorded) == (8, False)
+
+
+def test_a_changed_base_is_refused(tmp_path: Path) -> None:
+    case = make(tmp_path, "llama", True, CHOICES["lora"], GROWN)
+    path = tmp_path / "base" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="the base model changed"):
+        export_hf(case.run)
+
+
+def test_what_peft_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
+    case = make(tmp_path, "phi", False, CHOICES["lora"], ROOM)
+    with pytest.raises(RecipeError, match="leaves out the bias"):
+        export_hf(case.run, adapter="keep")
+    facts = json.loads((export_hf(case.run).path / "tuner.json").read_text())
+    assert facts["source"]["step"] == 7

@@ -1,0 +1,34 @@
+"""Which parameters of a model are trained."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.freeze import freeze
+from tuner.model.tokens import train_new_rows
+
+
+@dataclass(frozen=True)
+class Choice:
+    """All of them, all but the ``frozen`` ones, or an adapter's; the rows of new tokens in any case."""
+
+    lora: LoraSpec | None = None
+    frozen: Sequence[str] = ()
+    new_ids: range = range(0)
+    drawn: bool = False
+    """The model's weights are random."""
+
+    @property
+    def is_all(self) -> bool:
+        """Whether there is nothing that stays as it was."""
+        return self.lora is None and not self.frozen
+
+    def apply(self, model: PreTrainedModel, seed: int) -> None:
+        """Add the adapter, or freeze, in place; see :func:`~tuner.model.adapter.add_lora` and `train_new_rows`."""
+        if self.lora is not None:
+            add_lora(model, self.lora, seed)
+        elif self.frozen:
+            freeze(model, self.frozen)
+        train_new_rows(model, self.new_ids, self.drawn)

@@ -1,0 +1,132 @@
+"""New tokens: rows of the embeddings and of the output layer that are trained, whatever else is left as it was."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PretrainedConfig, PreTrainedModel
+
+from tuner.errors import RecipeError
+
+_SUMMED_ROWS = 4096
+
+
+class NewRows(nn.Module):
+    """An embedding or output layer whose weight is frozen but for the rows of new tokens, which are a tensor apart.
+
+    ``new_rows`` float32 ``[N, H]`` stand for the rows from ``first`` on of the weight ``[V, H]`` in ``base_layer``, as
+    in peft's trainable tokens. Tied layers share both tensors.
+    """
+
+    def __init__(self, base_layer: Any, new_rows: nn.Parameter, first: int) -> None:
+        super().__init__()
+        self.base_layer, self.new_rows, self.first = base_layer, new_rows, first
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The whole weight ``[V, H]`` in the type of the frozen one: a copy."""
+        weight: torch.Tensor = self.base_layer.weight
+        stop = self.first + self.new_rows.shape[0]
+        return torch.cat([weight[: self.first], self.new_rows.to(weight.dtype), weight[stop:]])
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The output layer's bias ``[V]``, if it has one."""
+        return getattr(self.base_layer, "bias", None)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """What the layer gives with its whole weight: for ids int64 ``[...]``, or for hidden states ``[..., H]``."""
+        if isinstance(self.base_layer, nn.Linear):
+            return functional.linear(inputs, self.weight, self.bias)
+        old: torch.Tensor = self.base_layer(inputs)
+        numbers = inputs - self.first
+        is_new = (numbers >= 0) & (numbers < self.new_rows.shape[0])
+        new = functional.embedding(torch.where(is_new, numbers, 0), self.new_rows)
+        scale = getattr(self.base_layer, "embed_scale", None)
+        return torch.where(is_new[..., None], (new if scale is None else new * scale).to(old.dtype), old)
+
+
+def grow_config(config: PretrainedConfig, new_ids: range) -> None:
+    """Give the config the vocabulary that the ids need, in place; unused rows that it has are taken first.
+
+    Where they do not follow on its rows it stays as it is, for the tokenizer does not belong to the model.
+    """
+    text = config.get_text_config()
+    if new_ids and new_ids.start <= text.vocab_size:
+        text.vocab_size = max(text.vocab_size, new_ids.stop)
+
+
+@torch.no_grad()
+def grow(model: PreTrainedModel, size: int) -> None:
+    """Append rows of zeros to the embeddings and the output layer, in place, up to this size."""
+    there = model.get_input_embeddings().weight.shape[0]
+    if size <= there:
+        return
+    with torch.random.fork_rng(devices=[]):  # it draws rows of its own, which are overwritten
+        model.resize_token_embeddings(size, mean_resizing=False)
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for tensor in module.parameters(recurse=False):
+            tensor[there:] = 0
+
+
+@torch.no_grad()
+def train_new_rows(model: PreTrainedModel, new_ids: range, drawn: bool) -> None:
+    """Have the rows of new tokens trained, in place, from the mean of the rows before them.
+
+    Layers that are trained in full hold them; in others they become a tensor apart (:class:`NewRows`). ``drawn``: rows
+    of the former are random like all others, and stay so. On a meta model there is nothing to set. Raises RecipeError
+    for an output layer that is adapted, and for embeddings that do more than look up and scale.
+    """
+    if not new_ids:
+        return
+    names = {module: name for name, module in model.named_modules()}
+    rows: dict[nn.Parameter, nn.Parameter] = {}
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        weight = layer.weight
+        if hasattr(layer, "base_layer"):
+            raise RecipeError(
+                f"adapter.target_modules: {names[layer]} gets the rows of new tokens, which no adapter can train",
+                hint=f"move it to adapter.modules_to_save: [{names[layer]}]",
+            )
+        if weight.requires_grad:
+            if not (drawn or weight.is_meta):
+                for tensor in layer.parameters(recurse=False):
+                    tensor[new_ids.start : new_ids.stop] = _mean(tensor[: new_ids.start]).to(tensor)
+            continue
+        if weight not in rows:
+            rows[weight] = nn.Parameter(_mean(weight[: new_ids.start]).repeat(len(new_ids), 1))
+        _replace(model, names[layer], NewRows(_known(layer), rows[weight], new_ids.start))
+
+
+def new_rows(model: nn.Module) -> dict[str, NewRows]:
+    """The layers whose rows of new tokens are a tensor apart, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, NewRows)}
+
+
+def _known(layer: nn.Module) -> nn.Module:
+    if isinstance(layer, nn.Embedding):
+        plain = type(layer).forward is nn.Embedding.forward or hasattr(layer, "embed_scale")
+    else:
+        plain = type(layer).forward is nn.Linear.forward
+    if not plain:
+        raise RecipeError(
+            f"tokenizer.add_tokens: rows of a {type(layer).__name__} cannot be trained alone",
+            hint="train the whole layer: adapter.modules_to_save",
+        )
+    return layer
+
+
+def _mean(weight: torch.Tensor) -> torch.Tensor:
+    """Mean ``[...]`` of the rows of ``[V, ...]`` in float32: to double precision, the same on every machine."""
+    if weight.is_meta:
+        return torch.empty(weight.shape[1:], dtype=torch.float32, device="meta")
+    total = torch.zeros(weight.shape[1:], dtype=torch.float64, device=weight.device)
+    for part in weight.split(_SUMMED_ROWS):
+        total += part.double().sum(0)
+    return (total / len(weight)).float()
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    owner, _, last = name.rpartition(".")
+    setattr(model.get_submodule(owner), last, module)
