@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tools import resume_campaign
@@ -42,12 +43,19 @@ WISHES: dict[str, dict[str, Any]] = {
             "gradient_checkpointing_layers": "50%",
         },
     },
+    # The model has 300 rows and the tokenizer 259 ids: most tokens find a row, for the last ones four are added.
+    "tokens": {
+        "adapter": {"kind": "lora", "r": 4},
+        "tokenizer": {"name_or_path": "byte", "add_tokens": ["ab" * n for n in range(1, 46)]},
+        "train": {"precision": "bf16"},
+    },
     "frozen": {"adapter": {"kind": "none"}, "model": {"freeze": ["embed_tokens", "*.0.*"]}},
 }
 TRAINED = {
     "rslora": {".lora_A.default.weight", ".lora_B.default.weight"},
     "dora": {".lora_A.default.weight", ".lora_B.default.weight", ".lora_magnitude_vector.default.weight"},
     "saved": {".lora_A.default.weight", ".lora_B.default.weight", "embed_tokens.weight", "layers.1.mlp."},
+    "tokens": {".lora_A.default.weight", ".lora_B.default.weight", "model.embed_tokens.new_rows"},
     "frozen": {"model.layers.1.", "model.norm.weight"},
 }
 
@@ -78,6 +86,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines += [["train", write_recipe(directory, name, wish)], ["export-hf", f"runs/{name}", "--dtype", "fp32"]]
         if name != "frozen":
             lines += [["export-hf", f"runs/{name}", "--adapter", "keep", "--output", f"kept/{name}"]]
+    lines.append(["verify-resume", "runs/tokens", "--steps", "1"])
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -112,3 +121,26 @@ def test_the_exports_are_whole(name: str, trained: Path) -> None:
         assert facts["use_dora"] == (name == "dora")
         assert facts["use_rslora"] == (name == "rslora")
         assert facts["modules_to_save"] == (["lm_head", "model.layers.1.mlp"] if name == "saved" else None)
+
+
+def test_tokens_of_the_recipe_are_in_the_exports(trained: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (merged,) = (trained / "runs" / "tokens" / "exports").iterdir()
+    rows, before = (load_file(place / "model.safetensors") for place in (merged, trained / "model"))
+    embeddings, old = rows["model.embed_tokens.weight"], before["model.embed_tokens.weight"]
+    assert embeddings.shape == (304, 32)
+    assert torch.equal(embeddings[:259], old[:259].bfloat16().float())
+    assert not (embeddings[259:] == old[:259].mean(0)).all(1).any()
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    prompt = tokenizer("7 ababab", return_tensors="pt")
+    assert prompt["input_ids"].max() >= 259
+    base = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.float32)
+    base.resize_token_embeddings(304)
+    plain = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    with torch.no_grad():
+        expected = plain(**prompt).logits
+        away = (base(**prompt).logits - expected).abs().max()
+        adapted = PeftModel.from_pretrained(base, trained / "kept" / "tokens")
+        assert (adapted(**prompt).logits - expected).abs().max() < 5e-3 < 0.1 * away  # it is written in bf16

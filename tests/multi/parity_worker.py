@@ -39,7 +39,7 @@ def take_steps(options: dict[str, Any], launch: Launch) -> dict[str, Any]:
         data={"shuffle": False, "train": str(Path(options["model"]) / "rows.jsonl")},
     )
     counters.clear()
-    assembly = assembly_for(recipe, options["trained"], launch)
+    assembly = assembly_for(recipe, options["trained"], launch, new_ids=range(*options.get("new_ids", (0, 0))))
     results = [
         optimizer_step(assembly.learner, step, assembly.batches.step(step), 1.0).read()
         for step in range(options["steps"])

@@ -96,8 +96,10 @@ def recipe_for(model_dir: Path, **sections: dict[str, Any]) -> Recipe:
     return load_recipe(tree).recipe
 
 
-def assembly_for(recipe: Recipe, trained: list[int], launch: Launch, packed: bool = True) -> Assembly:
+def assembly_for(
+    recipe: Recipe, trained: list[int], launch: Launch, packed: bool = True, new_ids: range = range(0)
+) -> Assembly:
     rows: Any = SyntheticRows(trained) if packed else UnpackedRows(SyntheticRows(trained))
     prepared = PreparedData(Path("/none"), "key", {}, rows, None, [])
     tokenizer: Any = NoTokenizer()
-    return assemble(resolve(recipe, MAX_LENGTH, launch), prepared, tokenizer, launch)
+    return assemble(resolve(recipe, MAX_LENGTH, launch, new_ids), prepared, tokenizer, launch)

@@ -10,6 +10,7 @@ from torch import nn
 
 from tuner.errors import RecipeError
 from tuner.model.root import CausalLM
+from tuner.model.tokens import NewRows
 
 _FIRST, _SECOND = 7, 9  # document lengths: different, so that a swapped bound shows
 LEAK_ALLOWED, DIFFERENCE_ALLOWED = 1e-6, 1e-4
@@ -66,7 +67,9 @@ def require_isolation(root: CausalLM, vocab_size: int, packed: bool = True) -> I
 @contextmanager
 def _in_float32(root: nn.Module) -> Iterator[None]:
     """Within, each module's own parameters are float32 while it runs: one module's worth of memory at a time."""
-    own = {m: [p for p in m.parameters(recurse=False) if p.is_floating_point()] for m in root.modules()}
+    # Rows of new tokens are put into the weight of the layer that they belong to, which does not run itself.
+    parts = {m: m.parameters(recurse=isinstance(m, NewRows)) for m in root.modules()}
+    own = {m: [p for p in parameters if p.is_floating_point()] for m, parameters in parts.items()}
     kept: dict[nn.Module, list[torch.Tensor]] = {}
 
     def widen(module: nn.Module, inputs: Any) -> None:
