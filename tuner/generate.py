@@ -22,6 +22,7 @@ from tuner.export.card import LINEAGE
 from tuner.export.source import MODEL_CONFIG, TOKENIZER, is_source, resolve
 from tuner.export.weights import load_trained
 from tuner.export.write import quiet, turn_ends
+from tuner.model.tokens import grow
 from tuner.runtime.files import read_json, sha256_file
 
 Message = dict[str, str]
@@ -172,6 +173,8 @@ def _with_adapter(path: Path, base: str | None, dtype: torch.dtype) -> Any:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         name, revision=revision, dtype=dtype, use_safetensors=True
     )
+    # What it holds of new tokens belongs to ids that the base model has no rows for.
+    grow(model, len(AutoTokenizer.from_pretrained(path, local_files_only=True)))
     return PeftModel.from_pretrained(model, str(path))
 
 

@@ -21,6 +21,7 @@ from tuner.errors import DataError, RecipeError
 from tuner.export import verify
 from tuner.export.hf import export_hf
 from tuner.export.verify import last_logits
+from tuner.generate import Prompt, Sampling, load_generator
 from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.choice import Choice
@@ -186,3 +187,12 @@ def test_what_peft_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
         export_hf(case.run, adapter="keep")
     facts = json.loads((export_hf(case.run).path / "tuner.json").read_text())
     assert facts["source"]["step"] == 7
+
+
+def test_run_and_exports_answer_alike(tmp_path: Path) -> None:
+    case = make(tmp_path, "gemma3", False, CHOICES["lora"], GROWN)
+    places = [case.run, export_hf(case.run, dtype="fp32").path]
+    places.append(export_hf(case.run, tmp_path / "kept", dtype="fp32", adapter="keep").path)
+    prompt = Prompt("p", text=f"w10 w{GROWN[0]} w{GROWN[2]} w11")
+    answers = {load_generator(str(path), base=str(tmp_path / "base")).answer(prompt, Sampling(12)) for path in places}
+    assert len(answers) == 1 and answers != {""}
