@@ -19,6 +19,7 @@ from tuner.model.root import CausalLM, outer_parameters, trained_parameters
 from tuner.model.tokens import NewRows
 
 GROWN, ROOM = range(VOCAB, VOCAB + 3), range(VOCAB - 3, VOCAB)
+CASES = [(family, GROWN) for family in FAMILIES] + [("llama", ROOM), ("gpt2", ROOM)]
 LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_check")
 
@@ -40,9 +41,8 @@ def ends(model: PreTrainedModel) -> list[torch.Tensor]:
     return [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
 
 
-@pytest.mark.parametrize("new_ids", [GROWN, ROOM])
+@pytest.mark.parametrize(("family", "new_ids"), CASES)
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
 def test_full_training_begins_with_the_mean(tmp_path: Path, family: str, tied: bool, new_ids: range) -> None:
     base = family_model(family, tied)
     model = built(tmp_path, (family, tied), new_ids, Choice(new_ids=new_ids))
@@ -65,9 +65,8 @@ def test_full_training_begins_with_the_mean(tmp_path: Path, family: str, tied: b
     assert len(trained_parameters(CausalLM(model))) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("new_ids", [GROWN, ROOM])
+@pytest.mark.parametrize(("family", "new_ids"), CASES)
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
 def test_rows_alone_are_trained_as_in_the_whole_weight(tmp_path: Path, family: str, tied: bool, new_ids: range) -> None:
     """Beside an adapter: the same values and gradients as with the rows inside weights that are trained whole."""
     whole = built(tmp_path, (family, tied), new_ids, Choice(new_ids=new_ids))
