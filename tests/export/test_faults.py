@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,52 @@ def test_killed_at_every_call_and_again_in_the_rerun(run: Path, tmp_path: Path) 
         assert contents(run) == before
     assert count > 40
     assert published >= 2
+
+
+def test_killed_at_every_file_it_begins(run: Path, tmp_path: Path) -> None:
+    """Those too that libraries write, which go past `os`: the interpreter tells of each before it is opened."""
+    sound, before = contents(tmp_path / "sound"), contents(run)
+    begun = 0
+    while True:
+        begun += 1
+
+        def work(left: int = begun) -> None:
+            def heard(event: str, args: tuple[Any, ...]) -> None:
+                nonlocal left
+                if event == "open" and args[2] & os.O_CREAT and str(args[0]).startswith(str(run)):
+                    left -= 1
+                    if left == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(heard)
+            export(run)
+
+        code = wait(fork(work))
+        assert code in (0, -signal.SIGKILL)
+        assert (run / "exports" / "step-7").exists() == (code == 0)
+        assert {path: data for path, data in contents(run).items() if not path.startswith("exports/")} == before
+        if code == 0:
+            break
+    assert contents(run / "exports" / "step-7") == sound
+    assert os.listdir(run / "exports") == ["step-7"]
+    assert begun > len(sound)
+
+
+@pytest.mark.parametrize("room", [0, 1, 100, 300, 1000, 3000, 10_000, 40_000])
+def test_no_file_may_grow_beyond_so_many_bytes(run: Path, room: int) -> None:
+    """What a full disk does to every write of every library, wherever in a file it is."""
+    before = contents(run)
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+        with pytest.raises(MachineError) as failure:
+            export(run)
+        assert failure.value.exit_code == 4
+        assert os.strerror(errno.EFBIG) in failure.value.message
+
+    assert wait(fork(work)) == 0
+    assert os.listdir(run / "exports") == []
+    assert {path: data for path, data in contents(run).items() if not path.startswith("exports/")} == before
 
 
 def failing(name: str, code: int, first: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -60,7 +60,8 @@ def grow_config(config: PretrainedConfig, new_ids: range) -> None:
 @torch.no_grad()
 def grow(model: PreTrainedModel, size: int) -> None:
     """Append rows of zeros to the embeddings and the output layer, in place, up to this size."""
-    there = model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = model.get_input_embeddings()
+    there = int(embeddings.weight.shape[0])
     if size <= there:
         return
     with torch.random.fork_rng(devices=[]):  # it draws rows of its own, which are overwritten
@@ -82,7 +83,8 @@ def train_new_rows(model: PreTrainedModel, new_ids: range, drawn: bool) -> None:
         return
     names = {module: name for name, module in model.named_modules()}
     rows: dict[nn.Parameter, nn.Parameter] = {}
-    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    for layer in ends:
         weight = layer.weight
         if hasattr(layer, "base_layer"):
             raise RecipeError(
