@@ -12,9 +12,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tests.export.families import family_model
 from tests.export.runs import checkpoint_facts, recorded_probe, train_a_little, write_tokenizer
-from tests.model.tiny import VOCAB
+from tests.model.tiny import VOCAB, family_model
 from tuner.checkpoint.load import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, RecipeError

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.checkpoint.processes import run_ranks
-from tests.export.families import FAMILIES, family_model
 from tests.export.runs import PROMPTS, checkpoint_facts, recorded_probe, train_a_little, write_tokenizer
+from tests.model.tiny import FAMILIES, family_model
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.export import verify
 from tuner.export.hf import export_hf

@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Cohere2Config, CohereConfig, Gemma2Config, GraniteConfig, PretrainedConfig
 
 from tests.model.test_packing import LENGTHS, gradient, packed_inputs, random_ids, relative
+from tests.model.tiny import SHAPE
 from tuner.errors import PluginError
 from tuner.model import linear_cross_entropy as module
 from tuner.model.attention import PACKED
@@ -17,18 +18,6 @@ from tuner.model.objective import OwnObjective
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM
 
-SHAPE = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 GEMMA = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0}
 CONFIGS: dict[str, tuple[PretrainedConfig, LogitShape]] = {
     "gemma2": (Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=0.5), LogitShape(1.0, 2.0)),

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.export.families import FAMILIES, family_model
-from tests.model.tiny import VOCAB
+from tests.model.tiny import FAMILIES, VOCAB, family_model
 from tuner.errors import RecipeError
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model, build_skeleton, model_config

@@ -1,39 +1,73 @@
-"""Tiny random configs of several architectures, for tests."""
+"""Tiny random models of many architectures, for tests."""
 
-from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PhiConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB = 97
-_SHAPE = {
-    "vocab_size": VOCAB,
+TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
+SHAPE: dict[str, Any] = {
+    **TOKENS,
+    "pad_token_id": 0,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
+}
+_GEMMA = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+_NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4}
+FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, SHAPE),
+    "qwen3": (Qwen3Config, SHAPE | {"head_dim": 8}),
+    "gemma3": (Gemma3TextConfig, SHAPE | _GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}),
+    "mistral": (MistralConfig, SHAPE | {"sliding_window": 8}),
+    "phi": (PhiConfig, SHAPE | {"partial_rotary_factor": 0.5}),
+    "phi3": (Phi3Config, SHAPE | {"original_max_position_embeddings": 128}),
+    "gpt2": (GPT2Config, TOKENS | _GPT2 | _NO_DROPOUT),
+    "olmo2": (Olmo2Config, SHAPE),
+    "mixtral": (MixtralConfig, SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": (Qwen3MoeConfig, SHAPE | {"head_dim": 8} | _EXPERTS),
 }
 TINY = ("llama", "llama-tied", "qwen3", "gpt2", "gemma3", "mistral")
 
 
-def tiny_config(kind: str) -> PretrainedConfig:
+def family_config(family: str, tied: bool) -> PretrainedConfig:
     """A config of about 20 thousand parameters; sliding windows are shorter than the test documents."""
-    if kind == "llama":
-        return LlamaConfig(**_SHAPE, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
-    if kind == "llama-tied":
-        return LlamaConfig(**_SHAPE, tie_word_embeddings=True, architectures=["LlamaForCausalLM"])
-    if kind == "qwen3":
-        return Qwen3Config(**_SHAPE, head_dim=8, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"])
-    if kind == "gemma3":
-        return Gemma3TextConfig(
-            **_SHAPE, head_dim=8, sliding_window=8, query_pre_attn_scalar=8,
-            layer_types=["sliding_attention", "full_attention"], architectures=["Gemma3ForCausalLM"],
-        )  # fmt: skip
-    if kind == "mistral":
-        return MistralConfig(**_SHAPE, sliding_window=8, architectures=["MistralForCausalLM"])
-    return GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2,
-        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, architectures=["GPT2LMHeadModel"],
-    )  # fmt: skip
+    kind, shape = FAMILIES[family]
+    names = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind.model_type]]
+    return kind(**shape, tie_word_embeddings=tied, architectures=names)
+
+
+def tiny_config(kind: str) -> PretrainedConfig:
+    """The config of one of `TINY`; where the name does not say it, tied as that family's small models are."""
+    return family_config(kind.removesuffix("-tied"), tied=kind not in ("llama", "mistral"))
+
+
+def family_model(family: str, tied: bool) -> PreTrainedModel:
+    """A float32 model whose logits spread as a trained model's do, the same at each call."""
+    torch.manual_seed(1)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(family_config(family, tied), dtype=torch.float32)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.train(False)
+    return model
