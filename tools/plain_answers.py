@@ -22,8 +22,13 @@ def load(directory: str, base: str | None) -> Any:
     if base is None:
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     from peft import PeftModel
+    from transformers import AutoTokenizer
 
-    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), directory)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    size = len(AutoTokenizer.from_pretrained(directory))
+    if size > model.config.vocab_size:  # as the card of an adapter with new tokens says
+        model.resize_token_embeddings(size)
+    return PeftModel.from_pretrained(model, directory)
 
 
 def answers(model: Any, tokenizer: Any, prompts: list[str], tokens: int) -> list[dict[str, Any]]:

@@ -3,10 +3,10 @@
     python tools/plain_export.py MODEL PLAIN/bin/python [--work DIRECTORY]
 
 MODEL is a model's directory (`tools/build_smollm2.py` makes one); PLAIN a fresh virtual environment with torch,
-transformers and peft alone. `tuner train` trains the model in full and with a LoRA adapter, `tuner export-hf` exports
-both in float32, the adapter as peft's directory. Two prompts are answered greedily: here by the model rebuilt from the
-checkpoint, there from the exported directory (`tools/plain_answers.py`). Prints what was said and how far the logits
-differ, as JSON; exits with 1 where a text differs, or a logit by more than 1e-5 of the largest.
+transformers and peft alone. `tuner train` trains the model in full, with a LoRA adapter, and with one and a new token;
+`tuner export-hf` exports all in float32, adapters as peft's directory. Two prompts are answered greedily: here by the
+model rebuilt from the checkpoint, there from the exported directory (`tools/plain_answers.py`). Prints what was said
+and how far the logits differ, as JSON; exits with 1 where a text differs, or a logit by more than 1e-5 of the largest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ sys.path.insert(0, str(ROOT))
 PROMPTS = ["Order note: five garden hoses to Oslo, please.", "What is the capital of France?"]
 NEW_TOKENS = 24
 SAME = 1e-5
-KINDS: dict[str, dict[str, Any]] = {"full": {"kind": "none"}, "lora": {"kind": "lora", "r": 8}}
+LORA = {"kind": "lora", "r": 8}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"adapter": LORA},
+    "tokens": {"adapter": LORA, "tokenizer": {"add_tokens": [", please."]}},
+}
 
 
 def tuner(work: Path, *words: str) -> str:
@@ -44,12 +49,12 @@ def trained(model: Path, work: Path, kind: str) -> Path:
     recipe = {
         "name": kind,
         "model": {"name_or_path": str(model), "dtype": "fp32"},
-        "adapter": KINDS[kind],
         "data": {"train": "rows.jsonl", "max_length": 64},
         "train": {"duration": "2 steps", "global_batch_size": 2, "device": "cpu", "precision": "fp32"},
         "optimizer": {"lr": 1e-3},
         "schedule": {"kind": "constant", "warmup": "never"},
         "logging": {"level": "error"},
+        **KINDS[kind],
     }
     (work / f"{kind}.yaml").write_text(json.dumps(recipe), encoding="utf-8")
     return Path(tuner(work, "train", f"{kind}.yaml"))
@@ -77,17 +82,10 @@ def answers_there(python: str, directory: Path, base: Path | None) -> list[dict[
 
 
 def difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
-    """The largest difference of logits, relative to the largest logit."""
-    pairs = [
-        (a, b)
-        for one, other in zip(ours, theirs, strict=True)
-        for a, b in zip(*map(_logits, (one, other)), strict=True)
-    ]
+    """The largest difference of logits, relative to the largest logit; the base model has none of new tokens."""
+    answers = zip(ours, theirs, strict=True)
+    pairs = [pair for one, other in answers for pair in zip(one["logits"], other["logits"], strict=False)]
     return max(abs(a - b) for a, b in pairs) / max(abs(a) for a, _ in pairs)
-
-
-def _logits(answer: dict[str, Any]) -> list[float]:
-    return list(answer["logits"])
 
 
 def check(model: Path, python: str, work: Path) -> dict[str, Any]:
@@ -96,13 +94,14 @@ def check(model: Path, python: str, work: Path) -> dict[str, Any]:
     before = answers_there(python, model, None)
     for kind in KINDS:
         run = trained(model, work, kind)
-        adapter = "keep" if kind == "lora" else "merge"
+        adapter = "merge" if kind == "full" else "keep"
         exported = Path(tuner(work, "export-hf", str(run), "--dtype", "fp32", "--adapter", adapter))
-        ours, theirs = answers_here(run), answers_there(python, exported, model if kind == "lora" else None)
+        ours, theirs = answers_here(run), answers_there(python, exported, None if kind == "full" else model)
         relative, moved = difference(ours, theirs), difference(ours, before)
+        sizes = {len(answer["logits"]) for answer in (*ours, *theirs)}
         texts = [(a["text"], b["text"]) for a, b in zip(ours, theirs, strict=True)]
         figures[kind] = {"relative": relative, "relative_to_base": moved, "texts": [there for _, there in texts]}
-        figures["same"] &= all(a == b for a, b in texts) and relative <= SAME < moved
+        figures["same"] &= all(a == b for a, b in texts) and relative <= SAME < moved and len(sizes) == 1
     return figures
 
 

@@ -28,7 +28,7 @@ NEEDS: dict[tuple[str, str], dict[str, object]] = {
     ("method", "custom"): {"use": "my.py:loss"},
 }
 """Keys that a kind of a section asks for."""
-MAY_BE_EMPTY = {"hooks", "optimizer.groups"}
+MAY_BE_EMPTY = {"hooks", "optimizer.groups", "tokenizer.add_tokens"}
 VALID = {"eval.every": "never", "schedule.periods": "9 steps"} | {f"{s}.use": "my.py:own" for s, _ in NEEDS}
 """A value to write twice, where the default is none."""
 BASE = {"model.name_or_path": "owner/name", "data.train": "rows.jsonl"}
@@ -114,6 +114,17 @@ def wrong_values(field: Field) -> list[str]:
                 "{use: x.py:7}",
             )
             return ["null", "word", *(f"[{item}]" for item in items + more)]
+        case _ if field.key == "tokenizer.add_tokens":
+            items = (
+                "{tken: x}",
+                "{special: true}",
+                "{token: x, special: 1}",
+                "{token: ''}",
+                "' '",
+                "x, x",
+                "x, {token: x}",
+            )
+            return ["null", "word", *(f"[{item}]" for item in items)]
         case _ if field.key == "optimizer.groups":
             items = (
                 "{mach: x}",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from tuner.config.recipe import TokenizerSection
 from tuner.data.building.keys import keys_of
 from tuner.data.building.request import PrepareRequest
 from tuner.data.encoding.fast import FastEncoder
-from tuner.data.encoding.tokenizer import TextTokenizer, load_tokenizer
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.errors import RecipeError
 
 WISH: list[Any] = ["hyperkalemia", {"token": "<|turn|>", "special": True}, "caf\u00e9 \u65e5"]
@@ -55,7 +56,7 @@ def test_ids_are_those_of_transformers_from_the_saved_files(tmp_path: Path, conf
     assert (first + 1 in theirs.all_special_ids, first in theirs.all_special_ids) == (True, False)
     assert theirs.decode([first, first + 1], skip_special_tokens=True) == "hyperkalemia"
     assert theirs.eos_token_id == base.eos_id
-    assert pickle.loads(pickle.dumps(ours)).new_ids == ours.new_ids
+    assert copy.copy(ours).new_ids == ours.new_ids  # as workers get it
 
 
 def test_the_fast_encoder_knows_them(tmp_path: Path) -> None:
