@@ -54,6 +54,7 @@ FEW_BUNDLES = 3
 """Fewer bundles than these are encoded in this process: starting workers would take longer."""
 INFLATES = 4
 """How many times its size a compressed file has, as far as progress is concerned."""
+_CHUNK = 1 << 16
 EVAL_SOURCES = 1 << 32
 """Held-out sources draw from other random words than training sources."""
 
@@ -141,17 +142,22 @@ class _Chosen:
     def report(self, counts: Counts) -> dict[str, Any]:
         """The split's counts as JSON values; documents and tokens as often as they are trained on."""
         there = self.copies > 0
-        tokens, targets = (np.multiply(column, self.copies, dtype=np.int64) for column in (self.lengths, self.targets))
         return {
             "rows": counts.rows,
             "documents": int(self.copies.sum()),
-            "tokens": int(tokens.sum()),
-            "trained": int(targets.sum()),
+            "tokens": self._total(self.lengths),
+            "trained": self._total(self.targets),
             "longest": int(self.lengths.max(initial=0, where=there)),
             "duplicates": int(np.count_nonzero(there)) - distinct(self.present),
             "skipped": dict(sorted(counts.skipped.items())),
             "dropped": dict(sorted(counts.dropped.items())),
         }
+
+
+    def _total(self, column: npt.NDArray[np.uint32]) -> int:
+        """The sum of a column, each document as often as it is there."""
+        parts = (slice(start, start + _CHUNK) for start in range(0, len(column), _CHUNK))
+        return sum(int(np.multiply(column[part], self.copies[part], dtype=np.int64).sum()) for part in parts)
 
 
 def crew_of(request: "PrepareRequest", sources: Iterable[Source]) -> Crew | None:

@@ -20,6 +20,7 @@ TooLong = Literal["truncate", "split", "drop"]
 NO_TARGET = "no trained token within max_length"
 TOO_LONG = "longer than max_length"
 MAX_DOCUMENTS = 1 << 32
+SLICE_DOCUMENTS = 1 << 15
 BATCH_ROWS, BATCH_SEGMENTS = 1 << 16, 1 << 19
 """Rows and segments of one record batch: a batch ends before either bound is passed, but holds a row at least."""
 
@@ -50,10 +51,10 @@ def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -
 
     Raises DataError for 2^32 documents or more.
     """
-    segments = _Columns()
+    segments = _Columns(3 + (too_long == "split"))
     dropped = {TOO_LONG: 0, NO_TARGET: 0}
     base = truncated = n_split = 0
-    for batch in batches:
+    for batch in _sliced(batches):
         targets = _TrainedBefore(batch)
         offsets = targets.offsets
         lengths = np.diff(offsets)
@@ -79,12 +80,22 @@ def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -
         left = np.zeros(len(lengths), dtype=np.bool_)
         left[document[kept]] = True
         dropped[NO_TARGET] += considered - int(left.sum())
-        segments.append((document[kept] + base, start[kept], stop[kept], trained[kept]))
+        columns = (document[kept] + base, stop[kept], trained[kept])
+        segments.append((*columns, start[kept]) if too_long == "split" else columns)
         base += len(lengths)
         if base > MAX_DOCUMENTS:
             raise DataError(f"more than {MAX_DOCUMENTS:,} documents in one split")
     reasons = {reason: count for reason, count in dropped.items() if count}
-    return Segments(*segments.done(), reasons, truncated, n_split)
+    documents, stops, targeted, *rest = segments.done()
+    starts = rest[0] if rest else np.broadcast_to(np.uint32(0), len(stops))
+    return Segments(documents, starts, stops, targeted, reasons, truncated, n_split)
+
+
+def _sliced(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The batches in slices of bounded size: what is worked out in 64 bits is a hundred bytes a document."""
+    for batch in batches:
+        for start in range(0, batch.num_rows, SLICE_DOCUMENTS):
+            yield batch.slice(start, SLICE_DOCUMENTS)
 
 
 def row_batches(
@@ -133,10 +144,10 @@ def _record_batch(segments: Segments, chosen: npt.NDArray[np.int32], offsets: np
 
 
 class _Columns:
-    """Four columns that grow in place: not a piece for each record batch, which would leave the heap in holes."""
+    """Columns that grow in place: not a piece for each record batch, which would leave the heap in holes."""
 
-    def __init__(self) -> None:
-        self._columns = [np.empty(0, dtype=np.uint32) for _ in range(4)]
+    def __init__(self, count: int) -> None:
+        self._columns = [np.empty(0, dtype=np.uint32) for _ in range(count)]
         self._length = 0
 
     def append(self, values: tuple[npt.NDArray[np.int64], ...]) -> None:
@@ -147,11 +158,10 @@ class _Columns:
             column[self._length : stop] = part
         self._length = stop
 
-    def done(self) -> tuple[U32, U32, U32, U32]:
+    def done(self) -> list[U32]:
         for column in self._columns:
             column.resize(self._length, refcheck=False)
-        document, start, stop, trained = self._columns
-        return document, start, stop, trained
+        return self._columns
 
 
 def _counted(pieces: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

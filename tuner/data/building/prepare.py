@@ -28,6 +28,7 @@ from tuner.data.building.request import PrepareRequest
 from tuner.data.prepared import ROWS_SCHEMA, view
 from tuner.errors import DataError, MachineError
 from tuner.runtime.files import sha256_file
+from tuner.runtime.memory import give_back
 
 if TYPE_CHECKING:
     from tuner.runtime.console import Console
@@ -114,6 +115,7 @@ def _build_rows(
         return build_documents(request, keys, new, console, crew)
 
     encoded, _ = build_once(request.cache_dir, "encoded", keys.encoded, make, say, link)
+    give_back()  # what the tables of documents held: packing needs its own
     report = dict(encoded["report"])
     for split in ("train", "eval"):
         if report[split] is not None:

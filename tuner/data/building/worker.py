@@ -4,6 +4,7 @@ The first process loads the job, divides into one process for each socket but th
 them ends, and is gone when its parent is.
 """
 
+import contextlib
 import gc
 import mmap
 import os
@@ -76,7 +77,8 @@ def _divide(ends: "Connection[Any, Any]", sockets: Sequence[int], work: Work[Any
     threading.Thread(target=_end_with_parent, args=(ends,), daemon=True).start()
     while numbers:
         pid, status = os.waitpid(-1, 0)
-        ends.send((numbers.pop(pid), os.waitstatus_to_exitcode(status)))
+        with contextlib.suppress(OSError):  # the parent may be gone, and then the others are about to end
+            ends.send((numbers.pop(pid), os.waitstatus_to_exitcode(status)))
     os._exit(0)
 
 
