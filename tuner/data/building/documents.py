@@ -1,8 +1,7 @@
 """The first level of prepared data: encoded documents, independent of row length and packing.
 
-Blocks of rows are encoded by workers and arrive in order, as record batches. What is kept of a document meanwhile are
-24 bytes in tables: its digest, its length and its targets. Where documents are drawn, repeated or held out, all of
-them are written first and the chosen ones are then copied, batch by batch.
+Blocks of rows are encoded by workers and arrive in order, as record batches. Where documents are drawn, repeated or
+held out, all of them are written first and the chosen ones are then copied, batch by batch.
 """
 
 import itertools
@@ -10,7 +9,7 @@ import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,14 +24,14 @@ from tuner.data.building.encoded import (
     BadRow,
     Bundle,
     Counts,
-    EncodedBundle,
     EncodeJob,
     documents_schema,
     record_batches,
 )
 from tuner.data.building.keys import Keys, Source
 from tuner.data.building.progress import pace
-from tuner.data.building.selection import Digests, copies, distinct, hold_out, shared
+from tuner.data.building.selection import shared
+from tuner.data.building.sides import Chosen, Side
 from tuner.data.building.stream_file import Place, StreamFiles
 from tuner.data.building.workers import WorkerDiedError, answers
 from tuner.data.encoding.encode import FastEncoderMismatch
@@ -54,110 +53,18 @@ FEW_BUNDLES = 3
 """Fewer bundles than these are encoded in this process: starting workers would take longer."""
 INFLATES = 4
 """How many times its size a compressed file has, as far as progress is concerned."""
-_CHUNK = 1 << 16
-EVAL_SOURCES = 1 << 32
-"""Held-out sources draw from other random words than training sources."""
 
 
 @dataclass(frozen=True)
 class _Origin:
     """Where a block comes from."""
 
-    side: "_Side"
+    side: "Side"
     source: int
     block: int
     """Its number in its file, from 0."""
     name: str
     size: int
-
-
-@dataclass
-class _Side:
-    """The documents of `data.train` or `data.eval` as they are read: counts of sources, tables of bundles."""
-
-    name: str
-    sources: Sequence[Source]
-    is_split: bool = False
-    """Whether documents are held out of it."""
-    counts: list[Counts] = field(default_factory=list)
-    digests: bytearray = field(default_factory=bytearray)
-    lengths: bytearray = field(default_factory=bytearray)
-    targets: bytearray = field(default_factory=bytearray)
-    """Tables of all bundles so far, as bytes: they grow in place."""
-    fast: int = 0
-    escaped: int = 0
-    notes: Counter[str] = field(default_factory=Counter)
-    size: int = 0
-
-    def __post_init__(self) -> None:
-        self.counts = [Counts() for _ in self.sources]
-
-    @property
-    def by_source(self) -> bool:
-        """Whether each source goes to a file of its own, of which its share is then taken."""
-        return not all(source.share.is_whole for source in self.sources)
-
-    @property
-    def is_chosen_from(self) -> bool:
-        """Whether not every document ends up in the one file of the side, once."""
-        return self.is_split or self.by_source
-
-    def path(self, directory: Path, source: int) -> Path:
-        """The file that a source's documents are first written to."""
-        part = f".{source if self.by_source else 'all'}" if self.is_chosen_from else ""
-        return directory / f"{self.name}{part}.arrow"
-
-    def parts(self, directory: Path) -> list[tuple[Path, int]]:
-        """Each such file, and how many documents it holds."""
-        found: dict[Path, int] = {}
-        for source, counts in enumerate(self.counts):
-            path = self.path(directory, source)
-            found[path] = found.get(path, 0) + counts.documents
-        return list(found.items())
-
-    def add(self, bundle: EncodedBundle) -> None:
-        """Keep what is needed of a bundle."""
-        self.digests += bundle.digests.tobytes()
-        self.lengths += bundle.lengths.tobytes()
-        self.targets += bundle.targets.tobytes()
-        self.fast += bundle.fast
-        self.escaped += bundle.escaped
-        self.notes.update(bundle.notes)
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    """Documents of one split: their tables, and how often each is there."""
-
-    digests: Digests
-    lengths: npt.NDArray[np.uint32]
-    targets: npt.NDArray[np.uint32]
-    copies: npt.NDArray[np.int32]
-
-    @property
-    def present(self) -> Digests:
-        """The digests of the documents that are there."""
-        return self.digests if self.copies.all() else self.digests[self.copies > 0]
-
-    def report(self, counts: Counts) -> dict[str, Any]:
-        """The split's counts as JSON values; documents and tokens as often as they are trained on."""
-        there = self.copies > 0
-        return {
-            "rows": counts.rows,
-            "documents": int(self.copies.sum()),
-            "tokens": self._total(self.lengths),
-            "trained": self._total(self.targets),
-            "longest": int(self.lengths.max(initial=0, where=there)),
-            "duplicates": int(np.count_nonzero(there)) - distinct(self.present),
-            "skipped": dict(sorted(counts.skipped.items())),
-            "dropped": dict(sorted(counts.dropped.items())),
-        }
-
-
-    def _total(self, column: npt.NDArray[np.uint32]) -> int:
-        """The sum of a column, each document as often as it is there."""
-        parts = (slice(start, start + _CHUNK) for start in range(0, len(column), _CHUNK))
-        return sum(int(np.multiply(column[part], self.copies[part], dtype=np.int64).sum()) for part in parts)
 
 
 def crew_of(request: "PrepareRequest", sources: Iterable[Source]) -> Crew | None:
@@ -210,19 +117,19 @@ def _build(
     slow_reason: str | None = None,
 ) -> dict[str, Any]:
     split = request.data.eval if isinstance(request.data.eval, Duration) else None
-    sides = [_Side("train", keys.train, split is not None)]
+    sides = [Side("train", keys.train, split is not None)]
     if keys.eval is not None:
-        sides.append(_Side("eval", keys.eval))
+        sides.append(Side("eval", keys.eval))
     expected = _expected_bytes(source for side in sides for source in side.sources)
     job = _job(request, much=False, fast=slow_reason is None)
     with pace(console, expected) as done:
         hashed = _read(sides, job, request.workers, tmp, done, crew)
     keys.refuse_changed()
     give_back()  # what encoding held: choosing documents needs its own
-    taken = [_taken(side, request.seed) for side in sides]
+    taken = [side.taken(request.seed) for side in sides]
     for side, documents in zip(sides, taken, strict=True):
         _refuse_nothing(side, int(documents.copies.sum()))
-    chosen = taken if split is None else _hold_out(taken[0], split, request.seed)
+    chosen = taken if split is None else taken[0].held_out(split, request.seed)
     schema = documents_schema(request.tokenizer.vocab_size)
     by_name = dict(zip(("train", "eval"), chosen, strict=False))
     for side in sides:
@@ -233,7 +140,7 @@ def _build(
 
 
 def _read(
-    sides: Sequence[_Side],
+    sides: Sequence[Side],
     job: EncodeJob,
     workers: int | None,
     tmp: Path,
@@ -250,7 +157,7 @@ def _read(
     count = 1 if len(first) < FEW_BUNDLES else _workers(workers)
     lines = 0
 
-    def hash_behind(side: _Side) -> bool:
+    def hash_behind(side: Side) -> bool:
         return count > 1 and not side.is_chosen_from
 
     with (
@@ -296,7 +203,7 @@ def _one_by_one(first: deque[Bundle], others: Iterator[Bundle]) -> Iterator[Bund
     yield from others
 
 
-def _bundles(sides: Sequence[_Side], ahead: "deque[list[_Origin]]") -> Iterator[Bundle]:
+def _bundles(sides: Sequence[Side], ahead: "deque[list[_Origin]]") -> Iterator[Bundle]:
     """Every block, in order, small ones together; where they come from is appended to `ahead`.
 
     How blocks come together follows from their sizes, and from the sources only where a share is taken of each.
@@ -315,7 +222,7 @@ def _bundles(sides: Sequence[_Side], ahead: "deque[list[_Origin]]") -> Iterator[
             yield tuple(other for _, other in pending)
 
 
-def _blocks(side: _Side) -> Iterator[tuple[_Origin, Block]]:
+def _blocks(side: Side) -> Iterator[tuple[_Origin, Block]]:
     for number, source in enumerate(side.sources):
         for file in source.files:
             for block in blocks(file):
@@ -348,30 +255,7 @@ class _Writer:
         self._file.close()
 
 
-def _taken(side: _Side, seed: int) -> _Chosen:
-    """The documents of a side as the shares of its sources say."""
-    base = EVAL_SOURCES if side.name == "eval" else 0
-    often = [
-        copies(source.share, counts.documents, seed, base + number)
-        for number, (source, counts) in enumerate(zip(side.sources, side.counts, strict=True))
-    ]
-    return _Chosen(
-        np.frombuffer(side.digests, dtype=np.uint64).reshape(-1, 2),
-        np.frombuffer(side.lengths, dtype=np.uint32),
-        np.frombuffer(side.targets, dtype=np.uint32),
-        np.concatenate(often),
-    )
-
-
-def _hold_out(chosen: _Chosen, split: Duration, seed: int) -> list[_Chosen]:
-    """Hold documents out of those that are taken; what is held out is there once and not trained on."""
-    held = np.zeros(len(chosen.copies), dtype=np.bool_)
-    held[chosen.copies > 0] = hold_out(chosen.present, split, seed)
-    sides = (np.where(held, 0, chosen.copies), held.astype(np.int32))
-    return [replace(chosen, copies=side.astype(np.int32)) for side in sides]
-
-
-def _write_chosen(side: _Side, tmp: Path, splits: Mapping[str, npt.NDArray[np.int32]], schema: pa.Schema) -> None:
+def _write_chosen(side: Side, tmp: Path, splits: Mapping[str, npt.NDArray[np.int32]], schema: pa.Schema) -> None:
     """Copy the chosen documents of a side to the files of the splits, and remove the files that they were in."""
     for name, often in splits.items():
         start = 0
@@ -396,9 +280,9 @@ def _filtered(path: Path, kept: npt.NDArray[np.bool_]) -> Iterator[pa.RecordBatc
 
 
 def _body(
-    sides: Sequence[_Side],
-    taken: Sequence[_Chosen],
-    chosen: Mapping[str, _Chosen],
+    sides: Sequence[Side],
+    taken: Sequence[Chosen],
+    chosen: Mapping[str, Chosen],
     keys: Keys,
     slow_reason: str | None,
 ) -> dict[str, Any]:
@@ -436,13 +320,13 @@ def _body(
     }
 
 
-def _by_source(side: _Side, often: npt.NDArray[np.int32]) -> list[int]:
+def _by_source(side: Side, often: npt.NDArray[np.int32]) -> list[int]:
     """Documents of each source in a split's file, which holds them source by source."""
     bounds = np.cumsum([0, *(counts.documents for counts in side.counts)])
     return [int(often[start:stop].sum()) for start, stop in pairwise(bounds.tolist())]
 
 
-def _source_reports(side: _Side, often: npt.NDArray[np.int32]) -> list[dict[str, Any]]:
+def _source_reports(side: Side, often: npt.NDArray[np.int32]) -> list[dict[str, Any]]:
     """Of each source, in order: what was read and how much of it is taken."""
     reports, start = [], 0
     for source, counts in zip(side.sources, side.counts, strict=True):
@@ -463,7 +347,7 @@ def _source_reports(side: _Side, often: npt.NDArray[np.int32]) -> list[dict[str,
     return reports
 
 
-def _refuse_nothing(side: _Side, documents: int) -> None:
+def _refuse_nothing(side: Side, documents: int) -> None:
     """DataError where a side has no document at all, with the reasons."""
     if documents:
         return
