@@ -12,7 +12,8 @@ import pyarrow as pa
 
 from tuner.data.building.selection import Digests, digest
 from tuner.data.building.stream_file import Place, write_batch
-from tuner.data.encoding.encode import CHECKS, EncodedBatch, Encoder
+from tuner.data.encoding.encode import CHECKS, Encoder
+from tuner.data.encoding.encoded_batch import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import SpecialTokens, TrainOn
 from tuner.data.prepared import arrow, arrow_bits

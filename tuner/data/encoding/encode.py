@@ -9,14 +9,16 @@ not know) is placed one by one from the tokenizer's own character spans.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
 from tuner.data.encoding.byte_table import ByteTable, Unproven
+from tuner.data.encoding.encoded_batch import EncodedBatch, joined
 from tuner.data.encoding.fast import FastEncoder
+from tuner.data.encoding.flat import Flat, Ints, Rows, Turns, edges_of, offsets_of
 from tuner.data.encoding.place import KEPT_CHARS, KEPT_PROMPTS, Document, Placer
 from tuner.data.encoding.probe import has_reserved
 from tuner.data.encoding.proven import ProvenEncoder
@@ -33,75 +35,10 @@ CHECKS = 5
 """Rows of a batch that are placed alone and compared, besides every `_CHECK_EVERY`th."""
 _CHECK_EVERY = 997
 _CHECK_TOKENS = 1 << 15
-Ints = npt.NDArray[np.int64]
-Edges = npt.NDArray[np.int32] | npt.NDArray[np.int64]
-"""Running sums over tokens, in 32 bits wherever they fit."""
 
 
 class FastEncoderMismatch(Exception):
     """A row of the sample came out otherwise than the tokenizer alone gives it."""
-
-
-@dataclass(frozen=True)
-class EncodedBatch:
-    """n documents, flat, in the order of the examples that they come from."""
-
-    input_ids: npt.NDArray[np.uint32]
-    """uint32[tokens]"""
-    trained: npt.NDArray[np.bool_]
-    """bool[tokens]: whether the token itself is to be learned."""
-    offsets: Ints
-    """int64[n + 1]"""
-    prompt_tokens: npt.NDArray[np.uint32]
-    """uint32[n]: tokens before the last answer, as a model is prompted with them; 0 where there is none."""
-    rows: Ints
-    """int64[n]: the example that each document comes from, ascending."""
-    problems: dict[int, RowProblem] = field(default_factory=dict)
-    """Example -> why there is no document."""
-    fast: int = 0
-    """Documents whose ids the fast encoder gave."""
-    escaped: int = 0
-    """Documents in which a written-out control token was encoded as ordinary characters."""
-    notes: Counter[str] = field(default_factory=Counter)
-
-
-class _Rows:
-    """Texts of a batch with the bytes at which their turns begin and end."""
-
-    def __init__(self) -> None:
-        self.examples: list[int] = []
-        self.pieces: list[str] = []
-        self.sizes: list[int] = []
-        self.default: list[bool] = []
-        self.framed: list[bool] = []
-        self.specials: list[int] = []
-        """Control tokens that the template wrote; -1 where that was looked at before."""
-        self.piece_stops: list[int] = []
-        self.row: list[int] = []
-        self.start: list[int] = []
-        self.stop: list[int] = []
-        self.trained: list[bool] = []
-        self.answer: list[bool] = []
-        self.prompt: list[str] = []
-        """Text before an answer, from the last control token on; empty where the turn is no answer."""
-
-    def close(self, example: int, size: int, default: bool, framed: bool, specials: int) -> None:
-        """End a row whose pieces and turns have been added."""
-        self.piece_stops.append(len(self.pieces))
-        self.examples.append(example)
-        self.sizes.append(size)
-        self.default.append(default)
-        self.framed.append(framed)
-        self.specials.append(specials)
-
-    def turn(self, span: tuple[int, int], trained: bool, answer: bool, prompt: str) -> None:
-        """Add a turn of the row that is open, by its bytes."""
-        self.row.append(len(self.examples))
-        self.start.append(span[0])
-        self.stop.append(span[1])
-        self.trained.append(trained)
-        self.answer.append(answer)
-        self.prompt.append(prompt)
 
 
 class Encoder:
@@ -146,14 +83,14 @@ class Encoder:
         it decides about the fast encoder. Of each part `checks` rows are placed alone too and compared. Raises
         DataError without a chat template, FastEncoderMismatch where the sample refutes the fast path.
         """
-        rows, alone, notes = _Rows(), _Alone(self._planner, self._placer), Counter[str]()
+        rows, alone, notes = Rows(), _Alone(self._planner, self._placer), Counter[str]()
         for i, example in enumerate(examples):
             try:
                 if not (isinstance(example, Conversation) and self._add_known(rows, i, example, notes)):
                     self._add(rows, i, example, alone, notes)
             except RowProblem as problem:
                 alone.problems[i] = problem
-        merged = _merge(self._encode_rows(rows, examples, alone, total_bytes), alone.documents)
+        merged = joined(self._encode_rows(rows, examples, alone, total_bytes), alone.documents)
         self._check(examples, merged, checks)
         return replace(merged, problems=alone.problems, escaped=alone.escaped, notes=notes)
 
@@ -168,7 +105,7 @@ class Encoder:
             return self._placer.tokens(example)
         return self._placer.place(self._planner.plan(example), example)
 
-    def _add_known(self, rows: _Rows, i: int, example: Conversation, notes: Counter[str]) -> bool:
+    def _add_known(self, rows: Rows, i: int, example: Conversation, notes: Counter[str]) -> bool:
         """Add a conversation of a shape that is known; False where it must be rendered."""
         messages = example.messages
         if self._table is None or example.tools or any(len(message) != 2 for message in messages):
@@ -203,7 +140,7 @@ class Encoder:
         text = "".join(part for pair in zip(skeleton.parts, contents, strict=False) for part in pair)
         return self._table is not None and self._table.accepts(text) and not has_reserved(text)
 
-    def _add(self, rows: _Rows, i: int, example: Example, alone: "_Alone", notes: Counter[str]) -> None:
+    def _add(self, rows: Rows, i: int, example: Example, alone: "_Alone", notes: Counter[str]) -> None:
         table = self._table
         if isinstance(example, Tokens):
             alone.place(i, example)
@@ -230,7 +167,7 @@ class Encoder:
         return plan.text[0 if last is None else last[0] : start]
 
     def _encode_rows(
-        self, rows: _Rows, examples: Sequence[Example], alone: "_Alone", total_bytes: int | None
+        self, rows: Rows, examples: Sequence[Example], alone: "_Alone", total_bytes: int | None
     ) -> EncodedBatch | None:
         """Encode the collected rows together; those that cannot stay are placed alone."""
         table = self._table
@@ -239,7 +176,7 @@ class Encoder:
         flat, fast = self._flat(rows, table, total_bytes)
         expected = np.array(rows.specials)
         doubtful = flat.unknown | ((flat.counts(self._is_special) != expected) & (expected >= 0))
-        turns = _Turns.of(rows, flat)
+        turns = Turns.of(rows, flat)
         doubtful[turns.row[turns.straddles]] = True
         by_prompt = sorted((i for i, prompt in enumerate(rows.prompt) if prompt), key=rows.prompt.__getitem__)
         for prompt, which in groupby(by_prompt, rows.prompt.__getitem__):
@@ -249,14 +186,14 @@ class Encoder:
             alone.place(rows.examples[row], examples[rows.examples[row]])
         return self._finished(rows, flat, turns, ~doubtful, fast)
 
-    def _flat(self, rows: _Rows, table: ByteTable, total_bytes: int | None) -> "tuple[_Flat, bool]":
+    def _flat(self, rows: Rows, table: ByteTable, total_bytes: int | None) -> tuple[Flat, bool]:
         """The rows' ids, and whether the fast encoder gave them."""
         sizes = np.array(rows.sizes, dtype=np.int64)
         proven = self._proven_for(int(sizes.sum()) if total_bytes is None else total_bytes, table)
         texts = ["".join(rows.pieces[a:b]) for a, b in zip([0, *rows.piece_stops], rows.piece_stops, strict=False)]
         if proven is None:
             parts = self._tokenizer.encode_ids(texts)
-            flat = _Flat.of(np.concatenate(parts), np.array([len(part) for part in parts]), table)
+            flat = Flat.of(np.concatenate(parts), np.array([len(part) for part in parts]), table)
             return replace(flat, unknown=flat.sizes() != sizes), False
         refuted = proven.refuted(texts)
         flat = self._together(proven, texts, sizes, table)
@@ -265,20 +202,20 @@ class Encoder:
             unknown = unknown | np.array([any(c in text for c in refuted) for text in texts])
         return replace(flat, unknown=unknown), proven.name == FastEncoder.name
 
-    def _together(self, proven: ProvenEncoder, texts: list[str], sizes: Ints, table: ByteTable) -> "_Flat":
+    def _together(self, proven: ProvenEncoder, texts: list[str], sizes: Ints, table: ByteTable) -> Flat:
         if not self._separator:
             parts = [proven.encode(text) for text in texts]
-            return _Flat.of(np.concatenate(parts), np.array([len(part) for part in parts]), table)
+            return Flat.of(np.concatenate(parts), np.array([len(part) for part in parts]), table)
         # A control token between two texts: neither sees the other, and one call takes them all.
         ids = proven.encode(self._separator.join([*texts, ""]))
-        edges = _edges(table.lengths[ids])
+        edges = edges_of(table.lengths[ids])
         ends = np.cumsum(sizes + len(self._separator.encode())).astype(edges.dtype)
         separators = np.searchsorted(edges, ends) - 1
         if len(edges) == 0 or edges[-1] != ends[-1] or not np.array_equal(edges[separators + 1], ends):
             raise FastEncoderMismatch("the bytes of the fast encoder's ids are not those of the text")
         keep = np.ones(len(ids), dtype=np.bool_)
         keep[separators] = False
-        return _Flat.of(ids[keep], np.diff(separators, prepend=-1) - 1, table)
+        return Flat.of(ids[keep], np.diff(separators, prepend=-1) - 1, table)
 
     def _proven_for(self, size: int, table: ByteTable) -> ProvenEncoder | None:
         """The fastest encoder that is proven, for a batch of so many bytes; it is chosen for the first such batch."""
@@ -302,7 +239,7 @@ class Encoder:
         return ids
 
     def _finished(
-        self, rows: _Rows, flat: "_Flat", turns: "_Turns", keep: npt.NDArray[np.bool_], fast: bool
+        self, rows: Rows, flat: Flat, turns: Turns, keep: npt.NDArray[np.bool_], fast: bool
     ) -> EncodedBatch:
         trained = np.repeat(np.array(rows.default), flat.lengths)
         wished, answer = np.array(rows.trained, dtype=np.bool_), np.array(rows.answer, dtype=np.bool_)
@@ -319,7 +256,7 @@ class Encoder:
             tokens = np.repeat(keep, flat.lengths)
             ids, trained = ids[tokens], trained[tokens]
         batch = EncodedBatch(
-            ids, trained, _offsets(lengths), prompts[keep].astype(np.uint32),
+            ids, trained, offsets_of(lengths), prompts[keep].astype(np.uint32),
             np.array(rows.examples, dtype=np.int64)[keep], fast=int(keep.sum()) if fast else 0,
         )  # fmt: skip
         return self._framed(batch, framed[keep]) if framed.any() else batch
@@ -328,7 +265,7 @@ class Encoder:
         """Put the tokenizer's own tokens around texts, and the end token after them."""
         prefix, suffix = self._placer.frame
         lengths = np.diff(batch.offsets)
-        offsets = _offsets(lengths + framed * (len(prefix) + len(suffix)))
+        offsets = offsets_of(lengths + framed * (len(prefix) + len(suffix)))
         ids = np.zeros(int(offsets[-1]), dtype=np.uint32)
         trained, own = np.zeros(len(ids), dtype=np.bool_), np.ones(len(ids), dtype=np.bool_)
         around = [(offsets[:-1][framed] + k, token, self._train_on == "all") for k, token in enumerate(prefix)]
@@ -383,114 +320,6 @@ class _Alone:
             self.problems[i] = problem
 
 
-@dataclass(frozen=True)
-class _Flat:
-    """The ids of n rows end to end, and the bytes between which each lies."""
-
-    ids: npt.NDArray[np.uint32]
-    lengths: Ints
-    """Tokens of each row."""
-    offsets: Ints
-    edges: Edges
-    """[tokens + 1]: bytes, from the first row's first."""
-    unknown: npt.NDArray[np.bool_]
-    """bool[n]: rows whose ids do not stand for their bytes."""
-
-    @staticmethod
-    def of(ids: npt.NDArray[np.uint32], lengths: Ints, table: ByteTable) -> "_Flat":
-        unknown = np.zeros(len(lengths), dtype=np.bool_)
-        return _Flat(ids, lengths, _offsets(lengths), _edges(table.lengths[ids]), unknown)
-
-    def sizes(self) -> Ints:
-        """int64[n]: bytes that each row's ids stand for."""
-        return np.diff(self.edges[self.offsets])
-
-    def counts(self, of: npt.NDArray[np.bool_]) -> Ints:
-        """int64[n]: how many ids of each row are marked in `of`, a table by id."""
-        return np.diff(_edges(of[self.ids])[self.offsets])
-
-
-@dataclass(frozen=True)
-class _Turns:
-    """The turns of a batch by tokens."""
-
-    row: Ints
-    first: Ints
-    last: Ints
-    """One after the last token."""
-    straddles: npt.NDArray[np.bool_]
-    """Whether a token reaches over an end."""
-
-    @staticmethod
-    def of(rows: _Rows, flat: _Flat) -> "_Turns":
-        row = np.array(rows.row, dtype=np.int64)
-        base = flat.edges[flat.offsets[:-1]][row]
-        top = len(flat.edges) - 1
-        # Of the edges' own type: else they would all be converted to find a few among them.
-        starts, stops = base + np.array(rows.start, dtype=base.dtype), base + np.array(rows.stop, dtype=base.dtype)
-        first = np.minimum(np.searchsorted(flat.edges, starts), top)
-        last = np.minimum(np.searchsorted(flat.edges, stops), top)
-        straddles = (flat.edges[first] != starts) | (flat.edges[last] != stops)
-        return _Turns(row, first, last, straddles)
-
-    def follow(self, which: Ints, flat: _Flat, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
-        """Whether `ids` stand before each of the turns, in its own row."""
-        before = self.first[which] - len(ids)
-        inside = before >= flat.offsets[:-1][self.row[which]]
-        at = np.maximum(before, 0)[:, None] + np.arange(len(ids))
-        found: npt.NDArray[np.bool_] = inside & (flat.ids[np.minimum(at, len(flat.ids) - 1)] == ids).all(axis=1)
-        return found
-
-    def cover(self, which: npt.NDArray[np.bool_], tokens: int) -> npt.NDArray[np.bool_]:
-        """bool[tokens]: the tokens of the chosen turns."""
-        depth = np.zeros(tokens + 1, dtype=np.int32)
-        np.add.at(depth, self.first[which], 1)
-        np.subtract.at(depth, self.last[which], 1)
-        np.cumsum(depth, out=depth)
-        covered: npt.NDArray[np.bool_] = depth[:tokens] > 0
-        return covered
-
-
-def _offsets(lengths: Ints) -> Ints:
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
-def _edges(lengths: npt.NDArray[np.int32] | npt.NDArray[np.bool_]) -> Edges:
-    """The sums of the first 0, 1, ... lengths; there may be a length for every byte of a long text."""
-    fits = int(lengths.sum(dtype=np.int64)) <= np.iinfo(np.int32).max
-    edges: Edges = np.zeros(len(lengths) + 1, np.int32) if fits else np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=edges[1:])
-    return edges
-
-
 def _bytes_at(text: str, start: int, stop: int) -> tuple[int, int]:
     before = len(text[:start].encode())
     return before, before + len(text[start:stop].encode())
-
-
-def _merge(batch: EncodedBatch | None, documents: dict[int, Document]) -> EncodedBatch:
-    """One batch of documents that were encoded together and others, by the order of their examples."""
-    extra = sorted(documents)
-    ids = [documents[i].input_ids.astype(np.uint32) for i in extra]
-    trained = [documents[i].trained for i in extra]
-    lengths = np.array([len(part) for part in ids], dtype=np.int64)
-    prompts = np.array([documents[i].prompt_tokens for i in extra], dtype=np.uint32)
-    rows = np.array(extra, dtype=np.int64)
-    if batch is not None and not extra:
-        return batch
-    if batch is not None:
-        ids, trained = [batch.input_ids, *ids], [batch.trained, *trained]
-        lengths = np.concatenate([np.diff(batch.offsets), lengths])
-        prompts = np.concatenate([batch.prompt_tokens, prompts])
-        rows = np.concatenate([batch.rows, rows])
-    order = np.argsort(rows, kind="stable")
-    starts = _offsets(lengths)[:-1][order]
-    offsets = _offsets(lengths[order])
-    at = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths[order])
-    flat_ids = np.concatenate([np.empty(0, dtype=np.uint32), *ids])
-    flat_trained = np.concatenate([np.empty(0, dtype=np.bool_), *trained])
-    return EncodedBatch(
-        flat_ids[at], flat_trained[at], offsets, prompts[order], rows[order], fast=0 if batch is None else batch.fast
-    )

@@ -1,0 +1,60 @@
+"""Many encoded documents as flat arrays."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tuner.data.encoding.flat import Ints, offsets_of
+from tuner.data.encoding.place import Document
+from tuner.data.reading.problems import RowProblem
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """n documents, flat, in the order of the examples that they come from."""
+
+    input_ids: npt.NDArray[np.uint32]
+    """uint32[tokens]"""
+    trained: npt.NDArray[np.bool_]
+    """bool[tokens]: whether the token itself is to be learned."""
+    offsets: Ints
+    """int64[n + 1]"""
+    prompt_tokens: npt.NDArray[np.uint32]
+    """uint32[n]: tokens before the last answer, as a model is prompted with them; 0 where there is none."""
+    rows: Ints
+    """int64[n]: the example that each document comes from, ascending."""
+    problems: dict[int, RowProblem] = field(default_factory=dict)
+    """Example -> why there is no document."""
+    fast: int = 0
+    """Documents whose ids the fast encoder gave."""
+    escaped: int = 0
+    """Documents in which a written-out control token was encoded as ordinary characters."""
+    notes: Counter[str] = field(default_factory=Counter)
+
+
+def joined(batch: EncodedBatch | None, documents: dict[int, Document]) -> EncodedBatch:
+    """One batch of documents that were encoded together and others, by the order of their examples."""
+    extra = sorted(documents)
+    ids = [documents[i].input_ids.astype(np.uint32) for i in extra]
+    trained = [documents[i].trained for i in extra]
+    lengths = np.array([len(part) for part in ids], dtype=np.int64)
+    prompts = np.array([documents[i].prompt_tokens for i in extra], dtype=np.uint32)
+    rows = np.array(extra, dtype=np.int64)
+    if batch is not None and not extra:
+        return batch
+    if batch is not None:
+        ids, trained = [batch.input_ids, *ids], [batch.trained, *trained]
+        lengths = np.concatenate([np.diff(batch.offsets), lengths])
+        prompts = np.concatenate([batch.prompt_tokens, prompts])
+        rows = np.concatenate([batch.rows, rows])
+    order = np.argsort(rows, kind="stable")
+    starts = offsets_of(lengths)[:-1][order]
+    offsets = offsets_of(lengths[order])
+    at = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths[order])
+    flat_ids = np.concatenate([np.empty(0, dtype=np.uint32), *ids])
+    flat_trained = np.concatenate([np.empty(0, dtype=np.bool_), *trained])
+    return EncodedBatch(
+        flat_ids[at], flat_trained[at], offsets, prompts[order], rows[order], fast=0 if batch is None else batch.fast
+    )

@@ -1,0 +1,136 @@
+"""Texts of a batch end to end: the bytes of their turns, and where tokens lie between them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tuner.data.encoding.byte_table import ByteTable
+
+Ints = npt.NDArray[np.int64]
+Edges = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+"""Running sums over tokens, in 32 bits wherever they fit."""
+
+
+class Rows:
+    """Texts of a batch with the bytes at which their turns begin and end."""
+
+    def __init__(self) -> None:
+        self.examples: list[int] = []
+        self.pieces: list[str] = []
+        self.sizes: list[int] = []
+        self.default: list[bool] = []
+        self.framed: list[bool] = []
+        self.specials: list[int] = []
+        """Control tokens that the template wrote; -1 where that was looked at before."""
+        self.piece_stops: list[int] = []
+        self.row: list[int] = []
+        self.start: list[int] = []
+        self.stop: list[int] = []
+        self.trained: list[bool] = []
+        self.answer: list[bool] = []
+        self.prompt: list[str] = []
+        """Text before an answer, from the last control token on; empty where the turn is no answer."""
+
+    def close(self, example: int, size: int, default: bool, framed: bool, specials: int) -> None:
+        """End a row whose pieces and turns have been added."""
+        self.piece_stops.append(len(self.pieces))
+        self.examples.append(example)
+        self.sizes.append(size)
+        self.default.append(default)
+        self.framed.append(framed)
+        self.specials.append(specials)
+
+    def turn(self, span: tuple[int, int], trained: bool, answer: bool, prompt: str) -> None:
+        """Add a turn of the row that is open, by its bytes."""
+        self.row.append(len(self.examples))
+        self.start.append(span[0])
+        self.stop.append(span[1])
+        self.trained.append(trained)
+        self.answer.append(answer)
+        self.prompt.append(prompt)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The ids of n rows end to end, and the bytes between which each lies."""
+
+    ids: npt.NDArray[np.uint32]
+    lengths: Ints
+    """Tokens of each row."""
+    offsets: Ints
+    edges: Edges
+    """[tokens + 1]: bytes, from the first row's first."""
+    unknown: npt.NDArray[np.bool_]
+    """bool[n]: rows whose ids do not stand for their bytes."""
+
+    @staticmethod
+    def of(ids: npt.NDArray[np.uint32], lengths: Ints, table: ByteTable) -> "Flat":
+        """Lay ids out by what they stand for; `lengths` are the tokens of each row."""
+        unknown = np.zeros(len(lengths), dtype=np.bool_)
+        return Flat(ids, lengths, offsets_of(lengths), edges_of(table.lengths[ids]), unknown)
+
+    def sizes(self) -> Ints:
+        """int64[n]: bytes that each row's ids stand for."""
+        return np.diff(self.edges[self.offsets])
+
+    def counts(self, of: npt.NDArray[np.bool_]) -> Ints:
+        """int64[n]: how many ids of each row are marked in `of`, a table by id."""
+        return np.diff(edges_of(of[self.ids])[self.offsets])
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The turns of a batch by tokens."""
+
+    row: Ints
+    first: Ints
+    last: Ints
+    """One after the last token."""
+    straddles: npt.NDArray[np.bool_]
+    """Whether a token reaches over an end."""
+
+    @staticmethod
+    def of(rows: Rows, flat: Flat) -> "Turns":
+        """Find the tokens at which the turns of `rows` begin and end."""
+        row = np.array(rows.row, dtype=np.int64)
+        base = flat.edges[flat.offsets[:-1]][row]
+        top = len(flat.edges) - 1
+        # Of the edges' own type: else they would all be converted to find a few among them.
+        starts, stops = base + np.array(rows.start, dtype=base.dtype), base + np.array(rows.stop, dtype=base.dtype)
+        first = np.minimum(np.searchsorted(flat.edges, starts), top)
+        last = np.minimum(np.searchsorted(flat.edges, stops), top)
+        straddles = (flat.edges[first] != starts) | (flat.edges[last] != stops)
+        return Turns(row, first, last, straddles)
+
+    def follow(self, which: Ints, flat: Flat, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+        """Whether `ids` stand before each of the turns, in its own row."""
+        before = self.first[which] - len(ids)
+        inside = before >= flat.offsets[:-1][self.row[which]]
+        at = np.maximum(before, 0)[:, None] + np.arange(len(ids))
+        found: npt.NDArray[np.bool_] = inside & (flat.ids[np.minimum(at, len(flat.ids) - 1)] == ids).all(axis=1)
+        return found
+
+    def cover(self, which: npt.NDArray[np.bool_], tokens: int) -> npt.NDArray[np.bool_]:
+        """bool[tokens]: the tokens of the chosen turns."""
+        depth = np.zeros(tokens + 1, dtype=np.int32)
+        np.add.at(depth, self.first[which], 1)
+        np.subtract.at(depth, self.last[which], 1)
+        np.cumsum(depth, out=depth)
+        covered: npt.NDArray[np.bool_] = depth[:tokens] > 0
+        return covered
+
+
+def offsets_of(lengths: Ints) -> Ints:
+    """int64[n + 1]: the sums of the first 0, 1, ... lengths."""
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def edges_of(lengths: npt.NDArray[np.int32] | npt.NDArray[np.bool_]) -> Edges:
+    """The sums of the first 0, 1, ... lengths; there may be a length for every byte of a long text."""
+    fits = int(lengths.sum(dtype=np.int64)) <= np.iinfo(np.int32).max
+    edges: Edges = np.zeros(len(lengths) + 1, np.int32) if fits else np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=edges[1:])
+    return edges
