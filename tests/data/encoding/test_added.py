@@ -68,11 +68,17 @@ def test_the_fast_encoder_knows_them(tmp_path: Path) -> None:
 
 
 def test_one_that_closes_turns_is_an_end(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from tuner.export.write import turn_ends
+
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|turn|>' }}{% endfor %}"
     directory = tiny.write_directory(tmp_path / "base", template)
     ours = loaded(directory, WISH)
     assert ours.eos_ids[-1] == ours.new_ids[1]
     assert ours.find_special("so <|turn|> it is") == ("<|turn|>", 3)
+    ours.save(tmp_path / "saved")
+    assert turn_ends(AutoTokenizer.from_pretrained(tmp_path / "saved")) == [ours.new_ids[1]]  # so generation stops
     plain = loaded(directory, ["<|turn|>"])
     assert plain.new_ids[0] not in plain.eos_ids
     assert plain.find_special("so <|turn|> it is") is None
