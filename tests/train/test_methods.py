@@ -10,6 +10,8 @@ import torch
 from tests.train.test_run import launch, lines
 from tools import resume_campaign
 from tuner.errors import PluginError
+from tuner.model.logit_shape import LogitShape
+from tuner.train import setup
 from tuner.train.meter import CLOCKED
 
 LOSS = """
@@ -94,6 +96,15 @@ def test_prepared_rows_are_those_of_the_method_that_it_names(workplace: Path) ->
 def test_mistakes_are_named(workplace: Path, use: str, said: str) -> None:
     with pytest.raises(PluginError, match=said):
         custom(workplace, "bad", use)
+
+
+def test_a_model_that_caps_its_logits_is_refused_before_it_is_loaded(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup.LogitShape, "of", staticmethod(lambda config: LogitShape(1.0, 30.0)))
+    monkeypatch.setattr(setup, "assemble_model", lambda *args: pytest.fail("loaded"))
+    with pytest.raises(PluginError, match="my_loss.py:with_z_loss: this model caps its logits"):
+        custom(workplace, "bad", "with_z_loss")
 
 
 def test_an_unknown_option_is_named(workplace: Path) -> None:

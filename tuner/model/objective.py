@@ -76,14 +76,8 @@ class OwnObjective:
     ) -> torch.Tensor:
         """Call the function. Raises PluginError for what it raises, and a result that :data:`LossFunction` is not.
 
-        It knows no factor and no cap of the logits: the one is put into what it is given, a model with the other is
-        refused.
+        It knows no factor of the logits, which is put into what it is given; a model with a cap is refused at start.
         """
-        if shape.cap is not None:
-            raise PluginError(
-                f"{self._name}: this model caps its logits, of which a loss of your own is not told",
-                hint="take another model, or method.kind: sft or pretrain",
-            )
         if shape.scale != 1:
             hidden, bias = hidden * shape.scale, None if bias is None else bias * shape.scale
         try:

@@ -7,6 +7,7 @@ from tuner.config.recipe import CustomMethod, PretrainMethod, SftMethod
 from tuner.errors import PluginError
 from tuner.model.liger_loss import loss_into_gradient
 from tuner.model.linear_cross_entropy import Kernel, softmax_into_gradient
+from tuner.model.logit_shape import LogitShape
 from tuner.model.native.cross_entropy import native_into_gradient
 from tuner.model.objective import CrossEntropy, Objective, OwnObjective
 from tuner.runtime.plugins import Plugin, failure, load, require_call, source_file
@@ -20,6 +21,15 @@ def check_method(method: SftMethod | PretrainMethod | CustomMethod) -> None:
     """Load a loss of the user's own and check its signature. Raises PluginError; nothing is called."""
     if isinstance(method, CustomMethod):
         _factory(method)
+
+
+def check_logits(method: SftMethod | PretrainMethod | CustomMethod, shape: LogitShape) -> None:
+    """Raise PluginError for a loss of the user's own on a model that caps its logits, of which it could not know."""
+    if isinstance(method, CustomMethod) and shape.cap is not None:
+        raise PluginError(
+            f"method.use {method.use}: this model caps its logits, of which a loss of your own is not told",
+            hint="take another model, or method.kind: sft or pretrain",
+        )
 
 
 KERNELS: Mapping[str, Kernel] = {

@@ -33,6 +33,7 @@ from tuner.model.choice import Choice
 from tuner.model.compile import compile_blocks, compiler_problem
 from tuner.model.flops import training_flops
 from tuner.model.freeze import frozen_hash
+from tuner.model.logit_shape import LogitShape
 from tuner.model.native.library import native_problem
 from tuner.model.padding import Padding
 from tuner.model.probe import require_isolation
@@ -48,7 +49,7 @@ from tuner.train.best import check_metric, mark_steps
 from tuner.train.effort import Effort
 from tuner.train.evaluate import HeldOut, held_out
 from tuner.train.guard import Guard, GuardPolicy
-from tuner.train.methods import build_objective
+from tuner.train.methods import build_objective, check_logits
 from tuner.train.optimizer import build_updater
 from tuner.train.plan import Cadence, Plan, cadence, plan_steps
 from tuner.train.probes import probe_inputs
@@ -359,6 +360,7 @@ def _check_sizes(
     recipe: Recipe, tokenizer: TextTokenizer, config: PretrainedConfig, prepared: PreparedData, launch: Launch
 ) -> None:
     check_fits(tokenizer, config, prepared)
+    check_logits(recipe.method, LogitShape.of(config))
     check_division(recipe.train.global_batch_size, recipe.train.micro_batch_size, launch.world_size)
 
 
