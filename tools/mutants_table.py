@@ -47,6 +47,7 @@ RANKS = ("tests/multi",)
 PROFILE = ("tests/profile",)
 EXPORT = ("tests/export",)
 FAULTS = ("tests/faults/test_saves.py",)
+NATIVE = ("tests/model/native",)
 
 MUTANTS: tuple[Mutant, ...] = (
     # What the user wants.
@@ -568,5 +569,40 @@ MUTANTS: tuple[Mutant, ...] = (
         "sha256_of_same(path, written[path.name].pieces) if path.name in written else None",
         '__import__("hashlib").sha256(path.read_bytes()).hexdigest()',
         EXPORT,
+    ),
+    Mutant(
+        "native-window-off-by-one",
+        "tuner/model/native/attention.c",
+        "query - window + 1 > key ? query - window + 1 - key : 0",
+        "query - window > key ? query - window - key : 0",
+        NATIVE,
+    ),
+    Mutant(
+        "native-fade-forgotten",
+        "tuner/model/native/attention.c",
+        "total[i] = total[i] * fade + sum_of(sums);",
+        "total[i] = total[i] + sum_of(sums);",
+        NATIVE,
+    ),
+    Mutant(
+        "native-no-number-hidden",
+        "tuner/model/native/vector.h",
+        "pick(x < -126.0f, (vec){0}, x)",
+        "(vec){0}",
+        NATIVE,
+    ),
+    Mutant(
+        "native-target-kept",
+        "tuner/model/native/cross_entropy.c",
+        "if (at == block) gradient[target - block] -= 1.0f;",
+        "",
+        NATIVE,
+    ),
+    Mutant(
+        "native-norm-without-mean",
+        "tuner/model/native/rms_norm.c",
+        "* inverse * inverse;",
+        "* inverse;",
+        NATIVE,
     ),
 )

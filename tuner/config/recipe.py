@@ -1,4 +1,7 @@
-"""The recipe: every section, key, default and the sentence that help, schema and reference print."""
+"""The recipe: every section, key, default and the sentence that help, schema and reference print.
+
+One file, although a long one: it is read as the table of what a user may write, in the order of the reference page.
+"""
 
 from __future__ import annotations
 
