@@ -24,6 +24,7 @@ from tuner.profile.launch import measure_recipe
 from tuner.profile.measure import MeasureOptions, measure
 from tuner.profile.measurement import TIMES, Measurement, duration_text, from_plain
 from tuner.runtime.launch import Launch
+from tuner.train.guard import WINDOW
 from tuner.train.setup import resolve
 
 SINGLE = Launch(0, 1, 0, 1)
@@ -84,16 +85,16 @@ def test_parts_are_those_of_the_model(recipe: Path, adapter: str) -> None:
     base = AutoModelForCausalLM.from_pretrained(recipe.parent / "base", dtype=torch.float32)
     buffers = sum(b.numel() * b.element_size() for b in base.buffers())
     size = sum(p.numel() * 4 for p in base.parameters())
-    tensors = len(list(base.parameters()))
+    tensors, guard = len(list(base.parameters())), 8 * (2 * WINDOW + 2)
     parts, memory = report.memory.parts, report.memory
     if adapter == "none":
         assert parts["parameters"] == size + buffers
-        assert parts["optimizer"] == 2 * size + 4 * tensors
+        assert parts["optimizer"] == 2 * size + 4 * tensors + guard
         assert max(memory.series["gradients"]) == size
     else:
         added = parts["parameters"] - size - buffers
         assert 0 < added < size * 2
-        assert 0 <= parts["optimizer"] - 2 * added < 4 * 100
+        assert 0 <= parts["optimizer"] - 2 * added - guard < 4 * 100
         assert max(memory.series["gradients"]) == added
     assert parts["activations"] > 0
     assert sum(parts.values()) == memory.peak_bytes == memory.course.peak.total == max(memory.phases.values())
@@ -133,7 +134,7 @@ def test_state_of_other_optimizers_is_counted_under_their_names(recipe: Path) ->
     sgd = measured(recipe, optimizer__kind="sgd", optimizer__lr="0.1")
     flags = {"optimizer__use": f"{recipe.parent}/own.py:SGD", "optimizer__options": "{momentum: 0.9}"}
     own = measured(recipe, optimizer__kind="custom", optimizer__lr="0.1", **flags)
-    assert sgd.memory.parts["optimizer"] == own.memory.parts["optimizer"] == pytest.approx(whole / 2, rel=0.01)
+    assert sgd.memory.parts["optimizer"] == own.memory.parts["optimizer"] == pytest.approx(whole / 2, rel=0.02)
     assert "SGD " in sgd.text() and "optimizer " in own.text()
 
 

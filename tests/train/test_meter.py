@@ -8,7 +8,8 @@ import torch
 
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.flops import Flops
-from tuner.runtime.peak import SIDES, measured_peak
+from tuner.runtime import peak
+from tuner.runtime.peak import measured_peak, side_of
 from tuner.train import meter
 from tuner.train.effort import Effort
 from tuner.train.meter import CLOCKED, Meter
@@ -36,7 +37,8 @@ def test_figures_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_peak_is_measured_once_and_draws_no_number_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SIDES, "cpu", 64)
+    assert [side_of("cpu", threads) for threads in (1, 4, 5, 64)] == [1024, 1024, 2048, 4096]
+    monkeypatch.setattr(peak, "side_of", lambda kind, threads: 64)
     measured_peak.cache_clear()
     before = torch.get_rng_state()
     peaks = [measured_peak("cpu", "fp32") for _ in range(2)]

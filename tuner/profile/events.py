@@ -55,7 +55,7 @@ class _Told:
 
 
 def resident(learner: Learner) -> list[Owned]:
-    """The blocks that are there between two steps: weights and optimizer state, each once."""
+    """The blocks that are there between two steps: weights, and state of optimizer and guard, each once."""
     found: dict[int, Owned] = {}
 
     def add(tensor: torch.Tensor, part: Part, owner: str) -> None:
@@ -69,7 +69,7 @@ def resident(learner: Learner) -> list[Owned]:
         add(tensor, "parameters", name)
     for name, tensor in learner.optimizer.state_tensors().items():
         add(tensor, "optimizer", name.split("/", 2)[2])
-    for tensor in learner.optimizer.local_tensors():
+    for tensor in (*learner.optimizer.local_tensors(), *learner.guard.tensors):
         add(tensor, "optimizer", "")
     return list(found.values())
 

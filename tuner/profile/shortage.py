@@ -27,6 +27,8 @@ from tuner.train.mock import full_batches
 from tuner.train.setup import Assembly
 from tuner.train.step import forward_backward, optimizer_step
 
+BETWEEN = "between steps"
+"""The phase of what could not be examined: neither forward nor backward."""
 SHOWN, LISTED = 8, 400
 """Rows of the table, where like layers share one, and owners in the report."""
 
@@ -61,7 +63,8 @@ class Shortage:
     def hint(self) -> str:
         """What to do."""
         if not self.overrides:
-            return "lower data.max_length, train an adapter (--adapter.kind lora), or take a device with more memory"
+            less = "train.micro_batch_size or data.max_length" if self.phase == BETWEEN else "data.max_length"
+            return f"lower {less}, train an adapter (--adapter.kind lora), or take a device with more memory"
         peak = "" if self.override_peak_bytes is None else f", peak {gib(self.override_peak_bytes)}"
         return f"{self.flags()} fits (tried on full rows{peak}); the global batch stays the same"
 
@@ -121,7 +124,7 @@ def standing(assembly: Assembly, number: int, told: str) -> Shortage:
         parts[block.part] += block.size
     largest = sorted((Holding(block.owner, block.part, block.size) for block in owned), key=lambda h: -h.bytes)
     return Shortage(
-        f"step {number}" if number else "the largest micro-batch", "between steps", "", _asked(told),
+        f"step {number}" if number else "the largest micro-batch", BETWEEN, "", _asked(told),
         sum(parts.values()), parts, tuple(largest[:LISTED]), {}, None,
     )  # fmt: skip
 

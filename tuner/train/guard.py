@@ -34,6 +34,11 @@ class Guard:
         self._recent = torch.zeros((2, WINDOW), dtype=torch.float64, device=device)
         self._judged = 0
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What it keeps on the device."""
+        return self._nonfinite, self._skipped, self._recent
+
     def judge(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Take a step's ``values`` (loss and gradient norm, float64 ``[2]``) into account.
 
