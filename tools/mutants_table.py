@@ -422,8 +422,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "model-gradient-sign",
         "tuner/model/linear_cross_entropy.py",
-        "share.new_full(target.shape, -1.0)",
-        "share.new_full(target.shape, 1.0)",
+        "share.new_full(wanted.shape, -1.0)",
+        "share.new_full(wanted.shape, 1.0)",
         MODEL,
     ),
     Mutant(

@@ -52,8 +52,7 @@ class Staging:
 
     def reserve(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Have room for these tensors. Raises MachineError, naming the bytes, where there is not so much memory."""
-        parts = {name: _local(tensor) for name, tensor in tensors.items()}
-        needed = sum(_padded(part) for part in parts.values())
+        needed = staged_bytes(tensors)
         if needed <= self.nbytes:
             return
         self.release()
@@ -64,7 +63,7 @@ class Staging:
                 f"no memory for a copy of the state to save ({needed:,} bytes)",
                 hint="write checkpoint.async_save: false",
             ) from error
-        if any(part.is_cuda for part in parts.values()):
+        if any(_local(tensor).is_cuda for tensor in tensors.values()):
             _pin(block)
             self._pinned = True
         else:
@@ -105,6 +104,11 @@ class Staging:
             torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr())
             self._pinned = False
         self._block = torch.empty(0, dtype=torch.uint8)
+
+
+def staged_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of the block that a copy of these tensors takes."""
+    return sum(_padded(_local(tensor)) for tensor in tensors.values())
 
 
 def _padded(part: torch.Tensor) -> int:

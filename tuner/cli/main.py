@@ -24,7 +24,7 @@ COMMANDS: dict[str, str] = {
     "export-hf": "Write a Hugging Face directory and verify it.",
     "runs": "List, show, compare, plot or remove runs.",
     "generate": "Write text with a run, a checkpoint or a Hugging Face directory.",
-    "profile": "Measure memory and time over a few steps.",
+    "profile": "Predict memory and time for any device, find what fits, or measure.",
     "config": "Check, show or describe a recipe.",
     "recipes": "List, show or copy the recipes that ship.",
 }

@@ -1,7 +1,8 @@
-"""`tuner profile`: what a run costs, measured on a few of its own steps."""
+"""`tuner profile`: what a run needs and costs, predicted for any device, or measured on a few of its own steps."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,19 +23,55 @@ from tuner.errors import MemoryLimitError, RecipeError
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
-    from tuner.runtime.console import Level
+    from tuner.profile.measurement import Measurement
+    from tuner.profile.predict import Target
+    from tuner.profile.prediction import Prediction
+    from tuner.runtime.console import Console, Level
 
-STEPS = 3
+HINT = "let it choose: tuner profile RECIPE --fit SIZE; or train an adapter: --adapter.kind lora"
 
 
-def profile(
+@dataclass(frozen=True)
+class Wish:
+    """The options of the command, as typed."""
+
+    device: str | None
+    processes: str | None
+    memory: str | None
+    fit: str | None
+    measure: int | None
+    output: Path | None
+    dry_run: bool
+
+    def check(self) -> None:
+        """Raise RecipeError for options that exclude each other."""
+        if self.fit is not None and (self.memory is not None or self.output is not None):
+            raise RecipeError(
+                "--fit goes with neither --memory nor --output", hint="--fit says how much memory there is"
+            )
+        if (self.measure is not None or self.dry_run) and (self.fit or self.device or self.processes):
+            raise RecipeError(
+                "--measure looks at what is here", hint="leave out --device, --processes and --fit, or --measure"
+            )
+
+
+def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
     ctx: typer.Context,
     recipe: RecipeArgument = None,
-    measure: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Take N real steps, after one in which memory is recorded.")
+    device: Annotated[
+        str | None, typer.Option(help="Predict for this device, e.g. h100-80g or cpu; default: the one that is here.")
+    ] = None,
+    processes: Annotated[
+        str | None, typer.Option(help="Predict for so many processes, e.g. 8, or 4x8 on four machines.")
     ] = None,
     memory: Annotated[
         str | None, typer.Option(help="Judge each process against this much, e.g. 24GiB, not what is free.")
+    ] = None,
+    fit: Annotated[
+        str | None, typer.Option(help="Find the fastest setting that fits into this much for each process, e.g. 24GiB.")
+    ] = None,
+    measure: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Take N real steps and measure them; predicts nothing.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the report here: report.html, report.json and a trace.")
@@ -44,53 +81,112 @@ def profile(
     verbose: VerboseOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Measure time and peak memory of real training steps; nothing is saved, no run directory is touched."""
+    """Predict memory and time of a recipe, find what fits, or measure; no run directory is touched."""
 
     def body() -> Outcome:
+        wish = Wish(device, processes, memory, fit, measure, output, dry_run)
+        wish.check()
         loaded = load_for_command(recipe, overrides_of(ctx))
+        from tuner.profile.report import check_output
+        from tuner.runtime.console import Console
+        from tuner.runtime.launch import Launch
+
+        if output is not None:
+            check_output(output)
         level: Level = "debug" if verbose else "info"
-        return _measured(loaded, measure or STEPS, _bytes(memory), output, (dry_run, level))
+        console = Console(Launch.from_environment().is_main, level)
+        if measure is not None or dry_run:
+            return _measured(loaded, wish, console, level)
+        return _fitted(loaded, wish, console) if fit is not None else _predicted(loaded, wish, console)
 
     run_command("profile", OutputOptions(json, verbose, debug), body)
 
 
-def _measured(
-    loaded: LoadedRecipe, steps: int, limit: int | None, output: Path | None, how: tuple[bool, Level]
-) -> Outcome:
+def _target(loaded: LoadedRecipe, wish: Wish, limit: str | None, option: str) -> Target:
+    from tuner.profile.devices import find_device, parse_memory, parse_processes, present_device
+    from tuner.profile.predict import Target
+    from tuner.runtime.launch import Launch
+    from tuner.train.launch import local_processes
+
+    recipe = loaded.recipe
+    found = present_device(recipe.train.device) if wish.device is None else find_device(wish.device)
+    if wish.processes is not None:
+        machines, each = parse_processes(wish.processes)
+    else:
+        machines, each = 1, local_processes(recipe.parallel, found.kind)
+    there = found.memory_bytes if found.kind == "cuda" else found.memory_bytes // each
+    launch = Launch(0, machines * each, 0, each)
+    return Target(found, launch, there if limit is None else parse_memory(option, limit))
+
+
+def _predicted(loaded: LoadedRecipe, wish: Wish, console: Console) -> Outcome:
+    from tuner.cli.table import columns
+    from tuner.profile.predict import predict
+    from tuner.profile.words import plain, sentence, table
+
+    found = predict(loaded.recipe, _target(loaded, wish, wish.memory, "--memory"))
+    lines = table(found)
+    console.say("memory", columns(lines, right=range(1, len(lines[0]))))
+    console.say("assumed", "\n".join(found.assumptions))
+    artifacts = _report(loaded, wish, console, None, found)
+    if found.verdict == "does not fit":
+        raise MemoryLimitError(f"predicted {sentence(found)}", hint=HINT)
+    warnings = ["the peak is within the stated error of the limit"] if found.verdict == "tight" else []
+    said = f"predicted {sentence(found)}"
+    return Outcome(said, artifacts=artifacts, metrics=plain(found), warnings=warnings, is_text=True)
+
+
+def _fitted(loaded: LoadedRecipe, wish: Wish, console: Console) -> Outcome:
+    from tuner.cli.table import columns
+    from tuner.profile.fit import SHOWN, fit
+    from tuner.profile.words import choices_table, flags, plain
+
+    target = _target(loaded, wish, wish.fit, "--fit")
+    found = fit(loaded.recipe, target, lambda line: console.say("tried", line))
+    console.say("fit", columns(choices_table(found), right=(1, 2)))
+    best = found.best
+    others = [{"overrides": choice.overrides, **plain(choice.prediction)} for choice in found.choices[1:SHOWN]]
+    metrics = {**plain(best.prediction), "runners_up": others}
+    return Outcome(flags(best), artifacts={"overrides": best.overrides}, metrics=metrics, is_text=True)
+
+
+def _measured(loaded: LoadedRecipe, wish: Wish, console: Console, level: Level) -> Outcome:
+    from tuner.profile.devices import parse_memory
     from tuner.profile.launch import measure_recipe
     from tuner.profile.measure import MeasureOptions
-    from tuner.profile.report import check_output, parts_table, write_report
-    from tuner.runtime.console import Console
+    from tuner.profile.predict import predict
+    from tuner.profile.report import parts_table
     from tuner.runtime.launch import Launch
 
-    dry_run, level = how
-    if output is not None:
-        check_output(output)
-    total_steps, found = measure_recipe(loaded, MeasureOptions(steps, limit, output), level, dry_run)
+    limit, steps = None if wish.memory is None else parse_memory("--memory", wish.memory), wish.measure or 1
+    predicted = None
+    if wish.output is not None and not Launch.is_given() and not wish.dry_run:
+        predicted = predict(loaded.recipe, _target(loaded, wish, wish.memory, "--memory"))
+    total_steps, found = measure_recipe(loaded, MeasureOptions(steps, limit, wish.output), level, wish.dry_run)
     if found is None:
         metrics = {"total_steps": total_steps, "steps": steps, "dry_run": True}
         return Outcome("not measured: --dry-run", metrics=metrics, is_text=True)
-    console = Console(Launch.from_environment().is_main, level)
     console.say("memory", parts_table(found))
     console.say("time", found.time_text())
-    artifacts = {}
-    if output is not None and Launch.from_environment().is_main:
-        artifacts = {name: str(path) for name, path in write_report(output, loaded.recipe, found).items()}
-        console.say("report", artifacts["report"])
+    artifacts = _report(loaded, wish, console, found, predicted)
     if found.shortage is not None:
         console.say("held", found.shortage.table(), "warning")
         raise MemoryLimitError(found.shortage.line(), hint=found.shortage.hint())
     if not found.fits:
-        raise MemoryLimitError(f"measured {found.text()}", hint="lower train.micro_batch_size or data.max_length")
+        raise MemoryLimitError(f"measured {found.text()}", hint=HINT)
     return Outcome(f"measured {found.text()}", artifacts=artifacts, metrics=found.as_json(), is_text=True)
 
 
-def _bytes(text: str | None) -> int | None:
-    from tuner.config.numbers import parse_bytes
+def _report(
+    loaded: LoadedRecipe, wish: Wish, console: Console, measured: Measurement | None, predicted: Prediction | None
+) -> dict[str, str]:
+    """Write the page where one is wanted; returns its files by what they are."""
+    from tuner.profile.report import write_report
+    from tuner.runtime.launch import Launch
 
-    if text is None:
-        return None
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise RecipeError(f"--memory {text}: {error}", hint="write 24GiB or 16GB") from None
+    if wish.output is None or not Launch.from_environment().is_main:
+        return {}
+    written = write_report(wish.output, loaded.recipe, measured, predicted)
+    artifacts = {name: str(path) for name, path in written.items()}
+    console.say("report", artifacts["report"])
+    return artifacts

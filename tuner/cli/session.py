@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DebugOption", "Invocation", "JsonOption", "Outcome", "OutputOptions", "RecipeArgument", "VerboseOption",
-    "input_path", "load_for_command", "overrides_of", "run_command",
+    "given_overrides", "input_path", "load_for_command", "overrides_of", "run_command",
 ]  # fmt: skip
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the result.")]
@@ -114,6 +114,26 @@ def load_for_command(argument: str | None, overrides: Sequence[Override] = (), c
     )
 
 
+def given_overrides(source: str | None, typed: Sequence[Override] = ()) -> list[Override]:
+    """The `overrides` of a document that `tuner profile --fit --json` printed, less those that are typed as flags.
+
+    `source` is a file or `-`, as in :func:`input_path`: a failed document ends the command with its exit code.
+    """
+    from tuner.config.overrides import Override
+
+    if source is None:
+        return []
+    document = _document(source)
+    values = document["artifacts"].get("overrides")
+    if not isinstance(values, dict) or not all(isinstance(value, (str, int, float, bool)) for value in values.values()):
+        raise RecipeError(
+            f"the document of {document.get('command')} holds no overrides", hint="make it with: tuner profile --fit"
+        )
+    known = {override.key for override in typed}
+    texts = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in values.items()}
+    return [Override(key, text) for key, text in texts.items() if key not in known]
+
+
 def run_command(name: str, options: OutputOptions, body: Callable[[], Outcome]) -> NoReturn:
     """Run a command's body and end the process with its exit code; it never returns.
 
@@ -185,20 +205,42 @@ def print_failure(name: str, error: TunerError, json: bool) -> int:
 
 
 def _read_stdin() -> str:
-    line = sys.stdin.readline(1 << 20).strip()
-    if not line:
-        raise RecipeError("the command before printed no path", hint="its own error is above")
+    line = _line(sys.stdin)
     if not line.startswith("{"):
         return line
+    document = _sound(line)
+    path = document["artifacts"].get("path")
+    if not isinstance(path, str) or not path:
+        raise RecipeError(f"the document of {document.get('command')} on stdin names no path")
+    return path
+
+
+def _document(source: str) -> dict[str, Any]:
+    """The document in a file or on stdin."""
+    if source == "-":
+        return _sound(_line(sys.stdin))
+    try:
+        with Path(source).expanduser().open(encoding="utf-8") as file:
+            return _sound(_line(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{source}: {error}", hint="give a file that a command wrote with --json") from None
+
+
+def _line(stream: IO[str]) -> str:
+    line = stream.readline(1 << 20).strip()
+    if not line:
+        raise RecipeError("the command before printed no path", hint="its own error is above")
+    return line
+
+
+def _sound(line: str) -> dict[str, Any]:
+    """The document on a line. Raises _PassedOn for one of a command that failed."""
     document = read_document(line)
     if document is None:
         raise RecipeError("stdin holds neither a path nor a document of tuner", hint="use --json on the command before")
     if document["status"] != "ok":
         raise _PassedOn(document)
-    path = document["artifacts"].get("path")
-    if not isinstance(path, str) or not path:
-        raise RecipeError(f"the document of {document.get('command')} on stdin names no path")
-    return path
+    return document
 
 
 def _take_stdout() -> int:

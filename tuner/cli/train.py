@@ -15,6 +15,7 @@ from tuner.cli.session import (
     OutputOptions,
     RecipeArgument,
     VerboseOption,
+    given_overrides,
     input_path,
     load_for_command,
     overrides_of,
@@ -42,6 +43,10 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
         ),
     ] = "never",
     prepared: Annotated[str | None, typer.Option(help="Prepared data to use; - reads its path from stdin.")] = None,
+    overrides: Annotated[
+        str | None,
+        typer.Option(help="Values of the recipe from what tuner profile --fit --json printed: a file, or - for stdin."),
+    ] = None,
     no_prepare: Annotated[
         bool, typer.Option("--no-prepare", help="Fail (exit 3) where the data is not prepared yet.")
     ] = False,
@@ -56,7 +61,10 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
 
     def body() -> Outcome:
         wish = _wish(resume)
-        loaded = load_for_command(recipe, overrides_of(ctx))
+        if [overrides, prepared, recipe].count("-") > 1:
+            raise RecipeError("stdin is read once: only one of recipe, --prepared and --overrides can be -")
+        typed = overrides_of(ctx)
+        loaded = load_for_command(recipe, [*given_overrides(overrides, typed), *typed])
         from tuner.train.ready import TrainOptions
 
         options = TrainOptions(

@@ -15,9 +15,10 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from tuner.model.blocked_attention import attend_documents
+from tuner.model.blocked_attention import attend_documents, plan_blocks
 from tuner.model.documents import Documents, GrowingDocuments
-from tuner.model.native.attention import TYPES, native_attention
+from tuner.model.native.attention import TYPES, document_bounds, native_attention
+from tuner.model.target import target
 
 PACKED = "tuner_packed"
 NATIVE = "tuner_native"
@@ -105,8 +106,8 @@ def _attend(  # noqa: PLR0913, PLR0917 - transformers' interface
 def _by_torch(tensors: tuple[torch.Tensor, ...], documents: Documents, wish: _Wish, scale: float) -> torch.Tensor:
     """Query, key and value ``[heads, T, d]`` to ``[T, heads, d]``: the GPU's kernel where it fits, else blocks."""
     query, key, value = tensors
-    fits = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= _VARLEN_HEAD_DIM
-    if fits and not wish.cap:
+    on_gpu = target(query) == "cuda" and query.dtype in (torch.bfloat16, torch.float16)
+    if on_gpu and query.shape[-1] <= _VARLEN_HEAD_DIM and not wish.cap:
         return _varlen(query, key, value, documents, wish.window, scale)
     output: torch.Tensor = attend_documents(query, key, value, documents.host, wish.window or 0, scale, wish.cap)
     return output
@@ -201,6 +202,12 @@ def _band(n_query: int, n_key: int, window: int | None, device: torch.device) ->
     distance = torch.arange(n_key - n_query, n_key, device=device)[:, None] - torch.arange(n_key, device=device)
     allowed = distance >= 0
     return allowed if window is None else allowed & (distance < window)
+
+
+def forget_documents() -> None:
+    """Drop what is kept of the documents of earlier microbatches, which is made again where it is wanted."""
+    plan_blocks.cache_clear()
+    document_bounds.cache_clear()
 
 
 def register() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tuner.model.logit_shape import PLAIN, LogitShape
+from tuner.model.target import target
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
 """From logits ``[N, V]`` and targets ``[N]`` to the summed loss; if wanted, logits become their gradient in place."""
@@ -67,15 +68,15 @@ def softmax_into_gradient(logits: torch.Tensor, targets: torch.Tensor, wants_gra
     """Summed loss, a float32 scalar; ``logits`` become its gradient where that is wanted. A few rows at a time."""
     exact_dtype = torch.promote_types(logits.dtype, torch.float32)
     total = torch.zeros((), dtype=exact_dtype, device=logits.device)
-    for block in _spans(len(logits), max(1, BLOCK_LOGITS[logits.device.type] // logits.shape[1])):
+    for block in _spans(len(logits), max(1, BLOCK_LOGITS[target(logits)] // logits.shape[1])):
         exact = logits[block].to(exact_dtype)
-        target = targets[block, None]
+        wanted = targets[block, None]
         share = torch.softmax(exact, -1)
         # The largest share is 1 over the normaliser, from the largest logit: one pass less than logsumexp needs.
         log_normaliser = exact.amax(-1, keepdim=True) - share.amax(-1, keepdim=True).log()
-        total += (log_normaliser - exact.gather(1, target)).sum()
+        total += (log_normaliser - exact.gather(1, wanted)).sum()
         if wants_gradient:
-            logits[block] = share.scatter_add_(1, target, share.new_full(target.shape, -1.0))
+            logits[block] = share.scatter_add_(1, wanted, share.new_full(wanted.shape, -1.0))
     return total
 
 
@@ -134,7 +135,7 @@ def position_losses(
         if bias is not None:
             logits += bias
         shape.bend(logits)
-        for block in _spans(len(logits), max(1, BLOCK_LOGITS[device] // len(weight))):
+        for block in _spans(len(logits), max(1, BLOCK_LOGITS[target(logits)] // len(weight))):
             exact = logits[block].to(losses.dtype)
             found[block] = torch.logsumexp(exact, -1) - exact.gather(1, wanted[block, None])[:, 0]
     return losses

@@ -85,7 +85,8 @@ class TimeEstimate:
     flops: Mapping[str, float]
     tokens_per_step: float
     step_s: float
-    total_steps: int
+    total_steps: int | None
+    """None where the length of the run is not known: epochs of data that are not prepared."""
     basis: str
 
     @property
@@ -94,9 +95,9 @@ class TimeEstimate:
         return self.tokens_per_step / self.step_s
 
     @property
-    def total_s(self) -> float:
-        """Seconds of all steps, without evaluations and checkpoints."""
-        return self.step_s * self.total_steps
+    def total_s(self) -> float | None:
+        """Seconds of all steps, without evaluations and checkpoints; None where it is not known how many there are."""
+        return None if self.total_steps is None else self.step_s * self.total_steps
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def evaluate(
         between()
         for batch in batches.step(index).micro:
             positions, own = held.by_source(batch)
-            losses = _losses(root, numerics, batch, positions)
+            losses = batch_losses(root, numerics, batch, positions)
             # Slices and not an indexed sum: the same order of additions on every device.
             sums += torch.stack([part.sum(dtype=torch.float64) for part in losses.split(own.tolist())])
             counts += own
@@ -163,7 +163,7 @@ def answer_samples(
     return [tokenizer.decode(ids) for ids in answers]
 
 
-def _losses(root: CausalLM, numerics: Numerics, batch: Batch, positions: npt.NDArray[np.int64]) -> torch.Tensor:
+def batch_losses(root: CausalLM, numerics: Numerics, batch: Batch, positions: npt.NDArray[np.int64]) -> torch.Tensor:
     """float32 ``[N]``: the losses at N trained positions of one batch, on the device."""
     ids, places, at, targets = (
         to_device(array, numerics.device)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig, PretrainedConfig
 
 from tuner.checkpoint.agree import Ranks
@@ -105,12 +106,15 @@ class Assembly:
     effort: Effort
 
 
-def resolve(recipe: Recipe, max_length: int, launch: Launch, new_ids: range = range(0)) -> Resolved:
+def resolve(
+    recipe: Recipe, max_length: int, launch: Launch, new_ids: range = range(0), facts: DeviceFacts | None = None
+) -> Resolved:
     """Replace every `auto` of the recipe by a value, with the reason; looks at the device and the model's config.
 
-    ``new_ids`` are those that the tokenizer gave to the tokens that the recipe adds: the config has room for them.
+    ``new_ids`` are those that the tokenizer gave to the tokens that the recipe adds: the config has room for them. With
+    ``facts`` it is resolved for a device that need not be here.
     """
-    facts = device_facts(recipe.train.device, launch.local_rank)
+    facts = facts or device_facts(recipe.train.device, launch.local_rank)
     spec = _spec(recipe, new_ids)
     config = model_config(spec)
     n_parameters = sum(p.numel() for p in build_skeleton(config, torch.float32).parameters())
@@ -222,9 +226,7 @@ def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenize
     table, held = timetable(recipe, prepared), held_out_rows(recipe, prepared)
     check_metric(recipe.checkpoint.keep_best, held)
     peak = measured_peak(resolved.facts.kind, recipe.train.precision, launch.local_rank)  # while the memory is free
-    root, numerics = assemble_model(resolved, launch)
-    parameters = trained_parameters(root)
-    optimizer = build_updater(recipe.optimizer, parameters, outer_parameters(root))
+    learner = build_learner(recipe, *assemble_model(resolved, launch))
     batches = GlobalBatches(
         prepared.train,
         seed=recipe.seed,
@@ -234,12 +236,18 @@ def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenize
         rank=launch.rank,
         world_size=launch.world_size,
     )
+    probes = probe_inputs(prepared.train)
+    effort = Effort(training_flops(learner.root.model), peak)
+    return Assembly(resolved, learner, batches, table, prepared, tokenizer, launch, probes, held, effort)
+
+
+def build_learner(recipe: Recipe, root: CausalLM, numerics: Numerics) -> Learner:
+    """What a step changes, around the model of a resolved recipe: the loss, the optimizer and the guard."""
+    parameters = trained_parameters(root)
+    optimizer = build_updater(recipe.optimizer, parameters, outer_parameters(root))
     policy = GuardPolicy(recipe.train.nonfinite, recipe.train.skip_spikes)
     root.objective = build_objective(recipe.method, recipe.model.kernels)
-    learner = Learner(root, parameters, optimizer, numerics, Guard(policy, numerics.device))
-    probes = probe_inputs(prepared.train)
-    effort = Effort(training_flops(root.model), peak)
-    return Assembly(resolved, learner, batches, table, prepared, tokenizer, launch, probes, held, effort)
+    return Learner(root, parameters, optimizer, numerics, Guard(policy, numerics.device))
 
 
 def assemble_model(resolved: Resolved, launch: Launch) -> tuple[CausalLM, Numerics]:
@@ -248,9 +256,13 @@ def assemble_model(resolved: Resolved, launch: Launch) -> tuple[CausalLM, Numeri
     if resolved.facts.kind == "cpu":
         keep_freed_memory(resolved.facts.free_bytes // 2)
     root = _build_root(resolved, launch, packed=recipe.data.packing or recipe.train.micro_batch_size > 1)
-    device = _device(resolved.facts, launch)
+    return root, numerics_of(recipe, _device(resolved.facts, launch), launch.rank)
+
+
+def numerics_of(recipe: Recipe, device: torch.device, rank: int) -> Numerics:
+    """How a resolved recipe computes on a device."""
     autocast = _autocast(device, recipe.train.precision)
-    return root, Numerics(device, autocast, recipe.train.max_grad_norm, recipe.seed, launch.rank)
+    return Numerics(device, autocast, recipe.train.max_grad_norm, recipe.seed, rank)
 
 
 def held_out_rows(recipe: Recipe, prepared: PreparedData) -> HeldOut | None:
@@ -315,18 +327,28 @@ def _build_root(resolved: Resolved, launch: Launch, packed: bool) -> CausalLM:
         root = built[0].to(device)
         _adapt_blocks(root, recipe)
     else:
-        root = CausalLM(build_skeleton(resolved.config, dtype))
-        chosen.apply(root.model, recipe.seed)
-        if recipe.model.kernels == "native":
-            apply_native(root.model)
-        _adapt_blocks(root, recipe)
-        size = shard_size(recipe.parallel.shard, launch)
-        shard(root, data_mesh(device.type, launch.world_size, size), recipe.parallel.reshard_after_forward)
+        root = bare_root(resolved)
+        shard(root, launch_mesh(recipe, launch, device.type), recipe.parallel.reshard_after_forward)
         materialise(root, built[0] if built else None, device)
     root.frozen_hash = frozen
     if recipe.model.kernels == "liger" and recipe.train.compile is not True:  # the compiler makes kernels of its own
         apply_liger(root.model)
     return root
+
+
+def bare_root(resolved: Resolved) -> CausalLM:
+    """The model as it is trained, but for its values and before it is sharded: on the meta device, without storage."""
+    root = CausalLM(build_skeleton(resolved.config, DTYPES[resolved.recipe.model.dtype]))
+    _choice(resolved).apply(root.model, resolved.recipe.seed)
+    if resolved.recipe.model.kernels == "native":
+        apply_native(root.model)
+    _adapt_blocks(root, resolved.recipe)
+    return root
+
+
+def launch_mesh(recipe: Recipe, launch: Launch, device: str) -> DeviceMesh:
+    """The processes of a launch as `parallel.shard` arranges them. Collective."""
+    return data_mesh(device, launch.world_size, shard_size(recipe.parallel.shard, launch))
 
 
 def _adapt_blocks(root: CausalLM, recipe: Recipe) -> None:

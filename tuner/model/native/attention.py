@@ -36,7 +36,7 @@ class _Call(ctypes.Structure):
 
 
 @lru_cache(maxsize=64)
-def _documents(bounds: tuple[int, ...]) -> tuple[torch.Tensor, int]:
+def document_bounds(bounds: tuple[int, ...]) -> tuple[torch.Tensor, int]:
     """First token and the one after the last of each document, int32 ``[n, 2]``; and the tokens of the longest.
 
     The longest comes first, so that threads end together.
@@ -51,7 +51,7 @@ def _documents(bounds: tuple[int, ...]) -> tuple[torch.Tensor, int]:
 def _call(function: str, inputs: tuple[torch.Tensor, ...], others: dict[str, torch.Tensor], **numbers: Any) -> None:
     """Run one of the kernel's functions over inputs ``[heads, T, width]`` whose last dimension is dense."""
     query, key, value = inputs
-    documents, longest = _documents(tuple(numbers.pop("bounds").tolist()))
+    documents, longest = document_bounds(tuple(numbers.pop("bounds").tolist()))
     if not longest:
         return
     measure = library().attention_scratch

@@ -1,0 +1,36 @@
+"""Predicted bytes are those that the allocator gives out, which torch's profiler counts without our ledger."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tools.predict_campaign import counted, predicted, problems, resolved_case
+from tools.predict_cases import QUICK, Case, cases
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.model)
+def test_prediction_is_what_was_counted(case: Case, tmp_path: Path) -> None:
+    setup = resolved_case(case, tmp_path)
+    real, said = counted(*setup), predicted(*setup)
+    assert problems(real, said) == []
+    assert [name for name, _ in said.marks] == [name for name, _ in real.marks]
+    assert said.marks[:-1] == real.marks[:-1]  # at the end, what an earlier step left is gone
+    assert said.peak == pytest.approx(real.peak, rel=1e-3)
+    assert min(real.parameters, real.optimizer, real.gradients, *real.saved) > 0
+
+
+def test_differences_are_seen(tmp_path: Path) -> None:
+    said = predicted(*resolved_case(QUICK[0], tmp_path))
+    assert problems(said, said) == []
+    for key, value in (("parameters", said.parameters + 4), ("gradients", 0), ("saved", [said.saved[0]])):
+        assert len(problems(said, replace(said, **{key: value}))) == 1
+    assert problems(said, replace(said, peak=round(said.peak * 1.03)))[0].startswith("peak")
+    assert problems(said, replace(said, peak=round(said.peak * 1.01))) == []
+
+
+def test_there_are_enough_cases() -> None:
+    every = cases([f"drawn-{i}" for i in range(10)])
+    assert len(every) >= 50 and {case.processes for case in every} == {1, 2, 4}

@@ -1,0 +1,113 @@
+"""The choice is the fastest of what fits, at the same tokens a step; a pipe carries it into training."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.profile.test_measure import recipe  # noqa: F401 - a fixture
+from tests.profile.test_predict import predicted, wish
+from tuner.errors import MemoryLimitError
+from tuner.profile.devices import find_device
+from tuner.profile.fit import Fit, changed, fit
+from tuner.profile.predict import Target
+from tuner.profile.words import choices_table, flags, sentence, table
+from tuner.runtime.launch import Launch
+
+TUNER = [sys.executable, "-m", "tuner"]
+ROOMY = 16 << 30
+
+
+def fitted(directory: Path, limit: int, processes: int = 1, **sections: dict[str, Any]) -> Fit:
+    target = Target(find_device("cpu"), Launch(0, processes, 0, processes), limit)
+    return fit(wish(directory, **sections), target)
+
+
+def test_where_all_fits_the_largest_micro_batch_is_taken_and_nothing_computed_again(tmp_path: Path) -> None:
+    found = fitted(tmp_path, ROOMY)
+    assert found.best.overrides == {"train.micro_batch_size": 8}
+    times = [choice.step_s for choice in found.choices]
+    assert times == sorted(times) and len(found.choices) == 4
+    assert {} in [choice.overrides for choice in found.choices]
+    assert flags(found.best) == "--train.micro_batch_size 8"
+    assert choices_table(found)[1][0] == "choice" and len(choices_table(found)) == 5
+
+
+def test_where_it_is_tight_layers_are_computed_again(tmp_path: Path) -> None:
+    peaks = {
+        level: predicted(wish(tmp_path, train={"gradient_checkpointing": level})).peak_bytes
+        for level in ("none", "full")
+    }
+    found = fitted(tmp_path, round((peaks["none"] - 2000) * 1.02))
+    assert found.best.overrides["train.gradient_checkpointing"] in ("selective", "full")
+    assert all(choice.fits for choice in found.choices)
+    with pytest.raises(MemoryLimitError, match="nothing fits in 1.0 MiB") as caught:
+        fitted(tmp_path, 1 << 20)
+    assert caught.value.exit_code == 5
+
+
+def test_shorter_rows_keep_the_tokens_of_a_step(tmp_path: Path) -> None:
+    model = {"config": {"max_position_embeddings": 1024}}
+    again = {"gradient_checkpointing": "full"}
+    short = {"data": {"max_length": 512}, "train": {**again, "global_batch_size": 16}, "model": model}
+    limit = round(predicted(wish(tmp_path, **short)).peak_bytes * 1.02) + 1000
+    found = fitted(tmp_path, limit, data={"max_length": 1024}, train=again, model=model)
+    best = found.best.overrides
+    assert best["data.max_length"] < 1024
+    assert best["data.max_length"] * best["train.global_batch_size"] == 1024 * 8
+
+
+def test_ways_of_sharding_are_tried_with_several_processes(tmp_path: Path) -> None:
+    found = fitted(tmp_path, ROOMY, processes=2)
+    assert {choice.overrides.get("parallel.shard") for choice in found.choices} == {"full", "none"}
+    assert all(8 % (2 * choice.overrides.get("train.micro_batch_size", 1)) == 0 for choice in found.choices)
+
+
+def test_words(tmp_path: Path) -> None:
+    said = predicted(wish(tmp_path), processes="2x2")
+    assert sentence(said).startswith("peak ") and "in each of 4 processes" in sentence(said)
+    assert "fits in 16.00 GiB" in sentence(said) and "roughly" in sentence(said)
+    lines = table(said)
+    assert lines[0][:2] == ["", "peak"] and lines[-1][0] == "all"
+    assert {"weights", "gathered weights", "constants"} <= {line[0] for line in lines}
+
+
+def test_changed_goes_by_key(tmp_path: Path) -> None:
+    other = changed(wish(tmp_path), {"train.micro_batch_size": 2, "parallel.shard": "none"})
+    assert (other.train.micro_batch_size, other.parallel.shard) == (2, "none")
+
+
+def piped(where: Path, limit: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    python = " ".join(TUNER)
+    line = f"set -o pipefail; {python} profile r.yaml --fit {limit} --json | {python} train r.yaml --overrides - "
+    command = ["bash", "-c", line + " ".join(flags)]
+    return subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
+
+
+def test_the_choice_is_piped_into_training(recipe: Path) -> None:  # noqa: F811
+    where = recipe.parent
+    done = piped(where, "16GiB", "--train.duration", "'1 steps'", "--train.gradient_checkpointing", "full")
+    assert done.returncode == 0, done.stderr
+    resolved = (where / "runs/r/recipe.resolved.yaml").read_text()
+    assert "micro_batch_size: 4" in resolved and "gradient_checkpointing: full" in resolved
+    failed = piped(where, "1MiB", "--json", "--name", "other")
+    document = json.loads(failed.stdout)
+    assert failed.returncode == document["exit_code"] == 5 and document["command"] == "profile"
+    assert not (where / "runs/other").exists()
+
+
+def test_prediction_and_choice_as_documents(recipe: Path) -> None:  # noqa: F811
+    def run(*arguments: str) -> tuple[int, dict[str, Any]]:
+        command = [*TUNER, "profile", str(recipe), "--json", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=recipe.parent)
+        return done.returncode, json.loads(done.stdout)
+
+    code, document = run("--device", "h100-80g", "--processes", "2", "--train.precision", "bf16")
+    assert code == 0 and document["metrics"]["verdict"] == "fits" and document["metrics"]["processes"] == 2
+    assert document["metrics"]["memory"]["peak"]["parts"]["parameters"] > 0
+    assert run("--measure", "1", "--processes", "2")[0] == 2

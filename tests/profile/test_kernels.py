@@ -1,0 +1,36 @@
+"""What kernels allocate otherwise than torch's fake ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tuner.profile.kernels import grouped_product, keeps_number, scratch_bytes
+
+MM = torch.ops.aten.mm.default
+
+
+def test_a_grouped_product_has_the_shape_and_strides_of_torchs_own() -> None:
+    rows, experts = torch.ones(8, 16), torch.ones(2, 16, 12)
+    offs = torch.tensor([3, 8], dtype=torch.int32)
+    for first, second, given in ((rows, experts, offs), (rows.T, torch.ones(8, 12), offs)):
+        real, made = torch.ops.aten._grouped_mm(first, second, given), grouped_product(first, second, given)
+        assert (real.shape, real.stride(), real.dtype) == (made.shape, made.stride(), made.dtype)
+
+
+def test_scratch_space_is_asked_of_the_kernel_for_bf16_on_a_cpu_alone() -> None:
+    half = torch.ones(32, 48, dtype=torch.bfloat16), torch.ones(48, 64, dtype=torch.bfloat16)
+    assert scratch_bytes(MM, tuple(tensor.float() for tensor in half), "cpu") == 0
+    assert scratch_bytes(MM, half, "cuda") == scratch_bytes(torch.ops.aten.mul.Tensor, half, "cpu") == 0
+    found = scratch_bytes(MM, half, "cpu")
+    assert found == scratch_bytes(MM, half, "cpu") >= 0
+    large = torch.empty(1 << 20, 1 << 14, dtype=torch.bfloat16, device="meta")
+    assert scratch_bytes(MM, (large, large.T), "cpu") < 64 << 20
+
+
+@pytest.mark.parametrize(("trained", "number", "kept"), [(True, 2.0, True), (False, 2.0, False), (True, None, False)])
+def test_numbers_are_kept_for_the_backward_pass(trained: bool, number: float | None, kept: bool) -> None:
+    tensor = torch.ones(2, requires_grad=trained)
+    assert keeps_number(torch.ops.aten.mul.Tensor, (tensor, torch.ones(2) if number is None else number)) is kept
+    with torch.no_grad():
+        assert not keeps_number(torch.ops.aten.mul.Tensor, (tensor, 2.0))

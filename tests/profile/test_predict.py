@@ -1,0 +1,113 @@
+"""Predictions of whole recipes: devices that are not here, data that is not prepared, several machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.model.tiny import tiny_config
+from tuner.config.load import load_recipe
+from tuner.config.recipe import Recipe
+from tuner.data.building.prepare import prepare
+from tuner.data.building.request import prepare_request
+from tuner.errors import RecipeError
+from tuner.profile.devices import DEVICES, find_device, parse_memory, parse_processes
+from tuner.profile.predict import Target, predict
+from tuner.profile.prediction import Prediction
+from tuner.runtime.launch import Launch
+
+MIB = 1 << 20
+
+
+def wish(directory: Path, **sections: dict[str, Any]) -> Recipe:
+    """A recipe of a directory that holds a config alone."""
+    tiny_config("llama").save_pretrained(directory / "base")
+    tree: dict[str, Any] = {
+        "model": {"name_or_path": str(directory / "base")},
+        "data": {"train": str(directory / "rows.jsonl"), "max_length": 64},
+        "train": {"global_batch_size": 8, "precision": "fp32"},
+    }
+    for section, values in sections.items():
+        tree.setdefault(section, {}).update(values)
+    return load_recipe(tree).recipe
+
+
+def predicted(recipe: Recipe, device: str = "cpu", limit: int = 1 << 34, processes: str = "1") -> Prediction:
+    machines, each = parse_processes(processes)
+    return predict(recipe, Target(find_device(device), Launch(0, machines * each, 0, each), limit))
+
+
+def test_a_directory_with_a_config_alone_is_enough(tmp_path: Path) -> None:
+    found = predicted(wish(tmp_path))
+    assert found.verdict == "fits" and "data is not prepared" in found.assumptions[0]
+    assert found.time is not None and found.time.total_steps is None and found.time.tokens_per_step == 8 * 64
+    assert found.memory.peak_of("evaluation") is None
+    assert {"build", "forward", "backward", "optimizer", "saving", "resuming"} == {
+        moment.phase for moment in found.memory.timeline
+    }
+    assert predicted(wish(tmp_path, data={"eval": "2%"})).memory.peak_of("evaluation") is not None
+
+
+def test_the_copy_of_a_save_is_counted_where_it_is_kept(tmp_path: Path) -> None:
+    beside = predicted(wish(tmp_path, checkpoint={"async_save": True}))
+    at_once = predicted(wish(tmp_path, checkpoint={"async_save": False}))
+    state = beside.memory.peak.parts["parameters"] + beside.memory.peak.parts["optimizer"]
+    assert beside.peak_bytes - at_once.peak_bytes == beside.memory.peak.parts["staging"]
+    assert 0.9 * state < beside.memory.peak.parts["staging"] < 1.2 * state
+
+
+def test_each_lever_moves_the_memory_it_is_for(tmp_path: Path) -> None:
+    plain = predicted(wish(tmp_path)).memory.peak
+    again = predicted(wish(tmp_path, train={"gradient_checkpointing": "full"})).memory.peak
+    more = predicted(wish(tmp_path, train={"micro_batch_size": 4})).memory.peak
+    lora = predicted(wish(tmp_path, adapter={"kind": "lora"})).memory.peak
+    spread = predicted(wish(tmp_path), processes="2x2").memory.peak
+    assert again.total < plain.total < more.total
+    assert lora.parts["gradients"] < plain.parts["gradients"]
+    assert spread.parts["optimizer"] < 0.6 * plain.parts["optimizer"]
+
+
+def test_a_device_that_is_not_here(tmp_path: Path) -> None:
+    found = predicted(wish(tmp_path, train={"precision": "bf16"}), "h100-80g", 80 << 30, "1x2")
+    assert (found.device, found.processes) == ("NVIDIA H100 SXM", 2) and found.verdict == "fits"
+    parts = found.memory.peak.parts
+    assert parts["constants"] == 1000 * MIB and parts["staging"] == 0 and parts["rounding"] > 0
+    assert any("compiled" in text for text in found.assumptions)
+    assert found.time is not None and "data sheet" in found.time.basis
+    assert predicted(wish(tmp_path), "h100-80g", 600 * MIB).verdict == "does not fit"
+
+
+def test_prepared_rows_are_looked_at(tmp_path: Path) -> None:
+    rows = [{"input_ids": list(range(5, 5 + n))} for n in (60, 40, 20, 30)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = wish(tmp_path, data={"packing": False}, method={"kind": "pretrain"}, tokenizer={"name_or_path": "byte"})
+    before = predicted(recipe)
+    request = prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
+    prepare(request)
+    found = predicted(recipe)
+    assert "4 that are prepared" in found.assumptions[0]
+    assert found.time is not None and found.time.total_steps == 1
+    assert found.time.tokens_per_step == 8 * 150 / 4
+    assert found.peak_bytes < before.peak_bytes
+
+
+@pytest.mark.parametrize(("text", "means"), [("8", (1, 8)), ("4x8", (4, 8))])
+def test_processes(text: str, means: tuple[int, int]) -> None:
+    assert parse_processes(text) == means
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+    for text in ("0", "x8", "8x", "2x-1", "many"):
+        with pytest.raises(RecipeError, match="--processes"):
+            parse_processes(text)
+    with pytest.raises(RecipeError, match="h100") as caught:
+        find_device("h100")
+    assert "h100-80g" in str(caught.value.hint)
+    with pytest.raises(RecipeError, match="--memory"):
+        parse_memory("--memory", "much")
+    with pytest.raises(RecipeError, match="do not divide"):
+        predicted(wish(tmp_path), processes="3")
+    assert all(device.memory_bytes > 20 << 30 and (device.flops or 0) > 5e13 for device in DEVICES.values())

@@ -1,0 +1,95 @@
+"""Devices that memory and time are predicted for: what their drivers report and their data sheets promise.
+
+Memory is what ``nvidia-smi`` reports as the total of a card. Rates are dense bf16 products with float32 sums, without
+sparsity, from NVIDIA's data sheets: H100 (DS-11133), H200 (DS-11516), A100 (DS-10031), L40S, L4, A10, and the
+architecture papers of Ada and Ampere (GeForce); B200 from the data sheet of DGX B200. A step reaches a part of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Literal
+
+from tuner.config.numbers import parse_bytes
+from tuner.errors import RecipeError
+from tuner.runtime.device import DeviceFacts, device_facts
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device: its memory in bytes and bf16 operations per second; None where only a measurement tells."""
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    memory_bytes: int
+    flops: float | None
+    shown: str
+
+    def facts(self, threads: int = 1) -> DeviceFacts:
+        """The device as a resolved recipe sees one that is here, all its memory free."""
+        return DeviceFacts(self.kind, self.shown, self.memory_bytes, self.memory_bytes, True, threads)
+
+
+def _card(name: str, mebibytes: int, teraflops: float, shown: str) -> Device:
+    return Device(name, "cuda", mebibytes * MIB, teraflops * 1e12, f"NVIDIA {shown}")
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        _card("b200-180g", 183_359, 2250.0, "B200"),
+        _card("h200-141g", 143_771, 989.4, "H200"),
+        _card("h100-80g", 81_559, 989.4, "H100 SXM"),
+        _card("h100-pcie-80g", 81_559, 756.0, "H100 PCIe"),
+        _card("a100-80g", 81_920, 312.0, "A100 80GB"),
+        _card("a100-40g", 40_960, 312.0, "A100 40GB"),
+        _card("l40s-48g", 46_068, 362.0, "L40S"),
+        _card("a10-24g", 23_028, 125.0, "A10"),
+        _card("l4-24g", 23_034, 121.0, "L4"),
+        _card("rtx5090-32g", 32_607, 209.5, "GeForce RTX 5090"),
+        _card("rtx4090-24g", 24_564, 165.2, "GeForce RTX 4090"),
+        _card("rtx3090-24g", 24_576, 71.0, "GeForce RTX 3090"),
+    )
+}
+"""By the name that ``--device`` takes."""
+
+
+def present_device(kind: Literal["auto", "cuda", "cpu"]) -> Device:
+    """The device that is here, with what is free of its memory; its rate, where the table has it."""
+    facts = device_facts(kind)
+    known = [device for device in DEVICES.values() if facts.name.startswith(device.shown)]
+    rate = max((device.flops or 0.0 for device in known), default=0.0) or None
+    return Device(facts.kind, facts.kind, facts.free_bytes, rate, facts.name)
+
+
+def find_device(name: str) -> Device:
+    """The device of a name. Raises RecipeError with the nearest one."""
+    if name == "cpu":
+        return present_device("cpu")
+    if name not in DEVICES:
+        near = difflib.get_close_matches(name, DEVICES, n=1)
+        raise RecipeError(
+            f"--device {name}: no such device",
+            hint=f"did you mean {near[0]}?" if near else f"there are cpu, {', '.join(DEVICES)}",
+        )
+    return DEVICES[name]
+
+
+def parse_processes(text: str) -> tuple[int, int]:
+    """``8x8`` as machines and processes on each; a number alone is of one machine. Raises RecipeError."""
+    machines, _, each = text.partition("x") if "x" in text else ("1", "x", text)
+    for number in (machines, each):
+        if not (number.isascii() and number.isdigit() and 1 <= int(number) <= 1 << 16):
+            raise RecipeError(f"--processes {text}: no number of processes", hint="write 8, or 4x8 for four machines")
+    return int(machines), int(each)
+
+
+def parse_memory(option: str, text: str) -> int:
+    """A size of memory in bytes. Raises RecipeError naming the option."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise RecipeError(f"{option} {text}: {error}", hint="write 24GiB or 16GB") from None

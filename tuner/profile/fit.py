@@ -1,0 +1,136 @@
+"""Settings of a recipe that fit into a memory, the fastest first, at the global batch that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tuner.config.recipe import Recipe
+from tuner.errors import MemoryLimitError
+from tuner.profile.predict import Target, predict
+from tuner.profile.prediction import Prediction
+from tuner.runtime.files import gib
+from tuner.runtime.launch import Launch
+
+LEVELS = ("none", "selective", "full")
+SHOWN = 4
+SMALLEST_ROW = 256
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting that was tried: the keys in which it differs from the recipe, and what is predicted for it."""
+
+    overrides: dict[str, Any]
+    prediction: Prediction
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits, the stated error allowed for."""
+        return self.prediction.verdict == "fits"
+
+    @property
+    def step_s(self) -> float:
+        """Estimated seconds a step."""
+        return self.prediction.time.step_s if self.prediction.time is not None else float("inf")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The choices that fit, the fastest first; there is at least one."""
+
+    choices: tuple[Choice, ...]
+
+    @property
+    def best(self) -> Choice:
+        """The fastest; of equally fast ones, that which is closest to the recipe."""
+        return self.choices[0]
+
+
+def fit(wish: Recipe, target: Target, told: Callable[[str], None] = lambda line: None) -> Fit:
+    """Try micro-batch sizes, levels of recomputing and ways of sharding; shorter rows only where nothing else fits.
+
+    Rows that are half as long come with twice as many of them to a step, so that its tokens stay. For each way of
+    sharding and level the largest micro-batch is searched, from the smallest one on: memory grows with it. Raises
+    MemoryLimitError, naming what comes closest, where nothing fits.
+    """
+    tried: list[Choice] = []
+    for changes in _rows(wish, target):
+        for choice in _search(wish, target, changes):
+            tried.append(choice)
+            told(f"{_said(choice.overrides)}: {gib(choice.prediction.peak_bytes)}, {choice.prediction.verdict}")
+        found = [choice for choice in tried if choice.fits]
+        if found:
+            return Fit(tuple(sorted(found, key=lambda choice: (choice.step_s, len(choice.overrides)))))
+    closest = min(tried, key=lambda choice: choice.prediction.peak_bytes)
+    raise MemoryLimitError(
+        f"nothing fits in {gib(target.limit_bytes)}: {_said(closest.overrides)} comes closest, with a predicted peak "
+        f"of {gib(closest.prediction.peak_bytes)}",
+        hint="train an adapter (--adapter.kind lora), take more processes, or a smaller model",
+    )
+
+
+def _search(wish: Recipe, target: Target, changes: dict[str, Any]) -> Iterator[Choice]:
+    """Choices worth a look: what is computed again costs time, and pays where it lets a larger micro-batch fit."""
+    rows = changes.get("train.global_batch_size", wish.train.global_batch_size)
+    for sharding in _shardings(target.launch):
+        largest = 0
+        for level in LEVELS:
+            for size in (size for size in _micro_batches(rows, target) if size > largest):
+                wanted = {"train.micro_batch_size": size, "train.gradient_checkpointing": level, **sharding, **changes}
+                choice = Choice(_different(wish, wanted), predict(changed(wish, wanted), target))
+                yield choice
+                if not choice.fits:
+                    break
+                largest = size
+
+
+def changed(wish: Recipe, values: dict[str, Any]) -> Recipe:
+    """The recipe with these values, by their keys."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    updated = {section: getattr(wish, section).model_copy(update=update) for section, update in sections.items()}
+    return wish.model_copy(update=updated)
+
+
+def _rows(wish: Recipe, target: Target) -> Iterator[dict[str, Any]]:
+    """The recipe's rows, then shorter ones, where they are packed and their length is written down."""
+    yield {}
+    length, count = wish.data.max_length, wish.train.global_batch_size
+    while isinstance(length, int) and wish.data.packing and length % 2 == 0 and length // 2 >= SMALLEST_ROW:
+        length, count = length // 2, count * 2
+        yield {"data.max_length": length, "train.global_batch_size": count}
+
+
+def _micro_batches(global_batch_size: int, target: Target) -> Iterator[int]:
+    """Numbers of rows into which the global batch divides evenly on all processes."""
+    each = global_batch_size // target.launch.world_size
+    return (size for size in range(1, each + 1) if each % size == 0)
+
+
+def _shardings(launch: Launch) -> list[dict[str, Any]]:
+    if launch.world_size == 1:
+        return [{}]
+    kinds: list[dict[str, Any]] = [
+        {"parallel.shard": "full", "parallel.reshard_after_forward": value} for value in (True, False)
+    ]
+    if launch.world_size > launch.local_world_size:
+        kinds.append({"parallel.shard": "hybrid", "parallel.reshard_after_forward": True})
+    return [*kinds, {"parallel.shard": "none"}]
+
+
+def _different(wish: Recipe, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Those values that are not the recipe's own."""
+    found = {}
+    for key, value in wanted.items():
+        section, _, name = key.partition(".")
+        if getattr(getattr(wish, section), name) != value:
+            found[key] = value
+    return found
+
+
+def _said(overrides: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in overrides.items()) or "the recipe as it is"

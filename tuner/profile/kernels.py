@@ -1,0 +1,112 @@
+"""Where torch's kernels allocate otherwise than its fake ones: results they cannot make, and scratch space."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+ALIGNED_BYTES = 16
+"""To which the rows of a grouped product are rounded up."""
+NUMBER_BYTES = 8
+_PRODUCTS = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
+
+
+def keeps_number(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether autograd keeps the number by which a tensor is multiplied or divided: as a tensor, of 8 bytes."""
+    return (
+        func in _PRODUCTS
+        and isinstance(args[0], torch.Tensor)
+        and not isinstance(args[1], torch.Tensor)
+        and args[0].requires_grad
+        and torch.is_grad_enabled()
+    )
+
+
+_MATRIX_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.baddbmm.default,
+}
+_GROUPED = torch.ops.aten._grouped_mm.default
+_LARGEST = 640
+"""Sides of a product from which its scratch space hardly grows: it holds blocks of the matrices."""
+_Layout = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
+    """Bytes that the kernel of an operation holds at its fullest beside its inputs and results.
+
+    On a CPU oneDNN's bf16 products have some, by rules of its own for each processor: it is asked.
+    """
+    if device != "cpu" or (func not in _MATRIX_PRODUCTS and func is not _GROUPED):
+        return 0
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if tensors[0].dtype != torch.bfloat16:
+        return 0
+    if func is not _GROUPED:
+        return _asked(func, tuple(_small(tensor) for tensor in tensors))
+    return _asked(torch.ops.aten.mm.default, tuple(_small(tensor) for tensor in _one_group(*tensors)))
+
+
+def _one_group(first: torch.Tensor, second: torch.Tensor, offs: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    """The largest of a grouped product's products that can be: the data decide how rows are spread over groups."""
+    return first[0] if first.dim() == 3 else first, second[0] if second.dim() == 3 else second
+
+
+def _small(tensor: torch.Tensor) -> _Layout:
+    """Shape of a tensor, no side longer than the largest, and which of its dimensions are the outer ones."""
+    shape = tuple(min(side, _LARGEST) for side in tensor.shape)
+    strides = tensor.stride()
+    return shape, tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
+
+
+@lru_cache(maxsize=1024)
+def _asked(func: Any, layouts: tuple[_Layout, ...]) -> int:
+    """What one real product of such matrices has the allocator give out at its fullest, less its result."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it tells of every start and stop on stderr
+    with _disable_current_modes(), torch.autocast("cpu", enabled=False), torch.no_grad():
+        given = [_zeros(*layout) for layout in layouts]
+        func(*given)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            result = func(*given)
+        kept = result.untyped_storage().nbytes()
+        del result
+    results = profiler.profiler.kineto_results if profiler.profiler is not None else None
+    events = [] if results is None else results.events()
+    sizes = sorted((event.start_ns(), int(event.nbytes())) for event in events if event.name() == "[memory]")
+    peak = max(accumulate((size for _, size in sizes), initial=0))
+    return max(0, peak - int(kept))
+
+
+def _zeros(shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
+    """A tensor whose dimensions lie in memory in this order, the outer ones first."""
+    inner = torch.zeros([shape[dim] for dim in order], dtype=torch.bfloat16)
+    return inner.permute([order.index(dim) for dim in range(len(shape))])
+
+
+def grouped_product(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """What ``aten::_grouped_mm`` gives, in any type: torch's fake one takes bf16 alone, its CPU kernel float32 too."""
+    rows, columns = first.shape[-2], second.shape[-1]
+    groups = offs.shape[0] if offs is not None else first.shape[0]
+    shape = (rows, columns) if first.dim() + second.dim() == 5 else (groups, rows, columns)
+    dtype = out_dtype or first.dtype
+    step = ALIGNED_BYTES // dtype.itemsize
+    width = -(-columns // step) * step
+    strides = (width, 1) if len(shape) == 2 else (rows * width, width, 1)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=first.device)
+
+
+IN_PLACE_OF_FAKES: dict[Any, Callable[..., Any]] = {_GROUPED: grouped_product}

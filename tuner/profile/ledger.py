@@ -1,0 +1,286 @@
+"""A ledger of storages: each byte of a traced step from its allocation to its end, with its module and its part.
+
+The step runs on fake tensors, which have shapes and types and no memory. Where fakes and the machine differ in what
+they allocate, the ledger follows the machine: operations of our own that are made of others are traced into, gradients
+that autograd adds up in place are not counted twice, and scratch space inside of torch's kernels is added.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tuner.profile.kernels import IN_PLACE_OF_FAKES, NUMBER_BYTES, keeps_number, scratch_bytes
+from tuner.profile.prediction import Part, Phase
+
+OWN_NAMESPACE = "tuner"
+
+
+COUNTED = 1 << 62
+"""Autograd numbers its nodes from 0; those that add to a parameter's gradient have the largest number there is."""
+COMMUNICATION: dict[str, dict[str, Part]] = {
+    "fsdp": {"fsdp::all_gather_copy_in": "gathered", "fsdp::split_with_sizes_copy": "gathered"},
+    "c10d": {"c10d::_allgather_base_": "gathered", "c10d::_reduce_scatter_base_": "reduced"},
+}
+"""What the tensors given to these operations are for, where nothing else is known of them."""
+
+
+@dataclass
+class Entry:
+    """One storage: its bytes now, where it was made, and what for once that is known."""
+
+    size: int
+    phase: Phase
+    module: str
+    part: Part | None = None
+    again: bool = False
+    """Made by a layer that is computed again in the backward pass."""
+    given: bool = False
+    """Made outside of torch: rows of token ids as numpy lays them down."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """``delta`` bytes of a storage came or went, at this place of the step; ``mark`` counts the marks before it."""
+
+    serial: int
+    delta: int
+    phase: Phase
+    module: str
+
+
+class Ledger(TorchDispatchMode):
+    """Follows every storage that operations make while the mode is on, of fakes or not, all on the CPU.
+
+    ``target`` is the kind of device that they stand for; ``phase`` is set by who drives the step. Host tensors of whole
+    numbers (where documents lie, token ids) stay real, so that code that reads them works as it does in training.
+    """
+
+    def __init__(self, target: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.target = target
+        self.phase: Phase = "build"
+        self.entries: list[Entry] = []
+        self.changes: list[Change] = []
+        self._living: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._modules: list[str] = []
+        self._nodes: list[tuple[int, str]] = []  # where in autograd's count of nodes a module begins or ends
+        self._last = ""  # the module whose backward pass was at work last
+        self._numbers: list[int] = []
+        self._sum: tuple[int, int] | None = None  # an addition that may have been in place: its result and first term
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation on fakes and enter what it made."""
+        kwargs = dict(kwargs or {})
+        self._settle_sum()
+        if func.namespace == OWN_NAMESPACE and (own := OPDEFS.get(func._schema.name)) is not None:
+            with self:
+                return own._init_fn(*args, **kwargs)
+        before = len(self.entries)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        for tensor in given:
+            if (made := self._enter(tensor)) is not None and made >= before:
+                self.entries[made].part = "batch"
+                self.entries[made].given = not tensor.untyped_storage().resizable()
+        if _stays_real(func, given, kwargs):
+            with unset_fake_temporarily():
+                result = func(*args, **kwargs)
+        elif func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return _plausible(args[0])
+        else:
+            result = IN_PLACE_OF_FAKES.get(func, func)(*args, **kwargs)
+        before = len(self.entries)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._enter(leaf)
+        if func.namespace in COMMUNICATION:
+            self._communicated(func, given)
+        if (scratch := scratch_bytes(func, args, self.target)) and given:
+            serial = self._new(scratch, "other")
+            self._change(serial, scratch)
+            self._change(serial, -scratch)
+        if self.phase == "forward" and self.target == "cpu" and keeps_number(func, args):
+            self._numbers.append(self._new(NUMBER_BYTES, "activations"))
+            self._change(self._numbers[-1], NUMBER_BYTES)
+        if func is torch.ops.aten.add.Tensor and len(self.entries) == before + 1 and self.phase == "backward":
+            self._watch_sum(args, before)
+        return result
+
+    @contextmanager
+    def watching(self, root: nn.Module) -> Iterator[None]:
+        """Within, know which module of ``root`` is at work, and see what no operation tells of.
+
+        That is storages that are resized, as FSDP2 frees what it gathered, and states of the generator of random
+        numbers, which each layer that is computed again keeps.
+        """
+        handles = []
+        for name, module in root.named_modules():
+            handles.append(module.register_forward_pre_hook(self._entering(name)))
+            handles.append(module.register_forward_hook(self._leaving, always_call=True))
+        plain = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = plain(storage, size)
+            self._resized(storage)
+            return result
+
+        states = torch.get_rng_state
+
+        def state() -> torch.Tensor:
+            result = states()
+            self._enter(result)
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        torch.get_rng_state = state
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+            torch.get_rng_state = states
+            for handle in handles:
+                handle.remove()
+
+    def end_of_backward(self) -> None:
+        """Numbers that were kept for the backward pass of this microbatch are gone."""
+        self._settle_sum()
+        for serial in self._numbers:
+            self._change(serial, -NUMBER_BYTES)
+        self._numbers.clear()
+
+    @property
+    def module(self) -> str:
+        """The innermost module at work: in its forward, or in the backward pass of what its forward did."""
+        if self._modules:
+            return self._modules[-1]
+        if self.phase != "backward":
+            return ""
+        node = torch._C._current_autograd_node()
+        if node is not None and (number := node._sequence_nr()) < COUNTED:
+            place = bisect_right(self._nodes, (number, "\uffff")) - 1
+            self._last = self._nodes[place][1] if place >= 0 else ""
+        return self._last
+
+    def assign(self, tensors: Iterable[torch.Tensor], part: Part) -> None:
+        """Count these tensors' storages, made before or now, to one part."""
+        for tensor in tensors:
+            serial = self._enter(tensor)
+            if serial is not None:
+                self.entries[serial].part = part
+
+    def assign_rest(self, part: Part) -> None:
+        """Count what is there and has no part yet to this one."""
+        for reference, serial in self._living.values():
+            if reference() is not None and self.entries[serial].part is None:
+                self.entries[serial].part = part
+
+    def _enter(self, tensor: torch.Tensor) -> int | None:
+        local = getattr(tensor, "_local_tensor", tensor)
+        if local.device.type != "cpu":
+            return None
+        storage = local.untyped_storage()
+        key = storage._cdata
+        known = self._living.get(key)
+        if known is not None and known[0]() is not None:
+            return known[1]
+        serial = self._new(storage.nbytes(), None)
+        self._living[key] = (weakref.ref(storage, lambda _: self._ended(key, serial)), serial)
+        self._change(serial, storage.nbytes())
+        return serial
+
+    def _new(self, size: int, part: Part | None) -> int:
+        again = self.phase == "backward" and bool(self._modules)
+        self.entries.append(Entry(size, self.phase, self.module, part, again))
+        return len(self.entries) - 1
+
+    def _change(self, serial: int, delta: int) -> None:
+        self.changes.append(Change(serial, delta, self.phase, self.module))
+
+    def _ended(self, key: int, serial: int) -> None:
+        known = self._living.get(key)
+        if known is not None and known[1] == serial:
+            del self._living[key]
+            self._change(serial, -self.entries[serial].size)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        known = self._living.get(storage._cdata)
+        if known is not None:
+            entry = self.entries[known[1]]
+            self._change(known[1], storage.nbytes() - entry.size)
+            entry.size = storage.nbytes()
+
+    def _communicated(self, func: Any, tensors: Iterable[torch.Tensor]) -> None:
+        """Name the buffers of FSDP2 and of collectives, which are made by operations like any other."""
+        part: Part | None = COMMUNICATION[func.namespace].get(func._schema.name)
+        for tensor in tensors if part is not None else ():
+            serial = self._enter(tensor)
+            if serial is not None and self.entries[serial].part is None:
+                self.entries[serial].part = part
+
+    def _watch_sum(self, args: tuple[Any, ...], result: int) -> None:
+        """Note an addition in the backward pass: autograd makes it in place where it holds the last reference."""
+        if torch._C._current_autograd_node() is None or not isinstance(args[0], torch.Tensor):
+            return
+        for term in args[:2]:
+            serial = self._enter(term)
+            if serial is not None and self.entries[serial].size == self.entries[result].size:
+                self._sum = (result, serial)
+                return
+
+    def _settle_sum(self) -> None:
+        """Before the next operation: where the first term of the sum has gone, the sum had taken its place."""
+        if self._sum is None:
+            return
+        result, term = self._sum
+        self._sum = None
+        tail = self.changes[-3:]
+        for number, change in enumerate(tail):
+            if change.serial == term and change.delta == -self.entries[term].size:
+                at = len(self.changes) - len(tail) + number
+                made = next(i for i in range(len(self.changes) - 1, -1, -1) if self.changes[i].serial == result)
+                if made < at:  # the end of the term comes before the sum
+                    self.changes.insert(made, self.changes.pop(at))
+                return
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            self._modules.append(name)
+            self._nodes.append((torch._C._autograd._get_sequence_nr(), name))
+
+        return hook
+
+    def _leaving(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._modules.pop()
+        self._nodes.append((torch._C._autograd._get_sequence_nr(), self._modules[-1] if self._modules else ""))
+
+
+def _stays_real(func: Any, given: list[torch.Tensor], kwargs: Mapping[str, Any]) -> bool:
+    """Whether all that an operation is given is real, and what it makes shall be."""
+    if not given or any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in given):
+        return False
+    device = kwargs.get("device")
+    return device is None or torch.device(device).type == "cpu"
+
+
+def _plausible(tensor: torch.Tensor) -> bool | int | float:
+    """What the host would read from a step that goes well: no flag is set, and numbers are finite."""
+    if tensor.dtype == torch.bool:
+        return False
+    return 1.0 if tensor.is_floating_point() else 1

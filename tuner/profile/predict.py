@@ -1,0 +1,130 @@
+"""Memory and time of a recipe on a device that need not be here, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tuner.config.recipe import Recipe
+from tuner.data.building.request import resolve_max_length
+from tuner.model.build import has_liger
+from tuner.profile.course import course_of
+from tuner.profile.devices import Device
+from tuner.profile.estimate import estimate
+from tuner.profile.prediction import PARTS, MemoryCourse, Moment, Part, Phase, Prediction
+from tuner.profile.rows import Workload, workload
+from tuner.profile.tracing import Trace, trace_step
+from tuner.runtime.launch import Launch
+from tuner.train.setup import Resolved, check_division, resolve, timetable
+
+MIB = 1 << 20
+CONTEXT_BYTES = {"cuda": 600 * MIB, "cpu": 600 * MIB}
+"""CUDA's context with torch's kernels and the workspace of cuBLAS; on a CPU, Python with torch and transformers."""
+COMMUNICATOR_BYTES = {1: 400 * MIB, 2: 1024 * MIB}
+"""Buffers of NCCL among the processes of one machine, and of several."""
+ERRORS = {"cpu": 0.02, "cuda": 0.05, "compiled": 0.1}
+"""The stated error of a peak, as a share of it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a recipe would run: a device, how many processes there are, and the memory that each may take."""
+
+    device: Device
+    launch: Launch
+    limit_bytes: int
+
+
+def predict(wish: Recipe, target: Target) -> Prediction:
+    """Predict a recipe. Raises RecipeError where it cannot be trained at all, whatever the memory."""
+    launch, device = target.launch, target.device
+    check_division(wish.train.global_batch_size, wish.train.micro_batch_size, launch.world_size)
+    resolved, assumptions = resolved_for(wish, target)
+    work = workload(wish, int(resolved.recipe.data.max_length), launch)
+    trace = trace_step(resolved, launch, work.batches, work.held_out)
+    always, constants = _constants(resolved, trace, launch)
+    course = course_of(trace, always)
+    batch = work.batches.micro[0]
+    time = estimate(
+        resolved.recipe,
+        trace.flops,
+        device,
+        launch,
+        batch.lengths,
+        len(batch.trained_positions),
+        work.tokens_per_row,
+        _total_steps(resolved.recipe, work),
+    )
+    return Prediction(
+        device=device.shown,
+        processes=launch.world_size,
+        local_processes=launch.local_world_size,
+        memory=MemoryCourse((*course.timeline, *_others(resolved, trace, course, launch)), course.layers),
+        limit_bytes=target.limit_bytes,
+        error=ERRORS["compiled" if wants_compiled(wish, device) else device.kind],
+        time=time,
+        assumptions=(*work.assumptions, *assumptions, *constants),
+    )
+
+
+def resolved_for(wish: Recipe, target: Target) -> tuple[Resolved, tuple[str, ...]]:
+    """The recipe as it would be resolved on the target; layers that are compiled are taken as with fused kernels."""
+    kind, launch = target.device.kind, target.launch
+    train = wish.train.model_copy(update={"device": kind, "compile": False})
+    parallel = wish.parallel.model_copy(update={"processes": launch.local_world_size})
+    there = wish.model_copy(update={"train": train, "parallel": parallel})
+    resolved = resolve(there, resolve_max_length(wish.model, wish.data), launch, facts=target.device.facts())
+    assumptions = []
+    if wants_compiled(wish, target.device):
+        assumptions.append("compiled layers keep as much as liger's kernels do")
+    if kind == "cuda" and not has_liger(resolved.config.model_type):
+        assumptions.append(f"liger-kernel has no kernels for {resolved.config.model_type} here: torch's are predicted")
+    return resolved, tuple(assumptions)
+
+
+def wants_compiled(wish: Recipe, device: Device) -> bool:
+    """Whether the decoder layers would be compiled on a device, had it all that this takes."""
+    if wish.train.compile == "auto":
+        return device.kind == "cuda" and wish.data.packing
+    return wish.train.compile
+
+
+def _constants(resolved: Resolved, trace: Trace, launch: Launch) -> tuple[Mapping[Part, int], tuple[str, ...]]:
+    """Bytes that are there from start to end, and in words what they are taken to be."""
+    recipe, kind = resolved.recipe, resolved.facts.kind
+    size = CONTEXT_BYTES[kind]
+    said = [f"{'CUDA context and workspaces' if kind == 'cuda' else 'the process itself'}: {size // MIB} MiB"]
+    if kind == "cuda" and launch.world_size > 1:
+        buffers = COMMUNICATOR_BYTES[1 if launch.world_size == launch.local_world_size else 2]
+        size += buffers
+        said.append(f"buffers of NCCL: {buffers // MIB} MiB")
+    always: dict[Part, int] = {"constants": size}
+    if kind == "cpu" and recipe.checkpoint.async_save is True:
+        always["staging"] = trace.staged
+        said.append("a copy of the state to save is kept beside it (checkpoint.async_save)")
+    return always, tuple(said)
+
+
+def _others(resolved: Resolved, trace: Trace, course: MemoryCourse, launch: Launch) -> list[Moment]:
+    """Moments before and after steps: the model being built, a checkpoint being saved, and one being loaded."""
+    first = course.timeline[0]
+    kept: dict[Part, int] = {part: first.parts[part] for part in ("parameters", "constants", "staging")}
+    state: dict[Part, int] = {**kept, "optimizer": first.parts["optimizer"]}
+    whole = trace.largest * (2 if launch.world_size > 1 else 1)  # one tensor at a time, and its shards beside it
+    return [_moment("build", {**kept, "other": whole}), _moment("saving", state), _moment("resuming", state)]
+
+
+def _moment(phase: Phase, parts: Mapping[Part, int]) -> Moment:
+    return Moment(phase, "", {**dict.fromkeys(PARTS, 0), **parts})
+
+
+def _total_steps(recipe: Recipe, work: Workload) -> int | None:
+    """The steps of the run where they are known: from prepared rows, or from a duration in steps or tokens."""
+    duration = recipe.train.duration
+    if work.prepared is not None:
+        return timetable(recipe, work.prepared).plan.total_steps
+    if duration.unit == "steps":
+        return int(duration.count)
+    if duration.unit == "tokens":
+        return max(1, round(duration.count / (work.tokens_per_row * recipe.train.global_batch_size)))
+    return None

@@ -1,0 +1,84 @@
+"""The rows that a step is predicted for: the fullest of those that are prepared, or full ones where none are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tuner.config.recipe import Recipe
+from tuner.data.batches import Batch, StepBatches, collate
+from tuner.data.building.prepare import find_prepared
+from tuner.data.building.request import prepare_request
+from tuner.data.prepared import PackedRows, PreparedData, open_prepared
+from tuner.errors import TunerError
+from tuner.runtime.launch import Launch
+
+TRACED = 2
+"""Microbatches of a step that are traced: all after the second are like it."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The fullest step of a recipe, one evaluated microbatch where there are held-out rows, and what was assumed."""
+
+    batches: StepBatches
+    held_out: Batch | None
+    tokens_per_row: float
+    """Of a mean row."""
+    prepared: PreparedData | None
+    assumptions: tuple[str, ...]
+
+
+def workload(wish: Recipe, max_length: int, launch: Launch) -> Workload:
+    """What a recipe's step is made of; data that are prepared are looked at, and nothing is prepared."""
+    n_rows = wish.train.micro_batch_size
+    count = min(TRACED, -(-wish.train.global_batch_size // (n_rows * launch.world_size)))
+    prepared = prepared_for(wish)
+    if prepared is None:
+        batch = full_rows(max_length, n_rows)
+        held_out = None if wish.data.eval is None else batch
+        assumed = (
+            f"data is not prepared: every row holds {max_length:,} tokens, one document each, all of them trained",
+        )
+        return Workload(_step(batch, count), held_out, float(max_length), None, assumed)
+    batch = fullest(prepared.train, n_rows)
+    held_out = None if prepared.eval is None else fullest(prepared.eval, n_rows)
+    mean = float(prepared.train.tokens_per_row.mean())
+    assumed = (f"rows are the {n_rows:,} longest of the {len(prepared.train):,} that are prepared, in each microbatch",)
+    return Workload(_step(batch, count), held_out, mean, prepared, assumed)
+
+
+def prepared_for(wish: Recipe) -> PreparedData | None:
+    """The prepared data of a recipe where they are there; None too where the sources or the tokenizer are not."""
+    try:
+        request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
+        found = find_prepared(request)
+    except (TunerError, OSError):
+        return None
+    return None if found is None else open_prepared(found)
+
+
+def full_rows(max_length: int, n_rows: int) -> Batch:
+    """A microbatch of rows with one document each, all tokens trained that have a next one."""
+    targets = np.ones((n_rows, max_length), dtype=np.int64)
+    targets[:, -1] = -100
+    return Batch(
+        input_ids=np.ones(n_rows * max_length, dtype=np.int64),
+        targets=targets.reshape(-1),
+        position_ids=np.tile(np.arange(max_length, dtype=np.int64), n_rows),
+        lengths=(max_length,) * n_rows,
+        trained_positions=np.flatnonzero(targets.reshape(-1) != -100),
+        documents=np.arange(n_rows, dtype=np.int64),
+    )
+
+
+def fullest(rows: PackedRows, n_rows: int) -> Batch:
+    """The longest rows as one microbatch; where as long, those with the most trained tokens."""
+    order = np.lexsort((rows.trained_per_row, rows.tokens_per_row))[::-1]
+    return collate([rows.row(int(i)) for i in order[:n_rows]])
+
+
+def _step(batch: Batch, count: int) -> StepBatches:
+    trained, tokens = len(batch.trained_positions), len(batch.input_ids)
+    return StepBatches(np.empty(0, np.int64), trained * count, tokens * count, [batch] * count)

@@ -1,0 +1,152 @@
+"""A step of a recipe, traced: the very step that training takes, on fake tensors, entered in a ledger."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tuner.checkpoint.staging import staged_bytes
+from tuner.data.batches import Batch, StepBatches
+from tuner.errors import RecipeError
+from tuner.model.attention import forget_documents
+from tuner.model.build import decoder_blocks
+from tuner.model.flops import Flops, training_flops
+from tuner.model.root import CausalLM
+from tuner.parallel.fsdp import local, sync_gradients
+from tuner.profile.fakes import place_root, quiet_kernels
+from tuner.profile.ledger import Change, Entry, Ledger
+from tuner.profile.memory import gradient_tensors
+from tuner.profile.prediction import Phase
+from tuner.profile.stand_in import cuda_stand_in, unchanged_modules
+from tuner.runtime.launch import Launch
+from tuner.train.evaluate import batch_losses
+from tuner.train.setup import Resolved, bare_root, build_learner, launch_mesh, numerics_of
+from tuner.train.step import Learner, optimizer_step
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a step allocated and freed, in order, on a kind of device, and what of it is not storages of tensors."""
+
+    target: str
+    changes: Sequence[Change]
+    entries: Sequence[Entry]
+    marks: tuple[tuple[str, int], ...]
+    """Each mark of the step, from `start` to `done`, and the number of changes before it."""
+    blocks: tuple[str, ...]
+    """Names of the decoder layers."""
+    staged: int
+    """Bytes of a copy of the state that a checkpoint holds."""
+    largest: int
+    """Bytes of the largest tensor of the model, whole."""
+    flops: Flops
+
+
+def trace_step(resolved: Resolved, launch: Launch, batches: StepBatches, held_out: Batch | None = None) -> Trace:
+    """Build the learner of rank 0 and take one step of these microbatches; then evaluate one of held-out rows."""
+    device = torch.device("cpu")
+    root = bare_root(resolved)
+    largest = max(parameter.numel() * parameter.element_size() for parameter in root.parameters())
+    flops = training_flops(root.model)
+    blocks = _blocks(root)
+    with ExitStack() as stack:
+        if resolved.facts.kind == "cuda":
+            stack.enter_context(cuda_stand_in())
+            stack.enter_context(unchanged_modules(root))
+        mesh = None
+        if launch.world_size > 1:
+            stack.enter_context(_fake_group(launch))
+            mesh = launch_mesh(resolved.recipe, launch, device.type)
+        stack.enter_context(_fakes())
+        ledger = Ledger(resolved.facts.kind)
+        place_root(root, resolved, mesh, device)
+        ledger.assign([*root.parameters(), *root.buffers()], "parameters")
+        with ledger:
+            learner = build_learner(resolved.recipe, root, numerics_of(resolved.recipe, device, rank=0))
+            learner.optimizer.allocate()
+        ledger.assign_rest("optimizer")
+        stack.enter_context(ledger.watching(root))
+        marks = _step(ledger, learner, batches)
+        if held_out is not None:
+            _evaluate(ledger, learner, held_out)
+        changes = tuple(ledger.changes)
+        staged = staged_bytes(_state(learner))
+    return Trace(resolved.facts.kind, changes, ledger.entries, marks, blocks, staged, largest, flops)
+
+
+def _blocks(root: CausalLM) -> tuple[str, ...]:
+    """Names of the decoder layers; none where the model does not say which they are."""
+    names = {module: name for name, module in root.named_modules()}
+    try:
+        return tuple(names[block] for block in decoder_blocks(root.model))
+    except RecipeError:
+        return ()
+
+
+def _step(ledger: Ledger, learner: Learner, batches: StepBatches) -> tuple[tuple[str, int], ...]:
+    """One step in the ledger; returns its marks."""
+    marks: list[tuple[str, int]] = [("start", len(ledger.changes))]
+    ledger.phase = "forward"
+
+    def mark(part: str) -> None:
+        if ledger.phase == "backward":
+            ledger.end_of_backward()
+        marks.append((part, len(ledger.changes)))
+        if part == "optimizer":
+            ledger.assign(gradient_tensors(learner.root), "gradients")
+        if part != "done":
+            ledger.phase = cast(Phase, part)
+
+    learner.marks = mark
+    with ledger:
+        optimizer_step(learner, 0, batches, 1.0)
+    mark("done")
+    ledger.assign_rest("batch")  # masks of documents and the step's scalars, kept for later steps
+    return tuple(marks)
+
+
+def _evaluate(ledger: Ledger, learner: Learner, batch: Batch) -> None:
+    learner.root.eval()
+    sync_gradients(learner.root, True)
+    ledger.phase = "evaluation"
+    with ledger, torch.no_grad():
+        batch_losses(learner.root, learner.numerics, batch, batch.trained_positions)
+
+
+def _state(learner: Learner) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of this process, as plain tensors."""
+    model = {f"model/{name}": local(parameter.data) for name, parameter in learner.parameters.items()}
+    return model | {name: local(tensor) for name, tensor in learner.optimizer.state_tensors().items()}
+
+
+@contextmanager
+def _fakes() -> Iterator[None]:
+    """Fake tensors, and no collector of cycles."""
+    enabled = gc.isenabled()
+    gc.disable()  # as in training, where it hardly ever runs: a cycle holds its tensors
+    forget_documents()
+    try:
+        with quiet_kernels(), FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        forget_documents()  # what it kept were fakes
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _fake_group(launch: Launch) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=launch.rank, world_size=launch.world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
