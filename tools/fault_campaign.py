@@ -4,6 +4,9 @@
     python tools/fault_campaign.py compound --count 1000        killed again, once or twice, while it recovers
     python tools/fault_campaign.py power --count 1000           states that a disk may hold after a power loss
     python tools/fault_campaign.py errors                       a full disk, EIO and short writes at every call
+    python tools/fault_campaign.py ranks --count 300            two processes train; all die, or one of them alone
+    python tools/fault_campaign.py damage --count 2000          bits flipped and files cut in the newest checkpoint
+    python tools/fault_campaign.py hostile                      artifacts made to do harm, in runs, models, tokenizers
     python tools/fault_campaign.py kills --point 1234           one trial again, with what it found
 
 The jobs are whole commands on a tiny model: prepare-data, train (with saves, evaluations and pruning), resume of a run
@@ -24,14 +27,16 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.faults.bench import CASES, Bench, environment, label, phase, scratch  # noqa: E402
+from tests.faults.bench import CASES, Bench, fork_server, label, phase, scratch  # noqa: E402
+from tests.faults.damage import damage_points, damage_trial  # noqa: E402
+from tests.faults.hostile import hostile_points, hostile_trial  # noqa: E402
 from tests.faults.notify import unavailable  # noqa: E402
 from tests.faults.trials import (  # noqa: E402
     AnyPoint,
@@ -43,6 +48,7 @@ from tests.faults.trials import (  # noqa: E402
     kill_trial,
     power_points,
     power_trial,
+    rank_points,
 )
 
 Trial = Callable[[Bench, Any], Verdict]
@@ -51,25 +57,32 @@ PARTS: dict[str, Trial] = {
     "compound": kill_trial,
     "power": power_trial,
     "errors": error_trial,
+    "ranks": kill_trial,
+    "damage": damage_trial,
+    "hostile": hostile_trial,
 }
+COUNTED = {"compound": compound_points, "power": power_points, "ranks": rank_points, "damage": damage_points}
+"""Points drawn by the seed: as many as are asked for."""
 
 
 def points_of(part: str, benches: Sequence[Bench], options: argparse.Namespace) -> list[AnyPoint]:
     """The points of a part of the campaign, numbered."""
-    if part == "kills":
-        return list(kill_points(benches, options.jobs))
-    if part == "errors":
-        return list(error_points(benches, options.jobs))
-    make = compound_points if part == "compound" else power_points
-    return list(make(benches, options.count, options.seed))
+    if part in COUNTED:
+        return list(COUNTED[part](benches, options.skip + (options.count or 1000), options.seed))
+    if part == "hostile":
+        return list(hostile_points(benches[0]))
+    points = list((kill_points if part == "kills" else error_points)(benches, options.jobs))
+    if options.point is None:
+        random.Random(options.seed).shuffle(points)
+    return points
 
 
-def chosen(points: list[AnyPoint], options: argparse.Namespace) -> Iterator[AnyPoint]:
-    """One point, or the first `--count` in an order of the seed's."""
+def chosen(points: list[AnyPoint], options: argparse.Namespace) -> list[AnyPoint]:
+    """One point, or so many after those that are left out."""
     if options.point is not None:
-        return iter([points[options.point]])
-    random.Random(options.seed).shuffle(points)
-    return iter(points[: options.count])
+        return [point for point in points if point.number == options.point]
+    stop = None if options.count is None else options.skip + options.count
+    return points[options.skip : stop]
 
 
 def figures(part: str, verdicts: Sequence[Verdict], benches: dict[str, Bench], seconds: float) -> dict[str, Any]:
@@ -99,6 +112,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("--count", type=int, help="trials; all points without it, where they can be counted")
+    parser.add_argument("--skip", type=int, default=0, help="trials to leave out: those of a campaign that goes on")
     parser.add_argument("--point", type=int, help="the number of one point to try again")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
@@ -108,11 +122,11 @@ def main() -> int:
     options = parser.parse_args()
     if unavailable():
         parser.error(unavailable())
-    if options.part in ("compound", "power") and options.count is None:
-        options.count = 1000
-    environment()
-    with scratch() as directory:
-        benches = {case: Bench(directory / case, case, options.beside) for case in options.cases}
+    if options.part == "hostile":
+        options.cases = ["lora"]
+    with fork_server(), scratch() as directory:
+        processes = 2 if options.part == "ranks" else 1
+        benches = {case: Bench(directory / case, case, options.beside, processes) for case in options.cases}
         for bench in benches.values():
             bench.directory.mkdir()
             bench.set_up()
@@ -128,7 +142,7 @@ def main() -> int:
             if len(verdicts) % 100 == 0:
                 print(f"{len(verdicts)} trials, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
         found = figures(options.part, verdicts, benches, time.monotonic() - started)
-    settings = {"seed": options.seed, "cases": options.cases, "beside": options.beside}
+    settings = {"seed": options.seed, "skip": options.skip, "cases": options.cases, "beside": options.beside}
     print(json.dumps(found | settings), flush=True)
     return 1 if found["failed"] else 0
 

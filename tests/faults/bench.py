@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import json
@@ -10,13 +11,14 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.faults.calls import Call
+from tests.faults.ranks import run_ranks
 from tests.faults.supervisor import Fault, Trace, supervise
 
 DETERMINED = ("kind", "step", "epoch", "tokens", "loss", "lr", "grad_norm")
@@ -27,14 +29,15 @@ COMMITTED = re.compile(r"/runs/a/checkpoints/step-(\d+)")
 CASES: dict[str, str] = {
     "lora": """\
 adapter: {kind: lora, r: 2, dropout: 0.2}
-train: {duration: 6 steps, global_batch_size: 4, micro_batch_size: 2, precision: fp32, device: cpu}
-checkpoint: {every: 2 steps, keep: 1, keep_best: eval/loss}
-eval: {every: 3 steps, samples: 1}
+train: {duration: 4 steps, global_batch_size: 4, micro_batch_size: 2, precision: fp32, device: cpu}
+checkpoint: {every: 1 steps, keep: 1, keep_best: eval/loss}
+eval: {every: 2 steps, at_start: false, samples: 1}
 logging: {level: info, console_every: 1 h}
 """,
     "full": """\
-train: {duration: 7 steps, global_batch_size: 4, micro_batch_size: 4, precision: fp32, device: cpu}
-checkpoint: {every: 2 steps, keep: 1, marks: [3 steps]}
+train: {duration: 4 steps, global_batch_size: 4, micro_batch_size: 2, precision: fp32, device: cpu}
+checkpoint: {every: 1 steps, keep: 1, marks: [2 steps]}
+eval: {every: never, at_start: false, at_end: false, samples: 0}
 optimizer: {kind: muon}
 logging: {level: warning, console_every: 1 h}
 """,
@@ -75,11 +78,13 @@ class Sound:
 class Bench:
     """One case in a directory of its own: `inputs`, `trial` (the root that is struck), and starting points."""
 
-    def __init__(self, directory: Path, case: str, beside: bool = False) -> None:
+    def __init__(self, directory: Path, case: str, beside: bool = False, processes: int = 1) -> None:
         self.directory = directory
         self.case = case
         self.beside = beside
         """Whether checkpoints are saved beside training."""
+        self.processes = processes
+        """How many train."""
         self.root = directory / "trial"
         self.recipe = directory / "inputs" / "r.yaml"
         self.sound = Sound()
@@ -110,6 +115,7 @@ class Bench:
         self._break_a_run()
         self._unbroken("resume")
         self._unbroken("export")
+        settle()
 
     def restore(self, start: str) -> None:
         """Begin again from a starting point."""
@@ -168,6 +174,8 @@ class Bench:
         os.environ["TUNER_CACHE"] = str(self.root / "cache")
         note_order(self.directory / ORDER)
         try:
+            if self.processes > 1 and command[0] in ("train", "resume"):
+                return run_ranks(self.processes, lambda: command_line(command))
             return command_line(command)
         finally:
             if not self.jobs.keys() <= self.traces.keys():
@@ -208,7 +216,7 @@ class Bench:
     def _break_a_run(self) -> None:
         """A starting point of `resume`: killed in the middle of pruning, or of the next save."""
         calls = self.traces["train"].calls
-        wanted = "/.trash-" if self.case == "lora" else "/.tmp-step-6"
+        wanted = "/.trash-" if self.case == "lora" else "/.tmp-step-3"
         at = next(n for n, call in enumerate(calls, 1) if wanted in call.path and call.kind in ("unlink", "flush"))
         self.restore("prepared")
         trace = self.run(self.jobs["train"].command, Fault(at, "kill"))
@@ -414,7 +422,7 @@ def _write_inputs(directory: Path, recipe: str) -> None:
     directory.mkdir()
     LlamaForCausalLM(config).save_pretrained(directory / "model")
     rng = random.Random(0)
-    rows = [{"prompt": f"{i} ", "completion": "ab" * rng.randint(1, 10)} for i in range(20)]
+    rows = [{"prompt": f"{i} ", "completion": "ab" * rng.randint(1, 10)} for i in range(12)]
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = _merged(COMMON % (directory / "model", directory / "rows.jsonl"), recipe)
     (directory / "r.yaml").write_text(text)
@@ -441,10 +449,26 @@ def scratch(prefix: str = "tuner-faults-") -> Iterator[Path]:
         yield Path(directory)
 
 
-def environment(extra: Mapping[str, str] | None = None) -> None:
-    """One thread, no network: for the process that is forked."""
+@contextmanager
+def fork_server() -> Iterator[None]:
+    """Make this process one that children are forked from: one thread, no network, and what they would do again done.
+
+    The collector leaves alone what is there once `settle` was called: walking it would copy every page in each child.
+    """
     import torch
 
-    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    os.environ.update({**own, **(extra or {})})
+    from tuner.runtime.peak import measured_peak
+
+    os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
     torch.set_num_threads(1)
+    measured_peak("cpu", "fp32", 0)
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def settle() -> None:
+    """Leave what has been made so far to all children."""
+    gc.collect()
+    gc.freeze()

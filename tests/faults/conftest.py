@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.faults.bench import Bench, fork_server, scratch
 from tests.faults.notify import unavailable
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def bench() -> Iterator[Bench]:
+    """A tiny adapter's jobs, done once unbroken."""
+    with fork_server(), scratch() as directory:
+        made = Bench(directory, "lora")
+        made.set_up()
+        yield made
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

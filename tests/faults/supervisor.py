@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import select
 import signal
 import socket
@@ -22,7 +23,8 @@ from tests.faults.calls import RULES, SPACE, Call, memory, understand
 
 Kind = Literal["kill", "tear", "kill-one", "full", "error", "short"]
 PATIENCE_S = 120.0
-SILENT = ("/dev/", "/proc/", "/memfd:", "/sys/")
+SILENT = re.compile(r"/(?:dev/(?!shm/)|proc/|memfd:|sys/)|.* \(deleted\)$")
+"""What is no file that stays."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,12 @@ class Supervisor:
         notify.hurry(listener)
         poll = select.poll()
         poll.register(listener, select.POLLIN)
-        deadline = time.monotonic() + PATIENCE_S
+        waited, before = 0.0, time.monotonic()
         while True:
             ready = poll.poll(1000)
-            if time.monotonic() > deadline and not self.trace.hung:
+            now = time.monotonic()
+            waited, before = waited + min(now - before, 2.0), now  # this process may have been stopped meanwhile
+            if waited > PATIENCE_S and not self.trace.hung:
                 self.trace.hung = True
                 self._kill()
             if not ready:
@@ -156,7 +160,7 @@ class Supervisor:
     def _note(self, call: Call) -> None:
         if call.kind in ("socket", "program") or call.name == "io_uring_setup":
             self.trace.others.append(call)
-        elif call.path.startswith("/") and not (call.path.startswith(SILENT) or call.path.endswith(" (deleted)")):
+        elif call.path.startswith("/") and not SILENT.match(call.path):
             changes = call.creates if call.kind == "open" else call.kind not in ("close", "flush", "map", "none")
             if changes:
                 self.trace.strays.append(call)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 
-import pytest
-
-from tests.faults.bench import Bench, environment, label, phase, scratch
+from tests.faults.bench import Bench, label, phase
 from tests.faults.trials import (
     compound_points,
     error_points,
@@ -18,15 +15,6 @@ from tests.faults.trials import (
     power_points,
     power_trial,
 )
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
-    environment()
-    with scratch() as directory:
-        made = Bench(directory, "lora")
-        made.set_up()
-        yield made
 
 
 def test_killed_in_every_phase(bench: Bench) -> None:

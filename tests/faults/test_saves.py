@@ -12,6 +12,7 @@ import pytest
 
 from tests.checkpoint.states import full_state
 from tests.faults.bench import label, scratch
+from tests.faults.calls import SPACE
 from tests.faults.disk import MODES, Disk, lay_out
 from tests.faults.supervisor import Fault, Trace, supervise
 from tuner.checkpoint.load import content_sha256, newest, open_checkpoint
@@ -102,6 +103,8 @@ def test_an_error_at_every_call(saves: Saves) -> None:
     told = 0
     for at, call in enumerate(saves.calls, 1):
         for kind, words in (("full", "No space left on device"), ("error", "Input/output error")):
+            if kind == "full" and not (call.kind in SPACE or call.creates):
+                continue  # it would strike at the next call that needs room
             saves.restore()
             trace = saves.run(Fault(at, kind))  # type: ignore[arg-type]
             where = f"{kind} at {at}: {label(call, saves.root)}"

@@ -7,11 +7,12 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from tests.faults.bench import Bench, Job, label, phase
 from tests.faults.calls import Call
 from tests.faults.disk import MODES, Disk, Mode, lay_out
+from tests.faults.ranks import HANGS
 from tests.faults.supervisor import Fault, Kind, Trace
 
 
@@ -50,7 +51,20 @@ class PowerPoint:
         return f"{before}power lost after {self.place:.3f} of the calls, {self.mode} of the unflushed is there"
 
 
-AnyPoint = Point | PowerPoint
+class AnyPoint(Protocol):
+    """A trial of any part of the campaign."""
+
+    @property
+    def number(self) -> int: ...  # noqa: D102
+
+    @property
+    def case(self) -> str: ...  # noqa: D102
+
+    @property
+    def job(self) -> str: ...  # noqa: D102
+
+    @property
+    def words(self) -> str: ...  # noqa: D102
 
 
 @dataclass
@@ -89,6 +103,16 @@ def kill_points(benches: Sequence[Bench], jobs: Sequence[str] = ()) -> Iterator[
                 for kind in ("kill", "tear") if call.kind == "write" and call.size > 1 else ("kill",):
                     yield Point(number, bench.case, job, (Fault(at, kind),))
                     number += 1
+
+
+def rank_points(benches: Sequence[Bench], count: int, seed: int) -> Iterator[Point]:
+    """Any call of any rank of a training or a resume: all ranks die there, or the one alone."""
+    rng = random.Random(seed)
+    for number in range(count):
+        bench = benches[number % len(benches)]
+        job = rng.choice(("train", "resume"))
+        fault = Fault(rng.randint(1, len(bench.traces[job].calls)), rng.choice(("kill", "tear", "kill-one")))
+        yield Point(number, bench.case, job, (fault,))
 
 
 def compound_points(benches: Sequence[Bench], count: int, seed: int) -> Iterator[Point]:
@@ -133,6 +157,8 @@ def kill_trial(bench: Bench, point: Point) -> Verdict:
         committed = max(filter(None, (committed, bench.committed(job.start, trace))), default=None)
         verdict.problems += bench.problems(job, committed)
         command = job.again
+        if trace.code == HANGS:
+            verdict.problems.append(f"hangs: {trace.output[-200:]}")
     _finish(verdict, bench, job, committed)
     verdict.ms = (time.monotonic() - started) * 1000
     return verdict

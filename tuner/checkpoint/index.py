@@ -148,7 +148,10 @@ def _problem(entry: TensorEntry, directory: Path, files: Mapping[str, int]) -> s
         if chunk.length != math.prod(chunk.sizes) * entry.dtype.itemsize:
             return "a chunk's byte length differs from its sizes"
         if chunk.file not in files:
-            return f"{inside(directory, chunk.file)} is not a file of this checkpoint"
+            try:
+                return f"{inside(directory, chunk.file)} is not a file of this checkpoint"
+            except DataError as error:
+                return error.message
         if chunk.start + chunk.length > files[chunk.file]:
             return f"a chunk lies beyond the end of {chunk.file}"
     if sum(chunk.length for chunk in entry.chunks) != entry.nbytes:

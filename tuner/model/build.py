@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
@@ -17,6 +18,7 @@ from tuner.model import attention
 from tuner.model.native.library import library
 from tuner.model.native.rms_norm import apply_native_norms
 from tuner.model.tokens import grow, grow_config
+from tuner.runtime.files import inside, read_json
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -76,6 +78,7 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(grown, dtype=dtype, attn_implementation=attention.PACKED)
         return _finished(model)
+    _require_own_files(spec)
     with _clear_errors(spec), _without_progress():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             spec.name_or_path,
@@ -98,7 +101,7 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.PACKED)
-    except (ValueError, TypeError, ZeroDivisionError, RuntimeError, AttributeError) as error:
+    except (ValueError, TypeError, ZeroDivisionError, RuntimeError, AttributeError, KeyError) as error:
         raise RecipeError(
             f"model: no causal language model can be built from this {config.model_type} config: {_reason(error)}",
             hint="choose a causal language model, or look at model.config",
@@ -182,6 +185,29 @@ def _exact_constants(model: PreTrainedModel) -> None:
             model._init_weights(module)
 
 
+def _require_own_files(spec: ModelSpec) -> None:
+    """Check that an index of a local directory's weights leads to files in it alone. Raises DataError naming it."""
+    directory = Path(spec.name_or_path)
+    for path in sorted(directory.glob("*.index.json")) if directory.is_dir() else ():
+        names = read_json(path).get("weight_map")
+        for name in sorted(set(names.values()), key=str) if isinstance(names, dict) else ():
+            try:
+                inside(directory, str(name))
+            except DataError as error:
+                raise DataError(f"{path}: {error.message}") from error
+
+
+def _broken_weights(directory: Path) -> str:
+    """The first weights file of a directory that is not one."""
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError:
+            return path.name
+    return "its weights"
+
+
 def _require_complete(spec: ModelSpec, report: Mapping[str, Any]) -> None:
     problems = []
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
@@ -206,8 +232,10 @@ def _clear_errors(spec: ModelSpec) -> Iterator[None]:
         yield
     except (RecipeError, DataError, torch.OutOfMemoryError):
         raise
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = _reason(error)
+        if isinstance(error, SafetensorError):
+            reason = f"{_broken_weights(path)}: {reason}"
         if "can't allocate memory" in reason:
             raise MemoryError(reason) from error
         if path.is_dir() and not (path / "config.json").is_file():

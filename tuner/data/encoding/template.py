@@ -26,10 +26,14 @@ Message = Mapping[str, Any]
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # Marks of a generation block in the rendered text. Noncharacters: no valid text interchange holds them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-MAX_STEPS = 10_000_000
+MAX_STEPS = 2_000_000
 """Rounds of loops and calls of macros in one render: a template that goes on for ever is stopped, anywhere alike."""
 MAX_POWER, MAX_REPEATED = 1000, 64 << 20
 """The largest exponent in a template, and the most characters or items that a product makes."""
+
+
+class EndlessTemplateError(DataError):
+    """A template went on for ever, or would have taken all memory."""
 
 
 class _Generation(Extension):
@@ -172,12 +176,14 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
             raise DataError(f"the chat template refuses these messages: {error}") from error
         except (RecursionError, MemoryError, _StepsExceededError) as error:
-            raise DataError("the chat template does not end within its limits") from error
+            raise EndlessTemplateError("the chat template does not end within its limits") from error
 
     def _probe(self) -> str | None:
         """A plain exchange as the template writes it; None where it refuses one."""
         try:
             return self._render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], False, None)
+        except EndlessTemplateError:
+            raise
         except DataError:
             return None
 

@@ -19,6 +19,7 @@ from tuner.data.encoding.template import (
     TEMPLATE_FILE,
     TOOL_TEMPLATE_FILE,
     ChatTemplate,
+    EndlessTemplateError,
     Message,
     named_templates,
 )
@@ -276,6 +277,8 @@ class TextTokenizer:
         ids += [i for i in model_eos_ids if i not in ids and self._backend.id_to_token(i) is not None]
         try:
             turn = self.render(_PROBE)
+        except EndlessTemplateError:
+            raise  # no exchange is shorter
         except DataError:
             return tuple(ids)
         # The first control token after the answer's own words; some templates write others before them.

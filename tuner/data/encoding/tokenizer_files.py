@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
 from tuner.data.encoding.template import TEMPLATE_FILE, TOOL_TEMPLATE_FILE
 from tuner.data.encoding.tokenizer import TextTokenizer, parse_json
 from tuner.errors import DataError, MachineError
+from tuner.runtime.files import TMP_PREFIX, discard_dir, publish_dir
 
 if TYPE_CHECKING:
     from tuner.config.recipe import TokenizerSection
@@ -91,12 +93,18 @@ def _converted(directory: Path) -> Path:
     digest = hashlib.sha256(b"".join(hashlib.sha256(source.read_bytes()).digest() for source in sources)).hexdigest()
     target = cache_root() / "tokenizers" / digest[:16]
     if not (target / "tokenizer.json").is_file():
-        target.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-c", _CONVERT, str(directory), str(target)]
-        result = subprocess.run(
-            command, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
-        )
-        if result.returncode != 0 or not (target / "tokenizer.json").is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        tmp = target.parent / f"{TMP_PREFIX}{target.name}-{secrets.token_hex(4)}"
+        command = [sys.executable, "-c", _CONVERT, str(directory), str(tmp)]
+        # tiktoken would keep what it reads in a directory of a fixed name in /tmp.
+        own = {"HF_HUB_OFFLINE": "1", "TIKTOKEN_CACHE_DIR": ""}
+        result = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **own})
+        made = result.returncode == 0 and (tmp / "tokenizer.json").is_file()
+        if made and not (target / "tokenizer.json").is_file():
+            discard_dir(target)
+            publish_dir(tmp, target)
+        discard_dir(tmp)
+        if not made:
             reason = (result.stderr.strip().splitlines() or ["no tokenizer.json was written"])[-1]
             raise DataError(f"{directory}: the tokenizer cannot be converted to tokenizer.json: {reason}")
     return target
