@@ -494,7 +494,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "train-dropout-repeats",
         "tuner/train/step.py",
-        "_mixed(numerics.seed, index, number, numerics.rank)",
+        "_mixed(numerics.seed, index - learner.rng_start, number, numerics.rank)",
         "_mixed(numerics.seed, number, numerics.rank)",
         TRAIN,
     ),
@@ -515,9 +515,16 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "train-resume-forgets-updates",
         "tuner/train/progress.py",
-        "    assembly.learner.optimizer.set_step_count(progress.step - left_out)\n",
+        "    assembly.learner.optimizer.set_step_count(updates_of(state) - starts_of(progress.resets).updates)\n",
         "",
         TRAIN,
+    ),
+    Mutant(
+        "train-reset-forgotten",
+        "tuner/train/resets.py",
+        "    known = resets_of(found.state if record is None else record)\n",
+        "    known = resets_of(found.state)\n",
+        ("tests/train/test_resets.py",),
     ),
     # What it costs.
     Mutant(

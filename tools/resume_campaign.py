@@ -76,7 +76,7 @@ def prepare(directory: Path, world_size: int, layers: int = 2) -> None:
 
 
 def launch(directory: Path, world_size: int, words: list[str]) -> list[int]:
-    """Run one process a rank; when one dies of a signal the others are killed too. Returns the exit codes."""
+    """Run one process a rank; when one fails or dies of a signal the others are killed too. Returns the exit codes."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -96,7 +96,7 @@ def launch(directory: Path, world_size: int, words: list[str]) -> list[int]:
             started = subprocess.Popen([sys.executable, *words], cwd=directory, env=env | own, stdout=log, stderr=log)
         processes.append(started)
     while any(p.poll() is None for p in processes):
-        if any(p.poll() not in (None, 0) for p in processes):
+        if any(p.poll() not in (None, 0, 75) for p in processes):
             time.sleep(0.2)
             for process in processes:
                 process.kill()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tools import resume_campaign
+from tools import resume_campaign, signal_campaign
 from tuner.checkpoint.load import newest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,3 +109,9 @@ def test_a_branch_in_two_processes_goes_on_from_another_runs_checkpoint(tmp_path
     assert (ended["metrics"]["step"], Path(ended["artifacts"]["checkpoint"]).parents[1].name) == (5, "b")
     steps = [json.loads(line)["step"] for line in (tmp_path / "runs" / "b" / "metrics.jsonl").read_text().splitlines()]
     assert steps == [4, 5]
+
+
+@pytest.mark.multi
+def test_a_closed_terminal_stops_the_run_with_a_checkpoint() -> None:
+    [result] = signal_campaign.campaign(1, 0, ("hangup",))
+    assert result["good"], result

@@ -23,7 +23,7 @@ with StopSignals(lambda name: print(name, flush=True), repeat_s=float(sys.argv[1
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_the_first_signal_asks_and_the_handlers_come_back(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     names: list[str] = []
@@ -55,6 +55,20 @@ def test_a_launchers_repetition_counts_once() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal_name == "SIGINT"
+
+
+def test_a_terminals_second_hangup_is_none_and_an_ignored_one_stays_ignored() -> None:
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)  # would end the process
+        assert stop.signal_name == "SIGHUP"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_outside_the_main_thread_nothing_changes() -> None:

@@ -31,8 +31,8 @@ COMMANDS: dict[str, str] = {
 """Every command and its line of help; its file `tuner/cli/<command>.py` is imported only when it runs."""
 
 GROUPS = frozenset({"config", "data", "recipes", "runs"})
-TAKES_RECIPE = frozenset({"prepare-data", "train", "eval", "profile", "config"})
-SHOWS_FLAGS = frozenset({"prepare-data", "train", "eval", "profile"})
+TAKES_RECIPE = frozenset({"prepare-data", "train", "resume", "eval", "profile", "config"})
+SHOWS_FLAGS = frozenset({"prepare-data", "train", "resume", "eval", "profile"})
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

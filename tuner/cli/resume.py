@@ -13,24 +13,32 @@ from tuner.cli.session import (
     OutputOptions,
     VerboseOption,
     input_path,
+    overrides_of,
     run_command,
 )
-from tuner.cli.train import launch_training
+from tuner.cli.train import ResetOption, launch_training
 
 
-def resume(
+def resume(  # noqa: PLR0913 - one parameter per option of the command
+    ctx: typer.Context,
     run_dir: Annotated[str, typer.Argument(help="Run directory that tuner train printed; - reads it from stdin.")],
+    reset: ResetOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is trained.")] = False,
     json: JsonOption = False,
     verbose: VerboseOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Go on with a stopped or killed run from its newest valid checkpoint; a finished run is left as it is."""
+    """Go on with a stopped or killed run from its newest valid checkpoint; a finished run is left as it is.
+
+    Keys of the recipe that may change are given as --section.key value.
+    """
 
     def body() -> Outcome:
         path = input_path(run_dir)
         from tuner.train.ready import TrainOptions, resume_source
+        from tuner.train.resets import parse_reset
 
-        return launch_training(resume_source(path), TrainOptions(resume="must", dry_run=dry_run), verbose)
+        options = TrainOptions("must", dry_run=dry_run, reset=parse_reset(reset))
+        return launch_training(resume_source(path, overrides_of(ctx)), options, verbose)
 
     run_command("resume", OutputOptions(json, verbose, debug), body)

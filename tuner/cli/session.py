@@ -30,6 +30,7 @@ import typer
 
 from tuner.cli.document import Outcome, failure_document, outcome_document, read_document, write_document
 from tuner.errors import ExitCode, MachineError, RecipeError, TunerError, as_tuner_error
+from tuner.runtime.stop import is_ignored
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
@@ -167,7 +168,7 @@ def _stop_signals_interrupt() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    numbers = [number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP) if not is_ignored(number)]
     before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
         yield
@@ -265,7 +266,13 @@ def _rank() -> int:
 
 
 def _finish(stdout: int, line: str | None, code: int) -> NoReturn:
-    sys.stdout.flush()
+    try:  # what a closed terminal did not take would else fail, and change the exit code, when Python ends
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
     if line is not None and _rank() == 0:
         try:
             _write_line(stdout, line)
@@ -292,5 +299,5 @@ def _say(text: str) -> None:
     )
     try:
         print(shown, file=cast(Any, sys.stderr), flush=True)
-    except BrokenPipeError:
+    except OSError:  # its reader is gone, or its terminal
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -29,6 +29,14 @@ if TYPE_CHECKING:
     from tuner.train.ready import Resume, RunResult, TrainOptions
 
 WORDS = ("auto", "must", "never")
+ResetOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PART,...",
+        help="What begins anew: optimizer (or optimizer.state, optimizer.arguments), schedule, data, rng. Its keys of "
+        "the recipe may change.",
+    ),
+]
 
 
 def train(  # noqa: PLR0913 - one parameter per option of the command
@@ -42,6 +50,7 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
             "PATH of a checkpoint or run begins a new run there.",
         ),
     ] = "never",
+    reset: ResetOption = None,
     prepared: Annotated[str | None, typer.Option(help="Prepared data to use; - reads its path from stdin.")] = None,
     overrides: Annotated[
         str | None,
@@ -63,12 +72,14 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
         wish = _wish(resume)
         if [overrides, prepared, recipe].count("-") > 1:
             raise RecipeError("stdin is read once: only one of recipe, --prepared and --overrides can be -")
-        typed = overrides_of(ctx)
+        from tuner.train.resets import parse_reset
+
+        parts, typed = parse_reset(reset), overrides_of(ctx)
         loaded = load_for_command(recipe, [*given_overrides(overrides, typed), *typed])
         from tuner.train.ready import TrainOptions
 
         options = TrainOptions(
-            wish, input_path(prepared) if prepared is not None else None, no_prepare, dry_run
+            wish, input_path(prepared) if prepared is not None else None, no_prepare, dry_run, reset=parts
         )
         return launch_training(loaded, options, verbose)
 

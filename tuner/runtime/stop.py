@@ -16,9 +16,16 @@ from tuner.errors import ExitCode
 LAUNCHER_REPEAT_S = 2.0
 
 
-class StopSignals:
-    """While entered, SIGTERM, SIGINT and SIGUSR1 set `requested`; one more ends the process at once with code 130.
+def is_ignored(number: signal.Signals) -> bool:
+    """Whether this process was started to ignore a signal, or does so now."""
+    return signal.getsignal(number) is signal.SIG_IGN
 
+
+class StopSignals:
+    """While entered, SIGTERM, SIGINT, SIGUSR1 and SIGHUP set `requested`; one more ends the process with code 130.
+
+    A terminal that is closed sends SIGHUP, and its shell may send another: a SIGHUP is never the one more. Where it is
+    ignored, as below nohup, it stays so.
     torchrun passes a Ctrl-C on although the terminal has sent it already: signals that come within `repeat_s`
     seconds of the first count as the first. The default is 2 s below torchrun and 0 s elsewhere.
     `on_request` is called with the signal's name from within the handler: let it print one line at most. `at_once`
@@ -26,7 +33,7 @@ class StopSignals:
     Outside the main thread, where Python allows no handlers, entering changes nothing.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
     def __init__(
         self,
@@ -60,6 +67,8 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
+                if number == signal.SIGHUP and is_ignored(number):
+                    continue
                 self._old[number] = signal.signal(number, self._receive)
         return self
 
@@ -80,7 +89,7 @@ class StopSignals:
                 # A handler that interrupts a write to stderr cannot write there itself: "reentrant call".
                 with contextlib.suppress(RuntimeError):
                     self._on_request(self._signal.name)
-        elif now - self._first_s >= self._repeat_s:
+        elif number != signal.SIGHUP and now - self._first_s >= self._repeat_s:
             # No clean-up: every file operation is safe to cut anywhere, and clean-up is what might hang.
             try:
                 os.write(2, b"\nstopped at once; what was not saved is lost\n")

@@ -1,6 +1,6 @@
 """What a changed key of the recipe means for a run that goes on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -81,11 +81,15 @@ def effect(key: str) -> Effect:
     raise KeyError(key)
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
-    """Compare the recipe of a run with one to go on with; an `auto` in the new one matches what it became."""
+def changes(old: Mapping[str, Any], new: Mapping[str, Any], freed: Sequence[str] = ()) -> Changes:
+    """Compare the recipe of a run with one to go on with; an `auto` in the new one matches what it became.
+
+    What is `freed`, keys or sections with a dot behind them, may change: that part of the run begins anew.
+    """
     before, after = flatten(old), flatten(new)
     found: dict[Effect, list[str]] = {"safe": [], "warn": [], "refuse": []}
     for key in sorted((before.keys() | after.keys()) - UNTOLD):
         if before.get(key) != after.get(key) and after.get(key) != "auto":
-            found[effect(key)].append(f"{key} {before.get(key)} -> {after.get(key)}")
+            is_freed = any(key == name or (name.endswith(".") and key.startswith(name)) for name in freed)
+            found["safe" if is_freed else effect(key)].append(f"{key} {before.get(key)} -> {after.get(key)}")
     return Changes(**{kind: tuple(lines) for kind, lines in found.items()})

@@ -61,6 +61,7 @@ def launch(
         "resume_is_path": isinstance(options.resume, Path),
         "prepared": str(ready.data_dir.absolute()),
         "checkpoint": None if ready.found is None else str(ready.found.path),
+        "reset": list(options.reset),
         "level": level,
     }
     return _result_of(run_ranks(module, work, processes, logs))
@@ -80,6 +81,7 @@ def train_as_rank(
         command=tuple(work["command"]),
         attach=attach,
         watch=watch,
+        reset=tuple(work["reset"]),
     )
     place = Launch.from_environment()
     return train(loaded, options, place, Console(place.is_main, work["level"]))

@@ -22,7 +22,7 @@ def train_loop(session: Session, feed: Feed) -> bool:
             batches, data_s = session.meter.timed(feed.next)
             scalars = optimizer_step(learner, index, batches, factor)
         progress.advance(batches)
-        lr, epoch = learner.optimizer.peak_lr * factor, table.plan.epoch_at(progress.step)
+        lr, epoch = learner.optimizer.peak_lr * factor, table.plan.epoch_at(progress.step - table.data_start)
         session.log.add(StepEntry(TakenStep(index, batches), epoch, progress.tokens, lr, data_s, scalars))
         stop, save_due = session.wishes()
         if table.evaluation.due_at(progress.step) or (progress.step == total and settings.eval.at_end):

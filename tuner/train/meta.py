@@ -43,15 +43,18 @@ def run_meta(assembly: Assembly) -> dict[str, Any]:
     }
 
 
-def require_same_data(found: CheckpointInfo, assembly: Assembly) -> None:
-    """Check that base model, data and tokenizer are those of a checkpoint's run. Raises DataError."""
+def require_same_data(found: CheckpointInfo, assembly: Assembly, is_anew: bool = False) -> None:
+    """Check that base model, data and tokenizer are those of a checkpoint's run. Raises DataError.
+
+    Data that `is_anew` may be other data.
+    """
     require_same_base(found, assembly.learner.root.frozen_hash)
     meta = found.manifest["meta"]
     for key, now, what in (
         ("data_key", assembly.prepared.key, "data"),
         ("tokenizer_hash", assembly.tokenizer.hash, "tokenizer"),
     ):
-        if meta.get(key) != now:
+        if meta.get(key) != now and not (is_anew and key == "data_key"):
             raise DataError(
                 f"{found.path}: the {what} changed since this checkpoint was saved ({meta.get(key)} -> {now})",
                 hint="restore it, or start a new run with --name",

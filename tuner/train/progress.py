@@ -7,8 +7,11 @@ from typing import Any
 
 from tuner.data.batches import StepBatches
 from tuner.train.best import Best, best_of
+from tuner.train.resets import Reset, resets_of, starts_of, updates_of
 from tuner.train.setup import Assembly
 
+MODEL = "model/"
+"""Names of a checkpoint's tensors that are weights begin so."""
 METRICS = (
     "step", "tokens", "trained_tokens", "loss", "eval_loss", "eval_step", "first_eval_loss", "first_eval_step", "best",
 )  # fmt: skip
@@ -32,6 +35,8 @@ class Progress:
     """Whether the evaluation of this step was cut short, so that the run goes on with it."""
     best: Best | None = None
     """The best evaluation so far, where the recipe keeps the best."""
+    resets: tuple[Reset, ...] = ()
+    """What of the run began anew, and where."""
 
     def advance(self, batches: StepBatches) -> None:
         """One more step was taken."""
@@ -59,6 +64,7 @@ class Progress:
             "loss": self.loss,
             "evaluation_owed": self.evaluation_owed,
             "best": None if self.best is None else self.best.as_state(),
+            "resets": [reset.as_state() for reset in self.resets],
             "finished": finished,
         }
 
@@ -77,13 +83,13 @@ def outcome(state: Mapping[str, Any]) -> dict[str, Any]:
 def run_tensors(assembly: Assembly) -> dict[str, Any]:
     """The tensors of a checkpoint by name: trained parameters and the optimizer's state."""
     learner = assembly.learner
-    model = {f"model/{name}": parameter.data for name, parameter in learner.parameters.items()}
+    model = {f"{MODEL}{name}": parameter.data for name, parameter in learner.parameters.items()}
     return model | learner.optimizer.state_tensors()
 
 
 def make_room(assembly: Assembly, state: Mapping[str, Any]) -> None:
-    """Allocate what a checkpoint with this JSON state holds: the optimizer's state, once there was an update."""
-    if int(state["step"]) > int(state["guard"]["skipped"]):
+    """Allocate what a checkpoint with this JSON state holds: the optimizer's state, once there was an update of it."""
+    if updates_of(state) > starts_of(resets_of(state)).updates:
         assembly.learner.optimizer.allocate()
 
 
@@ -95,5 +101,5 @@ def restore_position(assembly: Assembly, progress: Progress, state: Mapping[str,
     progress.eval_step, progress.first_eval_step = state.get("eval_step"), state.get("first_eval_step")
     progress.loss, progress.evaluation_owed = state["loss"], bool(state["evaluation_owed"])
     progress.best = best_of(state.get("best"), assembly.resolved.recipe.checkpoint.keep_best)
-    left_out = assembly.learner.guard.restore(state["guard"])
-    assembly.learner.optimizer.set_step_count(progress.step - left_out)
+    assembly.learner.guard.restore(state["guard"])
+    assembly.learner.optimizer.set_step_count(updates_of(state) - starts_of(progress.resets).updates)

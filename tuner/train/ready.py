@@ -1,15 +1,17 @@
 """Before a launch: what the run directory holds, whether the recipe belongs to it, and the prepared data."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tuner.checkpoint.load import CheckpointInfo, newest, open_checkpoint
+from tuner.checkpoint.agree import Ranks
+from tuner.checkpoint.load import SEAL, CheckpointInfo, newest, open_checkpoint
 from tuner.checkpoint.steps import step_dirs
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.config.overrides import Override
 from tuner.data.building.prepare import find_prepared, prepare, prepared_path
 from tuner.data.building.request import PrepareRequest, prepare_request
 from tuner.data.prepared import PreparedData, open_prepared
@@ -21,6 +23,7 @@ from tuner.train.methods import check_method
 from tuner.train.observers import Attach, check_observers
 from tuner.train.own_schedule import check_schedule
 from tuner.train.progress import METRICS, outcome
+from tuner.train.resets import Reset, freed_keys, pending, resets_for, resets_of
 from tuner.train.rundir import RunDir
 from tuner.train.trial import try_optimizer
 from tuner.train.watch import MakeWatch
@@ -53,6 +56,8 @@ class TrainOptions:
     """Hooks of the command's own."""
     watch: MakeWatch | None = None
     """The command's own look at steps."""
+    reset: tuple[str, ...] = ()
+    """Parts of the run that begin anew where it goes on, as `tuner.train.resets.parse_reset` gives them."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ class Ready:
     run: RunDir
     record: dict[str, Any] | None
     found: CheckpointInfo | None
+    resets: tuple[Reset, ...]
+    """All of the run; those at the step of `found` are this launch's to do."""
     request: PrepareRequest
     data: PreparedData
     data_dir: Path
@@ -79,16 +86,22 @@ class RunResult:
     metrics: dict[str, Any]
 
 
-def make_ready(loaded: LoadedRecipe, options: TrainOptions, console: Console) -> Ready | RunResult:
+def make_ready(
+    loaded: LoadedRecipe, options: TrainOptions, console: Console, hashes: bool = True
+) -> Ready | RunResult:
     """Look at the run directory and prepare the data: what needs no device and no other process.
 
-    The result of a run that is finished already. Raises TunerError children; only prepared data is written.
+    Without `hashes` the checkpoint's tensors are left to another rank to check. The result of a run that is finished
+    already. Raises TunerError children; only prepared data is written.
     """
     recipe = loaded.recipe
     run = RunDir(Path(recipe.output_dir))
     record = run.read_record()
-    found = _handed_over(options) if options.checked else _existing(run, record, loaded, options, console)
-    if record is not None and _is_finished(record, found):
+    if options.reset and options.resume == "never":
+        raise RecipeError("--reset needs a run to go on with", hint="add --resume auto, must or a PATH")
+    found = _handed_over(options) if options.checked else _existing(run, record, loaded, options, (console, hashes))
+    resets = resets_for(record, found, options.reset)
+    if record is not None and _is_finished(record, found) and not options.reset:
         step = int(record["launches"][-1].get("step") or (found.step if found is not None else 0))
         console.say("finished", f"{run.path} is already trained: {step} steps")
         state = record.get("metrics") or ({"step": step} if found is None else found.state)
@@ -101,17 +114,45 @@ def make_ready(loaded: LoadedRecipe, options: TrainOptions, console: Console) ->
     try_optimizer(recipe.optimizer)
     request = prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     directory = _data_dir(request, options, console)
-    return Ready(run, record, found, request, open_prepared(directory), directory)
+    return Ready(run, record, found, resets, request, open_prepared(directory), directory)
 
 
-def resume_source(run_dir: Path) -> LoadedRecipe:
+def agreed(ready: Ready, options: TrainOptions, ranks: Ranks) -> Ready:
+    """What rank 0 made ready of the checkpoint, whose tensors it hashed, on every rank. Collective.
+
+    Each rank looked for itself. Raises DataError on all where one reads another manifest at the same path.
+    """
+    mine = ready.found
+    chosen = ranks.everywhere(lambda: None if mine is None else (str(mine.path), mine.manifest[SEAL]))
+    found: list[CheckpointInfo | None] = [mine]
+
+    def adopt() -> None:
+        if chosen[0] == chosen[ranks.rank]:
+            return
+        found[0] = None if chosen[0] is None else open_checkpoint(Path(chosen[0][0]), verify=False)
+        if found[0] is not None and chosen[0] is not None and found[0].manifest[SEAL] != chosen[0][1]:
+            raise DataError(
+                f"{found[0].path}: another manifest than rank 0 reads there",
+                hint="all processes must see one file system",
+            )
+
+    ranks.everywhere(adopt)
+    if found[0] is mine:
+        return ready
+    return replace(ready, found=found[0], resets=resets_for(ready.record, found[0], options.reset))
+
+
+def resume_source(run_dir: Path, overrides: Sequence[Override] = ()) -> LoadedRecipe:
     """The recipe that a run directory goes on with. Raises RecipeError for a directory that holds no run."""
     run = RunDir(run_dir.absolute())
     if not run.path.is_dir():
         raise RecipeError(f"{run_dir}: no such directory", hint="give the run directory that tuner train printed")
-    if run.read_record() is None or not run.resolved_recipe.is_file():
+    record = run.read_record()
+    loaded = None if record is None else run.recipe(record)
+    if loaded is None:
         raise RecipeError(f"{run_dir} holds no run that could go on", hint="start it with tuner train")
-    loaded = load_recipe(run.resolved_recipe)
+    if overrides:
+        loaded = replace(load_recipe(recipe_dict(loaded.recipe), overrides), path=loaded.path, text=loaded.text)
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"output_dir": str(run.path)}))
 
 
@@ -125,21 +166,28 @@ def left_before(loaded: LoadedRecipe, options: TrainOptions) -> RunResult | None
 
 
 def _existing(
-    run: RunDir, record: dict[str, Any] | None, loaded: LoadedRecipe, options: TrainOptions, console: Console
+    run: RunDir,
+    record: dict[str, Any] | None,
+    loaded: LoadedRecipe,
+    options: TrainOptions,
+    around: tuple[Console, bool],
 ) -> CheckpointInfo | None:
     """The checkpoint to go on from, after checking that the directory, the recipe and the wish agree."""
+    console, hashes = around
     if record is None:
         if options.resume == "must":
             raise RecipeError(f"{run.path} holds no run to resume", hint="leave out --resume must")
-        return _chosen(options.resume, loaded, options, console) if isinstance(options.resume, Path) else None
+        return _chosen(options.resume, loaded, options, around) if isinstance(options.resume, Path) else None
     origin = began(record)
     if isinstance(options.resume, Path) and (origin is None or options.resume not in (origin, origin.parent.parent)):
         raise RecipeError(
             f"{run.path} holds a run that did not begin from {options.resume}",
             hint=f"new run: --name NEW-NAME      go on with this one: tuner resume {run.path}",
         )
-    if run.resolved_recipe.is_file():
-        changed = changes(recipe_dict(load_recipe(run.resolved_recipe).recipe), recipe_dict(loaded.recipe))
+    before = run.recipe(record)
+    if before is not None:
+        freed = freed_keys(options.reset, before.recipe.optimizer.kind, loaded.recipe.optimizer.kind)
+        changed = changes(recipe_dict(before.recipe), recipe_dict(loaded.recipe), freed)
         if changed.refuse:
             raise RecipeError(
                 f"{run.path} holds a run with another recipe ({changed.shown()})",
@@ -147,14 +195,16 @@ def _existing(
             )
         if options.resume != "never" and not options.checked:
             _tell(changed, console)
-    found = newest(run.checkpoints, console.warn)
+    found = newest(run.checkpoints, console.warn, shards=hashes)
+    if found is not None and not hashes and _is_finished(record, found):
+        found = newest(run.checkpoints, console.warn)  # every rank must say the same of it
     if found is None and step_dirs(run.checkpoints):
         raise DataError(
             f"{run.checkpoints}: none of its checkpoints is valid",
             hint="repair one, or start a new run with --name NEW-NAME; nothing was changed",
         )
     if found is None and origin is not None:
-        found = open_checkpoint(origin)  # it ended before it saved one of its own
+        found = open_checkpoint(origin, shards=hashes)  # it ended before it saved one of its own
     if options.resume == "never" and not _is_finished(record, found) and not options.dry_run:
         at = f"at step {found.step}" if found is not None else "without a checkpoint"
         raise RecipeError(
@@ -174,9 +224,10 @@ def began(record: Mapping[str, Any]) -> Path | None:
     return None if path is None else Path(path)
 
 
-def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any]) -> Changes:
+def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any], reset: Collection[str]) -> Changes:
     """What differs from the recipe that a checkpoint was saved with. Raises RecipeError where it is another run's."""
-    changed = changes(found.meta["recipe"], recipe)
+    before = found.meta["recipe"]
+    changed = changes(before, recipe, freed_keys(reset, before["optimizer"]["kind"], recipe["optimizer"]["kind"]))
     if changed.refuse:
         raise RecipeError(
             f"{found.path} was saved with another recipe ({changed.shown()})",
@@ -193,23 +244,34 @@ def _tell(changed: Changes, console: Console) -> None:
         console.warn(f"{line}: from here on not the same bits, or not the same measure")
 
 
-def _chosen(path: Path, loaded: LoadedRecipe, options: TrainOptions, console: Console) -> CheckpointInfo:
+def _chosen(
+    path: Path, loaded: LoadedRecipe, options: TrainOptions, around: tuple[Console, bool]
+) -> CheckpointInfo:
     """The checkpoint at a path that the user gave: a damaged one is fatal, of a run it is the newest valid one."""
+    console, hashes = around
     if not path.is_dir():
         raise RecipeError(f"--resume {path}: no such directory", hint="give a checkpoint, auto, must or never")
     of_run = RunDir(path)
-    found = newest(of_run.checkpoints, console.warn) if of_run.record.is_file() else open_checkpoint(path)
+    if of_run.record.is_file():
+        found = newest(of_run.checkpoints, console.warn, shards=hashes)
+    else:
+        found = open_checkpoint(path, shards=hashes)
     if found is None:
         raise DataError(f"{path}: holds no valid checkpoint")
-    changed = require_recipe_of(found, recipe_dict(loaded.recipe))
+    changed = require_recipe_of(found, recipe_dict(loaded.recipe), options.reset)
     if not options.checked:
         _tell(changed, console)
     return found
 
 
 def _is_finished(record: dict[str, Any], found: CheckpointInfo | None) -> bool:
-    """By its record, or by a final checkpoint whose launch was killed before it could write that down."""
-    return record["status"] == "finished" or (found is not None and bool(found.state.get("finished")))
+    """By its record, or by a final checkpoint whose launch was killed before it could write that down.
+
+    A run that was reset behind that checkpoint goes on.
+    """
+    if record["status"] == "finished" or found is None:
+        return bool(record["status"] == "finished")
+    return bool(found.state.get("finished")) and not pending(resets_of(record), found.step)
 
 
 def _close(run: RunDir, record: dict[str, Any], found: CheckpointInfo | None) -> None:

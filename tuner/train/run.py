@@ -1,7 +1,7 @@
 """One launch of a run: prepare, assemble, load the newest checkpoint, loop, and leave the directory in order."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import TIMES, Recipe
 from tuner.errors import MachineError, MemoryLimitError, RecipeError
 from tuner.runtime.console import Console
-from tuner.runtime.files import file_entries, fsync_path, make_dirs, write_json
+from tuner.runtime.files import file_entries, fsync_path, make_dirs, write_atomic, write_json
 from tuner.runtime.launch import Launch
 from tuner.runtime.lock import FileLock
 from tuner.runtime.memory import calm_collector
@@ -31,9 +31,10 @@ from tuner.train.meter import Meter
 from tuner.train.mock import mock_batch
 from tuner.train.observers import build_hooks
 from tuner.train.plan import steps_of
-from tuner.train.progress import Progress, make_room, outcome, restore_position, run_tensors
-from tuner.train.ready import RunResult, TrainOptions, make_ready, require_recipe_of, run_result
+from tuner.train.progress import MODEL, Progress, make_room, outcome, restore_position, run_tensors
+from tuner.train.ready import Ready, RunResult, TrainOptions, agreed, make_ready, require_recipe_of, run_result
 from tuner.train.records import Records
+from tuner.train.resets import STATE, freed_keys, pending, starts_of
 from tuner.train.rundir import MODEL_CONFIG, TOKENIZER, RunDir
 from tuner.train.session import STOP_FILE, Session
 from tuner.train.setup import Assembly, Resolved, Timetable, assemble, resolve, timetable
@@ -46,17 +47,18 @@ def train(loaded: LoadedRecipe, options: TrainOptions, launch: Launch, console: 
     Raises TunerError children; nothing that was saved before is ever lost. A finished run with the same recipe is
     returned as it is.
     """
-    ready = make_ready(loaded, options, console)
+    ready = make_ready(loaded, options, console, hashes=launch.is_main)
     if isinstance(ready, RunResult):
         return ready
     recipe, run, record, found = loaded.recipe, ready.run, ready.record, ready.found
     request, data = ready.request, ready.data
     resolved = resolve(recipe, request.max_length, launch, request.tokenizer.new_ids)
-    if record is not None and run.resolved_recipe.is_file():
-        _require_same_choices(run, resolved.recipe)
+    before = run.recipe(record)
+    if record is not None and before is not None:
+        _require_same_choices(run, before.recipe, resolved.recipe, options.reset)
     elif found is not None:
-        require_recipe_of(found, recipe_dict(resolved.recipe))
-    table = timetable(resolved.recipe, data)
+        require_recipe_of(found, recipe_dict(resolved.recipe), options.reset)
+    table = timetable(resolved.recipe, data, starts_of(ready.resets))
     if record is None and found is not None and found.step >= table.plan.total_steps:
         raise RecipeError(f"{found.path}: no steps are left to train", hint="give an earlier checkpoint of its run")
     _announce(console, resolved, table, launch)
@@ -70,24 +72,24 @@ def train(loaded: LoadedRecipe, options: TrainOptions, launch: Launch, console: 
         deterministic(resolved.recipe.train.deterministic),
         _memory_errors(),
     ):
-        assembly = assemble(resolved, data, request.tokenizer, launch)
-        return _run(run, loaded, record, assembly, found, options, (signals, console))
+        ready = agreed(ready, options, Ranks(gloo_group()))
+        assembly = assemble(resolved, data, request.tokenizer, launch, starts_of(ready.resets))
+        return _run(ready, loaded, assembly, options, (signals, console))
 
 
 def _run(
-    run: RunDir,
+    ready: Ready,
     loaded: LoadedRecipe,
-    record: dict[str, Any] | None,
     assembly: Assembly,
-    found: CheckpointInfo | None,
     options: TrainOptions,
     around: tuple[StopSignals, Console],
 ) -> RunResult:
     signals, console = around
-    launch, progress, total = assembly.launch, Progress(), assembly.timetable.plan.total_steps
+    run, found, table = ready.run, ready.found, assembly.timetable
+    launch, progress, total = assembly.launch, Progress(resets=ready.resets), table.plan.total_steps
     if found is not None:
-        require_same_data(found, assembly)
-    record = Ranks(gloo_group()).on_main(lambda: _begin(run, loaded, record, assembly, found, options.command))
+        require_same_data(found, assembly, "data" in pending(ready.resets, found.step))
+    record = Ranks(gloo_group()).on_main(lambda: _begin(ready, loaded, assembly, options))
     console.keep(run.logs / f"rank{launch.rank}.log")
     at = 0 if found is None else found.step
     facts = RunFacts(run.path, str(record["run_id"]), total, recipe_dict(assembly.resolved.recipe), at)
@@ -107,7 +109,7 @@ def _run(
         first_only = assembly.resolved.recipe.train.overfit_first_batch
         with (
             console.progress("train", total) as bar,
-            Feed(assembly.batches, progress.step, total, first_only) as feed,
+            Feed(assembly.batches, progress.step - table.data_start, total - table.data_start, first_only) as feed,
             calm_collector(),
         ):
             session.meter.on_progress = bar.update
@@ -133,8 +135,13 @@ def _run(
 def _restore(session: Session, found: CheckpointInfo) -> None:
     """Put the run where a checkpoint says it was: this run's, or the one it branches off from. Collective."""
     assembly, progress = session.assembly, session.progress
-    make_room(assembly, found.state)
-    load_into(found, run_tensors(assembly))
+    anew = pending(progress.resets, found.step)
+    if STATE in anew:
+        tensors = run_tensors(assembly)
+        load_into(found, {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}, MODEL)
+    else:
+        make_room(assembly, found.state)
+        load_into(found, run_tensors(assembly))
     restore_position(assembly, progress, found.state)
     origin = ""
     if found.path.parent == session.checkpoints.path:
@@ -143,31 +150,27 @@ def _restore(session: Session, found: CheckpointInfo) -> None:
         progress.saved_step = progress.best = None
         origin = f", from {found.path}"
     total = assembly.timetable.plan.total_steps
-    session.console.say("resume", f"step {progress.step} of {total}{origin}; data and tokenizer are unchanged")
+    session.console.say("resume", f"step {progress.step} of {total}{origin}")
+    if anew:
+        session.console.say("reset", f"{', '.join(anew)}: anew behind step {progress.step}")
 
 
-def _begin(
-    run: RunDir,
-    loaded: LoadedRecipe,
-    record: dict[str, Any] | None,
-    assembly: Assembly,
-    found: CheckpointInfo | None,
-    command: tuple[str, ...] | None,
-) -> dict[str, Any]:
+def _begin(ready: Ready, loaded: LoadedRecipe, assembly: Assembly, options: TrainOptions) -> dict[str, Any]:
     """Fill the run directory with what every later command reads. Rank 0, under the run's lock."""
+    run, record, found = ready.run, ready.record, ready.found
     if run.read_record() != record:
         raise MachineError(f"{run.path}: another launch used it meanwhile", hint="run the same command again")
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     run.logs.mkdir(exist_ok=True)
     run.sweep()
     resolved = assembly.resolved
+    # How long and on how many processes is each launch's own affair.
+    of_run = {
+        "train": resolved.recipe.train.model_copy(update={"stop_after": None}),
+        "parallel": loaded.recipe.parallel,
+    }
+    settled = resolved.recipe.model_copy(update=of_run)
     if found is None or record is None:
-        # How long and on how many processes is each launch's own affair.
-        of_run = {
-            "train": resolved.recipe.train.model_copy(update={"stop_after": None}),
-            "parallel": loaded.recipe.parallel,
-        }
-        settled = resolved.recipe.model_copy(update=of_run)
         run.write_recipe(loaded.text, recipe_yaml(settled))
         assembly.tokenizer.save(run.path / TOKENIZER)
         resolved.config.save_pretrained(run.path / MODEL_CONFIG)
@@ -182,11 +185,17 @@ def _begin(
         "from_step": 0 if found is None else found.step,
         "began_from": str(found.path) if found is not None and record is None else None,
         "total_steps": assembly.timetable.plan.total_steps,
-        **({} if command is None else {"command": list(command)}),
+        **({} if options.command is None else {"command": list(options.command)}),
     }
     # Where the user works, before where the recipe is: a run that goes on reads it from its own directory.
     work_dirs = [Path.cwd(), *([loaded.path.parent] if loaded.path is not None else [])]
-    return run.begin(record, facts, work_dirs)
+    changed: dict[str, Any] = {"resets": [reset.as_state() for reset in ready.resets]} if ready.resets else {}
+    if options.reset and record is not None:
+        changed["recipe"] = recipe_dict(settled)
+    record = run.begin(record, facts, work_dirs, changed)
+    if "recipe" in record:  # for people and other commands; launches read the record
+        write_atomic(run.resolved_recipe, recipe_yaml(load_recipe(record["recipe"]).recipe).encode())
+    return record
 
 
 def _session(
@@ -238,10 +247,10 @@ def _never(steps: int, seconds: float) -> bool:
     return False
 
 
-def _require_same_choices(run: RunDir, resolved: Recipe) -> None:
+def _require_same_choices(run: RunDir, before: Recipe, resolved: Recipe, reset: Collection[str]) -> None:
     """A launch on another machine must not settle an `auto` differently from the launches before it."""
-    before = recipe_dict(load_recipe(run.resolved_recipe).recipe)
-    changed = changes(before, recipe_dict(resolved))
+    freed = freed_keys(reset, before.optimizer.kind, resolved.optimizer.kind)
+    changed = changes(recipe_dict(before), recipe_dict(resolved), freed)
     if changed.refuse:
         raise RecipeError(
             f"{run.path}: this machine resolves the recipe differently ({changed.shown()})",

@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.errors import RecipeError
 from tuner.history.record import (
     CHECKPOINTS,
@@ -81,16 +82,30 @@ class RunDir:
         launches = sorted((self.path / LAUNCHES).glob("*"))
         return [self.path, self.checkpoints, self.path / TOKENIZER, self.path / MODEL_CONFIG, *launches]
 
+    def recipe(self, record: Mapping[str, Any] | None) -> LoadedRecipe | None:
+        """The recipe that its next launch goes on with; None where none was written down yet.
+
+        After a reset that is the one in its record, which changes in one piece with what was reset.
+        """
+        if record is not None and "recipe" in record:
+            return replace(load_recipe(record["recipe"]), path=self.resolved_recipe)
+        return load_recipe(self.resolved_recipe) if self.resolved_recipe.is_file() else None
+
     def begin(
-        self, record: dict[str, Any] | None, launch_facts: Mapping[str, Any], work_dirs: Sequence[Path]
+        self,
+        record: dict[str, Any] | None,
+        launch_facts: Mapping[str, Any],
+        work_dirs: Sequence[Path],
+        changed: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Write down the start of a launch; returns the record.
+        """Write down the start of a launch, and what it changed in the record itself; returns the record.
 
         Its `git` is the first working tree that holds one of `work_dirs`: the user's own. What differs there from the
         commit goes into `launches/N/git.diff`.
         """
         record = record or {"schema": SCHEMA, "status": "running", "run_id": os.urandom(8).hex(), "launches": []}
-        record["status"] = "running"
+        record |= {"status": "running", **(changed or {})}
+        record.pop("metrics", None)
         record["launches"].append(
             {
                 "started": utc_now(),

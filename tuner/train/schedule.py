@@ -99,6 +99,22 @@ class WarmupAndFalls:
         return found
 
 
+@dataclass(frozen=True)
+class StartedLater:
+    """A schedule that begins behind so many steps of its run."""
+
+    inner: Schedule
+    steps: int
+
+    def factor(self, index: int) -> float:
+        """The factor at ``index``, which counts from the run's beginning."""
+        return self.inner.factor(index - self.steps)
+
+    def turns(self) -> list[tuple[int, str]]:
+        """Those of the schedule, counted from the run's beginning."""
+        return [(index + self.steps, what) for index, what in self.inner.turns()]
+
+
 def build_schedule(section: Section, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> Schedule:
     """The schedule of a run of ``plan.total_steps`` steps.
 

@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ from tuner.train.methods import build_objective, check_logits
 from tuner.train.optimizer import build_updater
 from tuner.train.plan import Cadence, Plan, cadence, plan_steps
 from tuner.train.probes import probe_inputs
-from tuner.train.schedule import Schedule, build_schedule
+from tuner.train.resets import Starts
+from tuner.train.schedule import Schedule, StartedLater, build_schedule
 from tuner.train.step import Learner, Numerics
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -88,6 +89,8 @@ class Timetable:
     """Steps whose checkpoints are never pruned."""
     exporting: Cadence
     """An export needs a checkpoint: each of its steps is one of `saving`, too."""
+    data_start: int = 0
+    """The steps behind which the rows began anew."""
 
 
 @dataclass(frozen=True)
@@ -202,31 +205,50 @@ def _check_numerics(recipe: Recipe, facts: DeviceFacts) -> None:
         )
 
 
-def timetable(recipe: Recipe, prepared: PreparedData) -> Timetable:
-    """The steps of a resolved recipe over prepared data. Raises RecipeError for a duration that cannot be."""
+def timetable(recipe: Recipe, prepared: PreparedData, starts: Starts = Starts()) -> Timetable:  # noqa: B008 - frozen
+    """The steps of a resolved recipe over prepared data; a schedule that was reset runs over the steps behind that.
+
+    Raises RecipeError for a duration that cannot be.
+    """
     tokens = prepared.train.tokens_per_row
     plan = plan_steps(recipe.train.duration, tokens, recipe.train.global_batch_size)
+    if plan.total_steps <= max(starts.schedule, starts.data, starts.rng):
+        raise RecipeError(f"train.duration: no steps of {plan.total_steps} are left", hint="lengthen it")
+    schedule: Schedule
+    if starts.schedule:
+        rest = replace(plan, total_steps=plan.total_steps - starts.schedule)
+        schedule = StartedLater(build_schedule(recipe.schedule, rest, tokens), starts.schedule)
+    else:
+        schedule = build_schedule(recipe.schedule, plan, tokens)
     evaluated = prepared.eval is not None
     exporting = cadence(recipe.export.every, plan, tokens)
     return Timetable(
         plan,
-        build_schedule(recipe.schedule, plan, tokens),
+        schedule,
         float(recipe.optimizer.lr),
         cadence(recipe.eval.every if evaluated else None, plan, tokens),
         cadence(recipe.checkpoint.every, plan, tokens).or_of(exporting),
         mark_steps(recipe.checkpoint.marks, plan, tokens),
         exporting,
+        starts.data,
     )
 
 
-def assemble(resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenizer, launch: Launch) -> Assembly:
+def assemble(
+    resolved: Resolved,
+    prepared: PreparedData,
+    tokenizer: TextTokenizer,
+    launch: Launch,
+    starts: Starts = Starts(),  # noqa: B008 - frozen
+) -> Assembly:
     """Build model, optimizer, batches and schedule. Collective where there are several processes."""
     recipe = resolved.recipe
     _check_sizes(recipe, tokenizer, resolved.config, prepared, launch)
-    table, held = timetable(recipe, prepared), held_out_rows(recipe, prepared)
+    table, held = timetable(recipe, prepared, starts), held_out_rows(recipe, prepared)
     check_metric(recipe.checkpoint.keep_best, held)
     peak = measured_peak(resolved.facts.kind, recipe.train.precision, launch.local_rank)  # while the memory is free
     learner = build_learner(recipe, *assemble_model(resolved, launch))
+    learner.rng_start = starts.rng
     batches = GlobalBatches(
         prepared.train,
         seed=recipe.seed,

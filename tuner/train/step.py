@@ -35,6 +35,8 @@ class Learner:
     optimizer: Updater
     numerics: Numerics
     guard: Guard
+    rng_start: int = 0
+    """The steps behind which random numbers begin anew."""
     marks: Callable[[str], None] = field(default=lambda part: None)
     """Called as each part of a step begins: forward, backward, optimizer. Measuring tools set it."""
     fence: Callable[[], None] = field(default=lambda: None)
@@ -117,7 +119,7 @@ def forward_backward(learner: Learner, index: int, batches: StepBatches) -> torc
     for number, batch in enumerate(batches.micro):
         sync_gradients(root, number == len(batches.micro) - 1)
         # Dropout depends on the position in the run alone, so a resumed run needs no generator state.
-        torch.manual_seed(_mixed(numerics.seed, index, number, numerics.rank))
+        torch.manual_seed(_mixed(numerics.seed, index - learner.rng_start, number, numerics.rank))
         learner.marks("forward")
         loss = microbatch_loss(root, batch, numerics)
         learner.marks("backward")

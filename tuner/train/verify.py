@@ -22,6 +22,7 @@ from tuner.runtime.lock import FileLock
 from tuner.train.launch import launch
 from tuner.train.meter import CLOCKED
 from tuner.train.ready import Resume, TrainOptions, began, resume_source
+from tuner.train.resets import resets_of
 from tuner.train.rundir import RunDir
 
 QUIET: dict[str, dict[str, Any]] = {
@@ -94,9 +95,9 @@ def _start(run: RunDir, steps: int, console: Console) -> _Start:
         except DataError as error:
             console.warn(f"{path} is not used: {error.message}")
             continue
-        if found.step + 2 * steps <= total:
+        if resets_of(found.state) == resets_of(record) and found.step + 2 * steps <= total:
             return _Start(found.step, path)
-    if origin is not None or 2 * steps > total:
+    if origin is not None or 2 * steps > total or resets_of(record):
         raise RecipeError(
             f"{run.path}: no {2 * steps} steps of it are left to compare, behind any checkpoint or its beginning",
             hint="ask for fewer: --steps 1",
