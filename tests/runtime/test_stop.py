@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tuner.runtime.stop import StopSignals
+from tuner.runtime.stop import COUNTED_ABOVE, StopSignals
 
 SCRIPT = """
 import sys, time
@@ -69,6 +69,14 @@ def test_a_terminals_second_hangup_is_none_and_an_ignored_one_stays_ignored() ->
             assert not stop.requested
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_below_a_process_that_counts_every_signal_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COUNTED_ABOVE, "1")
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # would end the process
+        assert stop.signal_name == "SIGTERM"
 
 
 def test_outside_the_main_thread_nothing_changes() -> None:

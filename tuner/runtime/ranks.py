@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.errors import ExitCode, LostRankError, MachineError, TunerError, rebuilt
 from tuner.runtime.files import read_json, write_json
 from tuner.runtime.process import cores
-from tuner.runtime.stop import StopSignals
+from tuner.runtime.stop import COUNTED_ABOVE, StopSignals
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -224,6 +224,7 @@ def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        COUNTED_ABOVE: "1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's, rank 0 opens none
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // processes))),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),

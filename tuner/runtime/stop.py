@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -14,6 +15,8 @@ from typing import Any
 from tuner.errors import ExitCode
 
 LAUNCHER_REPEAT_S = 2.0
+COUNTED_ABOVE = "TUNER_SIGNALS_COUNTED_ABOVE"
+"""Set where the process that started this one counts the signals: it ends this one at the second itself."""
 
 
 def is_ignored(number: signal.Signals) -> bool:
@@ -42,7 +45,10 @@ class StopSignals:
         at_once: Callable[[], None] | None = None,
     ) -> None:
         below_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        self._repeat_s = repeat_s if repeat_s is not None else LAUNCHER_REPEAT_S if below_torchrun else 0.0
+        if repeat_s is None:
+            repeat_s = LAUNCHER_REPEAT_S if below_torchrun else 0.0
+        # A scheduler may signal every process of a job, and the one that started this passes its own signal on.
+        self._repeat_s = math.inf if COUNTED_ABOVE in os.environ else repeat_s
         self._on_request = on_request
         self._at_once = at_once
         self._signal: signal.Signals | None = None
