@@ -87,7 +87,11 @@ def test_a_cap_on_addresses_ends_with_5_and_the_override_fits(tmp_path: Path, mo
     assert found["asked_bytes"] == each["model.layers.0.mlp.gate_proj"]
     assert found["held_bytes"] == sum(found["parts"].values()) < 400 * 2**20
     assert found["parts"]["activations"] > 0.9 * found["held_bytes"]
-    assert found["override_peak_bytes"] < found["held_bytes"]
+    assert found["override_peak_bytes"] < found["held_bytes"] < sum(found["predicted"].values())
+    assert found["predicted"]["parameters"] == found["parts"]["parameters"]
+    assert found["predicted"]["optimizer"] == found["parts"]["optimizer"]
+    assert found["predicted"]["activations"] >= found["parts"]["activations"]
+    assert "predicted at the fullest moment of a step" in done.stderr
 
 
 def fails(learner: Any, index: int, *rest: Any) -> None:

@@ -159,15 +159,15 @@ def _measured(loaded: LoadedRecipe, wish: Wish, console: Console, level: Level) 
     from tuner.runtime.launch import Launch
 
     limit, steps = None if wish.memory is None else parse_memory("--memory", wish.memory), wish.measure or 1
-    predicted = None
-    if wish.output is not None and not Launch.is_given() and not wish.dry_run:
-        predicted = predict(loaded.recipe, _target(loaded, wish, wish.memory, "--memory"))
     total_steps, found = measure_recipe(loaded, MeasureOptions(steps, limit, wish.output), level, wish.dry_run)
     if found is None:
         metrics = {"total_steps": total_steps, "steps": steps, "dry_run": True}
         return Outcome("not measured: --dry-run", metrics=metrics, is_text=True)
     console.say("memory", parts_table(found))
     console.say("time", found.time_text())
+    predicted = None
+    if wish.output is not None and not Launch.is_given():  # by now the data is prepared
+        predicted = predict(loaded.recipe, _target(loaded, wish, wish.memory, "--memory"))
     artifacts = _report(loaded, wish, console, found, predicted)
     if found.shortage is not None:
         console.say("held", found.shortage.table(), "warning")

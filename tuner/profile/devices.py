@@ -60,9 +60,13 @@ DEVICES = {
 def present_device(kind: Literal["auto", "cuda", "cpu"]) -> Device:
     """The device that is here, with what is free of its memory; its rate, where the table has it."""
     facts = device_facts(kind)
-    known = [device for device in DEVICES.values() if facts.name.startswith(device.shown)]
-    rate = max((device.flops or 0.0 for device in known), default=0.0) or None
-    return Device(facts.kind, facts.kind, facts.free_bytes, rate, facts.name)
+    return Device(facts.kind, facts.kind, facts.free_bytes, data_sheet_rate(facts.name), facts.name)
+
+
+def data_sheet_rate(name: str) -> float | None:
+    """Dense bf16 operations a second of a device by the name that its driver gives; None where the table lacks it."""
+    known = [device for device in DEVICES.values() if name.startswith(device.shown)]
+    return max((device.flops or 0.0 for device in known), default=0.0) or None
 
 
 def find_device(name: str) -> Device:

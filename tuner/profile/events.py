@@ -161,8 +161,10 @@ class _Replay:
             else:
                 until = item.place.until
                 kept = until is not None and (ended is None or ended.seconds * 1e9 + start > until)
-            if kept:
-                block.part = "loss" if by_module and not item.place.module else "activations"
+            if by_module and made.phase == "forward" and not item.place.module:
+                block.part = "loss"  # what comes after the last module: logits, and what is made of them
+            elif kept:
+                block.part = "activations"
 
 
 def _walk(roots: Iterable[Any]) -> Iterator[tuple[Any, _Place]]:

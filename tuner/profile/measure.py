@@ -17,6 +17,7 @@ from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
 from tuner.errors import MemoryLimitError, RecipeError, is_out_of_memory
 from tuner.profile.blocks import MemoryRecord
+from tuner.profile.devices import data_sheet_rate
 from tuner.profile.measurement import TIMES, MeasuredMemory, Measurement, of_all
 from tuner.profile.recorder import StepRecorder
 from tuner.profile.shortage import Shortage, examine, forget, shortage_at, with_way_out
@@ -100,6 +101,7 @@ def measure(
         communication_s=communication_s,
         flops=sum(effort.operations(one.micro) for one in batches) / steps,
         peak_flops=effort.peak,
+        datasheet_flops=data_sheet_rate(resolved.facts.name) if resolved.recipe.train.precision == "bf16" else None,
         files=files,
         shortage=_shortage(assembly, record, free),
     )

@@ -31,6 +31,9 @@ disk; ``constants`` are a context and communicators, ``rounding`` what an alloca
 PARTS: tuple[Part, ...] = get_args(Part)
 Phase = Literal["build", "forward", "backward", "optimizer", "evaluation", "saving", "resuming"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+STEP: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+UNCOUNTED: tuple[Part, ...] = ("constants", "staging", "rounding")
+"""Parts that are no tensors of a step."""
 Verdict = Literal["fits", "tight", "does not fit"]
 
 
@@ -68,6 +71,15 @@ class MemoryCourse:
     def peak(self) -> Moment:
         """The fullest moment of all; the first of equal ones."""
         return max(self.timeline, key=lambda moment: moment.total)
+
+    def counted_peak(self) -> dict[Part, int]:
+        """The fullest moment of a step, of the parts that an allocator counts in it: tensors."""
+        counted: list[dict[Part, int]] = [
+            {part: 0 if part in UNCOUNTED else size for part, size in moment.parts.items()}
+            for moment in self.timeline
+            if moment.phase in STEP
+        ]
+        return max(counted, key=lambda parts: sum(parts.values()), default={})
 
     def peak_of(self, phase: Phase) -> Moment | None:
         """The fullest moment of a phase; None where the run has none."""

@@ -20,9 +20,6 @@ MARK = b"<!doctype html><!-- tuner profile -->"
 """How every page begins: only such a file is written over."""
 _TEMPLATE = Path(__file__).with_name("report.html")
 _PLACE = "@@DATA@@"
-STEP = ("forward", "backward", "optimizer")
-UNCOUNTED = ("constants", "staging", "rounding")
-"""Parts of a prediction that are no tensors of a step."""
 
 
 def check_output(directory: Path) -> None:
@@ -105,16 +102,10 @@ def _fullest(phases: Mapping[Any, int]) -> str:
 
 def _prediction(found: Prediction) -> dict[str, Any]:
     """A prediction as plain values; ``counted`` is the part of it that an allocator counts in a step, and its peak."""
-    time, moments = found.time, found.memory.timeline
-    counted = [
-        {part: 0 if part in UNCOUNTED else size for part, size in moment.parts.items()}
-        for moment in moments
-        if moment.phase in STEP
-    ]
-    fullest = max(counted, key=lambda parts: sum(parts.values()), default={})
+    time, counted = found.time, found.memory.counted_peak()
     return {
-        "counted": fullest,
-        "counted_bytes": sum(fullest.values()),
+        "counted": counted,
+        "counted_bytes": sum(counted.values()),
         "peak_bytes": found.peak_bytes,
         "error": found.error,
         "verdict": found.verdict,

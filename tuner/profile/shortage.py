@@ -10,7 +10,7 @@ import gc
 import re
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from tuner.errors import is_out_of_memory
 from tuner.model.build import decoder_blocks
 from tuner.model.recompute import apply_recompute
 from tuner.profile.blocks import Holding, MemoryRecord, alike
+from tuner.profile.devices import Device
 from tuner.profile.events import resident
+from tuner.profile.predict import Target, predict
 from tuner.profile.prediction import PARTS, Part
 from tuner.profile.recorder import StepRecorder
 from tuner.runtime.files import gib
@@ -46,6 +48,8 @@ class Shortage:
     largest: tuple[Holding, ...]
     overrides: Mapping[str, str]
     override_peak_bytes: int | None
+    predicted: Mapping[Part, int] = field(default_factory=dict)
+    """What a prediction says of the fullest moment of a step; empty where there is none."""
 
     def line(self) -> str:
         """What happened, in one line."""
@@ -58,7 +62,11 @@ class Shortage:
         """What was held, by part and by the largest owners: one line each."""
         parts = ", ".join(f"{part} {gib(size)}" for part, size in self.parts.items() if size)
         rows = [f"{gib(size):>12}  {part:<12} {owner}" for owner, part, size in alike(self.largest)[:SHOWN]]
-        return "\n".join([parts, *rows])
+        if not self.predicted:
+            return "\n".join([parts, *rows])
+        whole = gib(sum(self.predicted.values()))
+        foreseen = ", ".join(f"{part} {gib(size)}" for part, size in self.predicted.items() if size)
+        return "\n".join([parts, f"predicted at the fullest moment of a step {whole}: {foreseen}", *rows])
 
     def hint(self) -> str:
         """What to do."""
@@ -114,6 +122,14 @@ def with_way_out(assembly: Assembly, shortage: Shortage, limit: int | None = Non
     """
     overrides, peak = _that_fits(assembly, limit)
     return replace(shortage, overrides=overrides, override_peak_bytes=peak)
+
+
+def foreseen(assembly: Assembly) -> dict[Part, int]:
+    """What is predicted for the fullest moment of a step of this run, as its allocator would count it."""
+    facts = assembly.resolved.facts
+    here = Device("here", facts.kind, facts.free_bytes, None, facts.name)
+    target = Target(here, assembly.launch, facts.free_bytes)
+    return predict(assembly.resolved.recipe, target).memory.counted_peak()
 
 
 def standing(assembly: Assembly, number: int, told: str) -> Shortage:

@@ -6,14 +6,15 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from tuner.errors import MemoryLimitError, is_out_of_memory
 from tuner.profile.blocks import MemoryRecord
+from tuner.profile.prediction import Part
 from tuner.profile.recorder import StepRecorder
-from tuner.profile.shortage import Shortage, examine, forget, standing
+from tuner.profile.shortage import Shortage, examine, foreseen, forget, standing
 from tuner.runtime.console import Console
 from tuner.runtime.files import TMP_PREFIX, gib
 from tuner.train.setup import Assembly
@@ -77,10 +78,18 @@ class RunWatch:
         """The step taken again where this process is alone, else what lies there between steps."""
         for look in (examine, standing) if self._assembly.launch.world_size == 1 else (standing,):
             try:
-                return look(self._assembly, number, told)
+                found = look(self._assembly, number, told)
+                return replace(found, predicted=self._foreseen())
             except Exception as error:
                 self._console.warn(f"looking at the memory failed: {type(error).__name__}: {error}")
         return None
+
+    def _foreseen(self) -> dict[Part, int]:
+        try:
+            return foreseen(self._assembly)
+        except Exception as error:
+            self._console.warn(f"there is no prediction: {type(error).__name__}: {error}")
+            return {}
 
     def _write_shortage(self, shortage: Shortage) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
