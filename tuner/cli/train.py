@@ -72,11 +72,12 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
         wish = _wish(resume)
         if [overrides, prepared, recipe].count("-") > 1:
             raise RecipeError("stdin is read once: only one of recipe, --prepared and --overrides can be -")
-        from tuner.train.resets import parse_reset
-
-        parts, typed = parse_reset(reset), overrides_of(ctx)
+        typed = overrides_of(ctx)
         loaded = load_for_command(recipe, [*given_overrides(overrides, typed), *typed])
         from tuner.train.ready import TrainOptions
+        from tuner.train.resets import parse_reset
+
+        parts = parse_reset(reset)
 
         options = TrainOptions(
             wish, input_path(prepared) if prepared is not None else None, no_prepare, dry_run, reset=parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -168,4 +169,7 @@ def _leave() -> None:
 
     _gloo = None
     if dist.is_initialized():
+        # A group that is still held, if only by a cycle, outlives its end: its threads then meet Python's own, and abort.
+        gc.collect()
         dist.destroy_process_group()
+        gc.collect()

@@ -46,8 +46,7 @@ class Saver:
         self._assembly, self._meta, self._records = assembly, meta, records
         self._keep = recipe.checkpoint.keep
         self._staging, self._thread = Staging(), Background[Snapshot | None]("save")
-        self._ranks = Ranks(gloo_group())
-        self._beside = all(self._ranks.everywhere(lambda: recipe.checkpoint.async_save is True))
+        self._beside = all(Ranks(gloo_group()).everywhere(lambda: recipe.checkpoint.async_save is True))
         if self._beside:
             self._thread_ranks = Ranks(another_gloo_group(recipe.parallel.timeout.seconds))
 
@@ -62,13 +61,13 @@ class Saver:
         Raises MachineError where there is no room for one checkpoint.
         """
         tensors = run_tensors(self._assembly)
-        self._ranks.on_main(lambda: require_room(self.checkpoints.path, tensors))
+        Ranks(gloo_group()).on_main(lambda: require_room(self.checkpoints.path, tensors))
         if self._beside:
             self._thread.start(lambda: self._reserve(tensors))
 
     def save(self, snapshot: Snapshot) -> Snapshot:
         """Commit a snapshot of the tensors as they are. Collective; raises what any rank raises."""
-        return self._commit(snapshot, run_tensors(self._assembly), None, self._ranks)
+        return self._commit(snapshot, run_tensors(self._assembly), None, Ranks(gloo_group()))
 
     def start(self, snapshot: Snapshot) -> bool:
         """Begin to commit a snapshot of the tensors as they are; False where it is to be saved at once.
