@@ -169,7 +169,7 @@ def _leave() -> None:
 
     _gloo = None
     if dist.is_initialized():
-        # A group that is still held, if only by a cycle, outlives its end: its threads then meet Python's own, and abort.
+        # A group still held, if only by a cycle, outlives its end: its threads then meet the end of Python, and abort.
         gc.collect()
         dist.destroy_process_group()
         gc.collect()
