@@ -24,13 +24,16 @@ class Bad(Exception):
     """Why a line is no good row."""
 
 
-def judge(line: bytes, first: bool) -> str:
-    """`good`, `blank` or what is wrong with a line without its line feed; `first` lines may have a byte order mark."""
+def judge(line: bytes, first: bool, vocabulary: int = 2**32) -> str:
+    """`good`, `blank` or what is wrong with a line without its line feed.
+
+    `first` lines may have a byte order mark; `vocabulary` is the number of ids that rows of ids may name.
+    """
     try:
         value = parse(line, first)
     except Bad as bad:
         return str(bad)
-    return BLANK if value is None else judge_row(value)
+    return BLANK if value is None else judge_row(value, vocabulary)
 
 
 def parse(line: bytes, first: bool) -> dict[str, Any] | None:
@@ -102,7 +105,7 @@ def unpaired(value: Any) -> Any:
     return value
 
 
-def judge_row(row: dict[str, Any]) -> str:
+def judge_row(row: dict[str, Any], vocabulary: int) -> str:
     """`good`, or what is wrong with the schema of a row."""
     there = {key for key, item in row.items() if item is not None}
     if any(row.get(kind) or row.get(f"{kind}s") for kind in ("image", "audio", "video")):
@@ -111,7 +114,9 @@ def judge_row(row: dict[str, Any]) -> str:
         return "preference"
     for keys, check in FORMS:
         if keys <= there:
-            return GOOD if check(row) else "schema"
+            if not check(row):
+                return "schema"
+            return "vocabulary" if check is tokens_good and max(from_text(row["input_ids"])) >= vocabulary else GOOD
     return "no form"
 
 
