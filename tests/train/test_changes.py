@@ -11,6 +11,7 @@ from tools import resume_campaign
 from tuner.config.fields import fields
 from tuner.errors import RecipeError
 from tuner.runtime.console import Console
+from tuner.train import setup
 from tuner.train.changes import ON_RESUME, UNTOLD, Changes, changes, effect
 from tuner.train.ready import TrainOptions
 
@@ -60,3 +61,15 @@ def test_a_run_that_goes_on_tells_what_changed(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(RecipeError, match=r"another recipe \(train.nonfinite"):
         launch(tmp_path, again, train__nonfinite="{skip: 1}")
     assert news() == []
+
+
+def test_a_machine_without_the_compiled_kernels_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    resume_campaign.prepare(tmp_path, 1)
+    launch(tmp_path, train__stop_after="2 steps")
+    monkeypatch.setattr(Console, "warn", lambda _, text: warned.append(text))
+    monkeypatch.setattr(setup, "native_problem", lambda: "there is no C compiler (cc, gcc, clang)")
+    assert launch(tmp_path, TrainOptions(resume="auto"), train__stop_after="1 steps").step == 3
+    assert [text.split(":")[0] for text in warned] == ["model.kernels native -> torch"]

@@ -13,6 +13,7 @@ ON_RESUME: dict[str, Effect] = {
     "output_dir": "safe",
     "seed": "refuse",
     "model.": "refuse",
+    "model.kernels": "warn",
     "tokenizer.": "refuse",
     "adapter.": "refuse",
     "method.": "refuse",

@@ -240,7 +240,12 @@ def _tell(changed: Changes, console: Console) -> None:
     """Print what differs from the recipe that a run goes on with."""
     if changed.safe:
         console.say("changed", "\n".join(changed.safe))
-    for line in changed.warn:
+    tell_warnings(changed.warn, console)
+
+
+def tell_warnings(changed: Sequence[str], console: Console) -> None:
+    """Warn of each changed key after which a run goes on less exactly."""
+    for line in changed:
         console.warn(f"{line}: from here on not the same bits, or not the same measure")
 
 

@@ -32,7 +32,16 @@ from tuner.train.mock import mock_batch
 from tuner.train.observers import build_hooks
 from tuner.train.plan import steps_of
 from tuner.train.progress import MODEL, Progress, make_room, outcome, restore_position, run_tensors
-from tuner.train.ready import Ready, RunResult, TrainOptions, agreed, make_ready, require_recipe_of, run_result
+from tuner.train.ready import (
+    Ready,
+    RunResult,
+    TrainOptions,
+    agreed,
+    make_ready,
+    require_recipe_of,
+    run_result,
+    tell_warnings,
+)
 from tuner.train.records import Records
 from tuner.train.resets import STATE, freed_keys, pending, starts_of
 from tuner.train.rundir import MODEL_CONFIG, TOKENIZER, RunDir
@@ -55,7 +64,7 @@ def train(loaded: LoadedRecipe, options: TrainOptions, launch: Launch, console: 
     resolved = resolve(recipe, request.max_length, launch, request.tokenizer.new_ids)
     before = run.recipe(record)
     if record is not None and before is not None:
-        _require_same_choices(run, before.recipe, resolved.recipe, options.reset)
+        _require_same_choices((before.recipe, recipe, resolved.recipe), run.path, options.reset, console)
     elif found is not None:
         require_recipe_of(found, recipe_dict(resolved.recipe), options.reset)
     table = timetable(resolved.recipe, data, starts_of(ready.resets))
@@ -247,15 +256,23 @@ def _never(steps: int, seconds: float) -> bool:
     return False
 
 
-def _require_same_choices(run: RunDir, before: Recipe, resolved: Recipe, reset: Collection[str]) -> None:
-    """A launch on another machine must not settle an `auto` differently from the launches before it."""
+def _require_same_choices(
+    recipes: tuple[Recipe, Recipe, Recipe], run_dir: Path, reset: Collection[str], console: Console
+) -> None:
+    """A launch on another machine must not settle an `auto` into another run; where only bits differ it is told.
+
+    Takes the recipes of the launches before, as it is written now, and as it is resolved now.
+    """
+    before, written, resolved = recipes
+    resolved = resolved.model_copy(update={"parallel": written.parallel})  # of which a run keeps what was written, too
     freed = freed_keys(reset, before.optimizer.kind, resolved.optimizer.kind)
-    changed = changes(recipe_dict(before), recipe_dict(resolved), freed)
+    changed, told = (changes(recipe_dict(before), recipe_dict(recipe), freed) for recipe in (resolved, written))
     if changed.refuse:
         raise RecipeError(
-            f"{run.path}: this machine resolves the recipe differently ({changed.shown()})",
-            hint=f"keep the run's choices: tuner resume {run.path}",
+            f"{run_dir}: this machine resolves the recipe differently ({changed.shown()})",
+            hint=f"keep the run's choices: tuner resume {run_dir}",
         )
+    tell_warnings([line for line in changed.warn if line not in told.warn], console)
 
 
 def _announce(console: Console, resolved: Resolved, table: Timetable, launch: Launch) -> None:
