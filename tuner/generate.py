@@ -23,6 +23,7 @@ from tuner.export.source import MODEL_CONFIG, TOKENIZER, is_source, resolve
 from tuner.export.weights import load_trained
 from tuner.export.write import quiet, turn_ends
 from tuner.model.tokens import grow
+from tuner.model.vetting import vet_config
 from tuner.runtime.files import read_json, sha256_file
 
 Message = dict[str, str]
@@ -132,10 +133,8 @@ def load_generator(name_or_path: str, revision: str | None = None, base: str | N
         if (path / "adapter_config.json").is_file():
             model = _with_adapter(path, base, dtype)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
-                name_or_path, revision=revision, dtype=dtype, use_safetensors=True
-            )
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision)
+            model = _plain_model(name_or_path, revision, dtype)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
         defaults = _generation_defaults(name_or_path, revision)
     return make_generator(model, tokenizer, defaults, device)
 
@@ -158,7 +157,9 @@ def _from_run(path: Path) -> Generator:
     with quiet():
         model = load_trained(source).model
         model.set_attn_implementation("sdpa")
-        tokenizer = AutoTokenizer.from_pretrained(source.run_dir / TOKENIZER, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.run_dir / TOKENIZER, local_files_only=True, trust_remote_code=False
+        )
         defaults = _generation_defaults(str(source.run_dir / MODEL_CONFIG), None)
     return make_generator(model, tokenizer, defaults, _device()[0])
 
@@ -170,12 +171,19 @@ def _with_adapter(path: Path, base: str | None, dtype: torch.dtype) -> Any:
     name, revision = base or facts.get("base_model_name_or_path"), None if base else facts.get("revision")
     if not name:
         name, revision = base_of(str(path))
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        name, revision=revision, dtype=dtype, use_safetensors=True
-    )
+    model = _plain_model(name, revision, dtype)
     # What it holds of new tokens belongs to ids that the base model has no rows for.
-    grow(model, len(AutoTokenizer.from_pretrained(path, local_files_only=True)))
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    grow(model, len(tokenizer))
     return PeftModel.from_pretrained(model, str(path))
+
+
+def _plain_model(name_or_path: str, revision: str | None, dtype: torch.dtype) -> PreTrainedModel:
+    vet_config(name_or_path, revision)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        name_or_path, revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False
+    )
+    return model
 
 
 def _generation_defaults(name_or_path: str, revision: str | None) -> GenerationConfig | None:

@@ -20,6 +20,7 @@ from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.choice import Choice
 from tuner.model.tokens import grow
+from tuner.model.vetting import vet_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -59,7 +60,9 @@ def read_config(source: Source) -> PretrainedConfig:
     """The model's config as the run saved it, with the key-value cache on again. Raises DataError."""
     directory = source.run_dir / MODEL_CONFIG
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{directory}: no readable model config: {_first_line(error)}") from error
     config.use_cache = True
@@ -106,8 +109,10 @@ def plain_base(source: Source) -> PreTrainedModel:
     """
     facts = source.model
     if facts.get("init") != "random" and not source.recipe.get("model", {}).get("config"):
+        name, revision = facts["name_or_path"], facts.get("revision")
+        vet_config(name, revision)
         base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            facts["name_or_path"], revision=facts.get("revision"), dtype=torch.float32, use_safetensors=True
+            name, revision=revision, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
         )
         for tensor in state_names(base).values():  # what it computes itself (Gemma's scale) is not rounded
             if tensor.is_floating_point():

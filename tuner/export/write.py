@@ -34,7 +34,8 @@ def write_config(directory: Path, config: PretrainedConfig, architecture: str, d
     config.architectures, config.dtype = [architecture], dtype
     config.save_pretrained(directory)
     path = directory / CONFIG
-    facts = {key: value for key, value in read_json(path).items() if key != "_name_or_path"}
+    # The code that an auto_map leads to is not in the directory, and was not used.
+    facts = {key: value for key, value in read_json(path).items() if key not in ("_name_or_path", "auto_map")}
     path.unlink()
     write_new(path, json_bytes(facts))
 
@@ -156,7 +157,9 @@ def quiet() -> Iterator[None]:
 
 def _tokenizer_ends(source: Source) -> list[int]:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.run_dir / TOKENIZER, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.run_dir / TOKENIZER, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{source.run_dir / TOKENIZER}: transformers cannot load the tokenizer: {error}") from error
     return _ids(tokenizer.eos_token_id) + turn_ends(tokenizer)

@@ -18,6 +18,7 @@ from tuner.model import attention
 from tuner.model.native.library import library
 from tuner.model.native.rms_norm import apply_native_norms
 from tuner.model.tokens import grow, grow_config
+from tuner.model.vetting import vet_config
 from tuner.runtime.files import inside, read_json
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -44,7 +45,10 @@ def model_config(spec: ModelSpec) -> PretrainedConfig:
 
 def _own_config(spec: ModelSpec) -> PretrainedConfig:
     with _clear_errors(spec):
-        config: PretrainedConfig = AutoConfig.from_pretrained(spec.name_or_path, revision=spec.revision)
+        vet_config(spec.name_or_path, spec.revision)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            spec.name_or_path, revision=spec.revision, trust_remote_code=False
+        )
     for key in spec.config_overrides:
         if not hasattr(config, key):
             near = difflib.get_close_matches(key, list(config.to_dict()), n=1)
@@ -87,6 +91,7 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
             dtype=dtype,
             attn_implementation=attention.PACKED,
             use_safetensors=True,
+            trust_remote_code=False,
             output_loading_info=True,
         )
     model, report = loaded
@@ -186,8 +191,13 @@ def _exact_constants(model: PreTrainedModel) -> None:
 
 
 def _require_own_files(spec: ModelSpec) -> None:
-    """Check that an index of a local directory's weights leads to files in it alone. Raises DataError naming it."""
+    """Check that a local directory's weights are its own files. Raises DataError naming what leads elsewhere."""
     directory = Path(spec.name_or_path)
+    if (directory / "adapter_config.json").is_file():  # transformers would load the model that it names instead
+        raise DataError(
+            f"{directory / 'adapter_config.json'}: an adapter for another model lies beside the weights",
+            hint="take it away, or merge the adapter into its model: tuner export-hf",
+        )
     for path in sorted(directory.glob("*.index.json")) if directory.is_dir() else ():
         names = read_json(path).get("weight_map")
         for name in sorted(set(names.values()), key=str) if isinstance(names, dict) else ():

@@ -8,6 +8,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -78,7 +79,8 @@ class FileLock:
             return
         # Unlock before closing: a forked child may still share the open file, and with it the lock.
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        os.close(self._descriptor)
+        with suppress(OSError):  # what the file holds is for people, and the work that it guarded is done
+            os.close(self._descriptor)
         self._descriptor = None
 
     def holder(self) -> str:

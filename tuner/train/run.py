@@ -14,6 +14,7 @@ from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import TIMES, Recipe
 from tuner.errors import MachineError, MemoryLimitError, RecipeError
+from tuner.model.vetting import ignored_code
 from tuner.runtime.console import Console
 from tuner.runtime.files import file_entries, fsync_path, make_dirs, write_atomic, write_json
 from tuner.runtime.launch import Launch
@@ -294,6 +295,8 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, launch: La
         f"micro-batch {micro} x {accumulated} x {processes} · lr {table.peak_lr:g}"
         + (f" (auto: {resolved.reasons['optimizer.lr']})" if "optimizer.lr" in resolved.reasons else ""),
     )
+    if (ignored := ignored_code(resolved.config)) is not None:
+        console.warn(f"{recipe.model.name_or_path}: {ignored}")
     console.say("run", recipe.output_dir)
 
 

@@ -1,0 +1,90 @@
+"""What a model's config.json may not ask for: code from elsewhere, and weights that are no plain numbers."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from tuner.errors import DataError
+
+KERNELS = frozenset(
+    {
+        "_attn_implementation",
+        "attn_implementation",
+        "_attn_implementation_internal",
+        "_experts_implementation",
+        "experts_implementation",
+        "_experts_implementation_internal",
+        "kernel_config",
+    }
+)
+"""Keys by which transformers fetches compiled code from the hub where their value is a repository."""
+DTYPES = frozenset({"dtype", "torch_dtype"})
+
+
+def vet_config(name_or_path: str, revision: str | None = None) -> None:
+    """Read a model's config.json and refuse it where it names code on the hub, needs code of its own or is quantised.
+
+    An `auto_map` beside a type that transformers knows is no reason: its own class is used. Raises DataError with the
+    key, and what transformers raises where there is no such config.
+    """
+    config, _ = PretrainedConfig.get_config_dict(name_or_path, revision=revision)
+    where = f"{name_or_path}/config.json"
+    if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
+        raise DataError(
+            f"{where}: auto_map: model_type {config.get('model_type')!r} needs code of its own, which is never run",
+            hint="choose a model that transformers knows by itself",
+        )
+    for key, value in _entries(config):
+        _refuse(where, key, value)
+
+
+def ignored_code(config: PretrainedConfig) -> str | None:
+    """A sentence on the code that a config names and that nobody runs; None where it names none."""
+    if not getattr(config, "auto_map", None):
+        return None
+    return f"auto_map in config.json is ignored: transformers' own {config.model_type} is used, and no code beside it"
+
+
+def _refuse(where: str, key: str, value: Any) -> None:
+    if key in KERNELS:
+        names = [text for text in _texts(value) if "/" in text]
+        if names:
+            raise DataError(
+                f"{where}: {key}: {names[0]!r} is code on the hub, which is never fetched",
+                hint=f"take {key} out of the file: it changes no weight",
+            )
+    elif key == "quantization_config" and value is not None:
+        raise DataError(
+            f"{where}: {key}: the weights are quantised, and would not be loaded as they are",
+            hint="choose the same model in bfloat16 or float32",
+        )
+    elif key in DTYPES:
+        for text in _texts(value):
+            if text != "auto" and not isinstance(getattr(torch, text.removeprefix("torch."), None), torch.dtype):
+                raise DataError(f"{where}: {key}: {text!r} is no type of weights", hint="write bfloat16 or float32")
+
+
+def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every key and value, of configs inside the config too."""
+    waiting = [config]
+    while waiting:
+        for key, value in waiting.pop().items():
+            yield key, value
+            if isinstance(value, Mapping) and key not in KERNELS:
+                waiting.append(value)
+
+
+def _texts(value: Any) -> list[str]:
+    """The strings in a value that may be a mapping of them."""
+    waiting, found = [value], []
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            found.append(item)
+        elif isinstance(item, Mapping):
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
+    return found
