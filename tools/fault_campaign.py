@@ -34,8 +34,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.faults.bench import CASES, Bench, fork_server, label, phase, scratch  # noqa: E402
+from tests.faults.bench import Bench, fork_server, scratch  # noqa: E402
+from tests.faults.cases import CASES  # noqa: E402
 from tests.faults.damage import damage_points, damage_trial  # noqa: E402
+from tests.faults.evidence import label, phase  # noqa: E402
 from tests.faults.hostile import hostile_points, hostile_trial  # noqa: E402
 from tests.faults.notify import unavailable  # noqa: E402
 from tests.faults.trials import (  # noqa: E402
@@ -88,16 +90,17 @@ def chosen(points: list[AnyPoint], options: argparse.Namespace) -> list[AnyPoint
 def figures(part: str, verdicts: Sequence[Verdict], benches: dict[str, Bench], seconds: float) -> dict[str, Any]:
     """What the campaign showed."""
     calls = [(case, job, call) for case, b in benches.items() for job, t in b.traces.items() for call in t.calls]
-    distinct = {(job, phase(call), label(call, benches[case].root)) for case, job, call in calls}
+    distinct = {(case, job, phase(call), label(call, benches[case].root)) for case, job, call in calls}
     problems = [problem for verdict in verdicts for problem in verdict.problems]
     return {
         "part": part,
         "trials": len(verdicts),
         "failed": sum(bool(verdict.problems) for verdict in verdicts),
         "struck": sum(verdict.struck for verdict in verdicts),
+        "distinct_points": len({(v.point.case, v.point.job, v.point.words, *v.where) for v in verdicts}),
         "calls_of_unbroken_work": len(calls),
         "distinct_call_file_phase": len(distinct),
-        "struck_call_file_phase": len({(v.point.job, where) for v in verdicts for where in v.where}),
+        "struck_call_file_phase": len({(v.point.case, v.point.job, where) for v in verdicts for where in v.where}),
         "by_phase": dict(Counter(where.partition(":")[0] for v in verdicts for where in v.where)),
         "by_job": dict(Counter(verdict.point.job for verdict in verdicts)),
         "torn_loads": sum(problem.startswith(("half made", "step-")) for problem in problems),
@@ -118,12 +121,15 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--jobs", nargs="+", default=[], help="of prepare, train, resume and export")
     parser.add_argument("--beside", action="store_true", help="save beside training (checkpoint.async_save)")
+    parser.add_argument("--out", type=Path, help="a file that gets a line of JSON for every trial")
     parser.add_argument("--list", action="store_true", help="print the distinct points: job, phase, call and file")
     options = parser.parse_args()
     if unavailable():
         parser.error(unavailable())
     if options.part == "hostile":
         options.cases = ["lora"]
+    if options.beside and not options.jobs:
+        options.jobs = ["train", "resume"]  # the others save nothing
     with fork_server(), scratch() as directory:
         processes = 2 if options.part == "ranks" else 1
         benches = {case: Bench(directory / case, case, options.beside, processes) for case in options.cases}
@@ -139,6 +145,9 @@ def main() -> int:
             verdicts.append(verdict)
             if verdict.problems or options.point is not None:
                 print(json.dumps(verdict.as_json()), flush=True)
+            if options.out is not None:
+                with options.out.open("a") as file:
+                    file.write(json.dumps(verdict.as_json()) + "\n")
             if len(verdicts) % 100 == 0:
                 print(f"{len(verdicts)} trials, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
         found = figures(options.part, verdicts, benches, time.monotonic() - started)

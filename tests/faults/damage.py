@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tests.faults.bench import RUN, Bench
+from tests.faults.bench import Bench
+from tests.faults.cases import RUN
 from tests.faults.trials import Verdict
 
 FULLY = 50
@@ -94,4 +95,4 @@ def _go_on(bench: Bench, point: DamagePoint) -> list[str]:
         return [f"exit code {trace.code}: {trace.output[-300:]}"]
     if point.file not in trace.output:
         return ["the damaged file is not named to the user"]
-    return bench.final_problems(bench.jobs["resume"])
+    return bench.final_problems(bench.jobs["train"])

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from tests.faults.artifacts import artifacts
 from tests.faults.bench import Bench
 from tests.faults.damage import damage_points, damage_trial
-from tests.faults.hostile import artifacts, attempt, hostile_points, hostile_trial
+from tests.faults.hostile import attempt, hostile_points, hostile_trial
 
 SAMPLE = (
     "pickle as checkpoint/index.json",

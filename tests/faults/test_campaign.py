@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 
-from tests.faults.bench import Bench, label, phase
+from tests.faults.bench import Bench
+from tests.faults.evidence import label, phase
 from tests.faults.trials import (
     compound_points,
     error_points,
@@ -51,7 +52,5 @@ def test_calls_fail(bench: Bench) -> None:
 
 
 def test_there_are_hundreds_of_distinct_points(bench: Bench) -> None:
-    names = {
-        (job, phase(call), label(call, bench.root)) for job, trace in bench.traces.items() for call in trace.calls
-    }
+    names = {(job, phase(call), label(call, bench.root)) for job, trace in bench.traces.items() for call in trace.calls}
     assert len(names) > 200

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.states import full_state
-from tests.faults.bench import label, scratch
+from tests.faults.bench import scratch
 from tests.faults.calls import SPACE
 from tests.faults.disk import MODES, Disk, lay_out
+from tests.faults.evidence import label
 from tests.faults.supervisor import Fault, Trace, supervise
 from tuner.checkpoint.load import content_sha256, newest, open_checkpoint
 from tuner.checkpoint.prune import prune

@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tests.faults.bench import Bench, Job, label, phase
+from tests.faults.bench import Bench
 from tests.faults.calls import Call
+from tests.faults.cases import Job
 from tests.faults.disk import MODES, Disk, Mode, lay_out
+from tests.faults.evidence import label, phase
 from tests.faults.ranks import HANGS
 from tests.faults.supervisor import Fault, Kind, Trace
 
@@ -137,6 +139,7 @@ def error_points(benches: Sequence[Bench], jobs: Sequence[str] = ()) -> Iterator
                     number += 1
 
 
+_HARMLESS = ("close", "unlink", "rmdir", "truncate", "copy", "link", "mkdir")
 _IDLE = re.compile(r"/logs/|/cache/exports")
 _KILLS: tuple[Kind, ...] = ("kill", "tear")
 _ERRORS: tuple[Kind, ...] = ("full", "error", "short")
@@ -156,7 +159,7 @@ def kill_trial(bench: Bench, point: Point) -> Verdict:
             verdict.problems += _ended(trace, (0,))
         committed = max(filter(None, (committed, bench.committed(job.start, trace))), default=None)
         verdict.problems += bench.problems(job, committed)
-        command = job.again
+        command = bench.next_command(job)
         if trace.code == HANGS:
             verdict.problems.append(f"hangs: {trace.output[-200:]}")
     _finish(verdict, bench, job, committed)
@@ -199,7 +202,7 @@ def struck_call(trace: Trace) -> Call:
 def _finish(verdict: Verdict, bench: Bench, job: Job, committed: int | None) -> None:
     """Do the rest of the work without a fault, and hold the end against that of unbroken work."""
     before = len(bench.launches())
-    trace = bench.run(job.again)
+    trace = bench.run(bench.next_command(job))
     verdict.problems += _ended(trace, (0,))
     verdict.problems += [f"changed outside: {call.path}" for call in bench.outside(trace)]
     if trace.code:
@@ -225,7 +228,7 @@ def _told(bench: Bench, trace: Trace, fault: Fault) -> list[str]:
     words = {"full": "No space left on device", "error": "Input/output error"}[fault.kind]
     if trace.code == 0:
         # Closing, clearing away, making what is there, copies that are made in another way then, logs, notes.
-        harmless = call.kind in ("close", "unlink", "rmdir", "truncate", "copy", "mkdir") or _IDLE.search(call.path)
+        harmless = call.kind in _HARMLESS or _IDLE.search(call.path) or "/.trash-tmp-" in call.other
         return [] if harmless else [f"{label(call, bench.root)} failed unnoticed"]
     found = _ended(trace, (4,))
     error = next((line for line in trace.output.splitlines() if line.startswith("error: ")), "")
@@ -262,7 +265,7 @@ def power_trial(bench: Bench, point: PowerPoint) -> Verdict:
         broken = bench.run(job.command, Fault(point.killed, "kill"), record=True)
         disk.apply(broken.calls[: point.killed - 1])
         committed = bench.committed(job.start, broken, durable=True)
-        trace = bench.run(job.again, record=True)
+        trace = bench.run(bench.next_command(job), record=True)
     calls = trace.calls[: round(point.place * len(trace.calls))]
     disk.apply(calls)
     again = bench.committed(job.start, Trace(calls), durable=True)

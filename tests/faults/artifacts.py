@@ -1,0 +1,340 @@
+"""Artifacts made to do harm: pickles, names, configs, tokenizers, templates, rows, and the commands that meet them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.faults.cases import RUN
+
+EVIL = """\
+import os, socket
+open({canary!r}, "w").close()
+"""
+EXPORT = ("export-hf", str(RUN / "checkpoints" / "step-4"), "--output", "out")
+RESUME = ("resume", str(RUN))
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a planter may write to: the root with a trained run, the base model, the rows, the recipe, the canary."""
+
+    root: Path
+    inputs: Path
+    canary: Path
+
+    @property
+    def run(self) -> Path:
+        """The run directory."""
+        return self.root / RUN
+
+    @property
+    def newest(self) -> Path:
+        """Its newest checkpoint."""
+        return self.run / "checkpoints" / "step-4"
+
+    @property
+    def model(self) -> Path:
+        """The base model."""
+        return self.inputs / "model"
+
+    def directory(self, of: str) -> Path:
+        """The directory of a run, a checkpoint or a model."""
+        return {"run": self.run, "checkpoint": self.newest, "model": self.model}[of]
+
+    @property
+    def train(self) -> tuple[str, ...]:
+        """The command that trains on the inputs in a run of its own."""
+        return ("train", str(self.inputs / "r.yaml"), "--name", "b")
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One attempt: how it is planted, the command that meets it, and the words by which it must be named."""
+
+    name: str
+    plant: Callable[[Place], None]
+    command: Callable[[Place], tuple[str, ...]]
+    named: str
+    refused: bool = True
+    """Whether the command must fail; else it may go on as if the words were not there."""
+
+
+class Bomb:
+    """What runs when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch '{self.canary}'",)
+
+
+def bomb(place: Place) -> bytes:
+    """A pickle that touches the canary, written by hand: a call of `posix.system`."""
+    return f"cposix\nsystem\n(S'touch {place.canary}'\ntR.".encode()
+
+
+def torch_bomb(path: Path, place: Place) -> None:
+    """The same inside torch's zip."""
+    import torch
+
+    torch.save({"w": Bomb(place.canary)}, path)
+
+
+def _pickled(name: str, of: str, command: Callable[[Place], tuple[str, ...]], refused: bool = True) -> Artifact:
+    """A file of a trained run replaced by a pickle."""
+    return Artifact(
+        f"pickle as {of}/{name}",
+        lambda place: _overwrite(place.directory(of) / name, bomb(place)),
+        command,
+        name.rpartition("/")[2],
+        refused,
+    )
+
+
+def _overwrite(path: Path, data: bytes) -> None:
+    path.unlink(missing_ok=True)
+    path.write_bytes(data)
+
+
+def _edited(path: Path, **fields: Any) -> None:
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | fields))
+
+
+def _resealed(directory: Path, **files: Any) -> None:
+    """Change a checkpoint's file list and give its manifest a hash that fits."""
+    from tuner.checkpoint.load import sealed
+
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["files"] |= files
+    (directory / "manifest.json").write_text(json.dumps(sealed(manifest)))
+
+
+def _rehashed(directory: Path, name: str) -> None:
+    """Describe a changed file of a checkpoint so that its hash fits."""
+    import hashlib
+
+    data = (directory / name).read_bytes()
+    _resealed(directory, **{name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}})
+
+
+def _index(place: Place, file: str) -> None:
+    """Have the checkpoint's index, with a hash that fits, take a tensor from `file`."""
+    path = place.newest / "index.json"
+    document = json.loads(path.read_text())
+    next(iter(document["tensors"].values()))["chunks"][0]["file"] = file
+    path.write_text(json.dumps(document))
+    _rehashed(place.newest, "index.json")
+
+
+def _weights_index(place: Place, file: str) -> None:
+    """Have the base model's weights come from `file`, by an index."""
+    from safetensors import safe_open
+
+    with safe_open(place.model / "model.safetensors", "pt") as weights:
+        names = list(weights.keys())
+    (place.model / "model.safetensors").rename(place.inputs / "elsewhere.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, file)}
+    (place.model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _code(place: Place, **config: Any) -> None:
+    """Code beside the base model, and a config that asks for it."""
+    for name in ("evil", "modeling_evil", "configuration_evil", "tokenization_evil", "generate"):
+        (place.model / f"{name}.py").write_text(EVIL.format(canary=str(place.canary)))
+    _edited(place.model / "config.json", **config)
+
+
+def _own_tokenizer(place: Place, template: str | None = None, **config: Any) -> None:
+    """A tokenizer directory beside the model, used by the recipe, with these settings."""
+    from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
+
+    directory = place.inputs / "tokenizer"
+    directory.mkdir()
+    for name, data in byte_tokenizer_files().items():
+        (directory / name).write_bytes(data)
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template)
+        rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 20
+        (place.inputs / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _edited(directory / "tokenizer_config.json", **config)
+    _code(place)
+    for path in place.model.glob("*.py"):
+        shutil.copy(path, directory)
+    recipe = (place.inputs / "r.yaml").read_text()
+    (place.inputs / "r.yaml").write_text(recipe.replace("name_or_path: byte", f"name_or_path: {directory}"))
+
+
+def _train(place: Place) -> tuple[str, ...]:
+    return place.train
+
+
+def _generate(place: Place) -> tuple[str, ...]:
+    return ("generate", str(place.model), "--prompt", "a")
+
+
+def _resume(place: Place) -> tuple[str, ...]:
+    return RESUME
+
+
+def _export(place: Place) -> tuple[str, ...]:
+    return EXPORT
+
+
+ESCAPES = {
+    "subclasses": "{% for c in ''.__class__.__mro__[1].__subclasses__() %}{{ c }}{% endfor %}",
+    "globals": "{{ cycler.__init__.__globals__.os.system(\"touch '%s'\") }}",
+    "attr": "{{ (''|attr('__class__')|attr('__mro__'))[1]|attr('__subclasses__')() }}",
+    "format": "{{ '{0.__class__.__mro__[1].__subclasses__}'.format(messages) }}",
+    "include": "{% include '/etc/passwd' %}",
+    "raise": "{{ raise_exception.__globals__['__builtins__']['open']('%s', 'w') }}",
+}
+EXPLOSIONS = {
+    "memory": "{{ 'a' * 4000000000 }}",
+    "time": "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + 3 * "{% endfor %}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+}
+
+
+def artifacts() -> Iterator[Artifact]:
+    """All attempts."""
+    yield from _in_runs()
+    yield from _in_models()
+    yield from _in_tokenizers()
+    yield from _in_data()
+
+
+def _in_runs() -> Iterator[Artifact]:
+    for name in ("rank-0000-of-0001.safetensors", "index.json", "state.json", "probe.safetensors", "manifest.json"):
+        yield _pickled(name, "checkpoint", _export)
+    for name in ("run.json", "recipe.resolved.yaml"):
+        yield _pickled(name, "run", _resume)
+    for name in ("tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json", "model_config/config.json"):
+        yield _pickled(name, "run", _export)
+    yield Artifact("a shard of pickles, resealed", _pickled_shard, _export, "rank-0000-of-0001.safetensors")
+    for file in ("../../../../../inputs/elsewhere.safetensors", "/etc/passwd", "index.json/../../x", "state.json\0"):
+        yield Artifact(f"index to {file!r}", lambda p, f=file: _index(p, f), _export, "index.json")
+    entry = {"size": 1, "sha256": "0" * 64}
+    for file in ("../../run.json", "/etc/passwd", "a/../../b"):
+        yield Artifact(
+            f"manifest to {file!r}", lambda p, f=file: _resealed(p.newest, **{f: entry}), _export, "unsafe file name"
+        )
+    yield Artifact("a shard that is a link", _linked_shard, _export, "rank-0000-of-0001.safetensors")
+    yield Artifact("a checkpoint that is a link", _linked_step, _export, "step-4")
+
+
+def _pickled_shard(place: Place) -> None:
+    torch_bomb(place.newest / "rank-0000-of-0001.safetensors", place)
+    _rehashed(place.newest, "rank-0000-of-0001.safetensors")
+
+
+def _linked_shard(place: Place) -> None:
+    shard = place.newest / "rank-0000-of-0001.safetensors"
+    shard.rename(place.inputs / "shard")
+    shard.symlink_to(place.inputs / "shard")
+
+
+def _linked_step(place: Place) -> None:
+    place.newest.rename(place.inputs / "step-4")
+    place.newest.symlink_to(place.inputs / "step-4")
+    (place.inputs / "step-4" / "manifest.json").write_bytes(bomb(place))
+
+
+_CONFIGS: dict[str, Any] = {
+    "_attn_implementation": "kernels-community/flash-attn2",
+    "attn_implementation": "someone/evil:attention",
+    "experts_implementation": "someone/evil",
+    "quantization_config": {"quant_method": "evil", "modules_to_not_convert": None},
+    "torch_dtype": "__import__('os').system('true')",
+}
+"""Keys of a base model's config and what they ask for."""
+
+
+def _in_models() -> Iterator[Artifact]:
+    yield _pickled("model.safetensors", "model", _train)
+    yield _pickled("config.json", "model", _train)
+    yield Artifact("only pytorch_model.bin", _only_bin, _train, "safetensors")
+    for file in ("../elsewhere.safetensors", "pytorch_model.bin"):
+        yield Artifact(f"weights index to {file}", lambda p, f=file: _weights_index(p, f), _train, file)
+    auto = {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
+    yield Artifact(
+        "auto_map of a new type", lambda p: _code(p, auto_map=auto, model_type="evil"), _train, "config.json: auto_map"
+    )
+    for command in (_train, _generate):
+        for key, value in _CONFIGS.items():
+            plant = lambda p, k=key, v=value: _code(p, **{k: v})  # noqa: E731 - one of each
+            yield Artifact(f"{command.__name__[1:]} of a config with {key}", plant, command, f"config.json: {key}")
+    yield Artifact(
+        "an auto_map beside a known type", lambda p: _code(p, auto_map=auto), _train, "auto_map", refused=False
+    )
+    yield Artifact("an adapter beside the weights", _beside, _train, "adapter_config.json")
+    yield Artifact("config with hidden_act", lambda p: _code(p, hidden_act="os.system"), _train, "config")
+    yield Artifact("a deep config", _deep_config, _train, "config.json")
+    for data in (b"[]", b"\x80\x04"):
+        plant = lambda p, d=data: _overwrite(p.model / "config.json", d)  # noqa: E731 - one of each
+        yield Artifact(f"a config of {data!r}", plant, _train, "config")
+
+
+def _beside(place: Place) -> None:
+    """An adapter in the base model's directory, with weights that are a pickle."""
+    (place.model / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "../evil"}')
+    torch_bomb(place.model / "adapter_model.bin", place)
+
+
+def _only_bin(place: Place) -> None:
+    (place.model / "model.safetensors").unlink()
+    torch_bomb(place.model / "pytorch_model.bin", place)
+
+
+def _deep_config(place: Place) -> None:
+    (place.model / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+
+
+def _in_tokenizers() -> Iterator[Artifact]:
+    yield Artifact("a tokenizer that is a pickle", _pickled_tokenizer, _train, "tokenizer.json")
+    yield Artifact("a tokenizer.model that is a pickle", _sentencepiece, _train, "tokenizer")
+    for name, template in {**ESCAPES, **EXPLOSIONS}.items():
+        yield Artifact(
+            f"template: {name}",
+            lambda p, t=template: _own_tokenizer(p, t % p.canary if "%s" in t else t),
+            _train,
+            "template",
+        )
+    yield Artifact("tokenizer class of a module", _classed_tokenizer, _train, "tokenizer")
+
+
+def _pickled_tokenizer(place: Place) -> None:
+    _own_tokenizer(place)
+    _overwrite(place.inputs / "tokenizer" / "tokenizer.json", bomb(place))
+
+
+def _sentencepiece(place: Place) -> None:
+    _own_tokenizer(place, tokenizer_class="LlamaTokenizer")
+    (place.inputs / "tokenizer" / "tokenizer.json").unlink()
+    _overwrite(place.inputs / "tokenizer" / "tokenizer.model", bomb(place))
+
+
+def _classed_tokenizer(place: Place) -> None:
+    auto = {"AutoTokenizer": ["tokenization_evil.Evil", "tokenization_evil.Evil"]}
+    _own_tokenizer(place, tokenizer_class="tokenization_evil.Evil", auto_map=auto)
+    (place.inputs / "tokenizer" / "tokenizer.json").unlink()
+
+
+def _in_data() -> Iterator[Artifact]:
+    yield Artifact("pickled rows", lambda p: _overwrite(p.inputs / "rows.jsonl", bomb(p)), _train, "rows.jsonl")
+    tags = "!!python/object/apply:os.system [\"touch '%s'\"]"
+    yield Artifact(
+        "a recipe with tags",
+        lambda p: (p.inputs / "r.yaml").write_text(f"model: {tags % p.canary}\n"),
+        _train,
+        "r.yaml",
+    )  # type: ignore[arg-type]
+    for name in ("../../outside", "/outside-of-tuner"):
+        yield Artifact(f"a run named {name}", lambda p: None, lambda p, n=name: (*p.train[:3], n), "name")
