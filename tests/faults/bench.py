@@ -48,8 +48,8 @@ class Bench:
         self.traces: dict[str, Trace] = {}
         """The unbroken work of each job, with every written byte."""
 
-    def set_up(self) -> None:
-        """Write the inputs, do every job once unbroken, and keep what it began from."""
+    def set_up(self, whole: bool = True) -> None:
+        """Write the inputs, do every job once unbroken, and keep what it began from; not `whole`: up to `train`."""
         settings = f"checkpoint: {{async_save: {str(self.beside).lower()}}}\n"
         write_inputs(self.directory / "inputs", self.of, settings)
         self.jobs = {job.name: job for job in jobs_of(self.of, self.recipe)}
@@ -58,10 +58,11 @@ class Bench:
         self._unbroken("prepare", "prepared")
         self._note_steps("train", self.sound)
         self._unbroken("train", "trained")
-        self._break_a_run()
-        self._note_resume()
-        self._unbroken("resume")
-        self._unbroken("export")
+        if whole:
+            self._break_a_run()
+            self._note_resume()
+            self._unbroken("resume")
+            self._unbroken("export")
         settle()
 
     def restore(self, start: str) -> None:

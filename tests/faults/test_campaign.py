@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 from tests.faults.bench import Bench
 from tests.faults.evidence import label, phase
@@ -35,6 +36,15 @@ def test_killed_in_every_phase(bench: Bench) -> None:
 def test_killed_again_in_the_recovery(bench: Bench) -> None:
     for point in compound_points([bench], 4, seed=3):
         verdict = kill_trial(bench, point)
+        assert verdict.problems == [], json.dumps(verdict.as_json())
+
+
+def test_killed_while_a_save_runs_beside_the_steps(bench: Bench, tmp_path: Path) -> None:
+    beside = Bench(tmp_path, "lora", beside=True)
+    beside.set_up(whole=False)
+    assert beside.sound.sha256 == bench.sound.sha256
+    for point in random.Random(2).sample(list(kill_points([beside], ["train"])), 3):
+        verdict = kill_trial(beside, point)
         assert verdict.problems == [], json.dumps(verdict.as_json())
 
 

@@ -13,6 +13,7 @@ _stores: list[TCPStore] = []
 """Where the ranks of this process's tests meet."""
 
 
+
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     env = {
         **os.environ,

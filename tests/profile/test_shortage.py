@@ -99,9 +99,7 @@ def fails(learner: Any, index: int, *rest: Any) -> None:
 
 
 def test_what_lies_between_steps_where_the_step_cannot_be_taken_again(
-    workplace: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],  # noqa: F811
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]  # noqa: F811
 ) -> None:
     monkeypatch.setattr(loop, "optimizer_step", fails)
     with pytest.raises(MemoryLimitError) as raised:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -81,3 +82,17 @@ def test_an_unusable_path_is_named(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "target")
     with pytest.raises(MachineError, match="link"):
         FileLock(tmp_path / "link").acquire(wait=True)
+
+
+def test_a_lock_that_cannot_be_closed_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = FileLock(tmp_path / "lock", wait=False)
+    lock.acquire(wait=False)
+
+    def close(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tuner.runtime.lock.os.close", close)
+        lock.release()
+    with FileLock(tmp_path / "lock", wait=False):
+        assert not lock.held

@@ -16,7 +16,7 @@ from tuner.config.recipe import TIMES, Recipe
 from tuner.errors import MachineError, MemoryLimitError, RecipeError
 from tuner.model.vetting import ignored_code
 from tuner.runtime.console import Console
-from tuner.runtime.files import file_entries, fsync_path, make_dirs, write_atomic, write_json
+from tuner.runtime.files import file_entries, fsync_path, machine_error, make_dirs, write_atomic, write_json
 from tuner.runtime.launch import Launch
 from tuner.runtime.lock import FileLock
 from tuner.runtime.memory import calm_collector
@@ -183,10 +183,7 @@ def _begin(ready: Ready, loaded: LoadedRecipe, assembly: Assembly, options: Trai
     if found is None or record is None:
         run.write_recipe(loaded.text, recipe_yaml(settled))
         assembly.tokenizer.save(run.path / TOKENIZER)
-        resolved.config.save_pretrained(run.path / MODEL_CONFIG)
-        fsync_path(run.path / MODEL_CONFIG / "config.json")
-        # Its own save refuses settings that published models ship, such as a temperature without sampling.
-        write_json(run.path / MODEL_CONFIG / "generation_config.json", resolved.generation.to_dict())
+        _write_model_config(run.path / MODEL_CONFIG, resolved)
     facts = {
         "world_size": assembly.launch.world_size,
         "threads": torch.get_num_threads(),
@@ -206,6 +203,18 @@ def _begin(ready: Ready, loaded: LoadedRecipe, assembly: Assembly, options: Trai
     if "recipe" in record:  # for people and other commands; launches read the record
         write_atomic(run.resolved_recipe, recipe_yaml(load_recipe(record["recipe"]).recipe).encode())
     return record
+
+
+def _write_model_config(directory: Path, resolved: Resolved) -> None:
+    """Write the model's config and its generation config. Raises MachineError."""
+    config = directory / "config.json"
+    try:
+        resolved.config.save_pretrained(directory)
+        fsync_path(config)
+    except OSError as error:
+        raise machine_error(config, error) from error
+    # Its own save refuses settings that published models ship, such as a temperature without sampling.
+    write_json(directory / "generation_config.json", resolved.generation.to_dict())
 
 
 def _session(

@@ -30,7 +30,9 @@ def written_by_arrow(batches: list[pa.RecordBatch]) -> bytes:
 
 
 @pytest.mark.parametrize("order", ["forth", "back", "mixed"])
-def test_the_bytes_are_those_of_arrows_own_writer(tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_are_those_of_arrows_own_writer(
+    tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stream_file, "FLUSH_BYTES", 1000)
     batches = [batch(100 + 17 * i) for i in range(7)]
     numbers = list(range(0, 14, 2))  # what has no documents takes a number and no place
