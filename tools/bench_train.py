@@ -323,9 +323,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="steps of each run; the first 3 are warm-up")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
-        "--prefix", default="", help="runs each measured command, such as taskset -c 0,1"
-    )
+    parser.add_argument("--prefix", default="", help="runs each measured command, such as taskset -c 0,1")
     options = parser.parse_args()
     case = CASES["smollm2-full" if options.case == "parity" else options.case]
     if case.shape is None and options.model is None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.predict_campaign import counted, predicted, problems, resolved_case
+from tools.predict_campaign import predicted, problems
 from tools.predict_cases import QUICK, Case, cases
+from tools.predict_counted import counted, resolved_case
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.model)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.profile.commands import tuner
 from tests.profile.test_measure import recipe  # noqa: F401 - a fixture
 from tests.profile.test_predict import predicted, wish
 from tuner.errors import MemoryLimitError
@@ -95,7 +96,9 @@ def test_the_choice_is_piped_into_training(recipe: Path) -> None:  # noqa: F811
     assert done.returncode == 0, done.stderr
     resolved = (where / "runs/r/recipe.resolved.yaml").read_text()
     assert "micro_batch_size: 4" in resolved and "gradient_checkpointing: full" in resolved
-    failed = piped(where, "1MiB", "--json", "--name", "other")
+    first = tuner("profile", "r.yaml", "--fit", "1MiB", "--json", cwd=where)
+    assert first.returncode == 5  # what a shell with pipefail says
+    failed = tuner("train", "r.yaml", "--overrides", "-", "--json", "--name", "other", cwd=where, stdin=first.stdout)
     document = json.loads(failed.stdout)
     assert failed.returncode == document["exit_code"] == 5 and document["command"] == "profile"
     assert not (where / "runs/other").exists()
@@ -103,8 +106,7 @@ def test_the_choice_is_piped_into_training(recipe: Path) -> None:  # noqa: F811
 
 def test_prediction_and_choice_as_documents(recipe: Path) -> None:  # noqa: F811
     def run(*arguments: str) -> tuple[int, dict[str, Any]]:
-        command = [*TUNER, "profile", str(recipe), "--json", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=recipe.parent)
+        done = tuner("profile", str(recipe), "--json", *arguments, cwd=recipe.parent)
         return done.returncode, json.loads(done.stdout)
 
     code, document = run("--device", "h100-80g", "--processes", "2", "--train.precision", "bf16")

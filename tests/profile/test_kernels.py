@@ -28,6 +28,13 @@ def test_scratch_space_is_asked_of_the_kernel_for_bf16_on_a_cpu_alone() -> None:
     assert scratch_bytes(MM, (large, large.T), "cpu") < 64 << 20
 
 
+def test_gloo_gathers_into_a_buffer_of_its_own_and_reduces_a_copy() -> None:
+    whole, part = torch.empty(12), torch.empty(6)
+    gather, reduce = torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default
+    assert scratch_bytes(gather, (whole, part), "cpu") == scratch_bytes(reduce, (part, whole), "cpu") == 48
+    assert scratch_bytes(gather, (whole, part), "cuda") == 0
+
+
 @pytest.mark.parametrize(("trained", "number", "kept"), [(True, 2.0, True), (False, 2.0, False), (True, None, False)])
 def test_numbers_are_kept_for_the_backward_pass(trained: bool, number: float | None, kept: bool) -> None:
     tensor = torch.ones(2, requires_grad=trained)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 from tests.export.runs import write_base
+from tests.profile.commands import tuner
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.data.building.prepare import prepare
@@ -180,11 +179,9 @@ def test_durations_for_people() -> None:
 
 
 def test_command(recipe: Path) -> None:
-    command = [sys.executable, "-m", "tuner.cli.main", "profile", "--train.duration=1epochs", str(recipe)]
-    output = recipe.parent / "out"
-    done = subprocess.run(
-        [*command, "--measure", "1", "--output", str(output), "--json"], capture_output=True, text=True, check=False
-    )
+    output, where = recipe.parent / "out", recipe.parent
+    words = ("profile", "--train.duration=1epochs", str(recipe), "--measure", "1", "--output", str(output), "--json")
+    done = tuner(*words, cwd=where)
     document = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr
     assert document["metrics"]["memory"]["peak_bytes"] == sum(document["metrics"]["memory"]["parts"].values())
@@ -195,8 +192,7 @@ def test_command(recipe: Path) -> None:
     assert {f"tuner.{part}" for part in TIMES} <= {event.get("name") for event in trace["traceEvents"]}
     assert "s a step" in done.stderr and "at the peak" in done.stderr
     assert not (recipe.parent / "runs").exists()
-    words = [*command, "--measure", "1", "--memory", "1KiB", "--output", str(output), "--json"]
-    small = subprocess.run(words, capture_output=True, text=True, check=False)
+    small = tuner(*words, "--memory", "1KiB", cwd=where)
     document = json.loads(small.stdout)
     assert small.returncode == document["exit_code"] == 5
     assert "judged against 1,024 bytes" in document["error"]["message"]

@@ -59,12 +59,48 @@ def test_the_copy_of_a_save_is_counted_where_it_is_kept(tmp_path: Path) -> None:
     assert 0.9 * state < beside.memory.peak.parts["staging"] < 1.2 * state
 
 
+def test_the_copy_of_a_save_lies_in_the_hosts_memory_where_training_is_on_a_gpu(tmp_path: Path) -> None:
+    found = predicted(wish(tmp_path, checkpoint={"async_save": True}), "h100-80g", 80 << 30)
+    assert found.memory.peak.parts["staging"] == 0
+    assert any("page-locked" in text for text in found.assumptions)
+
+
+def test_answers_to_samples_are_counted_at_their_longest(tmp_path: Path) -> None:
+    held = {"eval": "2%", "max_length": 128}
+    few, many = (predicted(wish(tmp_path, data=held, eval={"samples": n})).memory for n in (0, 16))
+    evaluations = few.peak_of("evaluation"), many.peak_of("evaluation")
+    assert evaluations[0] is not None and evaluations[1] is not None
+    config = tiny_config("llama")
+    head = config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * head * 4
+    assert evaluations[1].total - evaluations[0].total > 16 * 127 * token * 0.8
+    assert few.peak_of("backward") == many.peak_of("backward")
+
+
+def test_rows_of_added_tokens_are_counted(tmp_path: Path) -> None:
+    lora = {"adapter": {"kind": "lora"}}
+    without = predicted(wish(tmp_path, **lora)).memory.peak.parts
+    found = predicted(wish(tmp_path, **lora, tokenizer={"name_or_path": "byte", "add_tokens": ["<a>", "<b>"]}))
+    config = tiny_config("llama")
+    rows = 2 * 2 * config.hidden_size * 4  # in the embeddings and in the output layer
+    assert found.memory.peak.parts["parameters"] - without["parameters"] == rows
+    assert found.memory.peak.parts["optimizer"] - without["optimizer"] == pytest.approx(2 * rows, rel=0.02)
+    assert not any("tokenizer is not here" in text for text in found.assumptions)
+    absent = predicted(wish(tmp_path, **lora, tokenizer={"name_or_path": "absent", "add_tokens": ["<a>", "<b>"]}))
+    assert any("tokenizer is not here" in text for text in absent.assumptions)
+    grown = absent.memory.peak.parts["parameters"] - found.memory.peak.parts["parameters"]
+    assert grown == rows  # of the frozen weight, which ids right after its own make longer
+
+
 def test_each_lever_moves_the_memory_it_is_for(tmp_path: Path) -> None:
     plain = predicted(wish(tmp_path)).memory.peak
     again = predicted(wish(tmp_path, train={"gradient_checkpointing": "full"})).memory.peak
     more = predicted(wish(tmp_path, train={"micro_batch_size": 4})).memory.peak
     lora = predicted(wish(tmp_path, adapter={"kind": "lora"})).memory.peak
-    spread = predicted(wish(tmp_path), processes="2x2").memory.peak
+    four = predicted(wish(tmp_path), processes="2x2")
+    spread = four.memory.peak
+    assert spread.parts["constants"] > plain.parts["constants"]
+    assert any("gloo's threads may hold" in text for text in four.assumptions)
     assert again.total < plain.total < more.total
     assert lora.parts["gradients"] < plain.parts["gradients"]
     assert spread.parts["optimizer"] < 0.6 * plain.parts["optimizer"]

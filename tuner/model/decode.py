@@ -49,6 +49,15 @@ class SideBySide(DynamicCache):
         self._kept[layer_idx] = added
         return torch.cat([keys for keys, _ in added], 2), torch.cat([values for _, values in added], 2)
 
+    def lengthen(self, whole: Sequence[int]) -> None:
+        """Have each document at so many tokens, of whatever keys and values: for what is decoded without numbers."""
+        for layer, kept in self._kept.items():
+            self._kept[layer] = [
+                (_of_length(keys, length), _of_length(values, length))
+                for (keys, values), length in zip(kept, whole, strict=True)
+            ]
+        self.documents = GrowingDocuments(self.documents.new, tuple(whole))
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the longest document before this forward."""
         past = (whole - new for new, whole in zip(self.documents.new, self.documents.whole, strict=True))
@@ -106,6 +115,41 @@ def _next_logits(root: CausalLM, given: list[list[int]], cache: Cache, device: t
         torch.tensor(values, dtype=torch.int64, device=device) for values in (list(chain(*given)), places, lasts)
     )
     return root.next_logits(ids, positions, at, cache, cache.documents if isinstance(cache, SideBySide) else None)
+
+
+def fullest_forwards(
+    root: CausalLM, prompts: Sequence[Sequence[int]], limits: Sequence[int], device: torch.device
+) -> None:
+    """The forwards of :func:`greedy` in which memory is fullest, without those between them; for fake tensors.
+
+    They are the first one, and that after which most keys and values are there, if every answer reaches its limit.
+    """
+    config = root.model.config
+    asked = [(list(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True) if limit > 0]
+    if not asked:
+        return
+    if not _is_plain(config):  # a state whose size is its own matter: all tokens of the longest one at once
+        longest = max(len(prompt) + limit - 1 for prompt, limit in asked)
+        _next_logits(root, [[0] * longest], DynamicCache(config=config), device)
+        return
+    cache = SideBySide(config, len(asked))
+    _next_logits(root, [prompt for prompt, _ in asked], cache, device)
+
+    def living(more: int) -> list[int]:
+        return [place for place, (_, limit) in enumerate(asked) if limit > more]
+
+    def tokens(more: int) -> int:
+        return sum(len(asked[place][0]) + more for place in living(more))
+
+    more = max({limit - 1 for _, limit in asked}, key=tokens)
+    if more > 0:
+        cache.keep(living(more))
+        cache.lengthen([len(asked[place][0]) + more - 1 for place in living(more)])
+        _next_logits(root, [[0]] * len(living(more)), cache, device)
+
+
+def _of_length(states: torch.Tensor, length: int) -> torch.Tensor:
+    return states.new_empty((*states.shape[:2], length, states.shape[3]))
 
 
 def _is_plain(config: PretrainedConfig) -> bool:

@@ -35,24 +35,34 @@ _MATRIX_PRODUCTS = {
     torch.ops.aten.baddbmm.default,
 }
 _GROUPED = torch.ops.aten._grouped_mm.default
+_COPIED_BY_GLOO = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}
+"""Which of the tensors given to an operation gloo has a second one of while it is at work."""
 _LARGEST = 640
 """Sides of a product from which its scratch space hardly grows: it holds blocks of the matrices."""
+_ASKED_WHOLE = 1 << 20
+"""Elements up to which a product is asked of the kernel as it is."""
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
     """Bytes that the kernel of an operation holds at its fullest beside its inputs and results.
 
-    On a CPU oneDNN's bf16 products have some, by rules of its own for each processor: it is asked.
+    On a CPU oneDNN's bf16 products have some, by rules of its own for each processor: it is asked. Gloo gathers into a
+    buffer of its own, and reduces a copy.
     """
-    if device != "cpu" or (func not in _MATRIX_PRODUCTS and func is not _GROUPED):
+    if device != "cpu":
+        return 0
+    if (place := _COPIED_BY_GLOO.get(func._schema.name)) is not None:
+        return int(args[place].numel() * args[place].element_size())
+    if func not in _MATRIX_PRODUCTS and func is not _GROUPED:
         return 0
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if tensors[0].dtype != torch.bfloat16:
         return 0
-    if func is not _GROUPED:
-        return _asked(func, tuple(_small(tensor) for tensor in tensors))
-    return _asked(torch.ops.aten.mm.default, tuple(_small(tensor) for tensor in _one_group(*tensors)))
+    if func is _GROUPED:
+        func, tensors = torch.ops.aten.mm.default, list(_one_group(*tensors))
+    longest = _LARGEST if sum(tensor.numel() for tensor in tensors) > _ASKED_WHOLE else None
+    return _asked(func, tuple(_layout(tensor, longest) for tensor in tensors))
 
 
 def _one_group(first: torch.Tensor, second: torch.Tensor, offs: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -60,9 +70,9 @@ def _one_group(first: torch.Tensor, second: torch.Tensor, offs: torch.Tensor | N
     return first[0] if first.dim() == 3 else first, second[0] if second.dim() == 3 else second
 
 
-def _small(tensor: torch.Tensor) -> _Layout:
-    """Shape of a tensor, no side longer than the largest, and which of its dimensions are the outer ones."""
-    shape = tuple(min(side, _LARGEST) for side in tensor.shape)
+def _layout(tensor: torch.Tensor, longest: int | None) -> _Layout:
+    """Shape of a tensor, no side longer than the longest, and which of its dimensions are the outer ones."""
+    shape = tuple(side if longest is None else min(side, longest) for side in tensor.shape)
     strides = tensor.stride()
     return shape, tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
 

@@ -12,8 +12,9 @@ from tuner.profile.course import course_of
 from tuner.profile.devices import Device
 from tuner.profile.estimate import estimate
 from tuner.profile.prediction import PARTS, MemoryCourse, Moment, Part, Phase, Prediction
-from tuner.profile.rows import Workload, workload
+from tuner.profile.rows import Workload, added_ids, workload
 from tuner.profile.tracing import Trace, trace_step
+from tuner.runtime.files import gib
 from tuner.runtime.launch import Launch
 from tuner.train.setup import Resolved, check_division, resolve, timetable
 
@@ -22,6 +23,7 @@ CONTEXT_BYTES = {"cuda": 600 * MIB, "cpu": 600 * MIB}
 """CUDA's context with torch's kernels and the workspace of cuBLAS; on a CPU, Python with torch and transformers."""
 COMMUNICATOR_BYTES = {1: 400 * MIB, 2: 1024 * MIB}
 """Buffers of NCCL among the processes of one machine, and of several."""
+GLOO_THREADS = 2
 ERRORS = {"cpu": 0.02, "cuda": 0.05, "compiled": 0.1}
 """The stated error of a peak, as a share of it."""
 
@@ -40,8 +42,8 @@ def predict(wish: Recipe, target: Target) -> Prediction:
     launch, device = target.launch, target.device
     check_division(wish.train.global_batch_size, wish.train.micro_batch_size, launch.world_size)
     resolved, assumptions = resolved_for(wish, target)
-    work = workload(wish, int(resolved.recipe.data.max_length), launch)
-    trace = trace_step(resolved, launch, work.batches, work.held_out)
+    work = workload(wish, int(resolved.recipe.data.max_length), launch, resolved.config)
+    trace = trace_step(resolved, launch, work.batches, work.held_out, work.samples)
     always, constants = _constants(resolved, trace, launch)
     course = course_of(trace, always)
     batch = work.batches.micro[0]
@@ -73,8 +75,12 @@ def resolved_for(wish: Recipe, target: Target) -> tuple[Resolved, tuple[str, ...
     train = wish.train.model_copy(update={"device": kind, "compile": False})
     parallel = wish.parallel.model_copy(update={"processes": launch.local_world_size})
     there = wish.model_copy(update={"train": train, "parallel": parallel})
-    resolved = resolve(there, resolve_max_length(wish.model, wish.data), launch, facts=target.device.facts())
-    assumptions = []
+    max_length, facts = resolve_max_length(wish.model, wish.data), target.device.facts()
+    resolved = resolve(there, max_length, launch, facts=facts)
+    new_ids, assumed = added_ids(wish, resolved.config)
+    if new_ids:
+        resolved = resolve(there, max_length, launch, new_ids, facts)
+    assumptions = [*assumed]
     if wants_compiled(wish, target.device):
         assumptions.append("compiled layers keep as much as liger's kernels do")
     if kind == "cuda" and not has_liger(resolved.config.model_type):
@@ -99,10 +105,21 @@ def _constants(resolved: Resolved, trace: Trace, launch: Launch) -> tuple[Mappin
         size += buffers
         said.append(f"buffers of NCCL: {buffers // MIB} MiB")
     always: dict[Part, int] = {"constants": size}
+    if kind == "cpu" and launch.world_size > 1 and (held := _held_by_gloo(trace)):
+        always["constants"] += held
+        said.append(f"gloo's threads may hold what they sent a moment longer: {held / MIB:,.1f} MiB")
     if kind == "cpu" and recipe.checkpoint.async_save is True:
         always["staging"] = trace.staged
         said.append("a copy of the state to save is kept beside it (checkpoint.async_save)")
+    elif recipe.checkpoint.async_save is True:
+        said.append(f"a copy of the state to save takes {gib(trace.staged)} of the host's memory, page-locked")
     return always, tuple(said)
+
+
+def _held_by_gloo(trace: Trace) -> int:
+    """The largest buffers of collectives, one for each thread: it lets go of them after whoever waits has gone on."""
+    sizes = [entry.size for entry in trace.entries if entry.part in {"gathered", "reduced"}]
+    return sum(sorted(sizes)[-GLOO_THREADS:])
 
 
 def _others(resolved: Resolved, trace: Trace, course: MemoryCourse, launch: Launch) -> list[Moment]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from transformers import PretrainedConfig
 
 from tuner.config.recipe import Recipe
 from tuner.data.batches import Batch, StepBatches, collate
 from tuner.data.building.prepare import find_prepared
 from tuner.data.building.request import prepare_request
+from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PackedRows, PreparedData, open_prepared
 from tuner.errors import TunerError
 from tuner.runtime.launch import Launch
+from tuner.train.evaluate import MAX_ANSWER_TOKENS, answer_limits
 
 TRACED = 2
 """Microbatches of a step that are traced: all after the second are like it."""
@@ -27,36 +30,62 @@ class Workload:
     tokens_per_row: float
     """Of a mean row."""
     prepared: PreparedData | None
+    samples: tuple[tuple[int, int], ...]
+    """Tokens of each prompt that is answered at an evaluation, and the most that its answer may have."""
     assumptions: tuple[str, ...]
 
 
-def workload(wish: Recipe, max_length: int, launch: Launch) -> Workload:
+def workload(wish: Recipe, max_length: int, launch: Launch, config: PretrainedConfig) -> Workload:
     """What a recipe's step is made of; data that are prepared are looked at, and nothing is prepared."""
     n_rows = wish.train.micro_batch_size
     count = min(TRACED, -(-wish.train.global_batch_size // (n_rows * launch.world_size)))
-    prepared = prepared_for(wish)
-    if prepared is None:
+    found = _prepared_for(wish)
+    if found is None:
         batch = full_rows(max_length, n_rows)
         held_out = None if wish.data.eval is None else batch
         assumed = (
             f"data is not prepared: every row holds {max_length:,} tokens, one document each, all of them trained",
         )
-        return Workload(_step(batch, count), held_out, float(max_length), None, assumed)
+        samples = () if held_out is None else _assumed_samples(wish, max_length)
+        return Workload(_step(batch, count), held_out, float(max_length), None, samples, assumed)
+    prepared, tokenizer = found
     batch = fullest(prepared.train, n_rows)
     held_out = None if prepared.eval is None else fullest(prepared.eval, n_rows)
     mean = float(prepared.train.tokens_per_row.mean())
     assumed = (f"rows are the {n_rows:,} longest of the {len(prepared.train):,} that are prepared, in each microbatch",)
-    return Workload(_step(batch, count), held_out, mean, prepared, assumed)
+    asked = prepared.samples[: wish.eval.samples]
+    limits = answer_limits(asked, tokenizer, config)
+    samples = tuple((len(sample.prompt_ids), limit) for sample, limit in zip(asked, limits, strict=True))
+    return Workload(_step(batch, count), held_out, mean, prepared, samples, assumed)
 
 
-def prepared_for(wish: Recipe) -> PreparedData | None:
+def added_ids(wish: Recipe, config: PretrainedConfig) -> tuple[range, tuple[str, ...]]:
+    """The ids of the tokens that a recipe adds, and what was assumed of them where its tokenizer is not here."""
+    if not wish.tokenizer.add_tokens:
+        return range(0), ()
+    try:
+        return prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed).tokenizer.new_ids, ()
+    except (TunerError, OSError):
+        size, count = config.get_text_config().vocab_size, len(wish.tokenizer.add_tokens)
+        return range(size, size + count), (f"the tokenizer is not here: all of {count:,} added tokens are new to it",)
+
+
+def _assumed_samples(wish: Recipe, max_length: int) -> tuple[tuple[int, int], ...]:
+    """Answers as long as can be, to prompts that fill the rest of a row."""
+    if wish.method.kind == "pretrain":
+        return ()
+    answer = min(MAX_ANSWER_TOKENS, max(1, max_length - 1))
+    return ((max(1, max_length - answer), answer),) * wish.eval.samples
+
+
+def _prepared_for(wish: Recipe) -> tuple[PreparedData, TextTokenizer] | None:
     """The prepared data of a recipe where they are there; None too where the sources or the tokenizer are not."""
     try:
         request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
         found = find_prepared(request)
     except (TunerError, OSError):
         return None
-    return None if found is None else open_prepared(found)
+    return None if found is None else (open_prepared(found), request.tokenizer)
 
 
 def full_rows(max_length: int, n_rows: int) -> Batch:

@@ -17,6 +17,7 @@ from tuner.data.batches import Batch, StepBatches
 from tuner.errors import RecipeError
 from tuner.model.attention import forget_documents
 from tuner.model.build import decoder_blocks
+from tuner.model.decode import fullest_forwards
 from tuner.model.flops import Flops, training_flops
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import local, sync_gradients
@@ -49,8 +50,17 @@ class Trace:
     flops: Flops
 
 
-def trace_step(resolved: Resolved, launch: Launch, batches: StepBatches, held_out: Batch | None = None) -> Trace:
-    """Build the learner of rank 0 and take one step of these microbatches; then evaluate one of held-out rows."""
+def trace_step(
+    resolved: Resolved,
+    launch: Launch,
+    batches: StepBatches,
+    held_out: Batch | None = None,
+    samples: Sequence[tuple[int, int]] = (),
+) -> Trace:
+    """Build the learner of rank 0 and take one step of these microbatches; then evaluate one of held-out rows.
+
+    ``samples`` are prompts that are answered then: the tokens of each, and the most that its answer may have.
+    """
     device = torch.device("cpu")
     root = bare_root(resolved)
     largest = max(parameter.numel() * parameter.element_size() for parameter in root.parameters())
@@ -75,7 +85,7 @@ def trace_step(resolved: Resolved, launch: Launch, batches: StepBatches, held_ou
         stack.enter_context(ledger.watching(root))
         marks = _step(ledger, learner, batches)
         if held_out is not None:
-            _evaluate(ledger, learner, held_out)
+            _evaluate(ledger, learner, held_out, samples)
         changes = tuple(ledger.changes)
         staged = staged_bytes(_state(learner))
     return Trace(resolved.facts.kind, changes, ledger.entries, marks, blocks, staged, largest, flops)
@@ -112,12 +122,16 @@ def _step(ledger: Ledger, learner: Learner, batches: StepBatches) -> tuple[tuple
     return tuple(marks)
 
 
-def _evaluate(ledger: Ledger, learner: Learner, batch: Batch) -> None:
+def _evaluate(ledger: Ledger, learner: Learner, batch: Batch, samples: Sequence[tuple[int, int]]) -> None:
     learner.root.eval()
     sync_gradients(learner.root, True)
     ledger.phase = "evaluation"
     with ledger, torch.no_grad():
         batch_losses(learner.root, learner.numerics, batch, batch.trained_positions)
+        if samples:
+            prompts, limits = zip(*(([0] * length, limit) for length, limit in samples), strict=True)
+            with learner.numerics.autocast():
+                fullest_forwards(learner.root, prompts, limits, learner.numerics.device)
 
 
 def _state(learner: Learner) -> dict[str, torch.Tensor]:

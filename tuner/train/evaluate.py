@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
 from tuner.data.batches import Batch, GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -149,18 +150,22 @@ def answer_samples(
     longer than what was wanted. ``between`` is called before each forward.
     """
     learner.root.eval()
-    config = learner.root.model.config.get_text_config()
-    max_positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    wanted = [len(tokenizer.encode(sample.reference)) for sample in samples]
-    limits = [
-        min(MAX_ANSWER_TOKENS, count + count // 4 + 8, max(0, max_positions - len(sample.prompt_ids)))
-        for sample, count in zip(samples, wanted, strict=True)
-    ]
+    limits = answer_limits(samples, tokenizer, learner.root.model.config)
     prompts = [sample.prompt_ids for sample in samples]
     with learner.numerics.autocast():
         device = learner.numerics.device
         answers = greedy(learner.root, prompts, frozenset(tokenizer.eos_ids), limits, device, between)
     return [tokenizer.decode(ids) for ids in answers]
+
+
+def answer_limits(samples: Sequence[Sample], tokenizer: TextTokenizer, config: PretrainedConfig) -> list[int]:
+    """The most tokens that the answer to each prompt may have."""
+    max_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    wanted = [len(tokenizer.encode(sample.reference)) for sample in samples]
+    return [
+        min(MAX_ANSWER_TOKENS, count + count // 4 + 8, max(0, max_positions - len(sample.prompt_ids)))
+        for sample, count in zip(samples, wanted, strict=True)
+    ]
 
 
 def batch_losses(root: CausalLM, numerics: Numerics, batch: Batch, positions: npt.NDArray[np.int64]) -> torch.Tensor:

@@ -1,0 +1,35 @@
+"""Memory of sample answers, without decoding them: the first and the last of a decoding's forwards are its fullest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.model.tiny import tiny_config
+from tools.predict_counted import ProfilerMarks
+from tuner.model.build import build_skeleton
+from tuner.model.decode import fullest_forwards, greedy
+from tuner.model.root import CausalLM
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("prompts", "limits"), [((40, 25, 3), (30, 12, 30)), ((9,), (50,)), ((60, 7), (1, 2))])
+def test_the_peak_is_that_of_the_whole_decoding(prompts: tuple[int, ...], limits: tuple[int, ...]) -> None:
+    skeleton = build_skeleton(tiny_config("llama"), torch.float32)
+    root = CausalLM(skeleton.to_empty(device="cpu")).eval()
+    for tensor in (*root.parameters(), *root.buffers()):
+        torch.nn.init.zeros_(tensor)
+    given = [[1] * length for length in prompts]
+    whole = peak(lambda: greedy(root, given, (), limits, CPU))
+    assert peak(lambda: fullest_forwards(root, given, limits, CPU)) == pytest.approx(whole, rel=0.02)
+
+
+def peak(work: object) -> int:
+    """Bytes at the fullest moment of it, above those before."""
+    assert callable(work)
+    marks = ProfilerMarks()
+    with torch.no_grad(), marks:
+        marks("work")
+        work()
+    return max(most for _, _, most in marks.found())
