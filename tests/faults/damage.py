@@ -38,6 +38,7 @@ class DamagePoint:
 def damage_points(benches: Sequence[Bench], count: int, seed: int) -> Iterator[DamagePoint]:
     """Flips and cuts over all files of the newest checkpoint, as often in each."""
     rng = random.Random(seed)
+    benches = [bench for bench in benches if len(bench.sound.kept) > 1]  # the others have none to fall back to
     files = {bench.case: sorted(path.name for path in newest_dir(bench, "trained")) for bench in benches}
     for number in range(count):
         bench = benches[number % len(benches)]
