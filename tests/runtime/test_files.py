@@ -134,6 +134,15 @@ def test_discard_and_sweep_never_follow_links(tmp_path: Path) -> None:
     assert files.sweep(tmp_path / "missing") == []
 
 
+def test_discarded_again_trash_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed once more, it is found by the name that those who tidy up look for."""
+    trash = tmp_path / f"{files.TRASH_PREFIX}tmp-step-4-1-0a"
+    (trash / "sub").mkdir(parents=True)
+    monkeypatch.setattr(os, "rename", lambda *names: pytest.fail(f"renamed {names}"))
+    files.discard_dir(trash)
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("deletions", [0, 1, 3])
 def test_discard_renames_before_it_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deletions: int) -> None:
     old = tmp_path / "old"

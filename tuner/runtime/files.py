@@ -193,11 +193,15 @@ def publish_dir(tmp: Path, final: Path) -> None:
 def discard_dir(path: Path) -> None:
     """Remove a directory so that, killed at any moment, nothing under the old name is half there.
 
-    It is renamed to `.trash-*` first. A symbolic link is removed, never followed. Missing is fine. Raises MachineError.
+    It is renamed to `.trash-*` first, unless that is its name. A symbolic link is removed, never followed. Missing is
+    fine. Raises MachineError.
     """
     try:
         if path.is_symlink():
             path.unlink()
+            return
+        if path.name.startswith(TRASH_PREFIX):  # under a second such name nobody would look for it
+            shutil.rmtree(path)
             return
         trash = path.parent / f"{TRASH_PREFIX}{path.name.lstrip('.')}-{secrets.token_hex(4)}"
         os.rename(path, trash)
