@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.predict_cases import Case, cases, draw  # noqa: E402
+from tools.predict_cases import Case, cases, draw, drawn_cases  # noqa: E402
 from tools.predict_counted import Figures, count_spread, resolved_case, saved_between  # noqa: E402
 from tuner.data.batches import StepBatches  # noqa: E402
 from tuner.errors import TunerError  # noqa: E402
@@ -76,15 +76,16 @@ def _part(trace: Trace, part: str) -> int:
 
 
 def drawn_types(seed: int, count: int, directory: Path) -> tuple[list[str], dict[str, str]]:
-    """The first architectures of the draw that can be trained at all, and why others before them cannot."""
+    """The first architectures of the draw that can be trained, in full and as adapters, and why others cannot."""
     chosen: list[str] = []
     passed: dict[str, str] = {}
     for model_type in draw(seed):
         if len(chosen) == count:
             break
         try:
-            resolved, launch, _ = resolved_case(Case(model_type), directory)
-            assemble_model(resolved, launch)
+            for case in drawn_cases(model_type):
+                resolved, launch, _ = resolved_case(case, directory)
+                assemble_model(resolved, launch)
             chosen.append(model_type)
         except (TunerError, Exception) as error:  # noqa: BLE001 - small numbers do not suit every config
             passed[model_type] = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"

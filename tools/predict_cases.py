@@ -38,6 +38,7 @@ SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_atten
 NAMED: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, SHAPE),
     "llama-tied": (LlamaConfig, {**SHAPE, "tie_word_embeddings": True}),
+    "llama-wide": (LlamaConfig, {**SHAPE, "vocab_size": 8192, "hidden_size": 96, "tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, {**SHAPE, "head_dim": 8}),
     "gemma3": (Gemma3TextConfig, {**SHAPE, "head_dim": 8, "query_pre_attn_scalar": 8, **SLIDING}),
     "gpt2": (GPT2Config, {**GPT2, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
@@ -91,11 +92,12 @@ def cases(drawn: list[str]) -> list[Case]:
         found += [Case(model, {**BF16, **SELECTIVE})]
         found += [Case(model, SELECTIVE, TRAILING)]
     for model in drawn:
-        found += [Case(model), Case(model, {**LORA, **BF16, **SELECTIVE}, SHORT)]
+        found += drawn_cases(model)
     optimizers: list[dict[str, Any]] = [{"optimizer.kind": "sgd", "optimizer.lr": 0.1}]
     optimizers += [{"optimizer.kind": kind} for kind in ("adafactor", "muon")]
     for processes in (1, 2, 4):
         found += [Case("qwen3", keys, LONG, processes) for keys in optimizers]
+    found += [Case("llama-wide", keys) for keys in ({}, BF16, {**LORA, **BF16})]
     found += [Case("llama", {"adapter.kind": "dora"}), Case("llama", {"model.freeze": ["model.embed_tokens.*"]})]
     found += [Case("llama", {**FULL, "train.gradient_checkpointing_layers": "50%"})]
     spread: list[tuple[str, dict[str, Any]]] = [
@@ -104,6 +106,11 @@ def cases(drawn: list[str]) -> list[Case]:
     ]  # fmt: skip
     found += [Case(model, keys, LONG, processes) for processes in (2, 4) for model, keys in spread]
     return list({case.name: case for case in found}.values())
+
+
+def drawn_cases(model: str) -> list[Case]:
+    """How an architecture that was drawn is trained."""
+    return [Case(model), Case(model, {**LORA, **BF16, **SELECTIVE}, SHORT)]
 
 
 def draw(seed: int) -> Iterator[str]:

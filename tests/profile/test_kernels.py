@@ -35,6 +35,13 @@ def test_gloo_gathers_into_a_buffer_of_its_own_and_reduces_a_copy() -> None:
     assert scratch_bytes(gather, (whole, part), "cuda") == 0
 
 
+def test_numbers_of_a_lesser_type_are_converted_first_on_a_cpu() -> None:
+    add, one, half = torch.ops.aten.add_.Tensor, torch.ones(3, 4), torch.ones(4, dtype=torch.bfloat16)
+    assert scratch_bytes(add, (one, half), "cpu") == 16 and scratch_bytes(add, (one, half), "cuda") == 0
+    assert scratch_bytes(add, (half, one[0]), "cpu") == 16
+    assert scratch_bytes(add, (one, one), "cpu") == scratch_bytes(add, (half, torch.tensor(2.0)), "cpu") == 0
+
+
 @pytest.mark.parametrize(("trained", "number", "kept"), [(True, 2.0, True), (False, 2.0, False), (True, None, False)])
 def test_numbers_are_kept_for_the_backward_pass(trained: bool, number: float | None, kept: bool) -> None:
     tensor = torch.ones(2, requires_grad=trained)

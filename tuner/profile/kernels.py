@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, reduce
 from itertools import accumulate
 from typing import Any
 
@@ -37,21 +38,22 @@ _MATRIX_PRODUCTS = {
 _GROUPED = torch.ops.aten._grouped_mm.default
 _COPIED_BY_GLOO = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}
 """Which of the tensors given to an operation gloo has a second one of while it is at work."""
-_LARGEST = 640
-"""Sides of a product from which its scratch space hardly grows: it holds blocks of the matrices."""
-_ASKED_WHOLE = 1 << 20
-"""Elements up to which a product is asked of the kernel as it is."""
+_LONGEST, _ASKED = (8192, 4096, 2048), 1 << 33
+"""Sides of the products that are asked for: scratch space holds blocks of the matrices, and hardly grows with longer
+ones. The first with no more operations is taken."""
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
     """Bytes that the kernel of an operation holds at its fullest beside its inputs and results.
 
-    On a CPU oneDNN's bf16 products have some, by rules of its own for each processor: it is asked. Gloo gathers into a
-    buffer of its own, and reduces a copy.
+    On a CPU oneDNN's bf16 products have some, by rules of its own for each processor: it is asked. Where types
+    are mixed, numbers of a lesser one are converted first. Gloo gathers into a buffer of its own, and reduces a copy.
     """
     if device != "cpu":
         return 0
+    if torch.Tag.pointwise in func.tags:
+        return _converted_bytes([arg for arg in args if isinstance(arg, torch.Tensor)])
     if (place := _COPIED_BY_GLOO.get(func._schema.name)) is not None:
         return int(args[place].numel() * args[place].element_size())
     if func not in _MATRIX_PRODUCTS and func is not _GROUPED:
@@ -61,8 +63,16 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
         return 0
     if func is _GROUPED:
         func, tensors = torch.ops.aten.mm.default, list(_one_group(*tensors))
-    longest = _LARGEST if sum(tensor.numel() for tensor in tensors) > _ASKED_WHOLE else None
-    return _asked(func, tuple(_layout(tensor, longest) for tensor in tensors))
+    asked = [tuple(_layout(tensor, longest) for tensor in tensors) for longest in _LONGEST]
+    return _asked(func, next((layouts for layouts in asked if _operations(layouts) <= _ASKED), asked[-1]))
+
+
+def _converted_bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of operands whose type is not the one that the operation computes in."""
+    if len({tensor.dtype for tensor in tensors}) < 2:
+        return 0
+    common = reduce(torch.promote_types, (tensor.dtype for tensor in tensors if tensor.dim()), torch.bool)
+    return sum(t.numel() * common.itemsize for t in tensors if t.dim() and t.dtype != common)
 
 
 def _one_group(first: torch.Tensor, second: torch.Tensor, offs: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -70,9 +80,15 @@ def _one_group(first: torch.Tensor, second: torch.Tensor, offs: torch.Tensor | N
     return first[0] if first.dim() == 3 else first, second[0] if second.dim() == 3 else second
 
 
-def _layout(tensor: torch.Tensor, longest: int | None) -> _Layout:
+def _operations(layouts: Sequence[_Layout]) -> int:
+    """Multiplications of a product of matrices, which come last."""
+    (first, _), (second, _) = layouts[-2:]
+    return math.prod(first) * second[-1]
+
+
+def _layout(tensor: torch.Tensor, longest: int) -> _Layout:
     """Shape of a tensor, no side longer than the longest, and which of its dimensions are the outer ones."""
-    shape = tuple(side if longest is None else min(side, longest) for side in tensor.shape)
+    shape = tuple(min(side, longest) for side in tensor.shape)
     strides = tensor.stride()
     return shape, tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
 

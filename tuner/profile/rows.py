@@ -43,20 +43,22 @@ def workload(wish: Recipe, max_length: int, launch: Launch, config: PretrainedCo
     if found is None:
         batch = full_rows(max_length, n_rows)
         held_out = None if wish.data.eval is None else batch
-        assumed = (
-            f"data is not prepared: every row holds {max_length:,} tokens, one document each, all of them trained",
-        )
+        assumed = [
+            f"data is not prepared: every row holds {max_length:,} tokens, one document each, all of them trained"
+        ]
         samples = () if held_out is None else _assumed_samples(wish, max_length)
-        return Workload(_step(batch, count), held_out, float(max_length), None, samples, assumed)
+        if samples:
+            assumed.append(f"sample answers go on to the end of a row: {len(samples)} of {samples[0][1]} tokens")
+        return Workload(_step(batch, count), held_out, float(max_length), None, samples, tuple(assumed))
     prepared, tokenizer = found
     batch = fullest(prepared.train, n_rows)
     held_out = None if prepared.eval is None else fullest(prepared.eval, n_rows)
     mean = float(prepared.train.tokens_per_row.mean())
-    assumed = (f"rows are the {n_rows:,} longest of the {len(prepared.train):,} that are prepared, in each microbatch",)
+    rows = f"rows are the {n_rows:,} longest of the {len(prepared.train):,} that are prepared, in each microbatch"
     asked = prepared.samples[: wish.eval.samples]
     limits = answer_limits(asked, tokenizer, config)
     samples = tuple((len(sample.prompt_ids), limit) for sample, limit in zip(asked, limits, strict=True))
-    return Workload(_step(batch, count), held_out, mean, prepared, samples, assumed)
+    return Workload(_step(batch, count), held_out, mean, prepared, samples, (rows,))
 
 
 def added_ids(wish: Recipe, config: PretrainedConfig) -> tuple[range, tuple[str, ...]]:
