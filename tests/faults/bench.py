@@ -19,7 +19,7 @@ from typing import Any
 from tests.faults.calls import Call
 from tests.faults.cases import CASES, RUN, Job, jobs_of, write_inputs
 from tests.faults.evidence import Sound, contents, first_difference, left_over, read_log, read_order, settled_files
-from tests.faults.ranks import run_ranks
+from tests.faults.ranks import TIMEOUT_S, run_ranks
 from tests.faults.supervisor import Fault, Trace, supervise
 
 ORDER = "order.txt"
@@ -52,6 +52,8 @@ class Bench:
     def set_up(self, whole: bool = True) -> None:
         """Write the inputs, do every job once unbroken, and keep what it began from; not `whole`: up to `train`."""
         settings = f"checkpoint: {{async_save: {str(self.beside).lower()}}}\n"
+        if self.processes > 1:  # one that waits for a process that never began cannot know before
+            settings += f"parallel: {{timeout: {TIMEOUT_S} s}}\n"
         write_inputs(self.directory / "inputs", self.of, settings)
         self.jobs = {job.name: job for job in jobs_of(self.of, self.recipe)}
         self.root.mkdir()

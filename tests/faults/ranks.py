@@ -11,8 +11,10 @@ import traceback
 from collections.abc import Callable
 
 HANGS = 99
-PATIENCE_S = 20.0
-"""How long the others may go on after one has died: what they wait for is gone at once."""
+TIMEOUT_S = 15
+"""Of the recipe: the longest wait for another process."""
+PATIENCE_S = TIMEOUT_S + 5.0
+"""How long the others may go on after one has died; mostly what they wait for is gone at once."""
 
 
 def run_ranks(count: int, work: Callable[[], int]) -> int:

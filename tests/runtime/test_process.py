@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,15 @@ except LostRankError:
 
 
 @pytest.mark.multi
+def test_a_rank_alone_waits_no_longer_than_its_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    started = time.monotonic()
+    with pytest.raises(MachineError, match="rank 1 of 2 could not join"), process_group(Launch(1, 2, 1, 2), "cpu", 4.0):
+        pass
+    assert time.monotonic() - started < 7.5, "one time-out for each of IPv6 and IPv4"
+
+
 @pytest.mark.parametrize(("what", "timeout_s", "codes"), [("fails", "60", [9, 3]), ("sleeps", "1.5", [9, 9])])
 def test_a_rank_that_fails_or_is_silent_ends_the_others_wait(
     root: Path, what: str, timeout_s: str, codes: list[int]

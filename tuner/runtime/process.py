@@ -15,6 +15,7 @@ from tuner.runtime.launch import Launch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
 
 _gloo: tuple[object, ProcessGroup] | None = None
 """The default group and the gloo group made for it, so that a second default group gets one of its own."""
@@ -41,7 +42,7 @@ def process_group(launch: Launch, device: str, timeout_s: float) -> Iterator[Non
     try:
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            init_method=rendezvous(os.environ),
+            store=_meet(launch, timeout_s),
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -66,6 +67,20 @@ def process_group(launch: Launch, device: str, timeout_s: float) -> Iterator[Non
             ) from error
         raise
     _leave()
+
+
+def _meet(launch: Launch, timeout_s: float) -> Store:
+    """Find the store through which the processes meet, within `timeout_s` seconds.
+
+    Where nobody listens, torch tries to connect by IPv6 and by IPv4, each for the whole time that it is given.
+    """
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous as meetings
+
+    half = timedelta(seconds=timeout_s / 2)
+    store: Store = next(meetings(rendezvous(os.environ), launch.rank, launch.world_size, timeout=half))[0]
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return PrefixStore("default_pg", store)
 
 
 def gloo_group(timeout_s: float | None = None) -> ProcessGroup | None:
