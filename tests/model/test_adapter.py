@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Glm4MoeConfig
 
 from tests.model.tiny import tiny_config
 from tuner.errors import RecipeError
@@ -52,6 +53,20 @@ def test_all_linear_leaves_the_output_layer_alone(tmp_path: Path) -> None:
     root = adapted(tmp_path, "llama", LoraSpec(2, 4, 0.0, "all-linear"))
     modules = {name.split(".lora_")[0].rpartition(".")[2] for name in trained_parameters(root)}
     assert modules == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_experts_are_not_adapted_in_the_place_of_what_was_named() -> None:
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    shape |= {"moe_intermediate_size": 8, "n_routed_experts": 2, "num_experts_per_tok": 1, "vocab_size": 32}
+    config = Glm4MoeConfig(**shape, head_dim=8)
+    with pytest.raises(RecipeError, match=r"peft cannot adapt \S+gate_proj of a glm4_moe") as caught:
+        add_lora(build_skeleton(config, torch.float32), LoraSpec(2, 4, 0.0, "all-linear"), seed=3)
+    assert caught.value.hint is not None
+    names = caught.value.hint.partition("[")[2].rstrip("]").split(", ")
+    model = build_skeleton(config, torch.float32)
+    add_lora(model, LoraSpec(2, 4, 0.0, names), seed=3)
+    assert {name.rpartition(".")[2] for name, _ in lora_layers(model)} == set(names)
+    assert {"q_proj", "k_proj", "v_proj", "o_proj"} <= set(names)
 
 
 def test_the_seed_decides_the_start_and_b_is_zero(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ https://arxiv.org/abs/2312.03732) takes s = alpha / sqrt(r) in place of alpha / 
 https://arxiv.org/abs/2402.09353) trains the length of every row of the sum on its own.
 """
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,11 +66,13 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
     config = spec.peft_config(_shortest(model, targets))
     config.fan_in_fan_out = any(type(module).__name__ == "Conv1D" for module in model.modules())
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)  # refused right below
             torch.manual_seed(seed)
             inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=on_meta)
     except ValueError as error:
         raise RecipeError(f"adapter: {str(error).splitlines()[0]}") from error
+    _require_adapted(model, targets)
     modules = dict(model.named_modules())
     for name in saved:
         _train_in_full(model, modules[name])
@@ -81,6 +84,24 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
             length = weight_length(layer, layer.get_base_layer().weight.float())
             layer.lora_magnitude_vector[ADAPTER].weight.data = length
     model.eval()
+
+
+def _require_adapted(model: PreTrainedModel, targets: Sequence[str]) -> None:
+    """Check that peft adapted these very layers. Raises RecipeError.
+
+    In mixtures whose type it maps to older checkpoints it takes the experts' fused weights for every layer of the name
+    that one expert's had, shared experts and dense layers too, when an adapter is made and again when it is loaded.
+    """
+    there = {name for name, _ in lora_layers(model)}
+    left_out = [name for name in targets if name not in there]
+    if left_out or len(there) != len(targets):
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in targets if name in there}))
+        lost = left_out[0] if left_out else "the layers that were named"
+        raise RecipeError(
+            f"adapter.target_modules: peft cannot adapt {lost} of a {model.config.model_type} model: it takes the "
+            "routed experts instead",
+            hint=f"write target_modules: [{names}]",
+        )
 
 
 def saved_modules(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
