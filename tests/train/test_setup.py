@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.model.tiny import tiny_config
 from tests.train.synthetic import MAX_LENGTH, recipe_for
@@ -76,3 +77,10 @@ def test_a_cpu_without_a_c_compiler_computes_with_torch(model: Path, monkeypatch
 def test_native_kernels_are_for_the_cpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MachineError, match="native kernels are for the CPU"):
         resolved_on("cuda", model, monkeypatch, None, model={"kernels": "native"})
+
+
+def test_autocast_keeps_no_copies_of_weights(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = resolved_on("cpu", model, monkeypatch, None, train={"precision": "bf16"}).recipe
+    with setup.numerics_of(recipe, torch.device("cpu"), 0).autocast():
+        assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
+    assert torch.is_autocast_cache_enabled()

@@ -427,4 +427,5 @@ def _device(facts: DeviceFacts, launch: Launch) -> torch.device:
 def _autocast(device: torch.device, precision: str) -> Callable[[], AbstractContextManager[object]]:
     if precision == "fp32":
         return contextlib.nullcontext
-    return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+    # A pass uses each weight once: kept, the bf16 copies of all layers would outlive what recomputing frees.
+    return lambda: torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
