@@ -92,7 +92,7 @@ try:
         if launch.rank == 1:
             if sys.argv[1] == "fails":
                 raise DataError("bad row")
-            time.sleep(4)
+            time.sleep(float(sys.argv[2]) + 2.5)
         any_rank(False, gloo_group())
 except DataError:
     sys.exit(3)
@@ -101,17 +101,17 @@ except LostRankError:
 """
 
 
-@pytest.mark.multi
 def test_a_rank_alone_waits_no_longer_than_its_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     started = time.monotonic()
     with pytest.raises(MachineError, match="rank 1 of 2 could not join"), process_group(Launch(1, 2, 1, 2), "cpu", 4.0):
         pass
-    assert time.monotonic() - started < 7.5, "one time-out for each of IPv6 and IPv4"
+    assert time.monotonic() - started < 7.5, "torch tries twice"
 
 
-@pytest.mark.parametrize(("what", "timeout_s", "codes"), [("fails", "60", [9, 3]), ("sleeps", "1.5", [9, 9])])
+@pytest.mark.multi
+@pytest.mark.parametrize(("what", "timeout_s", "codes"), [("fails", "60", [9, 3]), ("sleeps", "4", [9, 9])])
 def test_a_rank_that_fails_or_is_silent_ends_the_others_wait(
     root: Path, what: str, timeout_s: str, codes: list[int]
 ) -> None:

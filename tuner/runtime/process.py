@@ -72,7 +72,7 @@ def process_group(launch: Launch, device: str, timeout_s: float) -> Iterator[Non
 def _meet(launch: Launch, timeout_s: float) -> Store:
     """Find the store through which the processes meet, within `timeout_s` seconds.
 
-    Where nobody listens, torch tries to connect by IPv6 and by IPv4, each for the whole time that it is given.
+    Where nobody listens, torch tries twice to connect, each time for as long as it is given.
     """
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous as meetings
