@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import DataError, LostRankError
+from tuner.runtime import phase
 from tuner.runtime.rank import main
 from tuner.runtime.stop import StopSignals
 
@@ -21,7 +22,10 @@ def listening(port: str) -> list[str]:
 def work(job: dict[str, Any]) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     print(f"rank {rank} prints")
-    match job["actions"][rank]:
+    action, _, words = job["actions"][rank].partition(" at ")
+    if words:
+        phase.enter(words)
+    match action:
         case "facts":
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
             session = os.getsid(0) == os.getpid()

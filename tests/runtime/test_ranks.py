@@ -82,6 +82,18 @@ def test_a_silent_rank_is_named_with_its_stack_in_the_log(tmp_path: Path) -> Non
     assert "rank_worker.py" in (tmp_path / "rank1.log").read_text()
 
 
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        ("killed at step 7, backward", "rank 1 was killed by SIGKILL at step 7, backward"),
+        ("data error at step 7, data", "rank 1 at step 7, data: bad row"),
+        ("hangs at save of step 4", "rank 1 at save of step 4 stopped answering, and the others waited"),
+    ],
+)
+def test_what_the_failed_rank_was_doing_is_named(action: str, message: str, tmp_path: Path) -> None:
+    assert failure(tmp_path, "lost at step 9, forward", action).message.startswith(message)
+
+
 def test_where_all_are_lost_the_first_one_speaks(tmp_path: Path) -> None:
     assert type(failure(tmp_path, "lost", "lost")) is LostRankError
 

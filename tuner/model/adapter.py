@@ -58,7 +58,8 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
     """Put float32 adapter layers into the model and freeze all else but ``modules_to_save``, in place.
 
     ``A`` is drawn from ``seed``, ``B`` is zero and a DoRA length is its row's own, so the model computes what it did.
-    On a meta model the new parameters are on meta too. Raises RecipeError for a name that matches nothing.
+    On a meta model the new parameters are on meta too. Raises RecipeError for a name that matches nothing, and for
+    layers that peft would not adapt.
     """
     on_meta = next(model.parameters()).device.type == "meta"
     saved = saved_modules(model, spec)
@@ -94,13 +95,12 @@ def _require_adapted(model: PreTrainedModel, targets: Sequence[str]) -> None:
     """
     there = {name for name, _ in lora_layers(model)}
     left_out = [name for name in targets if name not in there]
-    if left_out or len(there) != len(targets):
+    if left_out:
         names = ", ".join(sorted({name.rpartition(".")[2] for name in targets if name in there}))
-        lost = left_out[0] if left_out else "the layers that were named"
         raise RecipeError(
-            f"adapter.target_modules: peft cannot adapt {lost} of a {model.config.model_type} model: it takes the "
-            "routed experts instead",
-            hint=f"write target_modules: [{names}]",
+            f"adapter.target_modules: peft cannot adapt {left_out[0]} of a {model.config.model_type} model: it takes "
+            "the routed experts instead",
+            hint=f"write target_modules: [{names}]" if names else "name other layers, such as the attention's",
         )
 
 

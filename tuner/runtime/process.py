@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
 from tuner.errors import LostRankError, MachineError
+from tuner.runtime import phase
 from tuner.runtime.launch import Launch
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ def process_group(launch: Launch, device: str, timeout_s: float) -> Iterator[Non
             _leave()
         if _is_lost_rank(error):
             raise LostRankError(
-                f"rank {launch.rank} lost another process of the run: it ended, or was silent for longer than "
-                "parallel.timeout",
+                f"rank {launch.rank} lost another process of the run{phase.at()}: it ended, or was silent for longer "
+                "than parallel.timeout",
                 hint="that process says why, or the log of its rank does",
             ) from error
         raise

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tuner.errors import ExitCode, as_tuner_error
+from tuner.runtime import phase
 from tuner.runtime.files import read_json, write_atomic
 from tuner.runtime.ranks import JOB, Report
 
@@ -31,6 +32,7 @@ def main(work: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
     place, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     job = read_json(place / JOB)
     log = _open_log(Path(job["logs"]), rank)
+    phase.publish(Report.board(place, rank))
     threading.Thread(target=_watch_parent, args=(int(job["parent"]),), daemon=True).start()
     try:
         report = Report(rank, time.monotonic(), result=work(job["work"]))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.errors import ExitCode, LostRankError, MachineError, TunerError, rebuilt
+from tuner.runtime import phase
 from tuner.runtime.files import read_json, write_json
 from tuner.runtime.process import cores
 from tuner.runtime.stop import COUNTED_ABOVE, StopSignals
@@ -51,6 +52,11 @@ class Report:
     def path(place: Path, rank: int) -> Path:
         """Where a rank leaves its report."""
         return place / f"rank{rank}.json"
+
+    @staticmethod
+    def board(place: Path, rank: int) -> Path:
+        """Where a rank shows what it is doing."""
+        return place / f"rank{rank}.phase"
 
 
 def run_ranks(module: str, work: Mapping[str, Any], processes: int, logs: Path) -> dict[str, Any]:
@@ -160,6 +166,10 @@ class _Ranks:
             self.context.close(signal.SIGKILL, KILL_S)
         self.running()
 
+    def at(self, rank: int) -> str:
+        """What a rank was doing when it last said so, to follow its name; empty where it said nothing."""
+        return phase.at_last(Report.board(self.place, rank))
+
     def _report(self, rank: int) -> Report | None:
         path = Report.path(self.place, rank)
         return Report(**read_json(path)) if path.is_file() else None
@@ -179,38 +189,39 @@ def _result(ranks: _Ranks) -> dict[str, Any]:
     if silent or own:
         _, rank = min(silent + own)
         report = ends[rank].report
-        raise _died(ends[rank].code, rank, ranks.logs) if report is None else _told(report, failed, ranks.logs)
+        raise _died(ranks, ends[rank]) if report is None else _told(ranks, report, failed)
     if ranks.stuck:
-        named = "rank " + ", ".join(map(str, ranks.stuck))
+        named = "rank " + ", ".join(f"{rank}{ranks.at(rank)}" for rank in ranks.stuck)
         raise MachineError(
             f"{named} stopped answering, and the others waited for parallel.timeout",
             hint=f"what it was doing is at the end of {ranks.logs / f'rank{ranks.stuck[0]}.log'}",
         )
-    raise _told(min(failed, key=lambda report: report.at_s), failed, ranks.logs)
+    raise _told(ranks, min(failed, key=lambda report: report.at_s), failed)
 
 
-def _told(report: Report, failed: list[Report], logs: Path) -> TunerError:
+def _told(ranks: _Ranks, report: Report, failed: list[Report]) -> TunerError:
     """A rank's error for the user; an error that all ranks agreed on is nobody's own."""
     agreed = len(failed) > 1 and all(other.message == report.message for other in failed)
     is_named = agreed or report.message.startswith("rank ")
-    message = report.message if is_named else f"rank {report.rank}: {report.message}"
+    message = report.message if is_named else f"rank {report.rank}{ranks.at(report.rank)}: {report.message}"
     hint = report.hint
     if report.exit_code == ExitCode.BUG:
-        hint = f"a bug in tuner; its traceback is at the end of {logs / f'rank{report.rank}.log'}"
+        hint = f"a bug in tuner; its traceback is at the end of {ranks.logs / f'rank{report.rank}.log'}"
     return rebuilt(report.kind, message, hint, report.exit_code)
 
 
-def _died(code: int, rank: int, logs: Path) -> MachineError:
-    log = logs / f"rank{rank}.log"
-    if code >= 0:
-        return MachineError(f"rank {rank} ended with code {code} and said nothing", hint=f"see the end of {log}")
-    name = signal.Signals(-code).name
+def _died(ranks: _Ranks, end: _End) -> MachineError:
+    log, named = ranks.logs / f"rank{end.rank}.log", f"rank {end.rank}"
+    if end.code >= 0:
+        told = f"{named} ended with code {end.code}{ranks.at(end.rank)} and said nothing"
+        return MachineError(told, hint=f"see the end of {log}")
+    name = signal.Signals(-end.code).name
     hint = f"see the end of {log}"
     if name == "SIGKILL":
         hint = f"the system kills a process that takes the last memory: see dmesg, and the end of {log}"
     elif name == "SIGABRT":
         hint = f"NCCL ends a process that waited longer than parallel.timeout so: see the end of {log}"
-    return MachineError(f"rank {rank} was killed by {name}", hint=hint)
+    return MachineError(f"{named} was killed by {name}{ranks.at(end.rank)}", hint=hint)
 
 
 def _environment(rank: int, processes: int, port: int) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The training loop: one function on one screen; what it calls is already built."""
 
+from tuner.runtime import phase
 from tuner.train.diagnose import TakenStep
 from tuner.train.feed import Feed
 from tuner.train.session import Session
@@ -18,6 +19,7 @@ def train_loop(session: Session, feed: Feed) -> bool:
     while progress.step < total and not stop:
         index = progress.step
         factor = table.schedule.factor(index + 1)
+        phase.enter(f"step {index + 1}, data")
         with session.watch.step(index + 1):
             batches, data_s = session.meter.timed(feed.next)
             scalars = optimizer_step(learner, index, batches, factor)

@@ -15,6 +15,7 @@ from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import TIMES, Recipe
 from tuner.errors import MachineError, MemoryLimitError, RecipeError
 from tuner.model.vetting import ignored_code
+from tuner.runtime import phase
 from tuner.runtime.console import Console
 from tuner.runtime.files import file_entries, fsync_path, machine_error, make_dirs, write_atomic, write_json
 from tuner.runtime.launch import Launch
@@ -83,6 +84,7 @@ def train(loaded: LoadedRecipe, options: TrainOptions, launch: Launch, console: 
         _memory_errors(),
     ):
         ready = agreed(ready, options, Ranks(gloo_group()))
+        phase.enter("set-up of the model")
         assembly = assemble(resolved, data, request.tokenizer, launch, starts_of(ready.resets))
         return _run(ready, loaded, assembly, options, (signals, console))
 

@@ -11,6 +11,7 @@ from tuner.checkpoint.save import CheckpointDir
 from tuner.checkpoint.steps import step_name
 from tuner.data.prepared import Sample
 from tuner.errors import DivergedError
+from tuner.runtime import phase
 from tuner.runtime.console import Console
 from tuner.runtime.process import any_of, any_rank, gloo_group
 from tuner.runtime.stop import StopSignals
@@ -102,6 +103,7 @@ class Session:
         progress.evaluation_owed = held is not None
         if held is None:
             return
+        phase.enter(f"evaluation after step {progress.step}")
         self.log.settle()
         started = time.monotonic()
         learner, world_size = assembly.learner, assembly.launch.world_size
@@ -154,6 +156,7 @@ class Session:
 
         Records reach the disk before the checkpoint, so that they never lack a committed step. Collective.
         """
+        phase.enter(f"save of step {self.progress.step}")
         self.log.settle()  # the wait for steps that still run is theirs
         started = time.monotonic()
         self.settle_save()

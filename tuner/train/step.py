@@ -11,6 +11,7 @@ from torch import nn
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import copies, local, sync_gradients
+from tuner.runtime import phase
 from tuner.train.guard import Guard
 from tuner.train.optimizer import Updater
 
@@ -41,6 +42,11 @@ class Learner:
     """Called as each part of a step begins: forward, backward, optimizer. Measuring tools set it."""
     fence: Callable[[], None] = field(default=lambda: None)
     """Called before each update: a save that still copies from the device has it wait there."""
+
+    def enter(self, index: int, part: str) -> None:
+        """Say that a part of step ``index`` (0-based) begins."""
+        phase.enter(f"step {index + 1}, {part}")
+        self.marks(part)
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ def optimizer_step(learner: Learner, index: int, batches: StepBatches, factor: f
     device, unless the optimizer cannot be told there to leave an update out.
     """
     loss_sum = forward_backward(learner, index, batches)
-    learner.marks("optimizer")
+    learner.enter(index, "optimizer")
     gradients = [local(p.grad) for p in learner.parameters.values() if p.grad is not None]
     squares = torch.stack(torch._foreach_norm(gradients)).square().sum() / copies(learner.root)
     figures = learner.root.objective.take()
@@ -120,9 +126,9 @@ def forward_backward(learner: Learner, index: int, batches: StepBatches) -> torc
         sync_gradients(root, number == len(batches.micro) - 1)
         # Dropout depends on the position in the run alone, so a resumed run needs no generator state.
         torch.manual_seed(_mixed(numerics.seed, index - learner.rng_start, number, numerics.rank))
-        learner.marks("forward")
+        learner.enter(index, "forward")
         loss = microbatch_loss(root, batch, numerics)
-        learner.marks("backward")
+        learner.enter(index, "backward")
         (loss / max(1, batches.trained_count)).backward()
         loss_sum += loss.detach()
     return loss_sum
