@@ -72,8 +72,9 @@ def test_one_ranks_error_is_the_runs_which_goes_on_until_it_is_told_to_stop(tmp_
     (tmp_path / "sitecustomize.py").write_text(SPOILED)
     run, beside = tmp_path / "runs" / "r", ("--checkpoint.async_save", "true")
     failed, err = document(start(tmp_path, *beside, "--checkpoint.every", "2 steps", before=str(tmp_path)), 3)
-    assert failed["error"] == {"type": "DataError", "message": "rank 1 at step 7, data: row 7 is bad", "hint": "mend it"}
-    assert [line for line in err.splitlines() if "error" in line] == ["error: rank 1 at step 7, data: row 7 is bad"]
+    told = "rank 1 at step 7, data: row 7 is bad"
+    assert failed["error"] == {"type": "DataError", "message": told, "hint": "mend it"}
+    assert [line for line in err.splitlines() if "error" in line] == [f"error: {told}"]
     assert json.loads((run / "run.json").read_text())["status"] == "failed"
     saved = newest(run / "checkpoints")
     assert saved is not None
