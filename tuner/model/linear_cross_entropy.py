@@ -2,7 +2,8 @@
 
 Each chunk of positions makes its logits in the type of the products, turns them into their gradient in place, and
 forgets them before the next chunk starts (the method of Liger Kernel, https://arxiv.org/abs/2410.10989, in plain torch
-operations). Normaliser, loss and the step from logits to gradient are float32, a few rows at a time.
+operations). Normaliser, loss and the step from logits to gradient are float32, a few rows at a time. The weight is
+converted, and its gradient added up, a block of the vocabulary at a time: neither has a second copy of its size.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ CHUNK_LOGITS = 1 << 27
 """Logits of one chunk, at most: what bounds memory. Large, since every chunk adds to the gradient of the weight."""
 BLOCK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 28}
 """Logits in float32 at one time: what fits a processor's cache, or fills a GPU."""
+BLOCK_VOCABULARY = {"cpu": 1 << 12, "cuda": 1 << 14}
+"""Rows of the weight in one product: on a processor its converted rows, and their gradient, stay in the cache."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -32,24 +35,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         kernel: Kernel,
     ) -> torch.Tensor:
-        compute_weight = weight.to(dtype)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        exact_dtype = torch.promote_types(dtype, torch.float32)
+        grad_hidden = torch.zeros_like(hidden, dtype=exact_dtype) if wants_hidden else None
         grad_weight = torch.zeros_like(weight) if wants_weight else None
         grad_bias = torch.zeros_like(bias) if wants_bias and bias is not None else None
-        loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
+        loss = torch.zeros((), dtype=exact_dtype, device=hidden.device)
         for span in _spans(len(hidden), max(1, CHUNK_LOGITS // len(weight))):
             rows = hidden[span].to(dtype)
-            logits = rows @ compute_weight.T
-            if bias is not None:
-                logits += bias
+            logits = _products(rows, weight, bias)
             loss += kernel(logits, targets[span], any(ctx.needs_input_grad))
             if grad_bias is not None:
-                grad_bias += logits.sum(0, dtype=loss.dtype)
-            if grad_hidden is not None:
-                grad_hidden[span] = logits @ compute_weight
-            if grad_weight is not None:
-                grad_weight += logits.T @ rows
+                grad_bias += logits.sum(0, dtype=exact_dtype)
+            for block in _blocks(weight):
+                share = logits[:, block]
+                if grad_hidden is not None:
+                    grad_hidden[span] += share @ weight[block].to(dtype)
+                if grad_weight is not None:
+                    grad_weight[block] += share.T @ rows
+        grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return loss
 
@@ -62,6 +66,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _spans(count: int, size: int) -> Iterator[slice]:
     return (slice(start, min(count, start + size)) for start in range(0, count, size))
+
+
+def _blocks(weight: torch.Tensor) -> Iterator[slice]:
+    return _spans(len(weight), BLOCK_VOCABULARY[target(weight)])
+
+
+def _products(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The output layer of rows ``[N, D]``, in their type: ``[N, V]``."""
+    products = rows.new_empty(len(rows), len(weight))
+    for block in _blocks(weight):
+        torch.mm(rows, weight[block].to(rows.dtype).T, out=products[:, block])
+    if bias is not None:
+        products += bias
+    return products
 
 
 def softmax_into_gradient(logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
@@ -128,12 +146,9 @@ def position_losses(
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    compute_weight = weight.to(dtype)
     losses = torch.empty(len(targets), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
     for span in _spans(len(hidden), max(1, CHUNK_LOGITS // len(weight))):
-        logits, wanted, found = hidden[span].to(dtype) @ compute_weight.T, targets[span], losses[span]
-        if bias is not None:
-            logits += bias
+        logits, wanted, found = _products(hidden[span].to(dtype), weight, bias), targets[span], losses[span]
         shape.bend(logits)
         for block in _spans(len(logits), max(1, BLOCK_LOGITS[target(logits)] // len(weight))):
             exact = logits[block].to(losses.dtype)
