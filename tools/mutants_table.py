@@ -427,6 +427,13 @@ MUTANTS: tuple[Mutant, ...] = (
         MODEL,
     ),
     Mutant(
+        "model-last-chunk-alone",
+        "tuner/model/linear_cross_entropy.py",
+        "if span.start == 0 else",
+        "if True else",
+        MODEL,
+    ),
+    Mutant(
         "model-missing-weights-pass",
         "tuner/model/build.py",
         "    _require_complete(spec, report)\n",
@@ -610,6 +617,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tuner/model/native/rms_norm.c",
         "* inverse * inverse;",
         "* inverse;",
+        NATIVE,
+    ),
+    Mutant(
+        "native-gate-slope",
+        "tuner/model/native/swiglu.c",
+        "gate * (1.0f - share)",
+        "gate * share",
         NATIVE,
     ),
 )

@@ -12,6 +12,7 @@ from tuner.model.linear_cross_entropy import linear_cross_entropy
 def test_equals_plain(n: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_LOGITS", 5 * 11)
     monkeypatch.setattr(module, "BLOCK_LOGITS", {"cpu": 2 * 11})
+    monkeypatch.setattr(module, "BLOCK_VOCABULARY", {"cpu": 4})
     torch.manual_seed(0)
     hidden = torch.randn(n, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
@@ -40,3 +41,19 @@ def test_without_gradients_it_is_still_the_loss() -> None:
     hidden, weight, targets = torch.randn(3, 8), torch.randn(11, 8), torch.tensor([1, 2, 3])
     expected = torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction="sum")
     assert linear_cross_entropy(hidden, weight, None, targets).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_blocks_of_the_vocabulary_change_no_sum_that_counts(trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast: the weight's gradient has the same bits; the hidden states' differs by rounding alone."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(9, 16, requires_grad=True), torch.randn(40, 16, requires_grad=trained)
+    leaves, targets, found = [hidden, weight][: 1 + trained], torch.randint(0, 40, (9,)), []
+    for size in (7, 40):
+        monkeypatch.setattr(module, "BLOCK_VOCABULARY", {"cpu": size})
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = linear_cross_entropy(hidden, weight, None, targets)
+        found.append([loss, *torch.autograd.grad(loss, leaves)])
+    assert torch.equal(found[0][0], found[1][0])
+    assert not trained or torch.equal(found[0][2], found[1][2])
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=2e-2, atol=2e-2)

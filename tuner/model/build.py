@@ -17,6 +17,7 @@ from tuner.errors import DataError, MachineError, RecipeError
 from tuner.model import attention
 from tuner.model.native.library import library
 from tuner.model.native.rms_norm import apply_native_norms
+from tuner.model.native.swiglu import apply_native_gates
 from tuner.model.tokens import grow, grow_config
 from tuner.model.vetting import vet_config
 from tuner.runtime.files import inside, read_json
@@ -131,13 +132,14 @@ def generation_config(spec: ModelSpec, config: PretrainedConfig) -> GenerationCo
 
 
 def apply_native(model: PreTrainedModel) -> None:
-    """Let the model attend, and compute its norms, by the kernels that are compiled for this machine's processor.
+    """Let the model attend, and compute norms and gated layers, by kernels compiled for this machine's processor.
 
     Raises MachineError where they cannot be had.
     """
     library()
     model.set_attn_implementation(attention.NATIVE)
     apply_native_norms(model)
+    apply_native_gates(model)
 
 
 def apply_liger(model: PreTrainedModel) -> None:

@@ -38,7 +38,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         exact_dtype = torch.promote_types(dtype, torch.float32)
         grad_hidden = torch.zeros_like(hidden, dtype=exact_dtype) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight) if wants_weight else None
+        grad_weight = (torch.empty_like if len(hidden) else torch.zeros_like)(weight) if wants_weight else None
         grad_bias = torch.zeros_like(bias) if wants_bias and bias is not None else None
         loss = torch.zeros((), dtype=exact_dtype, device=hidden.device)
         for span in _spans(len(hidden), max(1, CHUNK_LOGITS // len(weight))):
@@ -52,7 +52,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if grad_hidden is not None:
                     grad_hidden[span] += share @ weight[block].to(dtype)
                 if grad_weight is not None:
-                    grad_weight[block] += share.T @ rows
+                    product = share.T @ rows
+                    grad_weight[block].copy_(product) if span.start == 0 else grad_weight[block].add_(product)
         grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return loss

@@ -16,38 +16,6 @@ typedef struct {
   double epsilon;
 } RmsNorm;
 
-INLINE float one_at(const char *base, long i, int is_bfloat) {
-  uint32_t raw = is_bfloat ? (uint32_t)((const uint16_t *)base)[i] << 16 : ((const uint32_t *)base)[i];
-  float number;
-  memcpy(&number, &raw, 4);
-  return number;
-}
-
-/* 16 numbers from `at` of a row of `columns`; those beyond its end are zeros. */
-INLINE vec numbers_at(const char *row, long at, long columns, int is_bfloat) {
-  if (at + LANES <= columns)
-    return is_bfloat ? widen(((const loose_halves *)(row + 2 * at))->v) : load((const float *)row + at);
-  vec found = {0};
-  for (long i = 0; at + i < columns; i++) found[i] = one_at(row, at + i, is_bfloat);
-  return found;
-}
-
-INLINE void put_at(char *row, long at, long columns, int is_bfloat, vec x) {
-  halves rounded = narrow(x);
-  if (at + LANES <= columns) {
-    if (is_bfloat)
-      ((loose_halves *)(row + 2 * at))->v = rounded;
-    else
-      store((float *)row + at, x);
-    return;
-  }
-  for (long i = 0; at + i < columns; i++)
-    if (is_bfloat)
-      ((uint16_t *)row)[at + i] = rounded[i];
-    else
-      ((float *)row)[at + i] = x[i];
-}
-
 /* What the weight is multiplied by: in the type of the input, as transformers computes it. */
 INLINE vec normal_at(const RmsNorm *n, const char *row, long at, float inverse) {
   vec x = numbers_at(row, at, n->columns, n->input_is_bfloat) * inverse;
