@@ -17,6 +17,7 @@ Prints medians of the rounds as JSON; overheads are for a save every 500 steps o
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -144,6 +145,7 @@ def launch(model_dir: Path, work: Path, name: str, steps: int, checkpoint: dict[
     finally:
         loop.optimizer_step, Session.save, Session.settle_save = real_step, real_save, real_settle  # type: ignore[method-assign]
     shutil.rmtree(work / name)
+    gc.collect()  # a model's modules refer to each other: 1.6 GB a launch would wait for the collector
     # The first step pays for memory that later ones find again.
     return {"steps_s": ended[0] - began[1], "stood_s": stood[0], "step_s": statistics.median(_differences(began))}
 
