@@ -128,7 +128,7 @@ def _is_the_same(module: nn.Module) -> bool:
     return True
 
 
-def _forward(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def _forward(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(hidden_states: torch.Tensor) -> torch.Tensor:
         gate, up = module.gate_proj(hidden_states), module.up_proj(hidden_states)
         native = not gate.is_cuda and gate.dtype in TYPES and up.dtype == gate.dtype
