@@ -46,7 +46,7 @@ setup.keep_freed_memory = lambda size: None  # it reserves addresses
 steps = run.train_loop
 def capped(*given):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + 350 * 2**20, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (used + 260 * 2**20, resource.RLIM_INFINITY))
     try:
         return steps(*given)
     finally:
