@@ -17,6 +17,7 @@ from tuner.errors import DataError, MachineError, RecipeError
 from tuner.model import attention
 from tuner.model.native.library import library
 from tuner.model.native.rms_norm import apply_native_norms
+from tuner.model.native.rotary import apply_native_rotation
 from tuner.model.native.swiglu import apply_native_gates
 from tuner.model.tokens import grow, grow_config
 from tuner.model.vetting import vet_config
@@ -132,13 +133,14 @@ def generation_config(spec: ModelSpec, config: PretrainedConfig) -> GenerationCo
 
 
 def apply_native(model: PreTrainedModel) -> None:
-    """Let the model attend, and compute norms and gated layers, by kernels compiled for this machine's processor.
+    """Let the model attend, and compute norms, rotations and gated layers, by kernels compiled for this processor.
 
     Raises MachineError where they cannot be had.
     """
     library()
     model.set_attn_implementation(attention.NATIVE)
     apply_native_norms(model)
+    apply_native_rotation(model)
     apply_native_gates(model)
 
 
