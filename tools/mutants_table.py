@@ -620,6 +620,13 @@ MUTANTS: tuple[Mutant, ...] = (
         NATIVE,
     ),
     Mutant(
+        "native-rotation-not-back",
+        "tuner/model/native/rotary.c",
+        "if (r->back) {",
+        "if (0) {",
+        NATIVE,
+    ),
+    Mutant(
         "native-gate-slope",
         "tuner/model/native/swiglu.c",
         "gate * (1.0f - share)",
