@@ -42,8 +42,8 @@ SMALLEST = _qwen3(32, 64, 2, 4, 2, 8, 64)
 CASES = {
     case.name: case
     for case in (
-        Case("smollm2-full", None, False, 1, 1024, 8, (3.4, 2.1)),
-        Case("smollm2-lora", None, True, 1, 1024, 8, (2.8, 1.8)),
+        Case("smollm2-full", None, False, 1, 1024, 16, (3.4, 2.1)),
+        Case("smollm2-lora", None, True, 1, 1024, 16, (2.8, 1.8)),
         Case("qwen3-9m", NINE_MILLION, False, 2, 1024, 24, (5.5, 5.0)),
         Case("qwen3-0.6b-4k", QWEN3_06B, False, 4, 4096, 30, (5.0, 1.5)),
         Case("qwen3-0.6b-8k", QWEN3_06B, False, 2, 8192, 30, (5.0, 1.5)),

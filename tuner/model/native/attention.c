@@ -12,8 +12,8 @@ typedef struct {
   const void *query, *key, *value, *upstream; /* bfloat16 or float32; the last dimension is dense */
   void *output;                               /* [T, heads, value_width] */
   float *normaliser;                          /* [heads, T]: log2 of the sum of 2^score */
-  void *grad_query;                           /* [T, heads, width] */
-  float *grad_key, *grad_value;               /* [heads, T, width], of each query head */
+  void *grad_query, *grad_key, *grad_value;   /* [T, heads, width], [T, key heads, width], [T, key heads, value_width] */
+  float *key_parts, *value_parts;             /* [T, heads, width]: those of each query head */
   char *scratch;                              /* threads x scratch_bytes */
   const int32_t *documents;                   /* [n_documents, 2]: first token and the one after the last */
   int64_t scratch_bytes, n_documents, tokens, heads, groups, width, value_width, window, is_bfloat, threads;
@@ -23,6 +23,7 @@ typedef struct {
 
 typedef struct {
   long first, tokens, head, depth, value_depth, tiles; /* depths are multiples of 16, keys fill whole tiles */
+  long pairs, value_pairs;                             /* multiples of 16; 0 where numbers are taken one by one */
   const char *key, *value;
   long item;
 } Job;
@@ -85,12 +86,41 @@ static void load_rows(float *rows, float *tiles, const char *from, long stride, 
   }
 }
 
+/* One row of bfloat16 numbers in pairs, filled up with zeros. */
+INLINE void load_pairs(uint32_t *to, const char *from, long width, long pairs) {
+  memcpy(to, from, width * 2);
+  memset((char *)to + width * 2, 0, pairs * 4 - width * 2);
+}
+
+/* Rows of a document in tiles [pairs][KEYS]. */
+static void load_paired_tiles(float *tiles, const char *from, long stride, const Job *job, long width, long pairs) {
+  uint32_t block[LANES * pairs];
+  for (long at = 0; at < job->tiles * KEYS; at += LANES) {
+    for (long i = 0; i < LANES; i++)
+      if (at + i < job->tokens)
+        load_pairs(block + i * pairs, from + (at + i) * stride, width, pairs);
+      else
+        memset(block + i * pairs, 0, pairs * 4);
+    float *tile = tiles + at / KEYS * pairs * KEYS + at % KEYS;
+    for (long d = 0; d < pairs; d += LANES) {
+      vec square[LANES];
+      for (int i = 0; i < LANES; i++) square[i] = load((const float *)(block + i * pairs + d));
+      transpose(square);
+      for (int i = 0; i < LANES; i++) store(tile + (d + i) * KEYS, square[i]);
+    }
+  }
+}
+
 INLINE Job make_job(const Attention *a, long number) {
   const int32_t *document = a->documents + number / a->heads * 2;
   Job job = {.first = document[0], .tokens = document[1] - document[0], .head = number % a->heads};
   job.item = a->is_bfloat ? 2 : 4;
   job.depth = up(a->width, LANES);
   job.value_depth = up(a->value_width, LANES);
+  if (HAS_PAIRS && a->is_bfloat && a->scale > 0) {
+    job.pairs = up(up(a->width, 2) / 2, LANES);
+    job.value_pairs = up(up(a->value_width, 2) / 2, LANES);
+  }
   job.tiles = up(job.tokens, KEYS) / KEYS;
   long kv_head = job.head / a->groups;
   job.key = (const char *)a->key + (kv_head * a->key_head + job.first * a->key_token) * job.item;
@@ -114,22 +144,31 @@ static void forward(const Attention *a, const Job *job, float *work) {
   float *keys = work, *values = keys + job->tiles * KEYS * job->depth;
   float *queries = values + job->tiles * KEYS * job->value_depth, *mixed = queries + QUERIES * job->depth;
   float *scores = mixed + QUERIES * job->value_depth, largest[QUERIES], total[QUERIES];
-  load_rows(0, keys, job->key, a->key_token * job->item, job, a->width, job->depth, a->is_bfloat);
+  float factor = job->pairs ? a->scale * LOG2E : 1.0f; /* else it is in the queries */
+  if (job->pairs)
+    load_paired_tiles(keys, job->key, a->key_token * job->item, job, a->width, job->pairs);
+  else
+    load_rows(0, keys, job->key, a->key_token * job->item, job, a->width, job->depth, a->is_bfloat);
   load_rows(values, 0, job->value, a->value_token * job->item, job, a->value_width, job->value_depth, a->is_bfloat);
   for (long q = 0; q < job->tokens; q += QUERIES) {
     long n = job->tokens - q < QUERIES ? job->tokens - q : QUERIES, rows = up(n, 8);
     memset(queries, 0, rows * job->depth * sizeof(float));
     memset(mixed, 0, rows * job->value_depth * sizeof(float));
     for (long i = 0; i < n; i++) {
-      load_row(queries + i * job->depth,
-               row_of(a->query, job->head, job->first + q + i, a->query_head, a->query_token, job->item), a->width,
-               job->depth, a->is_bfloat, a->scale * LOG2E);
+      const char *from = row_of(a->query, job->head, job->first + q + i, a->query_head, a->query_token, job->item);
+      if (job->pairs)
+        load_pairs((uint32_t *)queries + i * job->pairs, from, a->width, job->pairs);
+      else
+        load_row(queries + i * job->depth, from, a->width, job->depth, a->is_bfloat, a->scale * LOG2E);
       largest[i] = -INFINITY;
       total[i] = 0;
     }
     for (long k = a->window && q >= a->window ? (q - a->window + 1) / KEYS * KEYS : 0; k < q + n; k += KEYS) {
       long count = up(q + n - k < KEYS ? q + n - k : KEYS, 2 * LANES);
-      multiply(rows, count, job->depth, queries, job->depth, 1, keys + k * job->depth, KEYS, scores, KEYS, 0);
+      if (job->pairs)
+        multiply_pairs(rows, count, job->pairs, (uint32_t *)queries, job->pairs, keys + k * job->pairs, KEYS, scores, KEYS);
+      else
+        multiply(rows, count, job->depth, queries, job->depth, 1, keys + k * job->depth, KEYS, scores, KEYS, 0);
       for (long i = 0; i < rows; i++) {
         float *row = scores + i * KEYS, *sum = mixed + i * job->value_depth;
         long low, high;
@@ -142,10 +181,10 @@ static void forward(const Attention *a, const Job *job, float *work) {
         for (long j = high; j < count; j++) row[j] = -INFINITY;
         vec top = load(row), sums = {0};
         for (long j = LANES; j < count; j += LANES) top = larger(top, load(row + j));
-        float before = largest[i], now = max_of(top);
+        float before = largest[i], now = max_of(top) * factor;
         largest[i] = now = now > before ? now : before;
         for (long j = 0; j < count; j += LANES) {
-          vec share = exp2_of(load(row + j) - now);
+          vec share = exp2_of(load(row + j) * factor - now);
           sums += share;
           store(row + j, share);
         }
@@ -173,8 +212,15 @@ static void backward(const Attention *a, const Job *job, float *work) {
   float *queries = grad_values + keys_in_all * value_depth, *grad_queries = queries + QUERIES * depth;
   float *ups = grad_queries + QUERIES * depth, *output = ups + QUERIES * value_depth;
   float *shares = output + value_depth, *grads = shares + QUERIES * KEYS, *delta = grads + QUERIES * KEYS;
-  load_rows(key_rows, keys, job->key, a->key_token * job->item, job, a->width, depth, a->is_bfloat);
-  load_rows(0, values, job->value, a->value_token * job->item, job, a->value_width, value_depth, a->is_bfloat);
+  uint32_t *query_pairs = (uint32_t *)(delta + QUERIES), *up_pairs = query_pairs + QUERIES * job->pairs;
+  float factor = job->pairs ? a->scale * LOG2E : 1.0f;
+  load_rows(key_rows, job->pairs ? 0 : keys, job->key, a->key_token * job->item, job, a->width, depth, a->is_bfloat);
+  if (job->pairs) {
+    load_paired_tiles(keys, job->key, a->key_token * job->item, job, a->width, job->pairs);
+    load_paired_tiles(values, job->value, a->value_token * job->item, job, a->value_width, job->value_pairs);
+  } else {
+    load_rows(0, values, job->value, a->value_token * job->item, job, a->value_width, value_depth, a->is_bfloat);
+  }
   memset(grad_keys, 0, keys_in_all * (depth + value_depth) * sizeof(float));
   for (long q = 0; q < job->tokens; q += QUERIES) {
     long n = job->tokens - q < QUERIES ? job->tokens - q : QUERIES, rows = up(n, 8);
@@ -184,10 +230,14 @@ static void backward(const Attention *a, const Job *job, float *work) {
     for (long i = 0; i < n; i++) {
       long token = job->first + q + i;
       float *of_row = ups + i * value_depth;
-      load_row(queries + i * depth, row_of(a->query, job->head, token, a->query_head, a->query_token, job->item),
-               a->width, depth, a->is_bfloat, a->scale * LOG2E);
-      load_row(of_row, row_of(a->upstream, job->head, token, a->upstream_head, a->upstream_token, job->item),
-               a->value_width, value_depth, a->is_bfloat, 1.0f);
+      const char *query = row_of(a->query, job->head, token, a->query_head, a->query_token, job->item);
+      const char *upstream = row_of(a->upstream, job->head, token, a->upstream_head, a->upstream_token, job->item);
+      load_row(queries + i * depth, query, a->width, depth, a->is_bfloat, a->scale * LOG2E);
+      load_row(of_row, upstream, a->value_width, value_depth, a->is_bfloat, 1.0f);
+      if (job->pairs) {
+        load_pairs(query_pairs + i * job->pairs, query, a->width, job->pairs);
+        load_pairs(up_pairs + i * job->value_pairs, upstream, a->value_width, job->value_pairs);
+      }
       load_row(output, row_of(a->output, job->head, token, a->value_width, a->heads * a->value_width, job->item),
                a->value_width, value_depth, a->is_bfloat, 1.0f);
       vec sums = {0};
@@ -196,8 +246,14 @@ static void backward(const Attention *a, const Job *job, float *work) {
     }
     for (long k = a->window && q >= a->window ? (q - a->window + 1) / KEYS * KEYS : 0; k < q + n; k += KEYS) {
       long count = up(q + n - k < KEYS ? q + n - k : KEYS, 2 * LANES);
-      multiply(rows, count, depth, queries, depth, 1, keys + k * depth, KEYS, shares, KEYS, 0);
-      multiply(rows, count, value_depth, ups, value_depth, 1, values + k * value_depth, KEYS, grads, KEYS, 0);
+      if (job->pairs) {
+        multiply_pairs(rows, count, job->pairs, query_pairs, job->pairs, keys + k * job->pairs, KEYS, shares, KEYS);
+        multiply_pairs(rows, count, job->value_pairs, up_pairs, job->value_pairs, values + k * job->value_pairs, KEYS,
+                       grads, KEYS);
+      } else {
+        multiply(rows, count, depth, queries, depth, 1, keys + k * depth, KEYS, shares, KEYS, 0);
+        multiply(rows, count, value_depth, ups, value_depth, 1, values + k * value_depth, KEYS, grads, KEYS, 0);
+      }
       for (long i = 0; i < rows; i++) {
         float *share = shares + i * KEYS, *grad = grads + i * KEYS;
         long low, high;
@@ -211,7 +267,7 @@ static void backward(const Attention *a, const Job *job, float *work) {
         for (long j = high; j < count; j++) share[j] = -INFINITY;
         float normaliser = a->normaliser[job->head * a->tokens + job->first + q + i];
         for (long j = 0; j < count; j += LANES) {
-          vec one = exp2_of(load(share + j) - normaliser);
+          vec one = exp2_of(load(share + j) * factor - normaliser);
           store(share + j, one);
           store(grad + j, one * (load(grad + j) - delta[i]));
         }
@@ -225,9 +281,23 @@ static void backward(const Attention *a, const Job *job, float *work) {
                 grad_queries + i * depth, a->width, a->is_bfloat, a->scale);
   }
   for (long i = 0; i < job->tokens; i++) {
-    long row = job->head * a->tokens + job->first + i;
-    store_row((char *)(a->grad_key + row * a->width), grad_keys + i * depth, a->width, 0, 1.0f / LOG2E);
-    store_row((char *)(a->grad_value + row * a->value_width), grad_values + i * value_depth, a->value_width, 0, 1.0f);
+    long row = (job->first + i) * a->heads + job->head;
+    store_row((char *)(a->key_parts + row * a->width), grad_keys + i * depth, a->width, 0, 1.0f / LOG2E);
+    store_row((char *)(a->value_parts + row * a->value_width), grad_values + i * value_depth, a->value_width, 0, 1.0f);
+  }
+}
+
+/* The query heads of one key head follow each other: their parts are added up in that order. */
+INLINE void add_parts(const Attention *a, void *sum, const float *parts, long token, long width) {
+  long head_bytes = width * (a->is_bfloat ? 2 : 4);
+  for (long head = 0; head < a->heads; head += a->groups) {
+    const char *part = (const char *)(parts + (token * a->heads + head) * width);
+    char *to = (char *)sum + (token * a->heads + head) / a->groups * head_bytes;
+    for (long at = 0; at < width; at += LANES) {
+      vec total = numbers_at(part, at, width, 0);
+      for (long i = 1; i < a->groups; i++) total += numbers_at(part + i * width * 4, at, width, 0);
+      put_at(to, at, width, a->is_bfloat, total);
+    }
   }
 }
 
@@ -235,7 +305,8 @@ static void backward(const Attention *a, const Job *job, float *work) {
 int64_t attention_scratch(int64_t tokens, int64_t width, int64_t value_width, int64_t with_gradients) {
   long keys = up(tokens, KEYS), depth = up(width, LANES), value_depth = up(value_width, LANES);
   long floats = with_gradients ? keys * (3 * depth + 2 * value_depth) + 2 * QUERIES * depth +
-                                     (QUERIES + 1) * value_depth + 2 * QUERIES * KEYS + QUERIES
+                                     (QUERIES + 1) * value_depth + 2 * QUERIES * KEYS + QUERIES +
+                                     QUERIES * (depth + value_depth) /* in pairs */
                                : keys * (depth + value_depth) + QUERIES * (depth + value_depth) + QUERIES * KEYS;
   return up(floats * sizeof(float), 64);
 }
@@ -252,4 +323,11 @@ static void for_each(const Attention *a, void (*work)(const Attention *, const J
 
 void attention_forward(const Attention *a) { for_each(a, forward); }
 
-void attention_backward(const Attention *a) { for_each(a, backward); }
+void attention_backward(const Attention *a) {
+  for_each(a, backward);
+#pragma omp parallel for schedule(static) num_threads((int)a->threads)
+  for (long token = 0; token < a->tokens; token++) {
+    add_parts(a, a->grad_key, a->key_parts, token, a->width);
+    add_parts(a, a->grad_value, a->value_parts, token, a->value_width);
+  }
+}

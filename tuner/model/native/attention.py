@@ -15,8 +15,8 @@ from tuner.model.native.library import library, threads
 TYPES = (torch.bfloat16, torch.float32)
 """What the kernel takes."""
 _POINTERS = (
-    "query", "key", "value", "upstream", "output", "normaliser", "grad_query", "grad_key", "grad_value", "scratch",
-    "documents",
+    "query", "key", "value", "upstream", "output", "normaliser", "grad_query", "grad_key", "grad_value", "key_parts",
+    "value_parts", "scratch", "documents",
 )  # fmt: skip
 _NUMBERS = (
     "scratch_bytes", "n_documents", "tokens", "heads", "groups", "width", "value_width", "window", "is_bfloat",
@@ -117,21 +117,15 @@ def _backward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors 
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value; tokens are their outer dimension in memory, as projections want them."""
     query, key, value, upstream = _dense(query, key, value, upstream.to(value.dtype))
-    heads, n_tokens, width = query.shape
-    grad_query = query.new_empty(n_tokens, heads, width)
-    grads = [query.new_empty(heads, n_tokens, d, dtype=torch.float32) for d in (width, value.shape[2])]
-    tensors = {
-        "upstream": upstream,
-        "output": output,
-        "normaliser": normaliser,
-        "grad_query": grad_query,
-        "grad_key": grads[0],
-        "grad_value": grads[1],
-    }
+    heads, n_tokens, _ = query.shape
+    tensors = {"upstream": upstream, "output": output, "normaliser": normaliser}
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        tensors[f"grad_{name}"] = tensor.new_empty(n_tokens, len(tensor), tensor.shape[2])
+    for name, tensor in (("key", key), ("value", value)):
+        tensors[f"{name}_parts"] = query.new_empty(n_tokens, heads, tensor.shape[2], dtype=torch.float32)
     _call("attention_backward", (query, key, value), tensors, bounds=bounds, window=window, scale=scale)
-    per_group = (grad.unflatten(0, (len(key), -1)).sum(1) for grad in grads)
-    grad_key, grad_value = (grad.to(query.dtype, copy=True) for grad in per_group)
-    return grad_query.transpose(0, 1), grad_key, grad_value
+    grads = [tensors[f"grad_{name}"].transpose(0, 1) for name in ("query", "key", "value")]
+    return grads[0], grads[1], grads[2]
 
 
 @native_attention.register_fake
@@ -154,9 +148,8 @@ def _backward_shapes(  # noqa: PLR0913, PLR0917
     window: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    heads, n_tokens, width = query.shape
-    grad_query = query.new_empty(n_tokens, heads, width).transpose(0, 1)
-    return grad_query, key.new_empty(key.shape), value.new_empty(value.shape)
+    grads = [tensor.new_empty(query.shape[1], len(tensor), tensor.shape[2]) for tensor in (query, key, value)]
+    return grads[0].transpose(0, 1), grads[1].transpose(0, 1), grads[2].transpose(0, 1)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
