@@ -44,9 +44,9 @@ def test_a_finite_step_has_no_bad_module(assembly: Assembly) -> None:
 
 def test_the_forward_pass_names_the_innermost_first_module(assembly: Assembly) -> None:
     layer = assembly.learner.root.model.get_decoder().layers[1]
-    layer.mlp.act_fn.register_forward_hook(lambda module, inputs, output: output * float("nan"))
+    layer.mlp.up_proj.register_forward_hook(lambda module, inputs, output: output * float("nan"))
     found = first_bad(assembly.learner, taken(assembly))
-    assert found == Finding(Stage.OUTPUT, "the output of model.layers.1.mlp.act_fn")
+    assert found == Finding(Stage.OUTPUT, "the output of model.layers.1.mlp.up_proj")
 
 
 def test_weights_that_are_not_finite_are_said_to_be(assembly: Assembly) -> None:
