@@ -1,6 +1,6 @@
 """Measures a step of `tuner train` against TRL's SFTTrainer on the same packed rows, alternating in one run.
 
-    python tools/bench_train.py smollm2-full --model DIR [--rounds 3] [--steps 8] [--prefix "taskset -c 0,1"]
+    python tools/bench_train.py smollm2-full --model DIR [--rounds 3] [--steps 16] [--prefix "taskset -c 0,1"]
     python tools/bench_train.py qwen3-9m
     python tools/bench_train.py qwen3-0.6b-4k --device cuda
     python tools/bench_train.py parity --model DIR

@@ -151,23 +151,14 @@ INLINE void multiply(long rows, long columns, long depth, const float *a, long r
         product_of_1(depth, a + i * row, row, column, b + j, width, c + i * out + j, out, add);
 }
 
-/* The sum and the products of a pair of bfloat16 numbers, which are exact in float32: one instruction where HAS_PAIRS,
-   not worth it elsewhere. */
+/* Processors that multiply and add up pairs of bfloat16 numbers in one instruction; the products are exact in float32. */
 #ifdef __AVX512BF16__
 #define HAS_PAIRS 1
 INLINE vec add_pair(vec sum, uint32_t left, vec right) {
   return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)left), (__m512bh)right);
 }
-#else
-#define HAS_PAIRS 0
-INLINE vec add_pair(vec sum, uint32_t left, vec right) {
-  vec low = (vec)((bits)right << 16), high = (vec)((bits)right & 0xffff0000u);
-  return sum + low * (vec)((bits){0} + (left << 16)) + high * (vec)((bits){0} + (left & 0xffff0000u));
-}
-#endif
 
-/* C[8][32] = sum over k of the products of the pairs a[i * row + k] and b[k][j]; for any multiple of 8 rows and of 32
-   columns. */
+/* C = sum over k of the products of the pairs a[i * row + k] and b[k][j], for any multiple of 8 rows and of 32 columns. */
 INLINE void multiply_pairs(long rows, long columns, long depth, const uint32_t *a, long row, const float *b, long width,
                            float *c, long out) {
   for (long j = 0; j < columns; j += 2 * LANES)
@@ -182,3 +173,7 @@ INLINE void multiply_pairs(long rows, long columns, long depth, const uint32_t *
         for (int h = 0; h < 2; h++) store(c + (i + r) * out + j + h * LANES, sum[r][h]);
     }
 }
+#else
+#define HAS_PAIRS 0
+#define multiply_pairs(...) ((void)0) /* where there are no pairs, nothing gets there */
+#endif
