@@ -145,9 +145,13 @@ def apply_native(model: PreTrainedModel) -> None:
 
 
 def apply_liger(model: PreTrainedModel) -> None:
-    """Swap norms, rotary embedding and MLP of this instance for liger's kernels (CUDA only; the loss is our own).
+    """Swap norms and MLP of this instance for liger's kernels (CUDA only; the loss is our own).
 
-    Raises RecipeError when liger has no kernels for the architecture.
+    Not the rotary embedding: liger's kernel writes into the queries and keys it is given. Where these are a matrix
+    product's own result (Llama, Mistral), selective recomputation keeps that very tensor, and would rotate it a second
+    time in the backward pass: gradients half wrong under the right loss. It would also replace the function in the
+    architecture's module, for every model of the process. Raises RecipeError when liger has no kernels for the
+    architecture.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
@@ -156,7 +160,7 @@ def apply_liger(model: PreTrainedModel) -> None:
         raise RecipeError(
             f"model.kernels: liger has no kernels for {model.config.model_type}", hint="write kernels: torch"
         )
-    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    _apply_liger_kernel_to_instance(model=model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def has_liger(model_type: str) -> bool:

@@ -1,0 +1,84 @@
+"""Liger's layers keep the plain model's gradients whatever is recomputed, in Triton's interpreter without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = ("llama", "phi3", "gemma3")
+"""Queries and keys are a product's result in the first, a view of one in the second; the third normalises them."""
+COMPARE = """
+import json, sys, tempfile
+from functools import partial
+import numpy, torch, triton.language as tl, triton.runtime.interpreter as interpreter
+
+# What the interpreter lacks: floats become tensors, device functions are of `math`, CPU tensors are used in place.
+convert = interpreter._implicit_cvt
+def converted(argument):
+    if isinstance(argument, float):
+        return tl.tensor(interpreter.TensorHandle(numpy.array([argument], dtype=numpy.float32), tl.float32), tl.float32)
+    return convert(argument)
+interpreter._implicit_cvt = converted
+interpreter.GridExecutor._init_args_hst = lambda self, args, kwargs: (list(args), dict(kwargs))
+interpreter.GridExecutor._restore_args_dev = lambda self, *args: None
+import triton.language.extra.libdevice as libdevice
+libdevice.rsqrt = partial(tl.math.rsqrt, _semantic=interpreter.interpreter_semantic)
+libdevice.tanh = lambda x: 1 - 2 / (tl.math.exp(2 * x, _semantic=interpreter.interpreter_semantic) + 1)
+class Properties:
+    major, minor, multi_processor_count, name = 9, 0, 4, "stand-in"
+torch.cuda.get_device_properties = lambda device=None: Properties
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+torch.set_num_threads(1)
+
+from tests.model.test_packing import gradient, packed_inputs, random_ids
+from tests.model.tiny import tiny_config
+from tuner.model.build import ModelSpec, apply_liger, build_model
+from tuner.model.recompute import apply_recompute
+from tuner.model.root import CausalLM
+
+lengths = (3, 4)
+
+def gradients(kind, level, liger):
+    with tempfile.TemporaryDirectory() as directory:
+        tiny_config(kind).save_pretrained(directory)
+        root = CausalLM(build_model(ModelSpec(directory, random_init=True), torch.float32, seed=1)).train()
+    for parameter in root.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15, generator=torch.Generator().manual_seed(parameter.numel()))
+    if level != "none":
+        apply_recompute(root, level)
+    if liger:
+        apply_liger(root.model)
+    loss = root(document_lengths=lengths, **packed_inputs(random_ids(97)[: sum(lengths)], lengths))
+    loss.backward()
+    return float(loss), gradient(root)
+
+found = {}
+for kind in sys.argv[1:]:
+    loss, expected = gradients(kind, "none", False)
+    for level in ("none", "selective", "full"):
+        other, actual = gradients(kind, level, True)
+        differences = abs(other - loss) / loss, float((actual - expected).norm() / expected.norm())
+        found[f"{kind} {level}"] = max(differences)
+print(json.dumps(found))
+"""
+
+
+def test_gradients_are_the_plain_models_at_every_level_of_recomputing() -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("liger_kernel")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPARE, *KINDS],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 3 * len(KINDS)
+    assert max(found.values()) < 1e-4, found
