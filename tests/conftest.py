@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,18 @@ def _private_environment(tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
         monkeypatch.delenv(name, raising=False)
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _signals_of_a_terminal() -> Iterator[None]:
+    """Start from the signals of a terminal: nohup and `&` in a script hand on ignored ones, to commands started too."""
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    ignored = [number for number in defaults if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, defaults[number])
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture

@@ -57,18 +57,35 @@ def test_a_launchers_repetition_counts_once() -> None:
         assert stop.signal_name == "SIGINT"
 
 
-def test_a_terminals_second_hangup_is_none_and_an_ignored_one_stays_ignored() -> None:
+def test_a_terminals_second_hangup_is_none() -> None:
     with StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGHUP)  # would end the process
         assert stop.signal_name == "SIGHUP"
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize("number", StopSignals.SIGNALS)
+def test_a_signal_that_is_ignored_at_the_start_stays_ignored(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with StopSignals() as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), number)
             assert not stop.requested
+        assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
+
+
+def test_a_background_job_under_nohup_stops_at_sigterm_alone(root: Path) -> None:
+    command = ["bash", "-c", 'trap "" INT HUP; exec "$@"', "-", sys.executable, "-c", SCRIPT, "0"]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "SIGTERM\n"
+        process.kill()
 
 
 def test_below_a_process_that_counts_every_signal_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

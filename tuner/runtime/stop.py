@@ -27,8 +27,9 @@ def is_ignored(number: signal.Signals) -> bool:
 class StopSignals:
     """While entered, SIGTERM, SIGINT, SIGUSR1 and SIGHUP set `requested`; one more ends the process with code 130.
 
-    A terminal that is closed sends SIGHUP, and its shell may send another: a SIGHUP is never the one more. Where it is
-    ignored, as below nohup, it stays so.
+    A terminal that is closed sends SIGHUP, and its shell may send another: a SIGHUP is never the one more.
+    A signal that the process was started to ignore stays ignored: SIGHUP under nohup, SIGINT in a script's background
+    job, which a Ctrl-C meant for the script must not stop.
     torchrun passes a Ctrl-C on although the terminal has sent it already: signals that come within `repeat_s`
     seconds of the first count as the first. The default is 2 s below torchrun and 0 s elsewhere.
     `on_request` is called with the signal's name from within the handler: let it print one line at most. `at_once`
@@ -73,9 +74,8 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
-                if number == signal.SIGHUP and is_ignored(number):
-                    continue
-                self._old[number] = signal.signal(number, self._receive)
+                if not is_ignored(number):
+                    self._old[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(
