@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.numbers import parse_bytes
+from tuner.runtime.openmp import limit_spinning
 
 if TYPE_CHECKING:
     from tuner.data.building.prepare import PreparedInfo
@@ -45,6 +46,7 @@ def train(
 
     `prepared` is a directory that `prepare_data` returned. Raises TunerError's children as `tuner train` reports them.
     """
+    limit_spinning(os.environ)  # before torch is imported
     from tuner.attached.launch import launch_attached
     from tuner.train.ready import TrainOptions
 

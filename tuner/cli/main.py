@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -12,6 +13,7 @@ from typer.exceptions import TyperException
 
 from tuner.cli.argv import split
 from tuner.errors import ExitCode
+from tuner.runtime.openmp import limit_spinning
 
 COMMANDS: dict[str, str] = {
     "init": "Look at your rows and write a commented recipe.",
@@ -37,6 +39,7 @@ SHOWS_FLAGS = frozenset({"prepare-data", "train", "resume", "eval", "profile"})
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and end the process with its exit code."""
+    limit_spinning(os.environ)
     raise SystemExit(run(list(sys.argv[1:] if argv is None else argv)))
 
 
@@ -153,8 +156,6 @@ def _usage(command: str, args: list[str], message: str, hint: str | None = None)
 
 
 def _close_stdout() -> None:
-    import os
-
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

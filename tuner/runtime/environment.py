@@ -18,7 +18,7 @@ VARIABLES = (
     "TOKENIZERS_PARALLELISM",
 )  # fmt: skip
 """Variables that are recorded, besides those with one of the prefixes."""
-PREFIXES = ("GLOO_", "KMP_", "NCCL_", "OMP_", "TORCH_NCCL_", "TUNER_")
+PREFIXES = ("GLOO_", "GOMP_", "KMP_", "NCCL_", "OMP_", "TORCH_NCCL_", "TUNER_")
 HIDDEN = "***"
 _SECRET = re.compile(r"(?:^|[_.-])(?:token|api[_-]?key|key|secret|password|passwd|credentials?|auth)$", re.IGNORECASE)
 _USER_OF_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
