@@ -24,6 +24,20 @@ class Plan:
         """Epochs finished after ``step`` steps."""
         return step / self.steps_per_epoch
 
+    def derivation(self, duration: Duration) -> str:
+        """How the number of steps follows: ``45 rows / 8 = 6 steps an epoch, 3 epochs = 18 steps``.
+
+        An epoch's last batch may be smaller, so the epochs of a duration in steps or tokens are rounded.
+        """
+        rows, batch = f"{self.rows:,} row{'s' if self.rows != 1 else ''}", self.global_batch_size
+        steps = f"{self.total_steps:,} step{'s' if self.total_steps != 1 else ''}"
+        if duration.unit == "epochs":
+            per_epoch = f"{self.steps_per_epoch:,} step{'s' if self.steps_per_epoch != 1 else ''} an epoch"
+            return f"{rows} / {batch} = {per_epoch}, {duration} = {steps}"
+        derived = f"{steps} of {batch} row{'s' if batch != 1 else ''}"
+        start = f"{duration} = {derived}" if duration.unit == "tokens" else derived
+        return f"{start}, {self.epoch_at(self.total_steps):.2f} epochs of {rows}"
+
 
 def plan_steps(duration: Duration, row_tokens: npt.NDArray[np.int64], global_batch_size: int) -> Plan:
     """Compute the number of optimizer steps of a run over rows of the given token counts.

@@ -302,8 +302,8 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, launch: La
     accumulated = -(-plan.global_batch_size // (micro * launch.world_size))
     console.say(
         "plan",
-        f"{plan.rows} rows x {recipe.train.duration} / {plan.global_batch_size} rows = {plan.total_steps} steps · "
-        f"micro-batch {micro} x {accumulated} x {processes} · lr {table.peak_lr:g}"
+        f"{plan.derivation(recipe.train.duration)} · micro-batch {micro} x {accumulated} x {processes} · "
+        f"lr {table.peak_lr:g}"
         + (f" (auto: {resolved.reasons['optimizer.lr']})" if "optimizer.lr" in resolved.reasons else ""),
     )
     if (ignored := ignored_code(resolved.config)) is not None:
