@@ -7,6 +7,7 @@ import torch
 
 from tuner.parallel.shards import Layout, sums_over_rows
 from tuner.train.muon import prepare
+from tuner.train.norm import sum_of_squares
 
 SMALL_SQUARE = 1e-30
 """Added to squared gradients: the paper's first epsilon."""
@@ -55,9 +56,9 @@ class ShardedAdafactor(torch.optim.Optimizer):
             self._make_update(parameter, gradient, layout, sums, keep)
             if keep is not None:
                 gradient.masked_fill_(~keep, 0.0)  # moments that have seen nothing divide by zero
-        squares = [torch.linalg.vector_norm(gradient).square() for _, gradient, _ in work]
+        squares = [sum_of_squares([gradient]).float() for _, gradient, _ in work]
         if self._scale_parameter:
-            squares += [torch.linalg.vector_norm(parameter).square() for parameter, _, _ in work]
+            squares += [sum_of_squares([parameter]).float() for parameter, _, _ in work]
             layouts = layouts * 2
         means = [s / layout.shape.numel() for s, layout in zip(sums_over_rows(squares, layouts), layouts, strict=True)]
         for number, (parameter, update, group) in enumerate(work):

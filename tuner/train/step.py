@@ -13,6 +13,7 @@ from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import copies, local, sync_gradients
 from tuner.runtime import phase
 from tuner.train.guard import Guard
+from tuner.train.norm import sum_of_squares
 from tuner.train.optimizer import Updater
 
 
@@ -100,7 +101,7 @@ def optimizer_step(learner: Learner, index: int, batches: StepBatches, factor: f
     loss_sum = forward_backward(learner, index, batches)
     learner.enter(index, "optimizer")
     gradients = [local(p.grad) for p in learner.parameters.values() if p.grad is not None]
-    squares = torch.stack(torch._foreach_norm(gradients)).square().sum() / copies(learner.root)
+    squares = sum_of_squares(gradients) / copies(learner.root)
     figures = learner.root.objective.take()
     sums = torch.stack([tensor.double() for tensor in (squares, loss_sum, *figures.values())])
     if dist.is_initialized():
