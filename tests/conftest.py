@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.caches import SHARED, new_cache
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -17,10 +19,19 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _asked_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let transformers be asked about each of the tests' tokenizers once: each answer takes a second."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tokenizers"
+    shared.mkdir(exist_ok=True)
+    os.environ.setdefault(SHARED, str(shared))
+
+
 @pytest.fixture(autouse=True)
 def _private_environment(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep prepared data out of the user's cache, and a launcher's variables out of the tests."""
-    monkeypatch.setenv("TUNER_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("TUNER_CACHE", str(new_cache(tmp_path_factory.mktemp("cache"))))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name in [name for name in os.environ if name.startswith("SLURM_")]:

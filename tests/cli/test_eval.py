@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.caches import new_cache
 from tests.multi import launcher
 from tools import resume_campaign
 from tuner.cli.document import SCHEMA_PATH
@@ -41,7 +42,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = {"data.eval": "[short.jsonl, long.jsonl]", "train.duration": "4 steps", "eval.every": "2 steps"}
     loaded = load_recipe(directory / "r.yaml", [Override(key, text) for key, text in flags.items()], cwd=directory)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TUNER_CACHE", str(directory / "cache"))
+        patch.setenv("TUNER_CACHE", str(new_cache(directory / "cache")))
         patch.chdir(directory)
         train(loaded, TrainOptions(), Launch(), QUIET)
     return directory
@@ -49,7 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUNER_CACHE", str(place / "cache"))
+    monkeypatch.setenv("TUNER_CACHE", str(new_cache(place / "cache")))
     monkeypatch.chdir(place)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.caches import new_cache
 from tools import resume_campaign, signal_campaign
 from tuner.checkpoint.load import newest
 
@@ -42,7 +43,7 @@ def start(directory: Path, *words: str, before: str = "") -> subprocess.Popen[st
             "PYTHONPATH": f"{before}:{ROOT}" if before else str(ROOT),
             "PYTHONWARNINGS": "ignore",
             "OMP_NUM_THREADS": "1",
-            "TUNER_CACHE": str(directory / "cache"),
+            "TUNER_CACHE": str(new_cache(directory / "cache")),
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

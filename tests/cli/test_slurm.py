@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.caches import new_cache
 from tools import resume_campaign
 from tuner.config.shipped import shipped_scripts
 
@@ -92,7 +93,7 @@ def test_two_tasks_train_stop_and_have_the_job_requeued(tmp_path: Path) -> None:
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "TUNER_CACHE": str(tmp_path / "cache"),
+        "TUNER_CACHE": str(new_cache(tmp_path / "cache")),
         "CALLS": str(calls),
         "SLURM_JOB_ID": str(os.getpid()),
     }

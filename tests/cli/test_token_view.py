@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.caches import new_cache
 from tests.data import tiny
 from tuner.cli.token_view import row_texts, token_lines
 from tuner.data.building.explain import explain
@@ -58,7 +59,7 @@ def test_a_terminal_gets_text_and_colour(rows_file: Path, tmp_path: Path) -> Non
         f"model: {{name_or_path: {model}}}\ndata: {{train: {rows_file}, max_length: 64}}\n"
     )
     main, terminal = pty.openpty()
-    environment = {**os.environ, "TUNER_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TUNER_CACHE": str(new_cache(tmp_path / "cache")), "PYTHONPATH": str(ROOT)}
     environment.pop("NO_COLOR", None)
     command = [sys.executable, "-m", "tuner", "prepare-data", "recipe.yaml", "--explain", "1"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=terminal, stderr=subprocess.PIPE, env=environment) as process:

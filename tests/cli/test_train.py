@@ -13,6 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.caches import new_cache
 from tools import resume_campaign
 from tuner.checkpoint.load import newest
 from tuner.cli.document import SCHEMA_PATH
@@ -39,7 +40,7 @@ def environment(directory: Path) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",
-        "TUNER_CACHE": str(directory / "cache"),
+        "TUNER_CACHE": str(new_cache(directory / "cache")),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
 

@@ -24,6 +24,7 @@ LAW: dict[str, set[str]] = {
     "checkpoint": BASE,
     "parallel": BASE | {"model"},
     "history": BASE | {"checkpoint"},
+    "transformers_tokenizer": BASE | {"data"},
     "export": BASE | {"model", "checkpoint"},
     "train": BELOW_TRAIN,
     "profile": BELOW_TRAIN | {"train"},

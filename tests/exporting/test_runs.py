@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.caches import new_cache
 from tools import resume_campaign
 from tuner.attached.launch import launch_attached
 from tuner.config.load import load_recipe
@@ -33,7 +34,7 @@ def launch(directory: Path, **flags: str) -> Path:
 
 
 def test_exports_of_a_run_are_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUNER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TUNER_CACHE", str(new_cache(tmp_path / "cache")))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     resume_campaign.prepare(tmp_path, 1)
     run = launch(tmp_path, export__every="4 steps", export__adapter="keep", export__shard_size="1MB")
@@ -55,10 +56,11 @@ def test_rank_0_exports_once(tmp_path: Path) -> None:
     resume_campaign.prepare(tmp_path, 1)
     flags = ["--parallel.processes", "2", "--train.duration", "6 steps", "--checkpoint.every", "500 steps"]
     flags += ["--export.every", "6 steps", "--export.at_end", "true", "--logging.level", "info"]
+    cache = str(new_cache(tmp_path / "cache"))
     done = subprocess.run(
         [sys.executable, "-m", "tuner", "train", "r.yaml", "--json", *flags],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TUNER_CACHE": str(tmp_path / "cache")},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TUNER_CACHE": cache},
         capture_output=True,
         text=True,
         check=False,

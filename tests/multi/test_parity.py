@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.caches import new_cache
 from tests.multi.launcher import ROOT
 from tests.train.synthetic import SyntheticRows, write_model
 from tools import resume_campaign
@@ -106,7 +107,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, (name, changes) in enumerate((WHOLE | LAUNCHES).items()):
         flags = {**FLAGS, "name": f"run{number}", **changes["flags"]}
         cases.append({**changes, "name": name, "recipe": str(recipe), "flags": flags})
-    own = {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(directory / "cache")}
+    own = {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(new_cache(directory / "cache"))}
     env = {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [sys.executable, WORKER, json.dumps(cases), str(directory)],

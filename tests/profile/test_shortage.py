@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.caches import new_cache
 from tests.profile.test_watch import launch, workplace  # noqa: F401 - a fixture
 from tuner.errors import MemoryLimitError
 from tuner.profile import watch
@@ -67,7 +68,7 @@ main(["train", "r.yaml", "--name", "third", "--json"])
 
 
 def test_a_cap_on_addresses_ends_with_5_and_the_override_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUNER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TUNER_CACHE", str(new_cache(tmp_path / "cache")))
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")  # threads reserve addresses of their own
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**20))  # large blocks leave no hole behind
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))

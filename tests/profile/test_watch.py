@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.caches import new_cache
 from tools import resume_campaign
 from tuner.attached.launch import launch_attached
 from tuner.config.load import load_recipe
@@ -24,7 +25,7 @@ FLAGS = {"train.duration": "4 steps", "checkpoint.every": "never", "train.micro_
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TUNER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TUNER_CACHE", str(new_cache(tmp_path / "cache")))
     resume_campaign.prepare(tmp_path, 1)
     lines = (tmp_path / "r.yaml").read_text().splitlines(keepends=True)
     (tmp_path / "r.yaml").write_text("".join(line for line in lines if not line.startswith("adapter")))

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from tests.caches import new_cache
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -51,7 +53,7 @@ def prepare(work: Path, recipe: dict[str, Any], cache: Path | None = None) -> Pr
     path = work / "recipe.yaml"
     path.write_text(json.dumps(recipe, ensure_ascii=False), encoding="utf-8")
     command = [sys.executable, "-m", "tuner", "prepare-data", str(path), "--json"]
-    environment = {**os.environ, "TUNER_CACHE": str(cache or work / "cache"), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TUNER_CACHE": str(new_cache(cache or work / "cache")), "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=work, env=environment)
     assert result.returncode == 0, result.stderr
     return opened(Path(json.loads(result.stdout)["artifacts"]["path"]))

@@ -72,6 +72,33 @@ HAND_MADE = {
     ),
 }
 
+_USER = "{% for m in messages %}{% if m.role == 'user' %}"
+SENTENCEPIECE = {
+    "inst": _USER
+    + "{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}{% else %}"
+    + _block("{{ ' ' + m.content.strip() + ' ' + eos_token }}")
+    + "{% endif %}{% endfor %}",
+    "inst without spaces": "{{ bos_token }}"
+    + _USER
+    + "{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}"
+    + _block("{{ m.content + eos_token }}")
+    + "{% endif %}{% endfor %}",
+    "turns": _USER
+    + "{{ '<|user|>\n' + m.content + eos_token + '\n' }}{% else %}{{ '<|assistant|>\n' }}"
+    + _block("{{ m.content + eos_token }}")
+    + "{{ '\n' }}{% endif %}{% endfor %}"
+    + _ADDED
+    + "{{ '<|assistant|>\n' }}{% endif %}",
+    "spaces and two tokens": _USER
+    + "{{ '  ' + bos_token + bos_token + ' user:\n' + m.content + eos_token + ' ' }}{% else %}"
+    + "{{ '  ' + bos_token + bos_token + ' assistant:\n' }}"
+    + _block("{{ m.content + eos_token }}")
+    + "{{ ' ' }}{% endif %}{% endfor %}"
+    + _ADDED
+    + "{{ '  ' + bos_token + bos_token + ' assistant:\n' }}{% endif %}",
+}
+"""For tokenizers of Llama 2's kind, whose words begin with a space."""
+
 IMPOSSIBLE = {
     "newest first": _chatml().replace("in messages", "in messages | reverse") + _PROMPT,
     "another prompt": _chatml() + _ADDED + "<|im_start|>model\n{% endif %}",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.caches import new_cache
 from tests.data import tiny
 from tuner.data.building.cache import collect
 from tuner.data.prepared import open_prepared
@@ -28,7 +29,7 @@ def recipe(tmp_path: Path) -> Path:
 
 def run(recipe: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tuner.cli.main", "prepare-data", *arguments]
-    environment = {"PYTHONPATH": str(Path(__file__).parents[3]), "TUNER_CACHE": str(recipe.parent / "cache")}
+    environment = {"PYTHONPATH": str(Path(__file__).parents[3]), "TUNER_CACHE": str(new_cache(recipe.parent / "cache"))}
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=recipe.parent, env=environment)
 
 
@@ -60,7 +61,7 @@ def test_explain_marks_what_is_trained_and_builds_nothing(recipe: Path) -> None:
     planned = run(recipe, "--dry-run", "--data.max_length", "128")
     assert planned.returncode == 0
     assert "not yet prepared" in planned.stderr
-    assert not (recipe.parent / "cache").exists()
+    assert [path.name for path in (recipe.parent / "cache").iterdir()] == ["tokenizers"]
 
 
 def test_bad_input_is_one_line_and_its_code(recipe: Path) -> None:
@@ -83,7 +84,7 @@ def test_check_builds_nothing_and_says_with_its_code_what_is_missing(recipe: Pat
     missing = run(recipe, "--check", "--json")
     assert missing.returncode == 3
     assert "its documents must be encoded and packed" in json.loads(missing.stdout)["error"]["message"]
-    assert not (recipe.parent / "cache").exists()
+    assert [path.name for path in (recipe.parent / "cache").iterdir()] == ["tokenizers"]
     path = run(recipe).stdout
     there = run(recipe, "--check")
     assert (there.returncode, there.stdout) == (0, path)
@@ -145,7 +146,7 @@ def many_files(recipe: Path) -> Path:
 
 
 def start(recipe: Path) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(recipe.parent / "cache")}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(new_cache(recipe.parent / "cache"))}
     command = [sys.executable, "-c", COMMAND, "prepare-data", str(recipe)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -182,7 +183,7 @@ def test_a_signal_leaves_nothing_behind_that_counts(many_files: Path, number: si
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert not list(cache.glob("*/[0-9a-f]*"))
+    assert not [*cache.glob("encoded/[0-9a-f]*"), *cache.glob("prepared/[0-9a-f]*")]
     assert len(collect(cache, dry_run=True)) == (2 if number == signal.SIGKILL else 0)
     with start(many_files) as command:
         path, err = command.communicate(timeout=120)
@@ -209,7 +210,7 @@ def test_a_script_without_a_guard_is_not_run_again_by_workers(many_files: Path) 
         "from tuner import prepare_data\nprint('once')\n"
         f"print(prepare_data({str(many_files)!r}).path)\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(many_files.parent / "cache")}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(new_cache(many_files.parent / "cache"))}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     once, path = done.stdout.splitlines()

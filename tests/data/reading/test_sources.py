@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.caches import new_cache
 from tests.data import tiny
 from tuner.config.recipe import DataSource
 from tuner.data.building.cache import LEFT_SPOOL, Garbage, collect
@@ -408,7 +409,7 @@ def prepared(tmp_path: Path, source: str, data: bytes = b"") -> subprocess.Compl
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[3]),
-        "TUNER_CACHE": str(tmp_path / "cache"),
+        "TUNER_CACHE": str(new_cache(tmp_path / "cache")),
         "HF_HUB_OFFLINE": "1",
     }
     command = [sys.executable, "-m", "tuner", "prepare-data", "--json", "--data.train", source]

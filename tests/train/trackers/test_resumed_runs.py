@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.caches import new_cache
 from tests.train.trackers.readers import mlflow_points, tensorboard_points, wandb_records
 from tools import resume_campaign
 
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.skipif(not INSTALLED, reason="no tracker is installed")
 def python(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "MLFLOW_"))}
     env = kept | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
-    env |= {"TUNER_CACHE": str(directory / "cache"), "HOME": str(directory)}
+    env |= {"TUNER_CACHE": str(new_cache(directory / "cache")), "HOME": str(directory)}
     return subprocess.run([sys.executable, *words], cwd=directory, env=env, capture_output=True, text=True, check=False)
 
 

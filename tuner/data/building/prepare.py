@@ -25,6 +25,7 @@ from tuner.data.building.encoded import record_batches
 from tuner.data.building.keys import Keys, keys_of, sources_of
 from tuner.data.building.pack import cut, row_batches
 from tuner.data.building.request import PrepareRequest
+from tuner.data.id_probes import ID_PROBES, row_probes, write_probes
 from tuner.data.prepared import ROWS_SCHEMA, view
 from tuner.errors import DataError, MachineError
 from tuner.runtime.files import sha256_file
@@ -126,6 +127,9 @@ def _build_rows(
     samples = _samples(tmp / "eval.documents.arrow", request) if report["eval"] is not None else []
     with jsonlines.open(tmp / "samples.jsonl", "w") as writer:
         writer.write_all(samples)
+    write_probes(tmp / ID_PROBES, row_probes((f for source in keys.train for f in source.files), request.tokenizer))
+    loaded_as = request.tokenizer.loaded_as
+    report["tokenizer"] = None if loaded_as is None else loaded_as.facts()
     return {
         "report": report,
         "max_length": request.max_length,

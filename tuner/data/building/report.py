@@ -8,7 +8,7 @@ Line = tuple[str, str]
 
 def report_lines(report: Mapping[str, Any], method: str, max_length: int, packing: bool) -> list[Line]:
     """The lines of a prepared directory's report."""
-    lines: list[Line] = []
+    lines: list[Line] = _tokenizer_lines(report.get("tokenizer"))
     if method == "sft":
         masks = report["masks"]
         lines.append(("masks", f"proven on {masks['proven']:,} of {masks['rows']:,} rows"))
@@ -40,7 +40,22 @@ def warnings_of(report: Mapping[str, Any], rejects: str) -> list[str]:
                 warnings.append(f"data.{side}: nothing is taken of {source['path']}: its share rounds to no document")
     if report["overlap"]:
         warnings.append(f"data.eval: {report['overlap']:,} of its documents are in data.train too")
+    if others := (report.get("tokenizer") or {}).get("other_versions"):
+        now = report["tokenizer"]["transformers"]
+        listed = f"transformers {now} gives other ids than {', '.join(others)} did for the same tokenizer files"
+        warnings.append(f"tokenizer: {listed}: readers of an export with those versions are given the ids of {now}")
     return warnings
+
+
+def _tokenizer_lines(tokenizer: Mapping[str, Any] | None) -> list[Line]:
+    """How transformers loads the tokenizer, where that is not what tokenizer.json says alone."""
+    if tokenizer is None or tokenizer["changed"] == []:
+        return []
+    how = f"as transformers {tokenizer['transformers']} loads it ({tokenizer['class']})"
+    if tokenizer["changed"] is None:
+        return [("tokenizer", f"{how}: its directory has no tokenizer.json")]
+    parts = ", ".join(tokenizer["changed"])
+    return [("tokenizer", f"{how}, which differs from tokenizer.json in: {parts}")]
 
 
 def _fast(fast: Mapping[str, Any]) -> str:

@@ -70,13 +70,14 @@ def prepare_request(
     """
     from tuner.config.recipe import rows_method
 
+    cache = (cache_dir or (cache_root() if data.cache_dir is None else Path(data.cache_dir))).absolute()
     return PrepareRequest(
         data=data,
         method=rows_method(method),
-        tokenizer=load_tokenizer(model.name_or_path, model.revision, tokenizer),
+        tokenizer=load_tokenizer(model.name_or_path, model.revision, tokenizer, cache),
         max_length=resolve_max_length(model, data),
         seed=seed,
-        cache_dir=cache_dir or (cache_root() if data.cache_dir is None else Path(data.cache_dir)).absolute(),
+        cache_dir=cache,
         special_tokens_in_text=tokenizer.special_tokens_in_text,
     )
 

@@ -21,8 +21,6 @@ def with_tokens(files: Mapping[str, bytes], tokens: "Sequence[AddedToken]") -> t
     They are found in a text as it is, before anything else is made of it. Raises RecipeError for a token that the
     tokenizer has.
     """
-    if not tokens:
-        return dict(files), range(0)
     try:
         before = Tokenizer.from_str(files["tokenizer.json"].decode())
         spec, config = _object(files, "tokenizer.json"), _object(files, "tokenizer_config.json")
@@ -43,10 +41,16 @@ def with_tokens(files: Mapping[str, bytes], tokens: "Sequence[AddedToken]") -> t
         key = next((name for name in _EXTRA if isinstance(config.get(name), list)), _EXTRA[1])
         config[key] = [*config.get(key, []), *special]
     changed = {"tokenizer.json": _bytes(spec), "tokenizer_config.json": _bytes(config)}
-    after = Tokenizer.from_str(changed["tokenizer.json"].decode())
-    if [after.token_to_id(wish.token) for wish in tokens] != list(range(first, first + len(tokens))):
+    added, ids = {**files, **changed}, range(first, first + len(tokens))
+    require_ids(added, tokens, ids)
+    return added, ids
+
+
+def require_ids(files: Mapping[str, bytes], tokens: "Sequence[AddedToken]", ids: range) -> None:
+    """Check that a tokenizer gives added tokens these ids. Raises DataError."""
+    after = Tokenizer.from_str(files["tokenizer.json"].decode())
+    if [after.token_to_id(wish.token) for wish in tokens] != list(ids):
         raise DataError("tokenizer.add_tokens: there are gaps in the tokenizer's ids, so that it cannot be added to")
-    return {**files, **changed}, range(first, first + len(tokens))
 
 
 def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

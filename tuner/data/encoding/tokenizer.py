@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
+from tuner.data.encoding.as_loaded import LoadedAs
 from tuner.data.encoding.byte_table import ByteTable, Unproven
 from tuner.data.encoding.template import (
     TEMPLATE_FILE,
@@ -26,7 +27,7 @@ from tuner.data.encoding.template import (
 from tuner.errors import DataError
 from tuner.runtime.files import write_atomic
 
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PROBE: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the answer"}]
 
 
@@ -53,16 +54,19 @@ class TextTokenizer:
         model_eos_ids: Sequence[int] = (),
         now: datetime | None = None,
         new_ids: range = range(0),
+        loaded_as: LoadedAs | None = None,
     ) -> None:
         """Build from a tokenizer directory's files by name.
 
         `chat_template` replaces the directory's own; `model_eos_ids` are further ids that end a turn, `now` the
-        time that a template is told, `new_ids` those of tokens that the recipe added to the files. DataError.
+        time that a template is told, `new_ids` those of tokens that the recipe added to the files, `loaded_as` how
+        transformers loads them, where it was asked. DataError.
         """
+        self.loaded_as = loaded_as
         self._files = dict(files)
         self.new_ids = new_ids
         config = parse_json(files, "tokenizer_config.json")
-        self.special_tokens = _special_tokens(config, parse_json(files, "special_tokens_map.json"))
+        self.special_tokens = declared_special_tokens(config, parse_json(files, "special_tokens_map.json"))
         if chat_template is not None:
             self._files[TEMPLATE_FILE] = chat_template.encode()
             self._files.pop(TOOL_TEMPLATE_FILE, None)
@@ -154,6 +158,11 @@ class TextTokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids of the control tokens."""
         return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
+
+    @property
+    def added_tokens(self) -> list[str]:
+        """Tokens that are found in a text before anything else is made of it, by id."""
+        return [token.content for _, token in sorted(self._backend.get_added_tokens_decoder().items())]
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids; with `add_special_tokens`, those that the tokenizer puts around a text too."""
@@ -320,9 +329,10 @@ def parse_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return value
 
 
-def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
+def declared_special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens by their names, such as `bos_token`, as tokenizer_config.json or the older file names them."""
     tokens: dict[str, str] = {}
-    for name in _SPECIAL_NAMES:
+    for name in SPECIAL_NAMES:
         value = config.get(name) or special_map.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):

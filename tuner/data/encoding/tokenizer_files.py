@@ -1,20 +1,18 @@
 """The files of a tokenizer: where they are, and the tokenizer that they make."""
 
-import hashlib
 import os
-import secrets
-import subprocess
-import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tuner.data.encoding.added import with_tokens
+from tuner.data.encoding.added import require_ids, with_tokens
+from tuner.data.encoding.as_loaded import LoadedAs, as_loaded
 from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
 from tuner.data.encoding.template import TEMPLATE_FILE, TOOL_TEMPLATE_FILE
 from tuner.data.encoding.tokenizer import TextTokenizer, parse_json
 from tuner.errors import DataError, MachineError
-from tuner.runtime.files import TMP_PREFIX, discard_dir, publish_dir
 
 if TYPE_CHECKING:
     from tuner.config.recipe import TokenizerSection
@@ -25,23 +23,22 @@ _FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
-    "tokenizer.model",
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model"),
     TEMPLATE_FILE,
     TOOL_TEMPLATE_FILE,
 )
-_CONVERT = (
-    "import sys; from transformers import AutoTokenizer; "
-    "AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False).save_pretrained(sys.argv[2])"
-)
 
 
-
-def load_tokenizer(model_path: str, revision: str | None, tokenizer: "TokenizerSection") -> TextTokenizer:
-    """Read the recipe's tokenizer: its own, `byte`, or the model's.
+def load_tokenizer(
+    model_path: str, revision: str | None, tokenizer: "TokenizerSection", cache_dir: Path | None = None
+) -> TextTokenizer:
+    """Read the recipe's tokenizer, as transformers loads it: its own, `byte`, or the model's.
 
     `model_path` is a directory or a hub name; a hub name is the only thing that reaches for the network, and only
-    what the local cache lacks. Raises DataError where the files are missing or wrong.
+    what the local cache lacks. What transformers makes of the files is kept in `cache_dir`, else `cache_root()`.
+    Raises DataError where the files are missing or wrong.
     """
     template = None
     if tokenizer.chat_template is not None:
@@ -49,15 +46,23 @@ def load_tokenizer(model_path: str, revision: str | None, tokenizer: "TokenizerS
             template = Path(tokenizer.chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"tokenizer.chat_template: {error}") from error
-    ends: list[int] = []
+    own = tokenizer.name_or_path is not None and str(tokenizer.name_or_path) != model_path
+    cache = cache_dir or cache_root()
     if tokenizer.name_or_path == "byte":
-        files = byte_tokenizer_files()
+        place = _Place("tokenizer.name_or_path: byte", None, _model_config(model_path, revision), cache)
+        files, ends = byte_tokenizer_files(), []
     else:
-        own = tokenizer.name_or_path is not None and str(tokenizer.name_or_path) != model_path
         directory = tokenizer_directory(str(tokenizer.name_or_path) if own else model_path, None if own else revision)
+        config = _config(directory)
+        place = _Place(str(directory), config, _model_config(model_path, revision) if own else config, cache)
         files, ends = _read_files(directory), _model_eos_ids(directory)
-    files, new_ids = with_tokens(files, tokenizer.add_tokens)
-    return TextTokenizer(files, template, ends, new_ids=new_ids)
+    files, loaded = place.as_loaded(files)
+    new_ids = range(0)
+    if tokenizer.add_tokens:
+        files, new_ids = with_tokens(files, tokenizer.add_tokens)
+        files, _ = place.as_loaded(files)
+        require_ids(files, tokenizer.add_tokens, new_ids)
+    return TextTokenizer(files, template, ends, new_ids=new_ids, loaded_as=loaded)
 
 
 def tokenizer_directory(name_or_path: str, revision: str | None) -> Path:
@@ -80,34 +85,41 @@ def tokenizer_directory(name_or_path: str, revision: str | None) -> Path:
 
 
 def _read_files(directory: Path) -> dict[str, bytes]:
-    if not (directory / "tokenizer.json").is_file():
-        directory = _converted(directory)
-    return {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
-
-
-def _converted(directory: Path) -> Path:
-    """Convert a tokenizer without tokenizer.json once, in a child process: transformers would import torch."""
-    sources = [directory / name for name in _FILES if (directory / name).is_file()]
-    if not sources:
+    """The files of a tokenizer by name. DataError where there is none."""
+    files = {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
+    if not files:
         raise DataError(f"{directory}: holds no tokenizer", hint="set tokenizer.name_or_path (`byte` needs no files)")
-    digest = hashlib.sha256(b"".join(hashlib.sha256(source.read_bytes()).digest() for source in sources)).hexdigest()
-    target = cache_root() / "tokenizers" / digest[:16]
-    if not (target / "tokenizer.json").is_file():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        tmp = target.parent / f"{TMP_PREFIX}{target.name}-{secrets.token_hex(4)}"
-        command = [sys.executable, "-c", _CONVERT, str(directory), str(tmp)]
-        # tiktoken would keep what it reads in a directory of a fixed name in /tmp.
-        own = {"HF_HUB_OFFLINE": "1", "TIKTOKEN_CACHE_DIR": ""}
-        result = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **own})
-        made = result.returncode == 0 and (tmp / "tokenizer.json").is_file()
-        if made and not (target / "tokenizer.json").is_file():
-            discard_dir(target)
-            publish_dir(tmp, target)
-        discard_dir(tmp)
-        if not made:
-            reason = (result.stderr.strip().splitlines() or ["no tokenizer.json was written"])[-1]
-            raise DataError(f"{directory}: the tokenizer cannot be converted to tokenizer.json: {reason}")
-    return target
+    return files
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What decides, besides its files, how a tokenizer is loaded."""
+
+    name: str
+    """For people."""
+    config: bytes | None
+    model_config: bytes | None
+    cache_dir: Path
+
+    def as_loaded(self, files: Mapping[str, bytes]) -> tuple[dict[str, bytes], LoadedAs]:
+        """The files as transformers loads them. Raises DataError."""
+        try:
+            return as_loaded(files, self.config, self.model_config, self.cache_dir)
+        except DataError as error:
+            raise DataError(f"{self.name}: {error.message}", hint=error.hint) from error
+
+
+def _config(directory: Path) -> bytes | None:
+    path = directory / "config.json"
+    return path.read_bytes() if path.is_file() else None
+
+
+def _model_config(model_path: str, revision: str | None) -> bytes | None:
+    """The model's config.json; None where the model is not here, which is said where the model is needed."""
+    with suppress(DataError, MachineError):
+        return _config(tokenizer_directory(model_path, revision))
+    return None
 
 
 def cache_root(environment: Mapping[str, str] | None = None) -> Path:

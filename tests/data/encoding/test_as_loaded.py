@@ -1,0 +1,188 @@
+"""Ids are those of the tokenizer that transformers makes of the files, whatever tokenizer.json says, and stay so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.data import spm, tiny
+from tuner.config.recipe import TokenizerSection
+from tuner.data.building.report import warnings_of
+from tuner.data.encoding import as_loaded
+from tuner.data.encoding.adversarial import adversarial_texts
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.tokenizer_files import load_tokenizer
+from tuner.errors import DataError
+
+CHATS = [
+    [("user", "hello world"), ("assistant", "the answer is 42")],
+    [("user", "  two  spaces "), ("assistant", " x\n"), ("user", "\n\n"), ("assistant", "\u4e2d\u6587 \u00e9")],
+    [("user", ""), ("assistant", "def f(x):\n\treturn 1"), ("user", "[INST] a"), ("assistant", "\U0001f642")],
+]
+
+
+LLAMA = {"tokenizer_class": "LlamaTokenizer", **spm.NAMES}
+OWN_CODE = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["a.Own", None]}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Files as a model ships them: what is asked of transformers is another tokenizer for each."""
+
+    files: dict[str, bytes]
+    model_type: str | None = "llama"
+    template: str = spm.INST
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def llama(files: dict[str, bytes], template: str = spm.INST, model_type: str | None = "llama", **config: Any) -> Case:
+    return Case(files, model_type, template, LLAMA | config)
+
+
+def cases() -> dict[str, Case]:
+    model, normalizes, metaspace = (
+        {"tokenizer.model": spm.model()},
+        {"tokenizer.json": spm.tokenizer_json()},
+        {"tokenizer.json": spm.tokenizer_json(normalizes=False)},
+    )
+    digits = json.loads(tiny.tokenizer_json())
+    digits["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [{"type": "Digits", "individual_digits": True}, digits["pre_tokenizer"]],
+    }
+    gpt2 = {"tokenizer_class": "GPT2Tokenizer", **dict.fromkeys(spm.NAMES, "<|endoftext|>")}
+    return {
+        "Llama 2": llama(normalizes, legacy=True),
+        "legacy false": llama(normalizes, spm.TURNS, legacy=False),
+        "Metaspace, spaces and two BOS": llama(metaspace, spm.SPACES),
+        "a token beside the vocabulary": llama(normalizes, legacy=True, pad_token="<pad>"),  # noqa: S106 (a token)
+        "Mistral, model only": llama(model, spm.TURNS, "mistral", legacy=True),
+        "Llama 2, model only": llama(model, legacy=True),
+        "Unigram, model only, without a class": Case({"tokenizer.model": spm.model("unigram")}, "llama", spm.TURNS),
+        "GPT2Tokenizer over Digits": Case({"tokenizer.json": json.dumps(digits).encode()}, "gpt2", spm.TURNS, gpt2),
+        "code of its own": llama(normalizes, spm.TURNS, None, **OWN_CODE),
+    }
+
+
+@pytest.mark.parametrize("name", cases())
+def test_ids_are_those_of_the_exports_readers(tmp_path: Path, name: str) -> None:
+    """Of an export: the files that a run keeps, next to the model's config.json; and of those files alone."""
+    from transformers import AutoTokenizer
+
+    case = cases()[name]
+    base = spm.write(tmp_path / "base", case.files, case.model_type, **case.config)
+    (base / "chat_template.jinja").write_text(case.template)
+    ours = load_tokenizer(str(base), None, TokenizerSection())
+    ours.save(tmp_path / "run")
+    export = spm.write(tmp_path / "export", dict(ours.files), case.model_type)
+    for directory in (export, tmp_path / "run"):
+        theirs = AutoTokenizer.from_pretrained(directory)
+        for chat in CHATS:
+            messages = [{"role": role, "content": content} for role, content in chat]
+            assert ours.render(messages) == theirs.apply_chat_template(messages, tokenize=False)
+            assert ours.encode(ours.render(messages)) == theirs.apply_chat_template(messages, return_dict=False)
+        for text in adversarial_texts(ours):
+            assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"], text
+            assert ours.encode(text, add_special_tokens=True) == theirs(text)["input_ids"], text
+        assert (ours.eos_id, ours.vocab_size) == (theirs.eos_token_id, len(theirs))
+    if case.config.get("auto_map") is None:
+        plain = AutoTokenizer.from_pretrained(base)
+        assert plain(" a\n b </s> c")["input_ids"] == ours.encode(" a\n b </s> c", add_special_tokens=True)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """How often transformers is asked."""
+    calls: list[object] = []
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return subprocess.run(*arguments, **options)  # noqa: PLW1510 (the caller says)
+
+    monkeypatch.setattr(as_loaded, "subprocess", SimpleNamespace(run=run))
+    return calls
+
+
+def load(directory: Path, cache: Path) -> TextTokenizer:
+    return load_tokenizer(str(directory), None, TokenizerSection(), cache)
+
+
+def test_transformers_is_asked_once(tmp_path: Path, asked: list[object]) -> None:
+    base, cache = (
+        spm.write(tmp_path / "base", {"tokenizer.json": spm.tokenizer_json()}, "llama", **LLAMA),
+        tmp_path / "c",
+    )
+    first = load(base, cache)
+    (base / "chat_template.jinja").write_text(spm.TURNS)
+    (base / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    again = load(base, cache)
+    assert len(asked) == 1
+    assert first.hash == again.hash
+    assert again.loaded_as is not None
+    assert again.loaded_as.tokenizer_class == "LlamaTokenizer"
+    assert again.loaded_as.changed == ("normalizer", "pre_tokenizer", "model")
+    (base / "config.json").write_text('{"model_type": "mistral"}')
+    assert load(base, cache).hash != first.hash
+    [answer] = {
+        path.parent for path in cache.rglob("tokenizer.json") if first.files["tokenizer.json"] == path.read_bytes()
+    }
+    (answer / "tokenizer.json").write_bytes(b"{")
+    (base / "config.json").write_text('{"model_type": "llama"}')
+    assert load(base, cache).hash == first.hash
+    assert len(asked) == 3
+
+
+def test_a_cache_that_cannot_be_written_costs_time_alone(tmp_path: Path, asked: list[object]) -> None:
+    base = spm.write(tmp_path / "base", {"tokenizer.json": spm.tokenizer_json()}, "llama", **LLAMA)
+    (tmp_path / "file").write_text("")
+    assert load(base, tmp_path / "file").hash == load(base, tmp_path / "cache").hash
+    assert len(asked) == 2
+
+
+def test_files_that_are_loaded_as_they_are_stay_as_they_are(tmp_path: Path) -> None:
+    base = tiny.write_directory(tmp_path / "base")
+    tokenizer = load(base, tmp_path / "cache")
+    assert tokenizer.files == tiny.files()
+    assert tokenizer.hash == tiny.tokenizer().hash
+    assert tokenizer.loaded_as is not None
+    assert tokenizer.loaded_as.facts() == {
+        "transformers": version("transformers"),
+        "class": "TokenizersBackend",
+        "changed": [],
+        "other_versions": [],
+    }
+
+
+def test_another_version_with_other_ids_is_named(tmp_path: Path) -> None:
+    base, cache = (
+        spm.write(tmp_path / "base", {"tokenizer.json": spm.tokenizer_json()}, "llama", **LLAMA),
+        tmp_path / "c",
+    )
+    load(base, cache)
+    [answer] = cache.rglob("answer.json")
+    for other, digest in (("4.57.0", "0" * 64), ("5.22.0", json.loads(answer.read_text())["ids_sha256"])):
+        directory = answer.parent.parent / f"{other}-{as_loaded.FORMAT}"
+        directory.mkdir()
+        (directory / "answer.json").write_text(json.dumps({"ids_sha256": digest}))
+    loaded = load(base, cache).loaded_as
+    assert loaded is not None
+    assert loaded.other_versions == ("4.57.0",)
+    report = {"tokenizer": loaded.facts(), "sources": {}, "overlap": 0, "train": None, "eval": None}
+    [warning] = warnings_of(report, "rejects")
+    assert f"transformers {version('transformers')} gives other ids than 4.57.0 did" in warning
+
+
+def test_a_model_whose_type_decides_otherwise_is_refused(tmp_path: Path) -> None:
+    """Of Qwen 2, transformers rebuilds any tokenizer as Qwen's: no export could have the ids of the other one."""
+    own = spm.write(tmp_path / "own", {"tokenizer.json": spm.tokenizer_json()}, None, **LLAMA)
+    model = spm.write(tmp_path / "model", {}, "qwen2")
+    section = TokenizerSection(name_or_path=str(own))
+    with pytest.raises(DataError, match=r"LlamaTokenizer, and with the config of the model \(qwen2\) next to it"):
+        load_tokenizer(str(model), None, section, tmp_path / "cache")

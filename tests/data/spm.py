@@ -1,0 +1,91 @@
+"""Small SentencePiece tokenizers in every form of file that published models have, built in the test."""
+
+from __future__ import annotations
+
+import io
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.data import tiny
+
+NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+INST = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+TURNS = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+SPACES = (
+    "{% for m in messages %}{{ '  ' + bos_token + bos_token + '  ' + m.role + ':\n' + m.content + eos_token + '  ' }}"
+    "{% endfor %}"
+)
+_CORPUS = [*tiny.CORPUS, "[INST] hello [/INST] the answer </s> user: assistant: \u00e9t\u00e9 \u4e2d\u6587 12345"]
+_PREPEND = [
+    {"type": "Prepend", "prepend": "\u2581"},
+    {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+]
+
+
+@cache
+def model(kind: str = "bpe") -> bytes:
+    """A SentencePiece model: `bpe` or `unigram`, with a token for each byte."""
+    from sentencepiece import SentencePieceTrainer
+
+    written = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(_CORPUS * 20), model_writer=written, model_type=kind, vocab_size=360, byte_fallback=True,
+        minloglevel=2, hard_vocab_limit=False, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        num_threads=1,
+    )  # fmt: skip
+    return written.getvalue()
+
+
+@cache
+def tokenizer_json(normalizes: bool = True) -> bytes:
+    """tokenizer.json as transformers 4 made it of the model: with a normalizer, or with Metaspace (`always`)."""
+    from transformers.convert_slow_tokenizer import import_protobuf
+    from transformers.tokenization_utils_base import generate_merges
+
+    proto: Any = import_protobuf().ModelProto()
+    proto.ParseFromString(model())
+    vocabulary = {piece.piece: i for i, piece in enumerate(proto.pieces)}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": i, "content": token, **flags} for i, token in enumerate(("<unk>", "<s>", "</s>"))]
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": False}
+    steps = [{"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"}]
+    steps += [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+    start = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    spec = {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": {"type": "Sequence", "normalizers": _PREPEND} if normalizes else None,
+        "pre_tokenizer": None if normalizes else metaspace,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [start, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [start, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
+        "decoder": {"type": "Sequence", "decoders": steps},
+        "model": {
+            "type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True, "vocab": vocabulary,
+            "merges": [" ".join(pair) for pair in generate_merges(vocabulary)],
+        },
+    }  # fmt: skip
+    return json.dumps(spec).encode()
+
+
+def write(directory: Path, files: dict[str, bytes], model_type: str | None, **config: Any) -> Path:
+    """A directory of these files, of tokenizer_config.json and, for a type of model, of config.json."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if config:
+        files = {**files, "tokenizer_config.json": json.dumps(config).encode()}
+    if model_type is not None:
+        files = {**files, "config.json": json.dumps({"model_type": model_type}).encode()}
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    return directory

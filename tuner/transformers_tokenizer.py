@@ -1,0 +1,241 @@
+"""Ask transformers which tokenizer it makes of a directory's files: `python -m tuner.transformers_tokenizer JOB`.
+
+Whoever reads an export gets its tokenizer from `AutoTokenizer`. For many classes that is not what tokenizer.json says:
+the class rebuilds its normalizer and pre-tokenizer by rules of its own, which depend on the model's type and on the
+version of transformers. Training has to see the ids that the readers will see, so `data/` starts this module in a
+process of its own (transformers would cost every command a second) and keeps the answer.
+
+JOB is a directory with `source/` (the tokenizer's files, and the config.json next to them) and perhaps `model.json`
+(the config.json of the model that is trained, which an export holds). It receives `answer/`: answer.json, and the files
+that replace those of the source so that every reader loads the same tokenizer, with or without config.json next to it.
+"""
+
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import orjson
+from tokenizers import Tokenizer
+
+from tuner.data.encoding.adversarial import adversarial_texts
+from tuner.data.encoding.tokenizer import SPECIAL_NAMES, TextTokenizer, declared_special_tokens, parse_json
+from tuner.errors import TunerError
+
+Files = dict[str, bytes]
+ANSWER = "answer.json"
+TOKENIZER, CONFIG, SPECIAL_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+MODEL_CONFIG, TRAINED_CONFIG = "config.json", "model.json"
+AS_WRITTEN = "PreTrainedTokenizerFast"
+"""The class that takes tokenizer.json as it is, in every version of transformers."""
+_PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+_OF_THE_CLASS = ("padding_side", "truncation_side", "model_input_names", "clean_up_tokenization_spaces")
+"""What a class sets that another might not."""
+
+
+class _RefusedError(Exception):
+    """Why there is no answer, for people."""
+
+
+def main() -> int:
+    """Answer the job named on the command line; the reason on stderr and exit code 1 where there is no answer."""
+    sys.modules["torch"] = None  # type: ignore[assignment] # no tokenizer needs it, and its import takes a second
+    job = Path(sys.argv[1])
+    try:
+        facts, replaced = _answer(job)
+    except (_RefusedError, TunerError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    _write(job / "answer", {name: content for name, content in replaced.items() if content is not None})
+    removed = sorted(name for name, content in replaced.items() if content is None)
+    (job / "answer" / ANSWER).write_text(json.dumps({**facts, "removed": removed}, indent=2, sort_keys=True) + "\n")
+    return 0
+
+
+class _Form:
+    """A tokenizer as the library holds it, without truncation and padding, which callers set for themselves."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+
+    @cached_property
+    def text(self) -> str:
+        """As tokenizer.json would hold it, on one line."""
+        return str(self._backend.to_str())
+
+    @cached_property
+    def deciding(self) -> dict[str, Any]:
+        """What of it decides about ids, by the part of tokenizer.json; the post-processor by what it adds."""
+        spec = orjson.loads(self.text)
+        for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+            spec["model"][key] = spec["model"].get(key) or None
+        parts = {part: spec[part] if part == "model" else _without_offsets(spec[part]) for part in _PARTS}
+        return {**parts, "post_processor": self._backend.encode("a").ids}
+
+    def departures(self, other: "_Form") -> list[str]:
+        """The parts in which the other gives other ids."""
+        if self.text == other.text:
+            return []
+        return [part for part in self.deciding if self.deciding[part] != other.deciding[part]]
+
+    def file(self) -> bytes:
+        """As transformers writes tokenizer.json."""
+        return str(self._backend.to_str(pretty=True)).encode()
+
+    def digest(self) -> str:
+        """SHA-256 of what decides about ids."""
+        return hashlib.sha256(orjson.dumps(self.deciding, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def _without_offsets(part: Any) -> Any:
+    """Without the setting that moves character offsets alone."""
+    if isinstance(part, dict):
+        return {key: _without_offsets(value) for key, value in part.items() if key != "trim_offsets"}
+    return [_without_offsets(item) for item in part] if isinstance(part, list) else part
+
+
+def _answer(job: Path) -> tuple[dict[str, Any], dict[str, bytes | None]]:
+    """The facts, and the files that differ from the source's (None: one to be left out)."""
+    given = {path.name: path.read_bytes() for path in (job / "source").iterdir()}
+    own_config = given.pop(MODEL_CONFIG, None)
+    trained = job / TRAINED_CONFIG
+    source = {**given, **_plain_config(given)}
+    written = _read(source)
+    if written is None and find_spec("sentencepiece") is None and any(name.endswith(".model") for name in source):
+        raise _RefusedError("its SentencePiece model is read by a package that is missing: pip install sentencepiece")
+    loaded = _load(source, own_config)
+    form = _form(loaded, written)
+    changed = None if written is None else written.departures(form)
+    files = _special_tokens(source, loaded.special_tokens_map)
+    if changed != []:
+        files[TOKENIZER] = form.file()
+    configs: list[bytes | None] = [_of_now(trained.read_bytes()), None] if trained.is_file() else [None]
+    files = _loaded_alike(files, loaded, form, configs)
+    _prove(files, loaded)
+    replaced = {name: files.get(name) for name in given.keys() | files.keys() if files.get(name) != given.get(name)}
+    return {"class": type(loaded).__name__, "changed": changed, "ids_sha256": form.digest()}, replaced
+
+
+def _load(files: Mapping[str, bytes], model_config: bytes | None) -> Any:
+    """The tokenizer as `AutoTokenizer` loads it from a directory of these files. Raises _RefusedError."""
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    auto: Any = AutoTokenizer
+    with tempfile.TemporaryDirectory() as directory:
+        _write(Path(directory), {**files, **({} if model_config is None else {MODEL_CONFIG: model_config})})
+        try:
+            return auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # whatever a class raises over files that it cannot read
+            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise _RefusedError(f"transformers cannot load it: {reason}") from error
+
+
+def _write(directory: Path, files: Mapping[str, bytes]) -> None:
+    directory.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+
+
+def _read(files: Mapping[str, bytes]) -> _Form | None:
+    """The tokenizer of tokenizer.json alone, where there is one. Raises _RefusedError."""
+    if TOKENIZER not in files:
+        return None
+    try:
+        return _Form(Tokenizer.from_str(files[TOKENIZER].decode()))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise _RefusedError(f"{TOKENIZER}: {error}") from error
+
+
+def _form(loaded: Any, written: _Form | None) -> _Form:
+    """The tokenizer behind one of transformers'; of a class in Python, what tokenizer.json says. _RefusedError."""
+    if hasattr(loaded, "backend_tokenizer"):
+        return _Form(loaded.backend_tokenizer)
+    if written is None:
+        raise _RefusedError(f"transformers loads it with {type(loaded).__name__}, which has no tokenizer.json")
+    return written
+
+
+def _plain_config(files: Mapping[str, bytes]) -> Files:
+    """tokenizer_config.json without code of its own, which is never run, and with control tokens left in force."""
+    if CONFIG not in files:
+        return {}
+    config = parse_json(files, CONFIG)
+    kept = {key: value for key, value in config.items() if key not in ("auto_map", "split_special_tokens")}
+    return {CONFIG: files[CONFIG] if kept == config else _bytes(kept)}
+
+
+def _special_tokens(files: Mapping[str, bytes], loaded: Mapping[str, str]) -> Files:
+    """The files with every special token of the class named in tokenizer_config.json, where they say otherwise."""
+    config = parse_json(files, CONFIG)
+    wanted = {name: loaded[name] for name in SPECIAL_NAMES if name in loaded}
+    if declared_special_tokens(config, parse_json(files, SPECIAL_MAP)) == wanted:
+        return dict(files)
+    own = declared_special_tokens(config, {})
+    named = {name: wanted.get(name) for name in SPECIAL_NAMES if own.get(name) != wanted.get(name)}
+    others = {name: content for name, content in files.items() if name != SPECIAL_MAP}
+    return {**others, CONFIG: _bytes({**config, **named})}
+
+
+def _loaded_alike(files: Files, loaded: Any, form: _Form, configs: list[bytes | None]) -> Files:
+    """The files, of a class with which they are loaded to the same tokenizer next to each of the configs.
+
+    Their own class stays where it does that. Raises _RefusedError where no class does.
+    """
+    for candidate in (files, {**files, **_as_written(files, loaded)}):
+        with suppress(_RefusedError):
+            if all(_is_alike(_load(candidate, config), loaded, form) for config in configs):
+                return candidate
+    kinds = sorted({str(json.loads(config).get("model_type")) for config in configs if config is not None})
+    raise _RefusedError(
+        f"transformers loads it as {type(loaded).__name__}, and with the config of the model ({', '.join(kinds)}) next "
+        "to it as another class with other ids: no reader of an export would see the ids of training"
+    )
+
+
+def _is_alike(other: Any, loaded: Any, form: _Form) -> bool:
+    same = hasattr(other, "backend_tokenizer") and other.special_tokens_map == loaded.special_tokens_map
+    return same and not form.departures(_Form(other.backend_tokenizer))
+
+
+def _as_written(files: Mapping[str, bytes], loaded: Any) -> Files:
+    """tokenizer_config.json of the class that rebuilds nothing, with what the other class set besides."""
+    config = parse_json(files, CONFIG)
+    of_class = {key: getattr(loaded, key) for key in _OF_THE_CLASS if hasattr(loaded, key)}
+    return {CONFIG: _bytes({**of_class, **config, "tokenizer_class": AS_WRITTEN})}
+
+
+def _of_now(config: bytes) -> bytes:
+    """config.json as an export has it: of the version of transformers that writes it."""
+    import transformers
+
+    return _bytes({**json.loads(config), "transformers_version": transformers.__version__})
+
+
+def _prove(files: Mapping[str, bytes], loaded: Any) -> None:
+    """Encode adversarial texts both ways. Raises _RefusedError for the first that differs."""
+    ours = TextTokenizer(files)
+    for text in adversarial_texts(ours):
+        for framed in (False, True):
+            expected = list(loaded(text, add_special_tokens=framed)["input_ids"])
+            if ours.encode(text, add_special_tokens=framed) != expected:
+                raise _RefusedError(
+                    f"{type(loaded).__name__} of transformers gives other ids for {text!r} than its files say"
+                )
+
+
+def _bytes(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
