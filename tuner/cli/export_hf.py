@@ -93,6 +93,7 @@ def _reported(report: ExportReport, console: Console) -> Outcome:
             "verified",
             f"{report.probes} probes: logits equal to {kind}, largest difference {report.max_difference:.2g} "
             f"({report.dtype}), KL {report.kl:.1e}\n"
+            f"{report.id_probes} texts: ids equal to those of training, loaded with AutoTokenizer\n"
             f"{report.weight_files} weight file{'s' if report.weight_files > 1 else ''}, {gib(report.bytes)} "
             f"in {report.seconds:.1f} s",
         )

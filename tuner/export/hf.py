@@ -22,6 +22,7 @@ from tuner.export.rows import OpenFiles
 from tuner.export.shards import Output, plan_shards, write_one, write_shards
 from tuner.export.source import Source, Word, resolve
 from tuner.export.spans import Spans
+from tuner.export.tokenizer_check import require_same_ids
 from tuner.export.unchanged import require_same_frozen, require_same_tokenizer
 from tuner.export.weights import DTYPES, load_trained, lora_spec, plain_base, read_config
 from tuner.export.write import (
@@ -91,6 +92,8 @@ class ExportReport:
     kl: float | None
     seconds: float
     already_exported: bool
+    id_probes: int = 0
+    """Texts of which the exported tokenizer, loaded plainly, gave the ids of training."""
 
 
 def plan_export(
@@ -155,6 +158,7 @@ def run_export(plan: ExportPlan) -> ExportReport:
             with OpenFiles() as files:
                 require_same_frozen(plan.source, trained, files)
             outputs, written = write_files(plan, directory, trained)
+            id_probes = require_same_ids(directory, plan.source)
             digests = verify.require_written(directory, written, outputs)
             probes = read_probes(plan.source)
             difference = compare_logits(plan, directory, probes)
@@ -162,7 +166,7 @@ def run_export(plan: ExportPlan) -> ExportReport:
         if _is_done(plan):  # by another process meanwhile: its bytes are the same
             return _report(replace(plan, done=True), None, None, started)
         publish_dir(directory, plan.output)
-    return _report(plan, difference, probes, started)
+    return replace(_report(plan, difference, probes, started), id_probes=id_probes)
 
 
 def write_files(plan: ExportPlan, directory: Path, trained: Trained) -> tuple[list[Output], dict[str, Spans]]:

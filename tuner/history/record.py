@@ -33,7 +33,8 @@ LOCK = "lock"
 CHECKPOINTS = "checkpoints"
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 LEFTOVERS = frozenset(
-    {LOCK, CHECKPOINTS, RESOLVED_RECIPE, "recipe.yaml", "logs", "launches", "tokenizer", "model_config"}
+    {LOCK, CHECKPOINTS, RESOLVED_RECIPE, "recipe.yaml", "logs", "launches"}
+    | {"tokenizer", "model_config", "id_probes.jsonl"}
 )
 """What a launch that died before it wrote its record may leave behind."""
 MAX_DEPTH = 4

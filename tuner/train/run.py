@@ -17,7 +17,7 @@ from tuner.errors import MachineError, MemoryLimitError, RecipeError
 from tuner.model.vetting import ignored_code
 from tuner.runtime import phase
 from tuner.runtime.console import Console
-from tuner.runtime.files import file_entries, fsync_path, machine_error, make_dirs, write_atomic, write_json
+from tuner.runtime.files import fsync_path, machine_error, make_dirs, write_atomic, write_json
 from tuner.runtime.launch import Launch
 from tuner.runtime.lock import FileLock
 from tuner.runtime.memory import calm_collector
@@ -46,9 +46,10 @@ from tuner.train.ready import (
 )
 from tuner.train.records import Records
 from tuner.train.resets import STATE, freed_keys, pending, starts_of
-from tuner.train.rundir import MODEL_CONFIG, TOKENIZER, RunDir
+from tuner.train.rundir import MODEL_CONFIG, RunDir
 from tuner.train.session import STOP_FILE, Session
 from tuner.train.setup import Assembly, Resolved, Timetable, assemble, resolve, timetable
+from tuner.train.tokenizer import tokenizer_meta, write_tokenizer
 from tuner.train.watch import NoWatch, Watch
 
 
@@ -184,7 +185,7 @@ def _begin(ready: Ready, loaded: LoadedRecipe, assembly: Assembly, options: Trai
     settled = resolved.recipe.model_copy(update=of_run)
     if found is None or record is None:
         run.write_recipe(loaded.text, recipe_yaml(settled))
-        assembly.tokenizer.save(run.path / TOKENIZER)
+        write_tokenizer(run, assembly)
         _write_model_config(run.path / MODEL_CONFIG, resolved)
     facts = {
         "world_size": assembly.launch.world_size,
@@ -244,7 +245,7 @@ def _session(
         progress=progress,
         run_dir=run.path,
         checkpoints=CheckpointDir(run.checkpoints, str(record["run_id"])),
-        meta=run_meta(assembly) | {"tokenizer_files": file_entries(run.path / TOKENIZER) if main else {}},
+        meta=run_meta(assembly) | (tokenizer_meta(run) if main else {"tokenizer_files": {}}),
         metrics=Records(run.path / "metrics.jsonl" if main else None),
         samples=Records(run.path / "samples.jsonl" if main else None),
         console=console,
