@@ -62,6 +62,16 @@ def trained_parts(document: Document, tokenizer: TextTokenizer | None = None) ->
     ]
 
 
+def test_a_token_over_the_start_of_an_answer_matters_only_where_something_is_masked() -> None:
+    template = "{% for m in messages %}{{ 'he' if m.role == 'assistant' else '' }}{{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer = tiny.tokenizer(template + "{% if add_generation_prompt %}he{% endif %}")
+    with pytest.raises(RowProblem, match="reaches over an end of the assistant turn"):
+        encode(tiny.chat("world", "llo"), "assistant", tokenizer)
+    document = encode(tiny.chat("world", "llo"), "all", tokenizer)
+    assert (document.trained.all(), document.prompt_tokens) == (True, 0)
+    assert document.input_ids.tolist() == tokenizer.encode("world<|im_end|>hello<|im_end|>")
+
+
 def test_every_answer_and_its_end_token_are_trained_and_nothing_else() -> None:
     document = encode(tiny.chat("hello", "world ", "the <answer>?", "forty two\n"))
     assert trained_parts(document) == ["world <|im_end|>", "forty two\n<|im_end|>"]

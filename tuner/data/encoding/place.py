@@ -67,6 +67,8 @@ class Placer:
             if straddles or (turn.is_answer and not self._prompt_is_exact(plan, encoded, turn, start or 0)):
                 if isinstance(example, PromptCompletion) and not plan.escaped:
                     return self._apart(example)
+                if turn.trained == plan.default:
+                    continue  # nothing is masked; all that is lost is a prompt for a sample
                 what = f"a token reaches over an end of the {turn.rule}"
                 if not straddles:
                     what = f"the tokens before the {turn.rule} are not those of its prompt alone"
