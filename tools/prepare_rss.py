@@ -58,6 +58,8 @@ def measure(work: Path, model: Path, workers: int) -> dict[str, Any]:
         "TMPDIR": str(work),
     }  # fmt: skip
     command = [sys.executable, "-m", "tuner", "prepare-data", str(work / "recipe.yaml"), "--json"]
+    # What transformers makes of the tokenizer is asked once for each version of it, not with every data set.
+    subprocess.run([*command, "--explain", "1"], env=environment, check=True, capture_output=True)
     started = time.perf_counter()
     peaks: dict[int, float] = {}
     with (work / "stderr").open("w") as errors:

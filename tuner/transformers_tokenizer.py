@@ -111,27 +111,27 @@ def _answer(job: Path) -> tuple[dict[str, Any], dict[str, bytes | None]]:
     written = _read(source)
     if written is None and find_spec("sentencepiece") is None and any(name.endswith(".model") for name in source):
         raise _RefusedError("its SentencePiece model is read by a package that is missing: pip install sentencepiece")
-    loaded = _load(source, own_config)
+    loaded = _load(source, own_config, job)
     form = _form(loaded, written)
     changed = None if written is None else written.departures(form)
     files = _special_tokens(source, loaded.special_tokens_map)
     if changed != []:
         files[TOKENIZER] = form.file()
     configs: list[bytes | None] = [_of_now(trained.read_bytes()), None] if trained.is_file() else [None]
-    files = _loaded_alike(files, loaded, form, configs)
+    files = _loaded_alike(files, loaded, form, configs, job)
     _prove(files, loaded)
     replaced = {name: files.get(name) for name in given.keys() | files.keys() if files.get(name) != given.get(name)}
     return {"class": type(loaded).__name__, "changed": changed, "ids_sha256": form.digest()}, replaced
 
 
-def _load(files: Mapping[str, bytes], model_config: bytes | None) -> Any:
+def _load(files: Mapping[str, bytes], model_config: bytes | None, job: Path) -> Any:
     """The tokenizer as `AutoTokenizer` loads it from a directory of these files. Raises _RefusedError."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     auto: Any = AutoTokenizer
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(dir=job) as directory:
         _write(Path(directory), {**files, **({} if model_config is None else {MODEL_CONFIG: model_config})})
         try:
             return auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -186,14 +186,14 @@ def _special_tokens(files: Mapping[str, bytes], loaded: Mapping[str, str]) -> Fi
     return {**others, CONFIG: _bytes({**config, **named})}
 
 
-def _loaded_alike(files: Files, loaded: Any, form: _Form, configs: list[bytes | None]) -> Files:
+def _loaded_alike(files: Files, loaded: Any, form: _Form, configs: list[bytes | None], job: Path) -> Files:
     """The files, of a class with which they are loaded to the same tokenizer next to each of the configs.
 
     Their own class stays where it does that. Raises _RefusedError where no class does.
     """
     for candidate in (files, {**files, **_as_written(files, loaded)}):
         with suppress(_RefusedError):
-            if all(_is_alike(_load(candidate, config), loaded, form) for config in configs):
+            if all(_is_alike(_load(candidate, config, job), loaded, form) for config in configs):
                 return candidate
     kinds = sorted({str(json.loads(config).get("model_type")) for config in configs if config is not None})
     raise _RefusedError(

@@ -42,6 +42,10 @@ def test_exports_of_a_run_are_the_commands(tmp_path: Path, monkeypatch: pytest.M
     assert sorted(path.name for path in (run / "exports").iterdir()) == ["latest", "step-4"]
     offline = export_hf(run / "checkpoints" / "step-4", tmp_path / "offline", "fp32", "keep", 10**6)
     assert contents(run / "exports" / "latest") == contents(offline.path)
+    probes = [json.loads(line) for line in (run / "id_probes.jsonl").read_bytes().splitlines()]
+    assert offline.id_probes == len(probes) > 50
+    assert [probe["text"] for probe in probes[:2]] != ["", " "]  # rows come first
+    assert probes[-1]["framed_ids"]
     (run / "exports" / "step-6").mkdir()
     (run / "exports" / "step-6" / "mine.txt").write_text("mine")
     with pytest.raises(RecipeError, match="export of step-6: .*exists and is not this export"):

@@ -57,6 +57,7 @@ class Bench:
         write_inputs(self.directory / "inputs", self.of, settings)
         self.jobs = {job.name: job for job in jobs_of(self.of, self.recipe)}
         self.root.mkdir()
+        self.run(("prepare-data", str(self.recipe), "--dry-run"))  # what transformers makes of the tokenizer is kept
         self._keep("empty")
         self._unbroken("prepare", "prepared")
         self._note_steps("train", self.sound)

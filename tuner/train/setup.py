@@ -391,9 +391,15 @@ def check_fits(tokenizer: TextTokenizer, config: PretrainedConfig, prepared: Pre
     """Check that the model has an embedding for every id and a position for every token. Raises RecipeError."""
     text = config.get_text_config()
     if tokenizer.vocab_size > text.vocab_size:
+        beyond = tokenizer.added_tokens_from(text.vocab_size)
+        named = f" ({', '.join(beyond[:3])}{', ...' if len(beyond) > 3 else ''})" if beyond else ""
+        hint = f"take the model's own tokenizer, or init: random with config: {{vocab_size: {tokenizer.vocab_size}}}"
+        if tokenizer.special_tokens.get("pad_token") in beyond:
+            hint = "name a pad_token in tokenizer_config.json that the model has, such as its eos_token"
         raise RecipeError(
-            f"tokenizer: its {tokenizer.vocab_size:,} ids are more than the model's {text.vocab_size:,} embeddings",
-            hint=f"take the model's own tokenizer, or init: random with config: {{vocab_size: {tokenizer.vocab_size}}}",
+            f"tokenizer: its {tokenizer.vocab_size:,} ids are more than the model's {text.vocab_size:,} "
+            f"embeddings{named}",
+            hint=hint,
         )
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and prepared.train.max_length > longest:

@@ -10,12 +10,11 @@ to the next is seen.
 import hashlib
 import json
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -30,9 +29,11 @@ from tuner.runtime.files import (
     json_bytes,
     publish_dir,
     read_json,
+    sweep,
     verify_entries,
     write_atomic,
 )
+from tuner.runtime.lock import FileLock
 
 FORMAT = 1
 """Counts up when the same files and version would get another answer."""
@@ -118,42 +119,58 @@ def _ask(
     files: Mapping[str, bytes], config: bytes | None, model_config: bytes | None, place: Path
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Ask transformers in a child process, and keep the answer where the cache can be written. Raises DataError."""
-    with tempfile.TemporaryDirectory() as name:
-        job = Path(name)
-        configs = {"source/config.json": config, "model.json": model_config}
-        given = {**{f"source/{name}": content for name, content in files.items()}, **configs}
-        for path, content in given.items():
-            if content is not None:
-                (job / path).parent.mkdir(parents=True, exist_ok=True)
-                (job / path).write_bytes(content)
-        # tiktoken would keep what it reads in a directory of a fixed name in /tmp.
-        own = {"HF_HUB_OFFLINE": "1", "TIKTOKEN_CACHE_DIR": ""}
-        command = [sys.executable, "-m", _CHILD, name]
-        result = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **own})
-        if result.returncode:
-            reason = (result.stderr.strip().splitlines() or [f"it ended with {result.returncode}"])[-1]
-            raise DataError(f"the tokenizer cannot be loaded as its readers would load it: {reason}")
-        answers = job / "answer"
-        answer = {**read_json(answers / _ANSWER), "files": file_entries(answers, exclude=(_ANSWER,))}
-        write_atomic(answers / _ANSWER, json_bytes(answer))
-        replaced = {name: (answers / name).read_bytes() for name in answer["files"]}
-        with suppress(OSError, MachineError):  # where it cannot be kept, it is asked again the next time
-            _keep(answer, replaced, place)
+    with _locked(place.parent) as is_kept:
+        if is_kept and (kept := _kept(place)) is not None:
+            return kept  # another process asked meanwhile
+        with tempfile.TemporaryDirectory(prefix=TMP_PREFIX, dir=place.parent if is_kept else None) as name:
+            job = Path(name)
+            configs = {"source/config.json": config, "model.json": model_config}
+            given = {**{f"source/{file}": content for file, content in files.items()}, **configs}
+            for path, content in given.items():
+                if content is not None:
+                    (job / path).parent.mkdir(parents=True, exist_ok=True)
+                    (job / path).write_bytes(content)
+            answers = _answered(job)
+            answer = {**read_json(answers / _ANSWER), "files": file_entries(answers, exclude=(_ANSWER,))}
+            write_atomic(answers / _ANSWER, json_bytes(answer))
+            replaced = {file: (answers / file).read_bytes() for file in answer["files"]}
+            if is_kept:
+                discard_dir(place)
+                publish_dir(answers, place)
     return answer, replaced
 
 
-def _keep(answer: Mapping[str, Any], replaced: Mapping[str, bytes], place: Path) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    tmp = place.parent / f"{TMP_PREFIX}{place.name}-{secrets.token_hex(4)}"
-    tmp.mkdir()
+def _answered(job: Path) -> Path:
+    """Run the child on a job; the directory of its answer. Raises DataError with the child's reason."""
+    # tiktoken would keep what it reads in a directory of a fixed name in /tmp.
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TIKTOKEN_CACHE_DIR": ""}
+    command = [sys.executable, "-m", _CHILD, str(job)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or [f"it ended with {result.returncode}"])[-1]
+        raise DataError(f"the tokenizer cannot be loaded as its readers would load it: {reason}")
+    return job / "answer"
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[bool]:
+    """Hold the lock of a tokenizer's answers for the length of the block; false where nothing can be written there.
+
+    The answer is then asked for again the next time. What killed processes left goes.
+    """
+    lock = FileLock(root / ".lock")
     try:
-        for name, content in {**replaced, _ANSWER: json_bytes(answer)}.items():
-            (tmp / name).write_bytes(content)
-        if _kept(place) is None:  # else another process was faster
-            discard_dir(place)
-            publish_dir(tmp, place)
+        root.mkdir(parents=True, exist_ok=True)
+        lock.acquire(wait=True)
+        sweep(root)
+    except (OSError, MachineError):
+        lock.release()
+        yield False
+        return
+    try:
+        yield True
     finally:
-        discard_dir(tmp)
+        lock.release()
 
 
 def _others(root: Path, answer: Mapping[str, Any]) -> Iterator[str]:

@@ -162,7 +162,12 @@ class TextTokenizer:
     @property
     def added_tokens(self) -> list[str]:
         """Tokens that are found in a text before anything else is made of it, by id."""
-        return [token.content for _, token in sorted(self._backend.get_added_tokens_decoder().items())]
+        return self.added_tokens_from(0)
+
+    def added_tokens_from(self, first: int) -> list[str]:
+        """Those of them whose ids are `first` and above."""
+        added = sorted(self._backend.get_added_tokens_decoder().items())
+        return [token.content for i, token in added if i >= first]
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids; with `add_special_tokens`, those that the tokenizer puts around a text too."""

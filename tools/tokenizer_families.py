@@ -1,0 +1,189 @@
+"""Tokenizers of many families as model directories: their files in every form, with the chat templates of their models.
+
+The files come from tools/fetch_assets.py --campaign; two small SentencePiece models are trained on its chats.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TEMPLATES = Path(__file__).parent / "chat_templates"
+_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+_CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+_PHI3_TOKENS = (
+    *("<|endoftext|>", "<|assistant|>", "<|placeholder1|>", "<|placeholder2|>", "<|placeholder3|>", "<|placeholder4|>"),
+    *("<|system|>", "<|end|>", "<|placeholder5|>", "<|placeholder6|>", "<|user|>"),
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One tokenizer of a model: where its files come from and in which form they are."""
+
+    name: str
+    asset: str
+    """A directory of the assets, or `bpe` or `unigram`: a small SentencePiece model."""
+    kind: str
+    """byte-level BPE, SentencePiece BPE or SentencePiece Unigram."""
+    model_type: str
+    template: str | None = None
+    """Which of the templates; None takes the asset's own. `spaced` begins and ends with spaces and writes two BOS."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Settings of tokenizer_config.json; a value of None removes one."""
+    model_file: str | None = None
+    """The SentencePiece model among the asset's files; the directory then has no tokenizer.json."""
+    named: str = "tokenizer.model"
+    """The name that the class gives the model's file."""
+    tokens: tuple[str, ...] = ()
+    """Tokens added to the vocabulary; they take white space that follows, where `rstrip`."""
+    rstrip: bool = False
+    rewritten: bool = False
+    """Whether transformers wrote the directory: loaded and saved again."""
+
+    @property
+    def form(self) -> str:
+        """Which files the directory has."""
+        if self.rewritten:
+            return "tokenizer.json, saved by transformers 5"
+        return "vocab.json, merges.txt" if self.asset == "gpt2" else self.named if self.model_file else "tokenizer.json"
+
+
+def _llama(**config: Any) -> dict[str, Any]:
+    return {"tokenizer_class": "LlamaTokenizer", **_NAMES, **config}
+
+
+_BPE, _UNIGRAM, _BYTES = "SentencePiece BPE", "SentencePiece Unigram", "byte-level BPE"
+_XGLM, _T5 = {"tokenizer_class": "XGLMTokenizer"}, {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}
+_LEGACY = _llama(legacy=True)
+_NO_CODE: dict[str, Any] = {"auto_map": None}
+FAMILIES = (
+    Family("Llama 2", "llama2", _BPE, "llama", "llama2"),
+    Family("Llama 2, two BOS", "llama2", _BPE, "llama", "spaced"),
+    Family("Llama 2, legacy false", "llama2", _BPE, "llama", "llama2", {"legacy": False}),
+    Family("Llama 2, rewritten", "llama2", _BPE, "llama", "llama2", rewritten=True),
+    Family("Llama 2, pad beside", "llama2", _BPE, "llama", "llama2", {"pad_token": "<pad>"}),
+    Family("Vicuna", "llama2", _BPE, "llama", "vicuna", {"tokenizer_class": "LlamaTokenizerFast"}),
+    Family("TinyLlama", "llama2", _BPE, "llama", "zephyr", {"legacy": False, "pad_token": "</s>"}),
+    Family("TinyLlama, rewritten", "llama2", _BPE, "llama", "zephyr", {"legacy": False}, rewritten=True),
+    Family("Phi-3", "llama2", _BPE, "phi3", "phi3", {"eos_token": "<|endoftext|>"}, tokens=_PHI3_TOKENS, rstrip=True),
+    Family("Mistral 7B v0.1", "mistral", _BPE, "mistral", "mistral", _LEGACY, "v1.model"),
+    Family("Mistral 7B v0.1, rewritten", "mistral", _BPE, "mistral", "mistral", _LEGACY, "v1.model", rewritten=True),
+    Family("Mistral 7B v0.3", "mistral", _BPE, "mistral", "mistral", _llama(legacy=False), "v3.model"),
+    Family("Zephyr", "mistral", _BPE, "mistral", "zephyr", _LEGACY, "v1.model"),
+    Family("SOLAR", "mistral", _BPE, "llama", "solar", _LEGACY, "v1.model"),
+    Family("SOLAR, legacy false", "mistral", _BPE, "llama", "solar", _llama(legacy=False), "v1.model"),
+    Family("SOLAR, rewritten", "mistral", _BPE, "llama", "solar", _LEGACY, "v1.model", rewritten=True),
+    Family("Yi", "yi", _BPE, "llama", "chatml", tokens=_CHATML_TOKENS),
+    Family("Gemma", "gemma", _BPE, "gemma", "gemma", tokens=("<start_of_turn>", "<end_of_turn>")),
+    Family("Gemma 3", "gemma3", _BPE, "gemma3_text"),
+    Family("Baichuan 2", "baichuan2", _BPE, "llama", "plain", _NO_CODE),
+    Family("InternLM 2", "internlm2", _BPE, "llama", "chatml", _NO_CODE),
+    Family("ChatGLM 3", "chatglm3", _BPE, "llama", "plain", {"tokenizer_class": "PreTrainedTokenizerFast", **_NO_CODE}),
+    Family("small BPE", "bpe", _BPE, "llama", "llama2", _llama(legacy=False), "spm.model"),
+    Family("small Unigram", "unigram", _UNIGRAM, "llama", "zephyr", _NAMES, "spm.model"),
+    Family("small Unigram, rewritten", "unigram", _UNIGRAM, "llama", "zephyr", _NAMES, "spm.model", rewritten=True),
+    Family("XGLM", "unigram", _UNIGRAM, "llama", "plain", _XGLM, "spm.model", "sentencepiece.bpe.model"),
+    Family("T5", "unigram", _UNIGRAM, "llama", "plain", _T5, "spm.model", "spiece.model"),
+    Family("Qwen3", "qwen3", _BYTES, "qwen3"),
+    Family("Llama 3", "llama3", _BYTES, "llama"),
+    Family("GPT-2", "gpt2", _BYTES, "gpt2", "plain"),
+    Family("GPT-4o, GPT2Tokenizer", "gpt4o", _BYTES, "llama", "plain"),
+    Family("gpt-oss", "gptoss", _BYTES, "llama", "plain"),
+    Family("DeepSeek V3", "deepseek_v3", _BYTES, "llama"),
+    Family("Mistral Nemo", "mistral_nemo", _BYTES, "mistral"),
+    Family("Command R+", "command_r_plus", _BYTES, "cohere", "plain"),
+)  # fmt: skip
+
+
+def write_family(family: Family, assets: Path, directory: Path, corpus: Callable[[], list[str]]) -> None:
+    """Write the model directory of a family: its tokenizer's files, its template and the config of a tiny model.
+
+    `corpus` gives the texts on which the small SentencePiece models are trained.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    source = assets / family.asset
+    if family.asset in ("bpe", "unigram") and not (source / "spm.model").is_file():
+        train_sentencepiece(source / "spm", family.asset, corpus())
+    names = [family.model_file] if family.model_file else ["tokenizer.json", "vocab.json", "merges.txt"]
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / (family.named if family.model_file else name))
+    own = source / "tokenizer_config.json"
+    config = json.loads(own.read_text(encoding="utf-8")) if own.is_file() and not family.model_file else {}
+    config = {key: value for key, value in {**config, **family.config}.items() if value is not None}
+    if family.template is not None:
+        config["chat_template"] = (TEMPLATES / f"{family.template}.jinja").read_text(encoding="utf-8")
+    if family.tokens:
+        _add_tokens(family, directory / "tokenizer.json", config)
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps({"model_type": family.model_type}), encoding="utf-8")
+    if family.rewritten:
+        _rewrite(directory)
+    (directory / "config.json").write_text(json.dumps(_tiny(family.model_type, _size(directory))), encoding="utf-8")
+
+
+def train_sentencepiece(prefix: Path, kind: str, texts: list[str], size: int = 4000) -> None:
+    """Train a SentencePiece model on texts and write PREFIX.model."""
+    from sentencepiece import SentencePieceTrainer
+
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_prefix=str(prefix), model_type=kind, vocab_size=size, byte_fallback=True,
+        character_coverage=0.999, minloglevel=2, hard_vocab_limit=False, max_sentence_length=20_000, num_threads=1,
+        add_dummy_prefix=True, remove_extra_whitespaces=False, normalization_rule_name="identity",
+    )  # fmt: skip
+
+
+def _add_tokens(family: Family, path: Path, config: dict[str, Any]) -> None:
+    """Add the family's tokens to tokenizer.json and, as published models do, to the config's list of added ones."""
+    spec = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = spec["model"]["vocab"]
+    there = {token["content"] for token in spec["added_tokens"]}
+    first = 1 + max([*vocabulary.values(), *(token["id"] for token in spec["added_tokens"])])
+    for token in family.tokens:
+        if token in there:
+            continue
+        flags = {"single_word": False, "lstrip": False, "rstrip": family.rstrip, "normalized": False, "special": True}
+        number = vocabulary.get(token, first)
+        first += number == first
+        spec["added_tokens"].append({"id": number, "content": token, **flags})
+        if "added_tokens_decoder" in config:
+            config["added_tokens_decoder"][str(number)] = {"content": token, **flags}
+    path.write_text(json.dumps(spec, ensure_ascii=False), encoding="utf-8")
+
+
+def _rewrite(directory: Path) -> None:
+    """Let transformers load and save the directory's tokenizer, and keep only what it wrote."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)  # type: ignore[no-untyped-call]
+    for path in directory.iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    tokenizer.save_pretrained(directory)
+
+
+def _size(directory: Path) -> int:
+    """Rows of embeddings for every id."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)  # type: ignore[no-untyped-call]
+    return 1 + max(tokenizer.get_vocab().values())
+
+
+def _tiny(model_type: str, size: int) -> dict[str, Any]:
+    if model_type == "gpt2":
+        return {"model_type": "gpt2", "vocab_size": size, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 1024}
+    config = {
+        "model_type": model_type, "vocab_size": size, "hidden_size": 16, "intermediate_size": 32, "head_dim": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    if model_type == "phi3":
+        config["original_max_position_embeddings"] = 1024
+    return config
