@@ -160,7 +160,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "checkpoint-unverified",
-        "tuner/checkpoint/load.py",
+        "tuner/checkpoint/manifest.py",
         "if name not in of_ranks}, hash=verify)",
         "if name not in of_ranks}, hash=False)",
         CHECKPOINT,

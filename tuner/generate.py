@@ -19,9 +19,10 @@ from transformers import (
 
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export.card import LINEAGE
-from tuner.export.source import MODEL_CONFIG, TOKENIZER, is_source, resolve
+from tuner.export.source import MODEL_CONFIG, TOKENIZER, resolve
 from tuner.export.weights import load_trained
 from tuner.export.write import quiet, turn_ends
+from tuner.history.chosen import Warn, names_checkpoint, unheard
 from tuner.model.tokens import grow
 from tuner.model.vetting import vet_config
 from tuner.runtime.files import read_json, sha256_file
@@ -114,16 +115,18 @@ class Generator:
         )
 
 
-def load_generator(name_or_path: str, revision: str | None = None, base: str | None = None) -> Generator:
+def load_generator(
+    name_or_path: str, revision: str | None = None, base: str | None = None, warn: Warn = unheard
+) -> Generator:
     """Load a run, a checkpoint, a Hugging Face directory or a hub name, on CUDA (bf16) or else the CPU (float32).
 
-    An adapter directory goes onto `base` or the model that it names; a run is loaded in float32. Raises RecipeError for
-    a directory that holds no model, DataError for one that does not load, MachineError for a name that cannot be
-    fetched.
+    An adapter directory goes onto `base` or the model that it names; a run is loaded in float32, and `warn` is told
+    where it is not finished. Raises RecipeError for a directory that holds no model, DataError for one that does not
+    load, MachineError for a name that cannot be fetched.
     """
     path = Path(name_or_path)
-    if is_source(path):
-        return _from_run(path)
+    if names_checkpoint(path):
+        return _from_run(path, warn)
     if path.is_dir() and not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise RecipeError(f"{path}: neither a run, a checkpoint nor a Hugging Face directory")
     if not path.is_dir() and (path.is_absolute() or name_or_path.startswith(("./", "../", "~"))):
@@ -152,8 +155,8 @@ def make_generator(
     return Generator(model.to(device).eval(), tokenizer, tuple(dict.fromkeys(ends)), device)
 
 
-def _from_run(path: Path) -> Generator:
-    source = resolve(path)
+def _from_run(path: Path, warn: Warn) -> Generator:
+    source = resolve(path, warn)
     with quiet():
         model = load_trained(source).model
         model.set_attn_implementation("sdpa")
@@ -228,7 +231,7 @@ def base_of(name_or_path: str) -> tuple[str, str | None]:
     RecipeError where nobody knows.
     """
     path = Path(name_or_path).absolute()
-    run = next((place for place in (path, path.parent.parent) if is_source(place)), None)
+    run = next((place for place in (path, path.parent.parent) if names_checkpoint(place)), None)
     if run is not None:
         facts = resolve(run).model
         if facts.get("init") == "random":

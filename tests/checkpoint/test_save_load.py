@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -24,6 +25,7 @@ from tuner.checkpoint.load import (
 from tuner.checkpoint.prune import prune
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, MachineError
+from tuner.runtime import files
 
 
 @pytest.fixture
@@ -133,7 +135,7 @@ def test_another_models_state_is_refused(run: CheckpointDir, change: object, wor
 
 
 def test_missing_things_are_named(run: CheckpointDir) -> None:
-    with pytest.raises(DataError, match=r"manifest\.json: no such file"):
+    with pytest.raises(DataError, match=r"step-9: no such directory"):
         open_checkpoint(run.path / "step-9")
     info = open_checkpoint(save(run, 1, {"a": torch.zeros(1)}, {}, {}))
     with pytest.raises(DataError, match="no tensor 'b'"):
@@ -201,3 +203,24 @@ def test_any_tensors_round_trip(tmp_path_factory: pytest.TempPathFactory, layout
     load_into(info, target)
     assert equal(target, state)
     assert equal(dict(read_tensors(info)), state)
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_the_same_step_with_another_state_takes_its_place(
+    run: CheckpointDir, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    probe = {"logits": torch.ones(2)}
+    path = save(run, 1, full_state(0), {"finished": False}, {})
+    if not exchanges:
+
+        def unknown(first: Path, second: Path) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+        monkeypatch.setattr(files, "_exchange", unknown)
+    assert save(run, 1, full_state(0), {"finished": True}, {}, probe) == path
+    assert open_checkpoint(path).state == {"finished": True}
+    assert torch.equal(read_probe(open_checkpoint(path))["logits"], probe["logits"])
+    assert os.listdir(run.path) == ["step-1"]
+    before = os.stat(path).st_ino
+    save(run, 1, full_state(0), {"finished": True}, {}, probe)
+    assert os.stat(path).st_ino == before

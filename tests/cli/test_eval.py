@@ -139,7 +139,7 @@ def test_what_cannot_be_evaluated(place: Path, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(RecipeError, match="an adapter without its model"):
         find_trained(tmp_path, QUIET)
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(DataError, match="no valid checkpoint"):
+    with pytest.raises(DataError, match="the run has no checkpoint"):
         find_trained(tmp_path / "run", QUIET)
     with pytest.raises(RecipeError, match="no held-out rows"):
         scored(place / "model", place / "r.yaml")

@@ -67,7 +67,7 @@ def test_list(place: Path) -> None:
 
 
 def test_show(place: Path) -> None:
-    (place / "runs" / "fast" / "checkpoints" / "step-4").mkdir(parents=True)
+    save(CheckpointDir(place / "runs" / "fast" / "checkpoints", "r"), 4, {"model/w": torch.zeros(8)}, {"step": 4}, {})
     shown = runs(place, "show", "-", stdin="runs/fast\n").stdout
     for part in ("status    finished", "eval      0.1000  orders", "launch 1", "saved     checkpoints/step-4"):
         assert part in shown

@@ -247,7 +247,11 @@ def test_a_run_without_a_final_checkpoint_is_finished_too(workplace: Path) -> No
     assert newest(workplace / "runs" / "r" / "checkpoints") is None
     again = tuner(workplace, "train", "r.yaml", *flags, "--logging.level", "info")
     assert "already trained: 18 steps" in again.stderr
-    assert "no valid checkpoint" in tuner(workplace, "export-hf", "runs/r", code=3).stderr
+    refused = tuner(workplace, "export-hf", "runs/r", code=3).stderr
+    assert "the run has no checkpoint" in refused
+    assert "tuner resume" in refused and "--checkpoint.at_end true" in refused
+    tuner(workplace, "resume", "runs/r", "--checkpoint.at_end", "true")
+    assert newest(workplace / "runs" / "r" / "checkpoints") is not None
 
 
 def test_a_run_is_never_started_over_silently(workplace: Path) -> None:

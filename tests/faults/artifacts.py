@@ -110,7 +110,7 @@ def _edited(path: Path, **fields: Any) -> None:
 
 def _resealed(directory: Path, **files: Any) -> None:
     """Change a checkpoint's file list and give its manifest a hash that fits."""
-    from tuner.checkpoint.load import sealed
+    from tuner.checkpoint.manifest import sealed
 
     manifest = json.loads((directory / "manifest.json").read_text())
     manifest["files"] |= files

@@ -43,7 +43,7 @@ def test_there_are_forty_of_them() -> None:
 def test_code_that_runs_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that does what a file says: the attempt is not passed."""
     canary = bench.directory / "canary"
-    monkeypatch.setattr("tuner.checkpoint.load.read_json", lambda path: canary.touch() or {})
+    monkeypatch.setattr("tuner.checkpoint.manifest.read_json", lambda path: canary.touch() or {})
     artifact = next(a for a in artifacts() if a.name == "pickle as checkpoint/manifest.json")
     _, wrong = attempt(bench, artifact)
     assert "its code ran" in wrong

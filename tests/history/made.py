@@ -10,7 +10,7 @@ from typing import Any
 def launch(start: str, end: str | None, first: int, last: int, **more: Any) -> dict[str, Any]:
     entry = {"started": f"2026-01-02T{start}Z", "from_step": first, "versions": {"python": "3.11.7"}, **more}
     if end is not None:
-        entry |= {"ended": f"2026-01-02T{end}Z", "status": "finished", "step": last, "why": None}
+        entry |= {"ended": f"2026-01-02T{end}Z", "status": "finished", "step": last, "saved_step": None, "why": None}
     return entry
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.train.test_rundir import git
 from tools import resume_campaign
-from tuner.checkpoint import load
+from tuner.checkpoint import manifest
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.train import launch as launching
@@ -69,13 +69,13 @@ def test_the_chosen_checkpoint_is_hashed_once_and_goes_to_every_rank(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = launched(work, 2, train__stop_after="3 steps")
-    real, hashed = load.verify_entries, []
+    real, hashed = manifest.verify_entries, []
 
     def counting(path: Path, entries: Any, hash: bool) -> None:
         hashed.append(hash)
         real(path, entries, hash=hash)
 
-    monkeypatch.setattr(load, "verify_entries", counting)
+    monkeypatch.setattr(manifest, "verify_entries", counting)
     monkeypatch.setattr(launching, "run_ranks", lambda module, work, *_: {**work, "given": True})
     monkeypatch.setattr(launching, "_result_of", lambda plain: plain)
     given: Any = launched(work, 2, "auto")

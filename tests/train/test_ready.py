@@ -15,7 +15,8 @@ from tests.train.test_run import launch
 from tools import resume_campaign
 from tuner.checkpoint import load
 from tuner.checkpoint.agree import Ranks
-from tuner.checkpoint.load import open_checkpoint, sealed
+from tuner.checkpoint.load import open_checkpoint
+from tuner.checkpoint.manifest import sealed
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.config.load import load_recipe
 from tuner.errors import DataError

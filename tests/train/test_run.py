@@ -188,9 +188,32 @@ def test_a_signal_in_an_evaluation_cuts_it_short_and_it_is_done_when_the_run_goe
     done = launch(workplace, TrainOptions(resume="auto"), **flags)
     assert (done.status, done.metrics["eval_loss"]) == ("finished", whole.metrics["eval_loss"])
     assert resume_campaign.outcome(done.run_dir) == resume_campaign.outcome(whole.run_dir)
+    ended, unbroken = newest(done.run_dir / "checkpoints"), newest(whole.run_dir / "checkpoints")
+    assert ended is not None and unbroken is not None
+    assert ended.state == unbroken.state
+    assert ended.manifest["files"]["probe.safetensors"] == unbroken.manifest["files"]["probe.safetensors"]
     assert launch(workplace, **flags) == done
     samples = [json.loads(line)["step"] for line in (done.run_dir / "samples.jsonl").read_text().splitlines()]
     assert samples == evaluated
+
+
+def test_an_owed_evaluation_that_is_killed_is_written_once(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"data__eval": "7 documents", "eval__samples": "1", "train__duration": "3 steps"}
+    flags |= {"eval__at_start": "false", "eval__every": "never"}
+    cut = lambda *_: (_ for _ in ()).throw(evaluate.EvaluationCutError)  # noqa: E731 - raises in an expression
+    monkeypatch.setattr(session, "evaluate", cut)
+    stopped = launch(workplace, **flags)
+    assert (stopped.status, stopped.step) == ("stopped", 3)
+    assert stopped.checkpoint is not None and (stopped.checkpoint / "probe.safetensors").is_file()
+    monkeypatch.undo()
+    dies = lambda *_, **__: (_ for _ in ()).throw(OSError("killed"))  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(session.Session, "save", dies)
+        with pytest.raises(OSError, match="killed"):
+            launch(workplace, TrainOptions(resume="auto"), **flags)
+    run = launch(workplace, TrainOptions(resume="auto"), **flags).run_dir
+    assert [(line["kind"], line["step"]) for line in lines(run)][-2:] == [("train", 3), ("eval", 3)]
+    assert len((run / "samples.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_signal_before_the_first_step_leaves_a_run_to_go_on_with(

@@ -31,11 +31,11 @@ def test_each_launch_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
     record = run.begin(None, {"from_step": 0}, [tmp_path, work])
-    run.end(record, "stopped", 5, "SIGTERM")
+    run.end(record, "stopped", 5, 5, "SIGTERM")
     (work / "mine.py").write_text("two\n")
     (work / "new.py").write_text("three\n")
     record = run.begin(run.read_record(), {"from_step": 5}, [work])
-    run.end(record, "failed", 7, "DivergedError: step 8")
+    run.end(record, "failed", 7, 5, "DivergedError: step 8")
     first, second = read_run(run.path).launches
     assert (first["status"], first["from_step"], first["step"], first["why"]) == ("stopped", 0, 5, "SIGTERM")
     assert (second["status"], second["from_step"], second["why"]) == ("failed", 5, "DivergedError: step 8")

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from tuner.checkpoint.manifest import INDEX_NAME
 from tuner.errors import DataError
 from tuner.runtime.files import inside, json_bytes, read_json
 
-INDEX_NAME = "index.json"
 SCHEMA = 2
 
 DTYPES: dict[str, torch.dtype] = {

@@ -19,18 +19,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from tuner.checkpoint.agree import Ranks, first_failure
 from tuner.checkpoint.hashes import verify_shard
-from tuner.checkpoint.index import DTYPE_NAMES, INDEX_NAME, Index, TensorEntry, read_index
-from tuner.checkpoint.steps import STEP, step_dirs
-from tuner.checkpoint.storage import SafetensorsReader, read_box, shard_name, tensor_bytes
+from tuner.checkpoint.index import DTYPE_NAMES, Index, TensorEntry, read_index
+from tuner.checkpoint.manifest import PROBE_NAME, STATE_NAME, rank_files, read_manifest
+from tuner.checkpoint.steps import step_dirs
+from tuner.checkpoint.storage import SafetensorsReader, read_box, tensor_bytes
 from tuner.errors import DataError
-from tuner.runtime.files import MANIFEST_NAME, json_bytes, read_json, verify_entries
+from tuner.runtime.files import read_json
 from tuner.runtime.process import gloo_group
 
-MANIFEST_SCHEMA = 3
-STATE_NAME = "state.json"
-PROBE_NAME = "probe.safetensors"
 SHOWN_KEYS = 3
-SEAL = "manifest_sha256"
 
 
 @dataclass(frozen=True)
@@ -51,12 +48,6 @@ class CheckpointInfo:
     def index(self) -> Index:
         """Where each tensor lies. Raises DataError."""
         return read_index(self.path, {name: entry["size"] for name, entry in self.manifest["files"].items()})
-
-
-def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest as it reads back from JSON, with the SHA-256 of all its other fields in `manifest_sha256`."""
-    body: dict[str, Any] = json.loads(json_bytes({key: value for key, value in manifest.items() if key != SEAL}))
-    return {**body, SEAL: hashlib.sha256(json_bytes(body)).hexdigest()}
 
 
 def newest(
@@ -81,36 +72,12 @@ def open_checkpoint(path: Path, verify: bool = True, shards: bool = True) -> Che
 
     Without `shards`, who reads a tensor holds it against the SHA-256 of its chunks. Raises DataError naming the file.
     """
-    manifest_path = path / MANIFEST_NAME
-    manifest = read_json(manifest_path)
-    if manifest.get("schema") != MANIFEST_SCHEMA:
-        raise DataError(
-            f"{manifest_path}: schema {manifest.get('schema')!r}, this version reads {MANIFEST_SCHEMA}",
-            hint="go on with the version of tuner that saved it (run.json names it), or begin a new run",
-        )
-    if sealed(manifest) != manifest:
-        raise DataError(f"{manifest_path}: its SHA-256 of itself differs")
-    step, world_size, files = manifest.get("step"), manifest.get("world_size"), manifest.get("files")
-    if type(step) is not int or type(world_size) is not int or not isinstance(files, dict):
-        raise DataError(f"{manifest_path}: step, world_size or files is missing or of the wrong type")
-    if not isinstance(manifest.get("meta"), dict):
-        raise DataError(f"{manifest_path}: meta is missing")
-    if (match := STEP.fullmatch(path.name)) and int(match[1]) != step:
-        raise DataError(f"{manifest_path}: belongs to step {step}, not to {path.name}")
-    of_ranks = {name for name in files if name.startswith("rank-")}
-    expected = {shard_name(rank, world_size) for rank in range(min(world_size, len(files)))}
-    if world_size < 1 or of_ranks != expected:
-        raise DataError(f"{manifest_path}: its files are not those of {world_size} ranks")
-    for name in (INDEX_NAME, STATE_NAME):
-        if name not in files:
-            raise DataError(f"{manifest_path}: {name} is not listed")
-    verify_entries(path, {name: entry for name, entry in files.items() if name not in of_ranks}, hash=verify)
-    verify_entries(path, {name: files[name] for name in of_ranks}, hash=False)
-    info = CheckpointInfo(path, step, manifest, read_json(path / STATE_NAME))
+    manifest = read_manifest(path, verify)
+    info = CheckpointInfo(path, int(manifest["step"]), manifest, read_json(path / STATE_NAME))
     if verify and shards:
         chunks = [chunk for entry in info.index().values() for chunk in entry.chunks]
-        for name in sorted(of_ranks):
-            verify_shard(path / name, files[name]["sha256"], [chunk for chunk in chunks if chunk.file == name])
+        for name, entry in sorted(rank_files(manifest).items()):
+            verify_shard(path / name, entry["sha256"], [chunk for chunk in chunks if chunk.file == name])
     return info
 
 

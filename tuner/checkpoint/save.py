@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from tuner.checkpoint.agree import Ranks, first_failure
-from tuner.checkpoint.index import INDEX_NAME
-from tuner.checkpoint.load import MANIFEST_SCHEMA, PROBE_NAME, STATE_NAME, open_checkpoint, sealed
+from tuner.checkpoint.load import open_checkpoint
+from tuner.checkpoint.manifest import INDEX_NAME, MANIFEST_SCHEMA, PROBE_NAME, STATE_NAME, sealed
 from tuner.checkpoint.staging import Staged
 from tuner.checkpoint.steps import step_name
 from tuner.checkpoint.storage import SafetensorsWriter, WrittenFile, total_bytes
@@ -34,6 +35,8 @@ from tuner.runtime.files import (
     machine_error,
     publish_dir,
     regular_size,
+    replace_dir,
+    set_aside,
     sha256_file,
     write_new,
 )
@@ -65,17 +68,18 @@ def save(  # noqa: PLR0913 - the parts of a checkpoint
     """Commit `tensors` (plain or DTensors, the same names on every rank) as `step-N`; returns its path.
 
     Collective over all ranks of the process group, or over `ranks`, whose group is then this call's own; without a
-    group, the only process saves. A valid `step-N` that is there already is kept and nothing is written. `state`,
-    `meta` and `probe` are rank 0's. With `staged` the bytes are taken from there, and `tensors` say only how they lie.
-    When any rank fails, every rank raises: MachineError for the disk, with the path and the bytes needed; earlier
-    checkpoints are untouched.
+    group, the only process saves. A valid `step-N` that is there already is kept and nothing is written, unless its
+    state is another, or has no probe: then the new one takes its place. `state`, `meta` and `probe` are rank 0's. With
+    `staged` the bytes are taken from there, and `tensors` say only how they lie. When any rank fails, every rank
+    raises: MachineError for the disk, with the path and the bytes needed; earlier checkpoints are untouched.
     """
     _refuse_others(tensors)
     ranks = ranks or Ranks(gloo_group())
     final = run.path / step_name(step)
     tmp = run.path / f"{TMP_PREFIX}{final.name}-{run.run_id}"
-    if ranks.on_main(lambda: _begin(final, tmp, run.run_id, total_bytes(tensors))):
+    if ranks.on_main(lambda: _is_saved(final, run.run_id, state, probe)):
         return final
+    ranks.on_main(lambda: _begin(final, tmp, total_bytes(tensors)))
     try:
         shards = _write_shards(tmp, tensors, staged, ranks)
         manifest = {"schema": MANIFEST_SCHEMA, "step": step, "world_size": ranks.size, "meta": dict(meta)}
@@ -108,16 +112,23 @@ def _refuse_others(tensors: Mapping[str, torch.Tensor]) -> None:
             raise TypeError(f"{name}: only tensors can be saved, got {type(tensor).__name__}")
 
 
-def _begin(final: Path, tmp: Path, run_id: str, needed: int) -> bool:
-    """Make the fresh directory; true when a valid checkpoint is there already. Invalid ones are set aside."""
-    if os.path.lexists(final):
-        try:
-            open_checkpoint(final)
-            return True
-        except DataError:
-            aside = final.parent / f"invalid-{final.name}-{run_id}"
-            discard_dir(aside)
-            os.rename(final, aside)
+def _is_saved(
+    final: Path, run_id: str, state: Mapping[str, Any], probe: Mapping[str, torch.Tensor] | None
+) -> bool:
+    """Whether the step is saved already, with this state and a probe where there is one. Sets an invalid one aside."""
+    if not os.path.lexists(final):
+        return False
+    try:
+        there = open_checkpoint(final)
+    except DataError:
+        set_aside(final, run_id)
+        return False
+    is_probed = probe is None or PROBE_NAME in there.manifest["files"]
+    return is_probed and there.state == json.loads(json_bytes(dict(state)))
+
+
+def _begin(final: Path, tmp: Path, needed: int) -> None:
+    """Make the fresh directory."""
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         fsync_dir(final.parent.parent)
@@ -129,7 +140,6 @@ def _begin(final: Path, tmp: Path, run_id: str, needed: int) -> bool:
         tmp.mkdir()
     except OSError as error:
         raise machine_error(tmp, error, needed) from error
-    return False
 
 
 class _Planner(DefaultSavePlanner):
@@ -192,4 +202,7 @@ def _commit(
         write_new(tmp / name, data)
         files[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     write_new(tmp / MANIFEST_NAME, json_bytes(sealed({**manifest, "files": files})))
-    publish_dir(tmp, final)
+    if os.path.lexists(final):
+        replace_dir(tmp, final)
+    else:
+        publish_dir(tmp, final)

@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future as TorchFuture
 
 from tuner.checkpoint.hashes import HASHERS, shard_sha256
-from tuner.checkpoint.index import DTYPE_NAMES, INDEX_NAME, Chunk, Index, TensorEntry, index_bytes
+from tuner.checkpoint.index import DTYPE_NAMES, Chunk, Index, TensorEntry, index_bytes
+from tuner.checkpoint.manifest import INDEX_NAME, shard_name
 from tuner.errors import DataError, TunerError
 from tuner.runtime.files import fsync_dir, machine_error, write_all, write_new
 
@@ -45,11 +46,6 @@ class WrittenFile:
     name: str
     size: int
     sha256: str
-
-
-def shard_name(rank: int, world_size: int) -> str:
-    """The file of one rank: `rank-0000-of-0002.safetensors`."""
-    return f"rank-{rank:04d}-of-{world_size:04d}.safetensors"
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -55,10 +55,12 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter for each option
             raise RecipeError("--chat reads its prompts from stdin; leave out --prompt, --file, --compare and --raw")
         texts = [] if chat else _prompts(prompt or [], file, system, raw)
         from tuner.generate import Sampling, base_of, load_generator
+        from tuner.runtime.console import Console
 
         sampling = Sampling(max_new_tokens, temperature, seed)
         other = (base, None) if base else base_of(name) if compare else None
-        generator = load_generator(name, base=base)
+        console = Console(level="debug" if verbose else "info")
+        generator = load_generator(name, base=base, warn=console.warn)
         if chat:
             return _chat(generator, sampling, system, None if json else stdout)
         trained = [generator.answer(item, sampling) for item in texts]

@@ -28,7 +28,7 @@ def resume(  # noqa: PLR0913 - one parameter per option of the command
     verbose: VerboseOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Go on with a stopped or killed run from its newest valid checkpoint; a finished run is left as it is.
+    """Go on with a stopped or killed run from its newest valid checkpoint; a finished, whole one is left as it is.
 
     Keys of the recipe that may change are given as --section.key value.
     """

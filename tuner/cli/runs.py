@@ -50,6 +50,8 @@ def list_runs(
         names = [os.path.relpath(run.path, place) if run.path != place else run.name for run in runs]
         lines = [_row(name, item, "started") for name, item in zip(names, found, strict=True)]
         text = _table([["run", *FIGURES.values(), "started"], *lines]) if runs else f"no runs in {place}"
+        if runs:
+            _say_what_was_checked()
         return Outcome(text, artifacts={"runs": found}, metrics={"runs": len(runs)}, warnings=damaged, is_text=True)
 
     run_command("runs list", OutputOptions(json, verbose, debug), body)
@@ -73,7 +75,8 @@ def show(
             "checkpoints": [str(path) for path in found.checkpoints],
             "recipe": found.recipe,
         }
-        return Outcome(_shown(found), artifacts=artifacts, is_text=True)
+        _say_what_was_checked()
+        return Outcome(_shown(found), artifacts=artifacts, warnings=found.problems, is_text=True)
 
     run_command("runs show", OutputOptions(json, verbose, debug), body)
 
@@ -148,7 +151,7 @@ def verify(
         from tuner.errors import DataError, VerificationError
 
         found, left_out = _open(runs)
-        checkpoints, damaged = [path for run in found for path in run.checkpoints], []
+        checkpoints, damaged = [path for run in found for path in run.every_checkpoint], []
         for path in checkpoints:
             try:
                 open_checkpoint(path)
@@ -156,14 +159,14 @@ def verify(
                 damaged.append(error.message)
         if damaged:
             raise VerificationError(
-                "\n  ".join([f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged:", *damaged]),
-                hint="tuner resume goes on from the newest that is valid",
+                "\n  ".join([f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged or gone:", *damaged]),
+                hint="a run whose last one is among them is made whole by tuner resume RUN",
             )
         return Outcome(
             f"{len(checkpoints)} checkpoints: all as they were written",
             artifacts={"verified": [str(path) for path in checkpoints]},
             metrics={"checkpoints": len(checkpoints)},
-            warnings=left_out,
+            warnings=[*left_out, *(problem for run in found for problem in run.problems)],
             is_text=True,
         )
 
@@ -183,6 +186,12 @@ def rm(
         return Outcome("\n".join(removed), artifacts={"removed": removed}, is_text=True)
 
     run_command("runs rm", OutputOptions(json, verbose, debug), body)
+
+
+def _say_what_was_checked() -> None:
+    from tuner.runtime.console import Console
+
+    Console().say("checked", "last checkpoints by manifest and sizes; every byte: tuner runs verify RUN")
 
 
 def _open(runs: Sequence[str]) -> tuple[list[Run], list[str]]:
@@ -256,13 +265,21 @@ def _shown(run: Run) -> str:
         lines[-1] = ("loss", f"{lines[-1][1]}  best eval {_figure(item, 'best_eval_loss')}")
     lines += [("eval", f"{loss:.4f}  {name}") for name, loss in source_losses(run).items()]
     lines += [(f"launch {number}", _launch(launch)) for number, launch in enumerate(run.launches, 1)]
-    lines += [("saved", str(path.relative_to(run.path))) for path in run.checkpoints]
+    lines += [_saved(run, path) for path in run.every_checkpoint]
     newest = run.launches[-1] if run.launches else {}
     if newest.get("command"):
         lines.append(("command", _command(newest["command"])))
     versions = newest.get("versions", {})
     lines.append(("versions", "  ".join(f"{name} {version}" for name, version in versions.items())))
     return "\n".join(f"{label:<{LABEL_WIDTH}}{escape(str(text))}" for label, text in lines)
+
+
+def _saved(run: Run, path: Path) -> tuple[str, str]:
+    """A checkpoint on one line, with what is wrong with it."""
+    from tuner.history.last import problem_of
+
+    name, problem = str(path.relative_to(run.path)), problem_of(path)
+    return ("saved", name) if problem is None else ("damaged", f"{name}  {problem}")
 
 
 def _command(words: Sequence[str]) -> str:
@@ -277,7 +294,7 @@ def _launch(launch: dict[str, Any]) -> str:
     changes = f" with changes ({git['diff']})" if git.get("diff") else " with changes" if git.get("dirty") else ""
     commit = f"commit {str(git.get('commit'))[:12]}{changes}" if git else ""
     parts = [
-        f"{launch.get('started')} to {launch.get('ended') or '...'}",
+        f"{launch.get('started') or '...'} to {launch.get('ended') or '...'}",
         f"step {launch.get('from_step', 0)} to {launch.get('step', '...')}",
         " ".join(str(part) for part in (launch.get("status"), launch.get("why")) if part),
         f"{launch.get('world_size', 1)} x {launch.get('device', '?')}",

@@ -6,13 +6,14 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tuner.checkpoint.load import PROBE_NAME, read_probe
+from tuner.checkpoint.load import read_probe
+from tuner.checkpoint.manifest import PROBE_NAME
 from tuner.checkpoint.readers import CheckpointHold
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export import verify
@@ -20,7 +21,7 @@ from tuner.export.card import CARD, LINEAGE, card, lineage
 from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
 from tuner.export.rows import OpenFiles
 from tuner.export.shards import Output, plan_shards, write_one, write_shards
-from tuner.export.source import Source, Word, resolve
+from tuner.export.source import Source, resolve
 from tuner.export.spans import Spans
 from tuner.export.tokenizer_check import require_same_ids
 from tuner.export.unchanged import require_same_frozen, require_same_tokenizer
@@ -33,6 +34,7 @@ from tuner.export.write import (
     write_generation_config,
     write_tokenizer,
 )
+from tuner.history.chosen import Warn, Which, explained, unheard
 from tuner.runtime.files import (
     MANIFEST_NAME,
     TMP_PREFIX,
@@ -102,13 +104,13 @@ def plan_export(
     dtype: Literal["bf16", "fp32"] = "bf16",
     adapter: Literal["merge", "keep"] = "merge",
     shard_size: int = DEFAULT_SHARD_BYTES,
-    warn: Callable[[str], None] | None = None,
-    step: int | Word = "newest",
+    warn: Warn = unheard,
+    step: Which = "newest",
 ) -> ExportPlan:
-    """Find the checkpoint and the target without writing anything; a damaged newer checkpoint is told to `warn`.
+    """Find the checkpoint and the target without writing anything; `warn` is told of a run that is not finished.
 
     ``step`` chooses one of a run's checkpoints. Raises RecipeError where the target holds something else, DataError
-    where there is no valid checkpoint.
+    where the checkpoint is damaged or gone.
     """
     if dtype not in DTYPES or adapter not in ("merge", "keep") or shard_size <= 0:
         raise RecipeError("export takes dtype bf16 or fp32, adapter merge or keep, and a positive shard size")
@@ -134,7 +136,7 @@ def export_hf(
     dtype: Literal["bf16", "fp32"] = "bf16",
     adapter: Literal["merge", "keep"] = "merge",
     shard_size: int = DEFAULT_SHARD_BYTES,
-    step: int | Word = "newest",
+    step: Which = "newest",
 ) -> ExportReport:
     """Export a checkpoint of a run, or the checkpoint given, to `output` (default `<run>/exports/step-N`).
 
@@ -150,6 +152,14 @@ def run_export(plan: ExportPlan) -> ExportReport:
     started = time.perf_counter()
     if plan.done:
         return _report(plan, None, None, started)
+    checkpoint = plan.source.checkpoint.path
+    try:
+        return _written_and_proven(plan, started)
+    except DataError as error:  # its tensors are checked only now, as they are read
+        raise explained(error, checkpoint) if error.message.startswith(f"{checkpoint}/") else error from error
+
+
+def _written_and_proven(plan: ExportPlan, started: float) -> ExportReport:
     with quiet():
         trained = trained_skeleton(plan.source)
     with CheckpointHold(plan.source.checkpoint.path), _temporary(plan.output) as directory:

@@ -163,8 +163,7 @@ class CheckpointRows:
         digest.update(data.numpy().data)
         if is_last and digest.hexdigest() != chunk.sha256:
             raise DataError(
-                f"{self._directory / chunk.file}: the SHA-256 of {self._name} differs from the one that was recorded",
-                hint="the file was damaged after it was saved: export another checkpoint of the run",
+                f"{self._directory / chunk.file}: the SHA-256 of {self._name} differs from the one that was recorded"
             )
 
 

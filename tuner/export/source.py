@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from tuner.checkpoint.load import CheckpointInfo, newest, open_checkpoint
-from tuner.checkpoint.steps import step_name
+from tuner.checkpoint.load import CheckpointInfo
 from tuner.errors import DataError, RecipeError
+from tuner.history.chosen import Warn, Which, choose, unheard
 
-CHECKPOINTS = "checkpoints"
 MODEL_CONFIG = "model_config"
 TOKENIZER = "tokenizer"
 MODEL_PREFIX = "model/"
-Word = Literal["newest", "best"]
-"""What a checkpoint of a run may be called beside its step."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -75,49 +72,23 @@ class Source:
         return hub_name(str(self.model.get("name_or_path", "")))
 
 
-def resolve(
-    path: Path, warn: Callable[[str], None] | None = None, shards: bool = True, step: int | Word = "newest"
-) -> Source:
-    """The checkpoint directory given, or one of a run directory: the newest valid one, the best, or that of a step.
+def resolve(path: Path, warn: Warn = unheard, shards: bool = True, step: Which = "newest") -> Source:
+    """The checkpoint directory given, or one of a run directory: its last one, the best, or that of a step.
 
-    Without ``shards`` the tensors' files are not hashed: for a reader that checks each tensor as it reads it. A newer
-    checkpoint that is damaged is passed over and told to `warn`. Raises RecipeError for a path that is neither and for
-    a best one that was not kept, DataError for a run without the checkpoint.
+    Without ``shards`` the tensors' files are not hashed: for a reader that checks each tensor as it reads it. Raises
+    RecipeError for a path that is neither and for a best one that was not kept, and DataError, with the ways on, for a
+    checkpoint that is damaged or gone.
     """
     path = path.absolute()
     if not path.is_dir():
         raise RecipeError(f"{path}: no such directory", hint="give a run directory, or one of its checkpoints")
-    if (path / CHECKPOINTS).is_dir():
-        found = newest(path / CHECKPOINTS, warn, shards=shards)
-        if found is None:
-            raise DataError(f"{path}: the run has no valid checkpoint", hint=f"train it first: tuner resume {path}")
-        wanted = _best_step(found) if step == "best" else step
-        if wanted in ("newest", found.step):
-            return Source(path, found)
-        return Source(path, open_checkpoint(path / CHECKPOINTS / step_name(int(wanted)), shards=shards))
-    if path.parent.name == CHECKPOINTS:
-        if step != "newest":
-            raise RecipeError(f"{path}: is one checkpoint: --step chooses one of a run", hint="give the run directory")
-        return Source(path.parent.parent, open_checkpoint(path, shards=shards))
+    chosen = choose(path, warn, shards, step)
+    if chosen is not None:
+        return Source(chosen.run_dir, chosen.checkpoint)
     raise RecipeError(
         f"{path}: neither a run directory nor a checkpoint inside one",
         hint="a run directory holds checkpoints/; a checkpoint is <run>/checkpoints/step-N",
     )
-
-
-def _best_step(newest: CheckpointInfo) -> int:
-    """The step of the lowest loss that the newest checkpoint knows of."""
-    best = newest.state.get("best")
-    if not isinstance(best, Mapping) or type(best.get("step")) is not int:
-        raise RecipeError(
-            f"{newest.path}: no best checkpoint is known", hint="the recipe's checkpoint.keep_best: eval/loss keeps it"
-        )
-    return int(best["step"])
-
-
-def is_source(path: Path) -> bool:
-    """Whether the path looks like a run directory or a checkpoint inside one."""
-    return (path / CHECKPOINTS).is_dir() or (path.is_dir() and path.absolute().parent.name == CHECKPOINTS)
 
 
 def hub_name(name: str) -> str | None:

@@ -1,8 +1,4 @@
-"""A run directory as it is read: its record, its recipe and its metrics. Nothing here writes, or needs torch.
-
-`run.json` holds `schema`, `status`, `run_id`, `launches` and, once the run is finished, its `metrics`; each launch its
-`started`, `from_step`, and once it ended `ended`, `status`, `step` and `why`.
-"""
+"""A run directory as it is read: its record, its recipe and its metrics. Nothing here writes, or needs torch."""
 
 from __future__ import annotations
 
@@ -17,26 +13,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.steps import step_dirs
+from tuner.checkpoint.steps import step_dirs, step_name
 from tuner.config.tree import Problems
 from tuner.config.yaml import read_yaml
 from tuner.errors import DataError, RecipeError
-from tuner.runtime.files import TMP_PREFIX, TRASH_PREFIX, read_json
+from tuner.history.files import CHECKPOINTS, LOCK, METRICS, RECORD, RESOLVED_RECIPE, is_run, other_contents, read_record
+from tuner.history.last import any_valid, last_problem, last_state, last_step, way_to_whole
+from tuner.runtime.files import TMP_PREFIX, TRASH_PREFIX
 from tuner.runtime.lock import FileLock, is_locked
 
-SCHEMA = "tuner.run/1"
-"""The `schema` of `run.json`."""
-RECORD = "run.json"
-RESOLVED_RECIPE = "recipe.resolved.yaml"
-METRICS = "metrics.jsonl"
-LOCK = "lock"
-CHECKPOINTS = "checkpoints"
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
-LEFTOVERS = frozenset(
-    {LOCK, CHECKPOINTS, RESOLVED_RECIPE, "recipe.yaml", "logs", "launches"}
-    | {"tokenizer", "model_config", "id_probes.jsonl"}
-)
-"""What a launch that died before it wrote its record may leave behind."""
 MAX_DEPTH = 4
 """How deep below a directory runs are looked for."""
 
@@ -50,7 +36,7 @@ def utc_now() -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory that holds a record."""
+    """One run directory, with its record or with what its checkpoints tell in place of it."""
 
     path: Path
     record: Mapping[str, Any]
@@ -67,11 +53,32 @@ class Run:
 
     @cached_property
     def status(self) -> str:
-        """finished, stopped, failed, running, or killed: a launch that ended without writing how."""
+        """finished, stopped, failed, running, damaged, or killed: a launch that ended without writing how."""
         said = str(self.record.get("status"))
-        if said == "running" and not is_locked(self.path / LOCK):
-            return "killed"
+        if said == "running" and is_locked(self.path / LOCK):
+            return said
+        if self.damage is not None:
+            return "damaged"
+        if said == "running":
+            return "finished" if last_state(self.path / CHECKPOINTS, self.record).get("finished") else "killed"
         return said
+
+    @cached_property
+    def damage(self) -> str | None:
+        """What is wrong with the last checkpoint by its manifest and sizes; its tensors are not read."""
+        return last_problem(self.path / CHECKPOINTS, self.record)
+
+    @property
+    def problems(self) -> list[str]:
+        """What of the run is damaged or gone, a line each, with what to type."""
+        found = []
+        if not (self.path / RECORD).is_file():
+            found.append(f"{self.path / RECORD} is gone: tuner resume {self.path} writes it again")
+        if self.status == "damaged":
+            checkpoints = self.path / CHECKPOINTS
+            way = way_to_whole(checkpoints, any_valid(checkpoints))
+            found.append(f"{self.path}: its last checkpoint is not whole: {self.damage}; {way}")
+        return found
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
@@ -109,6 +116,15 @@ class Run:
     def checkpoints(self) -> list[Path]:
         """The checkpoint directories, valid or not, oldest first."""
         return [path for _, path in reversed(step_dirs(self.path / CHECKPOINTS))]
+
+    @property
+    def every_checkpoint(self) -> list[Path]:
+        """The checkpoint directories, and the last one's where that is gone, oldest first."""
+        last = last_step(self.path / CHECKPOINTS, self.record)
+        known = {path: step for step, path in step_dirs(self.path / CHECKPOINTS)}
+        if last is not None:
+            known.setdefault(self.path / CHECKPOINTS / step_name(last), last)
+        return sorted(known, key=lambda path: known[path])
 
     @property
     def step(self) -> int:
@@ -176,7 +192,7 @@ def read_run(path: Path) -> Run:
     """Open a run directory. Raises RecipeError for a path that is none and DataError for a damaged record."""
     if not path.is_dir():
         raise RecipeError(f"{path}: no such directory", hint="give a run directory, such as tuner runs list shows")
-    if not (path / RECORD).is_file():
+    if not is_run(path):
         place = path if next(_run_dirs(path, MAX_DEPTH), None) is not None else path.parent
         raise RecipeError(
             f"{path} is not a run: it has no {RECORD}", hint=f"see which there are: tuner runs list {place}"
@@ -192,7 +208,7 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
     runs: list[Run] = []
     left_out: list[Path] = []
     for path in paths:
-        if path.is_dir() and not (path / RECORD).exists() and not other_contents(path):
+        if path.is_dir() and not is_run(path) and not other_contents(path):
             left_out.append(path)
         else:
             runs.append(read_run(path))
@@ -201,24 +217,8 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
     return runs, [f"{path} is left out: its launch never started" for path in left_out]
 
 
-def other_contents(path: Path) -> list[str]:
-    """What a directory without a record holds beside the leftovers of a launch that died before it wrote one."""
-    others = [name for name in os.listdir(path) if name not in LEFTOVERS and not name.startswith(TMP_PREFIX)]
-    return others or ([CHECKPOINTS] if step_dirs(path / CHECKPOINTS) else [])
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """The record of the run in directory `path`. Raises DataError where it is not one of this version."""
-    record = read_json(path / RECORD)
-    launches = record.get("launches")
-    known = record.get("schema") == SCHEMA and isinstance(launches, list)
-    if not known or not all(isinstance(launch, dict) for launch in launches or ()):
-        raise DataError(f"{path / RECORD}: not a run record of this version ({record.get('schema')!r})")
-    return record
-
-
 def find_runs(directory: Path) -> tuple[list[Run], list[str]]:
-    """The runs at or below `directory`, oldest first, and a line about each that cannot be read.
+    """The runs at or below `directory`, oldest first, and a line about each that is damaged or cannot be read.
 
     Links are not followed, and nothing is looked for inside a run. Raises RecipeError where there is no such directory.
     """
@@ -228,6 +228,7 @@ def find_runs(directory: Path) -> tuple[list[Run], list[str]]:
     for path in _run_dirs(directory, MAX_DEPTH):
         try:
             runs.append(Run(path, read_record(path)))
+            damaged += runs[-1].problems
         except DataError as error:
             damaged.append(error.message)
     return sorted(runs, key=lambda run: (started(run), str(run.path))), damaged
@@ -255,7 +256,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _run_dirs(directory: Path, depth: int) -> Iterator[Path]:
-    if (directory / RECORD).is_file():
+    if is_run(directory):
         yield directory
         return
     if depth == 0:

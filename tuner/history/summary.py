@@ -15,7 +15,7 @@ def summary(run: Run) -> dict[str, Any]:
     """A run's figures as JSON values; None where it has none.
 
     `loss` is the newest step's, `eval_loss` the newest evaluation's; `seconds` the time of all launches, start and
-    evaluations included.
+    evaluations included. `damage` is what is wrong with the last checkpoint by its manifest and sizes.
     """
     step, evaluations, best = run.latest.step or {}, run.latest.evaluations, run.latest.best
     return {
@@ -23,6 +23,7 @@ def summary(run: Run) -> dict[str, Any]:
         "path": str(run.path),
         "run_id": run.record.get("run_id"),
         "status": run.status,
+        "damage": run.damage,
         "step": run.step,
         "total_steps": run.total_steps,
         "tokens": step.get("tokens"),

@@ -6,6 +6,7 @@ Unfinished work is named `.tmp-*`, unwanted work `.trash-*`, always beside its t
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -24,6 +25,8 @@ TMP_PREFIX = ".tmp-"
 TRASH_PREFIX = ".trash-"
 MANIFEST_NAME = "manifest.json"
 HASH_BLOCK_BYTES = 1 << 20
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Of Linux' `fcntl.h` and `fs.h`: below the working directory, and two names change places."""
 
 
 def gib(count: int) -> str:
@@ -190,6 +193,38 @@ def publish_dir(tmp: Path, final: Path) -> None:
         raise machine_error(final, error) from error
 
 
+def replace_dir(tmp: Path, final: Path) -> None:
+    """Commit directory `tmp` in place of the directory `final`, which goes. Raises MachineError.
+
+    The two change names in one system call, so that `final` is whole at every moment. Where the file system has no such
+    call, the old one is renamed away first, and a process that dies in between leaves none.
+    """
+    try:
+        flush_tree(tmp)
+        try:
+            _exchange(tmp, final)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+                raise
+            discard_dir(final)
+            os.rename(tmp, final)
+        fsync_dir(final.parent)
+    except OSError as error:
+        raise machine_error(final, error) from error
+    discard_dir(tmp)
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Have two paths change names (Linux: renameat2, RENAME_EXCHANGE). Raises OSError, ENOSYS where there is none."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    names = os.fsencode(first), os.fsencode(second)
+    if rename(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(second))
+
+
 def discard_dir(path: Path) -> None:
     """Remove a directory so that, killed at any moment, nothing under the old name is half there.
 
@@ -209,6 +244,20 @@ def discard_dir(path: Path) -> None:
         shutil.rmtree(trash)
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise machine_error(path, error) from error
+
+
+def set_aside(path: Path, mark: str) -> None:
+    """Rename a damaged directory to `invalid-NAME-MARK`, for people to look at; an older one of that name goes.
+
+    Raises MachineError.
+    """
+    aside = path.parent / f"invalid-{path.name}-{mark}"
+    discard_dir(aside)
+    try:
+        os.rename(path, aside)
+        fsync_dir(path.parent)
     except OSError as error:
         raise machine_error(path, error) from error
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tuner.checkpoint.agree import Ranks
-from tuner.checkpoint.load import SEAL, CheckpointInfo, newest, open_checkpoint
-from tuner.checkpoint.steps import step_dirs
+from tuner.checkpoint.load import CheckpointInfo, newest, open_checkpoint
+from tuner.checkpoint.manifest import SEAL
+from tuner.checkpoint.steps import step_dirs, step_name
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.overrides import Override
@@ -16,6 +17,8 @@ from tuner.data.building.prepare import find_prepared, prepare, prepared_path
 from tuner.data.building.request import PrepareRequest, prepare_request
 from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, MachineError, RecipeError
+from tuner.history.chosen import choose
+from tuner.history.last import last_step, way_to_whole
 from tuner.runtime.console import Console
 from tuner.runtime.lock import FileLock
 from tuner.train.changes import Changes, changes
@@ -101,7 +104,7 @@ def make_ready(
         raise RecipeError("--reset needs a run to go on with", hint="add --resume auto, must or a PATH")
     found = _handed_over(options) if options.checked else _existing(run, record, loaded, options, (console, hashes))
     resets = resets_for(record, found, options.reset)
-    if record is not None and _is_finished(record, found) and not options.reset:
+    if record is not None and _is_finished(record, found, recipe.checkpoint.at_end) and not options.reset:
         step = int(record["launches"][-1].get("step") or (found.step if found is not None else 0))
         console.say("finished", f"{run.path} is already trained: {step} steps")
         state = record.get("metrics") or ({"step": step} if found is None else found.state)
@@ -160,9 +163,10 @@ def left_before(loaded: LoadedRecipe, options: TrainOptions) -> RunResult | None
     """What an earlier launch left to go on from, for a launch that ends before its first step; None without any."""
     run = RunDir(Path(loaded.recipe.output_dir))
     record, found = run.read_record(), newest(run.checkpoints, verify=False)
-    if options.resume == "never" or record is None or found is None or not record["launches"]:
+    total = record["launches"][-1].get("total_steps") if record is not None and record["launches"] else None
+    if options.resume == "never" or found is None or total is None:
         return None
-    return run_result(run, "stopped", found, int(record["launches"][-1]["total_steps"]), found.state)
+    return run_result(run, "stopped", found, int(total), found.state)
 
 
 def _existing(
@@ -195,23 +199,35 @@ def _existing(
             )
         if options.resume != "never" and not options.checked:
             _tell(changed, console)
+    at_end = loaded.recipe.checkpoint.at_end
     found = newest(run.checkpoints, console.warn, shards=hashes)
-    if found is not None and not hashes and _is_finished(record, found):
+    if found is not None and not hashes and _is_finished(record, found, at_end):
         found = newest(run.checkpoints, console.warn)  # every rank must say the same of it
     if found is None and step_dirs(run.checkpoints):
         raise DataError(
             f"{run.checkpoints}: none of its checkpoints is valid",
-            hint="repair one, or start a new run with --name NEW-NAME; nothing was changed",
+            hint=f"{way_to_whole(run.checkpoints, any_valid=False)}      new run: --name NEW-NAME",
         )
     if found is None and origin is not None:
-        found = open_checkpoint(origin, shards=hashes)  # it ended before it saved one of its own
-    if options.resume == "never" and not _is_finished(record, found) and not options.dry_run:
+        found = open_checkpoint(origin, shards=hashes)  # it ended before it saved one of its own, or lost them
+    if options.resume == "never" and not _is_finished(record, found, at_end) and not options.dry_run:
         at = f"at step {found.step}" if found is not None else "without a checkpoint"
         raise RecipeError(
             f"{run.path} holds an unfinished run, {at}",
             hint=f"go on: tuner resume {run.path}      new run: --name NEW-NAME",
         )
+    _tell_lost(run, record, found, console)
     return found
+
+
+def _tell_lost(run: RunDir, record: Mapping[str, Any], found: CheckpointInfo | None, console: Console) -> None:
+    """Warn of what of a run is not there any more, and from where it is made again."""
+    at = 0 if found is None else found.step
+    if not run.record.is_file():
+        console.warn(f"{run.record} is gone: it is written again, from step {at} on")
+    last = last_step(run.checkpoints, record)
+    if last is not None and last > at and not (run.checkpoints / step_name(last)).is_dir():
+        console.warn(f"{run.checkpoints / step_name(last)}, the last checkpoint, is gone: trained again from step {at}")
 
 
 def _handed_over(options: TrainOptions) -> CheckpointInfo | None:
@@ -252,31 +268,32 @@ def tell_warnings(changed: Sequence[str], console: Console) -> None:
 def _chosen(
     path: Path, loaded: LoadedRecipe, options: TrainOptions, around: tuple[Console, bool]
 ) -> CheckpointInfo:
-    """The checkpoint at a path that the user gave: a damaged one is fatal, of a run it is the newest valid one."""
+    """The checkpoint at a path that the user gave, of a run its last one: a damaged one is fatal."""
     console, hashes = around
     if not path.is_dir():
         raise RecipeError(f"--resume {path}: no such directory", hint="give a checkpoint, auto, must or never")
-    of_run = RunDir(path)
-    if of_run.record.is_file():
-        found = newest(of_run.checkpoints, console.warn, shards=hashes)
-    else:
-        found = open_checkpoint(path, shards=hashes)
-    if found is None:
-        raise DataError(f"{path}: holds no valid checkpoint")
+    chosen = choose(path, console.warn, shards=hashes)
+    found = open_checkpoint(path, shards=hashes) if chosen is None else chosen.checkpoint
     changed = require_recipe_of(found, recipe_dict(loaded.recipe), options.reset)
     if not options.checked:
         _tell(changed, console)
     return found
 
 
-def _is_finished(record: dict[str, Any], found: CheckpointInfo | None) -> bool:
-    """By its record, or by a final checkpoint whose launch was killed before it could write that down.
+def _is_finished(record: Mapping[str, Any], found: CheckpointInfo | None, at_end: bool) -> bool:
+    """Whether nothing is left to train: by a final checkpoint, or by the record where what it kept is there.
 
-    A run that was reset behind that checkpoint goes on.
+    A launch may have been killed before it could write down that it finished; a run that was reset after that
+    checkpoint goes on. A finished run whose last checkpoint is damaged or gone goes on, too: `found` is the newest
+    that is valid. With `at_end`, `checkpoint.at_end` of the recipe, that is the one of the last step.
     """
-    if record["status"] == "finished" or found is None:
-        return bool(record["status"] == "finished")
-    return bool(found.state.get("finished")) and not pending(resets_of(record), found.step)
+    if found is not None and found.state.get("finished") and not pending(resets_of(record), found.step):
+        return True
+    if record["status"] != "finished":
+        return False
+    newest_launch = record["launches"][-1]
+    last = newest_launch.get("step") if at_end else newest_launch.get("saved_step")
+    return last is None or (found is not None and found.step >= last)
 
 
 def _close(run: RunDir, record: dict[str, Any], found: CheckpointInfo | None) -> None:

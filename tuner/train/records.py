@@ -45,15 +45,19 @@ class Records:
         except OSError as error:
             raise machine_error(self._path, error) from error
 
-    def cut_back(self, step: int) -> None:
-        """Drop the lines after ``step``, and a last line cut short by a crash: they will be written again."""
+    def cut_back(self, step: int, evaluates: bool = False) -> None:
+        """Drop the lines after ``step``, and a last line cut short by a crash: they will be written again.
+
+        Where the launch begins with the evaluation of the step, what an earlier one wrote of that goes, too.
+        """
         if self._path is None or not self._path.exists():
             return
         try:
             with jsonlines.open(self._path) as reader:
-                kept = [line for line in reader.iter(type=dict, skip_invalid=True) if line["step"] <= step]
+                lines = [line for line in reader.iter(type=dict, skip_invalid=True) if line["step"] <= step]
         except OSError as error:
             raise machine_error(self._path, error) from error
+        kept = [line for line in lines if not evaluates or line["step"] < step or line.get("kind") == "train"]
         text = io.StringIO()
         with jsonlines.Writer(text) as writer:
             writer.write_all(kept)

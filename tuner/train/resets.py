@@ -87,6 +87,11 @@ def resets_for(
     if found is None:
         if parts:
             raise RecipeError("--reset: there is no checkpoint to go on from", hint="leave it out")
+        if lost := resets_of(record):
+            raise DataError(
+                f"the run was reset at step {lost[-1].step} ({', '.join(lost[-1].parts)}), and no checkpoint is left",
+                hint="begin another run with its recipe.resolved.yaml: --name NEW-NAME",
+            )
         return ()
     known = resets_of(found.state if record is None else record)
     later = [reset for reset in known if reset.step > found.step]

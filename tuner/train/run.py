@@ -46,7 +46,7 @@ from tuner.train.ready import (
 )
 from tuner.train.records import Records
 from tuner.train.resets import STATE, freed_keys, pending, starts_of
-from tuner.train.rundir import MODEL_CONFIG, RunDir
+from tuner.train.rundir import MODEL_CONFIG, TOKENIZER, RunDir
 from tuner.train.session import STOP_FILE, Session
 from tuner.train.setup import Assembly, Resolved, Timetable, assemble, resolve, timetable
 from tuner.train.tokenizer import tokenizer_meta, write_tokenizer
@@ -115,7 +115,7 @@ def _run(
         if found is not None:
             _restore(session, found)
         for records in (session.metrics, session.samples):
-            records.cut_back(progress.step if found is not None else -1)
+            records.cut_back(progress.step if found is not None else -1, progress.evaluation_owed)
         with watch.step(0):
             mock_batch(assembly, console)
         session.begin()
@@ -137,7 +137,7 @@ def _run(
     finally:
         if launch.is_main:
             record |= outcome(progress.as_state(status == "finished"))
-            run.end(record, status, progress.step, why)
+            run.end(record, status, progress.step, progress.saved_step, why)
         session.hooks.tell("end", progress.step, progress.tokens, status=status)
     Ranks(gloo_group()).on_main(session.hooks.raise_error)
     saved = newest(run.checkpoints, verify=False) if progress.saved_step is not None else None
@@ -176,6 +176,9 @@ def _begin(ready: Ready, loaded: LoadedRecipe, assembly: Assembly, options: Trai
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     run.logs.mkdir(exist_ok=True)
     run.sweep()
+    if record is not None:
+        is_own = found is not None and found.path.parent == run.checkpoints
+        run.set_aside(found.step if found is not None and is_own else -1, str(record["run_id"]))
     resolved = assembly.resolved
     # How long and on how many processes is each launch's own affair.
     of_run = {
@@ -183,9 +186,12 @@ def _begin(ready: Ready, loaded: LoadedRecipe, assembly: Assembly, options: Trai
         "parallel": loaded.recipe.parallel,
     }
     settled = resolved.recipe.model_copy(update=of_run)
-    if found is None or record is None:
+    begins = found is None or record is None
+    if begins or not run.resolved_recipe.is_file():
         run.write_recipe(loaded.text, recipe_yaml(settled))
+    if begins or not (run.path / TOKENIZER).is_dir():
         write_tokenizer(run, assembly)
+    if begins or not (run.path / MODEL_CONFIG).is_dir():
         _write_model_config(run.path / MODEL_CONFIG, resolved)
     facts = {
         "world_size": assembly.launch.world_size,

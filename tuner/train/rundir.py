@@ -2,23 +2,27 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tuner.checkpoint.manifest import read_manifest
+from tuner.checkpoint.steps import step_dirs
 from tuner.config.load import LoadedRecipe, load_recipe
-from tuner.errors import RecipeError
-from tuner.history.record import (
+from tuner.errors import DataError, RecipeError
+from tuner.history.files import (
     CHECKPOINTS,
     RECORD,
     RESOLVED_RECIPE,
     SCHEMA,
     other_contents,
     read_record,
-    utc_now,
+    record_is_gone,
 )
+from tuner.history.record import utc_now
 from tuner.runtime.environment import command_line, environment
-from tuner.runtime.files import sweep, unfinished, write_atomic, write_json
+from tuner.runtime.files import set_aside, sweep, unfinished, write_atomic, write_json
 from tuner.runtime.git import SourceTree, source_tree
 from tuner.runtime.versions import versions
 
@@ -54,12 +58,15 @@ class RunDir:
         return self.path / RESOLVED_RECIPE
 
     def read_record(self) -> dict[str, Any] | None:
-        """The run's record; None where no run has started. Raises RecipeError for a directory of something else."""
+        """The run's record, or what its checkpoints tell in place of one that is gone; None where no run has started.
+
+        Raises RecipeError for a directory of something else.
+        """
         if not self.path.exists():
             return None
         if not self.path.is_dir():
             raise RecipeError(f"{self.path} is not a directory", hint="choose another output_dir")
-        if not self.record.is_file():
+        if not self.record.is_file() and not record_is_gone(self.path):
             others = other_contents(self.path)
             if not others:
                 return None
@@ -74,6 +81,15 @@ class RunDir:
         for directory in self._written_to():
             sweep(directory)
 
+    def set_aside(self, after: int, run_id: str) -> None:
+        """Rename the checkpoints after a step, none of which is valid: the steps are taken again from there.
+
+        Call it under the run's lock. Raises MachineError.
+        """
+        for step, path in step_dirs(self.checkpoints):
+            if step > after:
+                set_aside(path, run_id)
+
     def leftovers(self) -> list[Path]:
         """What `sweep` would remove."""
         return [path for directory in self._written_to() for path in unfinished(directory)]
@@ -85,11 +101,23 @@ class RunDir:
     def recipe(self, record: Mapping[str, Any] | None) -> LoadedRecipe | None:
         """The recipe that its next launch goes on with; None where none was written down yet.
 
-        After a reset that is the one in its record, which changes in one piece with what was reset.
+        After a reset that is the one in its record, which changes in one piece with what was reset; where its file is
+        gone, the one that its newest checkpoint was saved with.
         """
         if record is not None and "recipe" in record:
             return replace(load_recipe(record["recipe"]), path=self.resolved_recipe)
-        return load_recipe(self.resolved_recipe) if self.resolved_recipe.is_file() else None
+        if self.resolved_recipe.is_file():
+            return load_recipe(self.resolved_recipe)
+        saved = self._recipe_of_checkpoint()
+        return None if record is None or saved is None else replace(load_recipe(saved), path=self.resolved_recipe)
+
+    def _recipe_of_checkpoint(self) -> dict[str, Any] | None:
+        for _, path in step_dirs(self.checkpoints):
+            with suppress(DataError):
+                recipe = read_manifest(path, verify=True)["meta"].get("recipe")
+                if isinstance(recipe, dict):
+                    return recipe
+        return None
 
     def begin(
         self,
@@ -119,13 +147,14 @@ class RunDir:
         write_json(self.record, record)
         return record
 
-    def end(self, record: dict[str, Any], status: str, step: int, why: str | None) -> None:
-        """Write down how a launch ended."""
+    def end(self, record: dict[str, Any], status: str, step: int, saved_step: int | None, why: str | None) -> None:
+        """Write down how a launch ended, after which step, and of which step its newest checkpoint is."""
         record["status"] = status
         record["launches"][-1] |= {
             "ended": utc_now(),
             "status": status,
             "step": step,
+            "saved_step": saved_step,
             "why": why,
         }
         write_json(self.record, record)
@@ -133,7 +162,12 @@ class RunDir:
     def close(self, record: dict[str, Any], step: int) -> None:
         """Write down that a run is finished whose newest launch was killed before it could."""
         record["status"] = "finished"
-        record["launches"][-1] |= {"status": "finished", "step": step, "why": "killed behind its last save"}
+        record["launches"][-1] |= {
+            "status": "finished",
+            "step": step,
+            "saved_step": step,
+            "why": "killed behind its last save",
+        }
         write_json(self.record, record)
 
     def _keep_source(self, work_dirs: Sequence[Path], launch: int) -> dict[str, Any] | None:

@@ -5,14 +5,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuner.checkpoint.load import CheckpointInfo, load_into, newest, open_checkpoint, require_same_base
+from tuner.checkpoint.load import CheckpointInfo, load_into, require_same_base
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import ModelSection, NoAdapter, Recipe
 from tuner.data.building.prepare import prepare
 from tuner.data.building.request import prepare_request
 from tuner.data.prepared import open_prepared
 from tuner.errors import DataError, DivergedError, RecipeError
-from tuner.history.record import CHECKPOINTS, RESOLVED_RECIPE
+from tuner.history.chosen import choose
+from tuner.history.files import RESOLVED_RECIPE
 from tuner.model.root import trained_parameters
 from tuner.runtime.console import Console
 from tuner.runtime.launch import Launch
@@ -43,19 +44,14 @@ class Score:
 
 
 def find_trained(path: Path, console: Console) -> Trained:
-    """A run's newest valid checkpoint, the checkpoint given, or a Hugging Face directory.
+    """A run's last checkpoint, the checkpoint given, or a Hugging Face directory.
 
-    Raises RecipeError for a path that is none of them, and DataError for a run without a valid checkpoint.
+    Raises RecipeError for a path that is none of them, and DataError for a checkpoint that is damaged or gone.
     """
     if not path.is_dir():
         raise RecipeError(f"{path}: no such directory", hint="give a run, a checkpoint or a Hugging Face directory")
-    if (path / CHECKPOINTS).is_dir():
-        found = newest(path / CHECKPOINTS, console.warn)
-        if found is None:
-            raise DataError(f"{path}: the run has no valid checkpoint", hint=f"train it first: tuner resume {path}")
-        return Trained(found.path, found, path)
-    if path.parent.name == CHECKPOINTS:
-        return Trained(path, open_checkpoint(path), path.parent.parent)
+    if (chosen := choose(path, console.warn)) is not None:
+        return Trained(chosen.checkpoint.path, chosen.checkpoint, chosen.run_dir)
     if (path / "config.json").is_file():
         return Trained(path)
     if (path / "adapter_config.json").is_file():

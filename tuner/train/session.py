@@ -178,7 +178,8 @@ class Session:
         assembly, progress = self.assembly, self.progress
         learner, table = assembly.learner, assembly.timetable
         kept = {*table.marks, *([] if progress.best is None else [progress.best.step])}
-        is_probed = finished or self.is_kept() or table.exporting.due_at(progress.step)
+        is_last = progress.step >= table.plan.total_steps  # perhaps with an evaluation owed, so not finished yet
+        is_probed = is_last or self.is_kept() or table.exporting.due_at(progress.step)
         return Snapshot(
             progress.step,
             progress.tokens,

@@ -1,0 +1,92 @@
+"""The files of a run directory: their names, and its record. Nothing here writes, or needs torch.
+
+`run.json` holds `schema`, `status`, `run_id`, `launches` and, once the run is finished, its `metrics`; each launch its
+`started`, `from_step`, and once it ended `ended`, `status`, `step`, `saved_step` and `why`. Where it is gone, what can
+be told of the run is read from its checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from tuner.checkpoint.manifest import SEAL, STATE_NAME, read_manifest
+from tuner.checkpoint.steps import step_dirs
+from tuner.errors import DataError
+from tuner.runtime.files import MANIFEST_NAME, TMP_PREFIX, read_json
+
+SCHEMA = "tuner.run/1"
+"""The `schema` of `run.json`."""
+RECORD = "run.json"
+RESOLVED_RECIPE = "recipe.resolved.yaml"
+METRICS = "metrics.jsonl"
+LOCK = "lock"
+CHECKPOINTS = "checkpoints"
+LEFTOVERS = frozenset(
+    {LOCK, CHECKPOINTS, RESOLVED_RECIPE, "recipe.yaml", "logs", "launches"}
+    | {"tokenizer", "model_config", "id_probes.jsonl"}
+)
+"""What a launch that died before it wrote its record may leave behind."""
+
+
+def other_contents(path: Path) -> list[str]:
+    """What a directory without a record holds beside the leftovers of a launch that died before it wrote one."""
+    others = [name for name in os.listdir(path) if name not in LEFTOVERS and not name.startswith(TMP_PREFIX)]
+    return others or ([CHECKPOINTS] if step_dirs(path / CHECKPOINTS) else [])
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record of the run in directory `path`; where it is gone, what the checkpoints tell in place of it.
+
+    Raises DataError where it is not one of this version.
+    """
+    if record_is_gone(path):
+        return _record_from_checkpoints(path)
+    try:
+        record = read_json(path / RECORD)
+    except DataError as error:
+        raise DataError(error.message, hint=_written_again(path)) from error
+    launches = record.get("launches")
+    known = record.get("schema") == SCHEMA and isinstance(launches, list)
+    if not known or not all(isinstance(launch, dict) for launch in launches or ()):
+        raise DataError(
+            f"{path / RECORD}: not a run record of this version ({record.get('schema')!r})", hint=_written_again(path)
+        )
+    return record
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory holds a run: its record, or what else a run leaves."""
+    return (path / RECORD).is_file() or record_is_gone(path)
+
+
+def record_is_gone(path: Path) -> bool:
+    """Whether a directory holds a run, begun and perhaps saved, but not its record."""
+    if (path / RECORD).exists():
+        return False
+    steps = step_dirs(path / CHECKPOINTS)
+    if (path / RESOLVED_RECIPE).is_file():
+        return bool(steps) or (path / METRICS).is_file()
+    return any((step / MANIFEST_NAME).is_file() for _, step in steps)
+
+
+def _record_from_checkpoints(path: Path) -> dict[str, Any]:
+    """A record in place of one that is gone: the same at every call while the checkpoints are the same."""
+    recipe = path / RESOLVED_RECIPE
+    known, state = (recipe.read_bytes() if recipe.is_file() else b""), dict[str, Any]()
+    for _, step in step_dirs(path / CHECKPOINTS):
+        try:
+            known, state = read_manifest(step, verify=True)[SEAL].encode(), read_json(step / STATE_NAME)
+            break
+        except DataError:
+            continue
+    run_id = hashlib.sha256(known).hexdigest()[:16]
+    launch = {"from_step": 0, "why": f"{RECORD} was gone"}
+    resets = {"resets": state["resets"]} if state.get("resets") else {}
+    return {"schema": SCHEMA, "status": "running", "run_id": run_id, "launches": [launch], **resets}
+
+
+def _written_again(path: Path) -> str:
+    return f"have it written again from the checkpoints: rm {path / RECORD} && tuner resume {path}"
