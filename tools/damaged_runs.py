@@ -21,12 +21,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -218,6 +220,10 @@ class Place:
             os.chdir(self.directory)
             for stream, path in ((1, out), (2, err)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), stream)
+            logging.getLogger().handlers.clear()  # a test's handlers and filters are not those of a command
+            warnings.resetwarnings()
+            for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+                warnings.simplefilter("ignore", category)
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
             os.environ["TUNER_CACHE"] = str(self.directory / "cache")
             from tuner.cli.main import main

@@ -35,7 +35,7 @@ if what == "dies":
     raise SystemExit("no document")
 if what == "wrong":
     error = {"type": "VerificationError", "message": "not the trained model", "hint": "look"}
-    print(json.dumps({"status": "failed", "exit_code": 6, "error": error}))
+    print(json.dumps({"status": "failed", "exit_code": 6, "warnings": ["a probe is odd"], "error": error}))
     raise SystemExit(6)
 target = pathlib.Path(output)
 target.mkdir(parents=True)
@@ -125,9 +125,12 @@ def test_a_failed_export_is_told_at_once_and_raised_when_the_run_is_complete(
     run = Run(tmp_path, every="2 steps", at_end="true")
     with run.exporter() as exporter:
         run.told(exporter, "save", 2)
-        while not run.warnings:
+        while len(run.warnings) < 2:
             time.sleep(0.01)
-        assert run.warnings == ["export of step-2: not the trained model; the run goes on"]
+        assert run.warnings == [
+            "export of step-2: a probe is odd",
+            "export of step-2: not the trained model; the run goes on",
+        ]
         run.told(exporter, "save", 9)
         with pytest.raises(VerificationError, match="export of step-2: not the trained model") as failure:
             exporter.finish(run.result(9))

@@ -17,6 +17,7 @@ from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import RecipeError
 from tuner.export.hf import export_hf
+from tuner.runtime.warned import Warned, collected
 from tuner.train.ready import TrainOptions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,8 +49,13 @@ def test_exports_of_a_run_are_the_commands(tmp_path: Path, monkeypatch: pytest.M
     assert probes[-1]["framed_ids"]
     (run / "exports" / "step-6").mkdir()
     (run / "exports" / "step-6" / "mine.txt").write_text("mine")
-    with pytest.raises(RecipeError, match="export of step-6: .*exists and is not this export"):
+    warned = Warned()
+    with (
+        collected(warned, print),
+        pytest.raises(RecipeError, match="export of step-6: .*exists and is not this export") as failed,
+    ):
         launch(tmp_path, export__at_end="true")
+    assert warned.texts == [f"{failed.value.message}; the run goes on"]
     assert json.loads((run / "run.json").read_text())["status"] == "finished"
     assert [path.name for path in (run / "exports" / "step-6").iterdir()] == ["mine.txt"]
     assert os.readlink(run / "exports" / "latest") == "step-4"

@@ -3,11 +3,13 @@
 import os
 import signal
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 from tuner.errors import DataError, LostRankError
 from tuner.runtime import phase
+from tuner.runtime.console import Console
 from tuner.runtime.rank import main
 from tuner.runtime.stop import StopSignals
 
@@ -19,12 +21,23 @@ def listening(port: str) -> list[str]:
     return [address for address, number in ends if int(number, 16) == int(port)]
 
 
+def warn(rank: int) -> None:
+    """Have a library warn, and the console, twice."""
+    warnings.warn("from a library", UserWarning, stacklevel=1)
+    console = Console(main=rank == 0)
+    for _ in range(2):
+        console.warn(f"rank {rank} is odd")
+
+
 def work(job: dict[str, Any]) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     print(f"rank {rank} prints")
     action, _, words = job["actions"][rank].partition(" at ")
     if words:
         phase.enter(words)
+    if action.startswith("warns, "):
+        warn(rank)
+        action = action.removeprefix("warns, ")
     match action:
         case "facts":
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")

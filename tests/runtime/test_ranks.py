@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from tuner.errors import DataError, LostRankError, MachineError, TunerError
 from tuner.runtime import ranks
 from tuner.runtime.process import cores
 from tuner.runtime.ranks import run_ranks
+from tuner.runtime.warned import Warned, collected
 
 WORKER = "tests.runtime.rank_worker"
 
@@ -47,6 +49,22 @@ def test_ranks_know_their_place_and_meet_on_the_loopback_alone(tmp_path: Path, m
     }  # fmt: skip
     assert {number: signal.getsignal(number) for number in handlers} == handlers
     assert "rank 1 prints" in (tmp_path / "rank1.log").read_text()
+
+
+@pytest.mark.parametrize("action", ["warns, ok", "warns, data error", "warns, killed"])
+def test_what_rank_0_warns_of_is_the_commands(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], action: str
+) -> None:
+    warned = Warned()
+    with collected(warned, print), contextlib.suppress(TunerError):
+        run(tmp_path, action, "warns, ok")
+    library, console = warned.texts
+    assert library.startswith("UserWarning: from a library (") and "rank_worker.py:" in library
+    assert console == "rank 0 is odd"
+    said = capfd.readouterr().err
+    assert f"warning: {library}" in said
+    assert "warning   rank 0 is odd" in said
+    assert "rank 1" not in said
 
 
 def test_one_ranks_error_is_the_runs_with_its_class_hint_and_code(tmp_path: Path) -> None:
@@ -122,6 +140,7 @@ TWICE = """
 import sys
 from pathlib import Path
 from tuner.runtime.ranks import run_ranks
+from tuner.runtime.warned import Warned, collected
 job = {"actions": ["stops", "deaf"], "ready": sys.argv[1], "stop_s": 60}
 run_ranks("tests.runtime.rank_worker", job, 2, Path(sys.argv[1]))
 """

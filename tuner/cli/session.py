@@ -31,6 +31,7 @@ import typer
 from tuner.cli.document import Outcome, failure_document, outcome_document, read_document, write_document
 from tuner.errors import ExitCode, MachineError, RecipeError, TunerError, as_tuner_error
 from tuner.runtime.stop import is_ignored
+from tuner.runtime.warned import Warned, collected
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
@@ -140,12 +141,13 @@ def run_command(name: str, options: OutputOptions, body: Callable[[], Outcome]) 
 
     File descriptor 1 points to stderr from here on: whatever a library prints goes there. The result alone - the
     path, or with `--json` one document, on failure too - goes to the real stdout, and only from rank 0.
+    Whatever is said as a warning on stderr is in the document, once, whether the body succeeds or fails.
     Errors become one line on stderr; a traceback needs `--debug`. A stop signal ends the body as Ctrl-C does, with 130,
     but for the stretch in which training listens itself.
     """
-    stdout = _take_stdout()
+    stdout, warned = _take_stdout(), Warned()
     try:
-        with _stop_signals_interrupt():
+        with collected(warned, _say), _stop_signals_interrupt():
             outcome = body()
     except _PassedOn as passed:
         code = int(passed.document["exit_code"])
@@ -154,9 +156,11 @@ def run_command(name: str, options: OutputOptions, body: Callable[[], Outcome]) 
     except BaseException as error:  # every way to fail ends in one line and an exit code
         if isinstance(error, SystemExit):
             raise
-        _fail(name, options, error, stdout)
+        _fail(name, options, error, stdout, warned)
     for warning in outcome.warnings:
-        _say(f"warning: {warning}")
+        if warned.add(warning):
+            _say(f"warning: {warning}")
+    outcome.warnings = warned.texts
     if outcome.status == "stopped" and outcome.exit_code == 0:
         outcome.exit_code = int(ExitCode.STOPPED)
     line = write_document(outcome_document(name, outcome)) if options.json else outcome.result
@@ -177,7 +181,7 @@ def _stop_signals_interrupt() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _fail(name: str, options: OutputOptions, error: BaseException, stdout: int) -> NoReturn:
+def _fail(name: str, options: OutputOptions, error: BaseException, stdout: int, warned: Warned) -> NoReturn:
     if options.debug:
         import traceback
 
@@ -186,6 +190,7 @@ def _fail(name: str, options: OutputOptions, error: BaseException, stdout: int) 
     code = int(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else known.exit_code)
     report_error(known, _rank())
     document = failure_document(name, code, type(error).__name__, known.message or type(error).__name__, known.hint)
+    document["warnings"] = warned.texts
     _finish(stdout, write_document(document) if options.json else None, code)
 
 

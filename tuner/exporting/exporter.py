@@ -112,7 +112,8 @@ class Exporter:
         self._jobs = [job for job in self._jobs if not job[1].cancelled()]
         log = Path(self.recipe.output_dir) / "logs" / LOG
         hold = CheckpointHold(checkpoint)
-        process = ExportProcess(hold, self.exports / checkpoint.name, self.recipe.export, log)
+        output = self.exports / checkpoint.name
+        process = ExportProcess(hold, output, self.recipe.export, log, self.console.warn)
         future = self._pool.submit(self._export, process)
         future.add_done_callback(self._say_failure)
         self._jobs.append((process, future))

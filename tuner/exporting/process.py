@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ class ExportProcess:
     output: Path
     section: ExportSection
     log: Path
+    warn: Callable[[str], None]
+    """Told of what the command warned of."""
     _process: subprocess.Popen[bytes] | None = None
     _ending: threading.Event = field(default_factory=threading.Event)
 
@@ -76,6 +79,8 @@ class ExportProcess:
             raise self._cut_short()
         try:
             document = json.loads(out)
+            for text in document.get("warnings", ()):
+                self.warn(f"export of {self.output.name}: {text}")
             if code == 0:
                 figures: dict[str, Any] = document["metrics"]
                 return figures

@@ -16,6 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from tuner.runtime.warned import note_warning
+
 LABEL_WIDTH = 10
 EARLY_LINES = 200
 """Lines that are remembered for a log that is opened later."""
@@ -105,7 +107,9 @@ class Console:
         self.say("debug", text, "debug")
 
     def warn(self, text: str) -> None:
-        """A warning, shown at level `warning` and below."""
+        """A warning, shown at level `warning` and below, and noted in the command's document at every level."""
+        if self._main:
+            note_warning(text)
         self.say("warning", text, "warning")
 
     def error(self, message: str, hint: str | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import json
@@ -17,8 +18,10 @@ from typing import Any, NoReturn
 
 from tuner.errors import ExitCode, as_tuner_error
 from tuner.runtime import phase
+from tuner.runtime.console import escape
 from tuner.runtime.files import read_json, write_atomic
 from tuner.runtime.ranks import JOB, Report
+from tuner.runtime.warned import Warned, collected
 
 WATCH_S = 1.0
 
@@ -35,7 +38,9 @@ def main(work: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
     phase.publish(Report.board(place, rank))
     threading.Thread(target=_watch_parent, args=(int(job["parent"]),), daemon=True).start()
     try:
-        report = Report(rank, time.monotonic(), result=work(job["work"]))
+        with collected(Warned(Report.warned(place, rank)), _say):
+            result = work(job["work"])
+        report = Report(rank, time.monotonic(), result=result)
     except BaseException as error:  # noqa: BLE001 - told to the parent, which tells the user
         at_s = time.monotonic()
         os.write(log, "".join(traceback.format_exception(error)).encode(errors="backslashreplace"))
@@ -49,6 +54,11 @@ def main(work: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(report.exit_code)  # an orderly end may wait for a collective that nobody joins any more
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # its reader is gone
+        print(escape(line), file=sys.stderr, flush=True)
 
 
 def _open_log(logs: Path, rank: int) -> int:

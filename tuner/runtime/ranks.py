@@ -24,6 +24,7 @@ from tuner.runtime import phase
 from tuner.runtime.files import read_json, write_json
 from tuner.runtime.process import cores
 from tuner.runtime.stop import COUNTED_ABOVE, StopSignals
+from tuner.runtime.warned import note_warning, read_warned
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -54,6 +55,11 @@ class Report:
         return place / f"rank{rank}.json"
 
     @staticmethod
+    def warned(place: Path, rank: int) -> Path:
+        """Where a rank writes down its warnings as it says them."""
+        return place / f"rank{rank}.warnings"
+
+    @staticmethod
     def board(place: Path, rank: int) -> Path:
         """Where a rank shows what it is doing."""
         return place / f"rank{rank}.phase"
@@ -79,6 +85,8 @@ def run_ranks(module: str, work: Mapping[str, Any], processes: int, logs: Path) 
                 ranks.watch(signals)
             finally:
                 ranks.close()
+                for text in read_warned(Report.warned(place, 0)):  # rank 0 said them on this process's stderr
+                    note_warning(text)
             if signals.number is not None and any(end.is_cut_short(signals.number) for end in ranks.ends.values()):
                 raise KeyboardInterrupt
             return _result(ranks)

@@ -19,6 +19,7 @@ from tuner.data.building.cache import Entry, build_once, collect, damages, entri
 from tuner.data.building.prepare import PreparedInfo, check_prepared, prepare
 from tuner.data.prepared import open_prepared
 from tuner.errors import DataError, MachineError, RecipeError
+from tuner.runtime.console import Console, Level
 from tuner.runtime.lock import FileLock
 
 ROOT = Path(__file__).parents[3]
@@ -206,12 +207,13 @@ def test_a_second_builder_waits_and_names_the_first(tmp_path: Path) -> None:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
 
-        def say(label: str, text: str) -> None:
-            said.append(text)
-            assert holder.stdin is not None
-            holder.stdin.close()
+        class Listening(Console):
+            def say(self, label: str, text: str, level: Level = "info") -> None:
+                said.append(text)
+                assert holder.stdin is not None
+                holder.stdin.close()
 
-        _, found = build_once(tmp_path, "prepared", KEY, lambda directory: {}, say)
+        _, found = build_once(tmp_path, "prepared", KEY, lambda directory: {}, Listening())
     assert not found
     assert said[0].startswith(f"process {holder.pid} on ")
 

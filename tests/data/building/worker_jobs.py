@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ class Echo:
                 signal.pause()
             case ("exit", code):
                 os._exit(code)
+            case ("warn", text):
+                warnings.warn(text, UserWarning, stacklevel=1)
             case ("data error", text):
                 raise DataError(text, hint="mend it")
             case ("odd error", text):

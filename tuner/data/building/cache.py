@@ -19,6 +19,7 @@ from typing import Any, Literal
 from tuner.data.prepared import PREPARED_SCHEMA
 from tuner.data.reading.spool import remove_left_spools
 from tuner.errors import DataError, MachineError, RecipeError
+from tuner.runtime.console import Console
 from tuner.runtime.files import (
     MANIFEST_NAME,
     discard_dir,
@@ -36,8 +37,6 @@ LEVELS: tuple[Level, ...] = ("prepared", "encoded")
 ENCODED_SCHEMA = "tuner.encoded/3"
 SCHEMAS: dict[Level, str] = {"prepared": PREPARED_SCHEMA, "encoded": ENCODED_SCHEMA}
 LEFT_SPOOL = "standard input of a process that was killed"
-Say = Callable[[str, str], None]
-"""Prints (label, text) for people."""
 _KEY = re.compile(r"[0-9a-f]{16}")
 _LEFTOVER = re.compile(r"\.(?:(?:tmp|trash)-)+([0-9a-f]{16})-.+")
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -92,7 +91,7 @@ def build_once(
     level: Level,
     key: str,
     make: Callable[[Path], dict[str, Any]],
-    say: Say | None = None,
+    console: Console | None = None,
     use: Callable[[Path], None] | None = None,
 ) -> tuple[dict[str, Any], bool]:
     """Return (manifest, whether it was there already), building the directory when it is missing or damaged.
@@ -102,7 +101,11 @@ def build_once(
     `use` is called with the valid directory while it is locked: nothing removes it meanwhile. Raises MachineError.
     """
     final = place(cache_dir, level, key)
-    waiting = None if say is None else (lambda holder: say("waiting", f"{holder} is preparing the same data"))
+
+    def waiting(holder: str) -> None:
+        if console is not None:
+            console.say("waiting", f"{holder} is preparing the same data")
+
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -114,8 +117,8 @@ def build_once(
         found = manifest is not None
         if manifest is None:
             if os.path.lexists(final):
-                if say is not None:
-                    say("warning", f"{final} is damaged; it is built again")
+                if console is not None:
+                    console.warn(f"{final} is damaged; it is built again")
                 discard_dir(final)
             manifest = _build(final, SCHEMAS[level], make)
         if use is not None:

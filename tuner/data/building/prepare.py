@@ -71,8 +71,7 @@ def prepare(request: PrepareRequest, console: "Console | None" = None) -> Prepar
             def make(tmp: Path) -> dict[str, Any]:
                 return _build_rows(request, keys, tmp, console, crew)
 
-            say = None if console is None else console.say
-            manifest, cached = build_once(request.cache_dir, "prepared", keys.prepared, make, say)
+            manifest, cached = build_once(request.cache_dir, "prepared", keys.prepared, make, console)
         elif crew is not None:
             crew.end(at_once=True)
     return PreparedInfo(final, keys.prepared, cached, manifest["report"], time.monotonic() - started)
@@ -111,11 +110,10 @@ def _build_rows(
             _link(source, tmp / f"{source.stem}.documents.arrow")
         _link(encoded / REJECTS, tmp / REJECTS)
 
-    say = None if console is None else console.say
     def make(new: Path) -> dict[str, Any]:
         return build_documents(request, keys, new, console, crew)
 
-    encoded, _ = build_once(request.cache_dir, "encoded", keys.encoded, make, say, link)
+    encoded, _ = build_once(request.cache_dir, "encoded", keys.encoded, make, console, link)
     give_back()  # what the tables of documents held: packing needs its own
     report = dict(encoded["report"])
     for split in ("train", "eval"):

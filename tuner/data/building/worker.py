@@ -11,21 +11,26 @@ import os
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from queue import PriorityQueue
 from typing import Any, NoReturn
 
-from tuner.data.building.workers import ITEM, Work
+from tuner.data.building.workers import ITEM, WARNING, Work
 from tuner.runtime.memory import calm_collector
+from tuner.runtime.warned import python_warning
 
+_heard: list[str] = []
+"""Warnings of Python's `warnings` that this process met and did not tell its parent yet."""
 _ALONE = "alone"
 """The argument before the socket of a process that does not divide."""
 
 
 def main() -> None:
     """Be the first process of a crew, or one that could not be divided from it."""
+    warnings.showwarning = lambda *warning, **_: _heard.append(python_warning(*warning[:4]))
     with calm_collector():
         work = _started()
         if sys.argv[1] == _ALONE:
@@ -107,6 +112,8 @@ def _follow(socket: int, work: Work[Any, Any, Any]) -> NoReturn:
         except Exception as error:  # whatever it is, the parent decides
             message = ForkingPickler.dumps((kind, number, None, _portable(error)))
         try:
+            while _heard:
+                connection.send_bytes(ForkingPickler.dumps((WARNING, 0, _heard.pop(0), None)))
             connection.send_bytes(message)
         except OSError:
             os._exit(0)  # the parent is gone

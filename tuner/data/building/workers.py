@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tuner.data.building.crew import Crew
 from tuner.runtime.memory import calm_collector
+from tuner.runtime.warned import pass_on
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -23,6 +24,8 @@ QUEUED = 2
 """Items that a worker holds: one in work and one that follows without a pause."""
 ORDER, ITEM = 0, 1
 """What a worker is sent. Orders come first: they let go of memory."""
+WARNING = 2
+"""What a worker sends before an answer: the text of a warning of Python's `warnings`, for its parent to say."""
 
 
 class Work(Protocol[Item_contra, Answer_co, Order_contra]):
@@ -202,6 +205,9 @@ class _Workers:
             worker = by_connection[ready]  # type: ignore[index]  # only connections are waited for
             try:
                 kind, number, answer, error = worker.connection.recv()
+                while kind == WARNING:
+                    pass_on(answer)
+                    kind, number, answer, error = worker.connection.recv()
             except (EOFError, OSError):
                 outcomes |= worker.lost()
                 continue
