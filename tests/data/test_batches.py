@@ -176,3 +176,20 @@ def test_order_is_a_frozen_function_of_seed_and_epoch() -> None:
 
 
 FROZEN = [7, 1, 6, 4, 3, 5, 0, 2]
+
+
+def philox(counter: int, key: tuple[int, int]) -> list[int]:
+    """The four words of Philox4x64-10 (Salmon et al. 2011) at a counter."""
+    words, full = [counter, 0, 0, 0], 2**64 - 1
+    for turn in range(10):
+        first, second = 0xD2E7470EE14C6C93 * words[0], 0xCA5A826395121157 * words[2]
+        keys = (key[0] + turn * 0x9E3779B97F4A7C15 & full, key[1] + turn * 0xBB67AE8584CAA73B & full)
+        words = [second >> 64 ^ words[1] ^ keys[0], second & full, first >> 64 ^ words[3] ^ keys[1], first & full]
+    return words
+
+
+def test_order_is_that_of_the_formula_in_the_documents() -> None:
+    """docs/packing.md, "The planner", worked out without numpy's generator."""
+    for seed, epoch, rows in ((42, 0, 8), (2**64 - 1, 3, 1001), (7, 2, 1)):
+        words = [philox(i // 4 + 1, (seed, epoch))[i % 4] for i in range(rows)]
+        assert row_order(seed, epoch, rows, True).tolist() == sorted(range(rows), key=words.__getitem__)

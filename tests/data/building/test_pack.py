@@ -34,6 +34,18 @@ def test_long_documents_follow_the_policy() -> None:
     # The first token of a segment is never a target.
     assert split.trained.tolist() == [3, 3, 3, 1, 1]
     assert (split.split, split.dropped) == (2, {})
+    assert (split.dropped_pieces, split.dropped_piece_tokens) == (1, 4)
+
+
+def test_pieces_of_split_documents_that_train_nothing_are_counted() -> None:
+    # A tail of one token, which nothing precedes; a prompt as long as a piece; a document of which nothing is left.
+    masks = [[True] * 9, [False] * 4 + [True] * 5, [False] * 6]
+    segments = cut(iter([batch(masks)]), 4, "split")
+    assert segments.start.tolist() == [0, 4, 4]
+    assert (segments.dropped_pieces, segments.dropped_piece_tokens) == (3, 1 + 4 + 1)
+    assert segments.dropped == {NO_TARGET: 1}
+    for policy in ("truncate", "drop"):
+        assert cut(iter([batch(masks)]), 4, policy).dropped_pieces == 0
 
 
 @settings(max_examples=60, deadline=None)

@@ -72,6 +72,10 @@ def test_bad_input_is_one_line_and_its_code(recipe: Path) -> None:
     assert "rows.jsonl:21:15: duplicate key 'text'" in failed.stderr
     assert "Traceback" not in failed.stderr
     assert json.loads(failed.stdout)["exit_code"] == 3
+    (recipe.parent / "written.jsonl").write_text(json.dumps(tiny.chat("say <|im_end|>", "a")) + "\n")
+    refused = run(recipe, "--data.train", "written.jsonl")
+    assert (refused.returncode, "Traceback" in refused.stderr) == (3, False)
+    assert "set tokenizer.special_tokens_in_text: escape; or mend the row" in refused.stderr
     skipped = run(recipe, "--data.on_bad_row", "skip")
     assert skipped.returncode == 0
     assert "1 bad rows skipped" in skipped.stderr
@@ -103,6 +107,7 @@ def test_the_report_has_every_figure(recipe: Path) -> None:
     assert set(metrics["train"]) == {
         "rows", "documents", "tokens", "trained", "longest", "duplicates", "skipped", "dropped", "packed_rows",
         "packed_documents", "packed_tokens", "packed_trained", "fill", "dropped_rows", "truncated", "split",
+        "dropped_pieces", "dropped_piece_tokens",
     }  # fmt: skip
     (source,) = metrics["sources"]["train"]
     assert (source["path"], source["documents"]) == (str(recipe.parent / "rows.jsonl"), 20)

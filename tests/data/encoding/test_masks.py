@@ -12,6 +12,7 @@ from tuner.data.encoding import turns
 from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.place import Document
+from tuner.data.encoding.template import MAX_STEPS
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import TrainOn
 from tuner.data.reading.problems import RowProblem
@@ -381,6 +382,11 @@ def test_a_template_that_goes_on_for_ever_is_stopped(endless: str, monkeypatch: 
         with pytest.raises(RowProblem, match="does not end within its limits"):
             encode(tiny.chat("x", "b"), tokenizer=tokenizer)
         assert tokenizer.render(tiny.chat("z" * 9)["messages"]).count("z") == 9
+
+
+def test_the_documents_give_the_steps_that_a_template_may_take() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "masks.md").read_text(encoding="utf-8")
+    assert f"more than {MAX_STEPS:,} steps" in text
 
 
 def test_what_a_template_multiplies_within_limits_is_written() -> None:

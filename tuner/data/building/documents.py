@@ -368,10 +368,10 @@ def _refuse_nothing(side: Side, documents: int) -> None:
 def bad_row_error(name: str, bad: BadRow, lines: int) -> DataError:
     """The error for a bad row, with its place; `lines` are those of its file before its block."""
     where = f"{bad.where}: " if bad.where else ""
-    return DataError(
-        f"{name}:{lines + bad.line}:{bad.col}: {where}{bad.reason}",
-        hint="mend the row, or set data.on_bad_row: skip",
-    )
+    hint = "mend the row, or set data.on_bad_row: skip"
+    if bad.hint is not None:
+        hint = f"set {bad.hint}; or {hint}"
+    return DataError(f"{name}:{lines + bad.line}:{bad.col}: {where}{bad.reason}", hint=hint)
 
 
 def _reject(name: str, bad: BadRow, lines: int) -> str:

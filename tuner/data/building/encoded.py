@@ -43,6 +43,8 @@ class BadRow(NamedTuple):
     """The value's place in the row, such as `messages[1].content`; may be empty."""
     reason: str
     row: str
+    hint: str | None = None
+    """The line to write in the recipe where one would make the row usable."""
 
 
 @dataclass
@@ -327,4 +329,4 @@ def bad_row(row: RawRow, problem: RowProblem) -> BadRow:
     """Return what is said of a row that cannot be used."""
     line, col = place(row, problem)
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem.path).lstrip(".")
-    return BadRow(line, col, where, problem.reason, row.raw[:REJECT_BYTES].decode("utf-8", "replace"))
+    return BadRow(line, col, where, problem.reason, row.raw[:REJECT_BYTES].decode("utf-8", "replace"), problem.hint)

@@ -39,6 +39,9 @@ class Segments:
     """Reason -> documents of which nothing is left."""
     truncated: int = 0
     split: int = 0
+    dropped_pieces: int = 0
+    """Pieces without a trained target of split documents of which other pieces are kept."""
+    dropped_piece_tokens: int = 0
 
     @property
     def tokens(self) -> U32:
@@ -53,7 +56,7 @@ def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -
     """
     segments = _Columns(3 + (too_long == "split"))
     dropped = {TOO_LONG: 0, NO_TARGET: 0}
-    base = truncated = n_split = 0
+    base = truncated = n_split = pieces_dropped = tokens_dropped = 0
     for batch in _sliced(batches):
         targets = _TrainedBefore(batch)
         offsets = targets.offsets
@@ -80,6 +83,9 @@ def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -
         left = np.zeros(len(lengths), dtype=np.bool_)
         left[document[kept]] = True
         dropped[NO_TARGET] += considered - int(left.sum())
+        lost = ~kept & left[document]
+        pieces_dropped += int(lost.sum())
+        tokens_dropped += int((stop - start)[lost].sum())
         columns = (document[kept] + base, stop[kept], trained[kept])
         segments.append((*columns, start[kept]) if too_long == "split" else columns)
         base += len(lengths)
@@ -88,7 +94,9 @@ def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -
     reasons = {reason: count for reason, count in dropped.items() if count}
     documents, stops, targeted, *rest = segments.done()
     starts = rest[0] if rest else np.broadcast_to(np.uint32(0), len(stops))
-    return Segments(documents, starts, stops, targeted, reasons, truncated, n_split)
+    return Segments(
+        documents, starts, stops, targeted, reasons, truncated, n_split, pieces_dropped, tokens_dropped
+    )
 
 
 def _sliced(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -170,6 +170,8 @@ def _write_rows(request: PrepareRequest, tmp: Path, split: str) -> dict[str, Any
         "dropped_rows": segments.dropped,
         "truncated": segments.truncated,
         "split": segments.split,
+        "dropped_pieces": segments.dropped_pieces,
+        "dropped_piece_tokens": segments.dropped_piece_tokens,
     }
 
 

@@ -88,6 +88,9 @@ def _split_text(counts: Mapping[str, Any]) -> str:
         f"longest {counts['longest']:,}",
     ]
     parts += [f"{counts[word]:,} {word}" for word in ("truncated", "split", "duplicates") if counts[word]]
+    if counts.get("dropped_pieces"):  # what an earlier version prepared does not count them
+        pieces, tokens = counts["dropped_pieces"], counts["dropped_piece_tokens"]
+        parts.append(f"{pieces:,} pieces of split documents dropped: no trained token in their {tokens:,}")
     for key in ("skipped", "dropped", "dropped_rows"):
         parts += [f"{count:,} {key.partition('_')[0]}: {reason}" for reason, count in counts[key].items()]
     return "  ".join(parts)

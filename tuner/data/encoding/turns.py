@@ -131,7 +131,7 @@ class Planner:
             return value
         if self._escapes and path[0] != "tools":
             return _mapped(value, self._checked, path)
-        raise RowProblem(f"the control token {found[0]} is written out in the text", path=path)
+        raise _written_out(found[0], path)
 
     def _checked(self, text: str, path: KeyPath) -> str:
         if not text.isascii() and has_reserved(text):
@@ -141,7 +141,7 @@ class Planner:
             return text
         if self._escapes:
             return self._tokenizer.change_specials(text, lambda token: f"{GUARD}{token[0]}{BREAK}{token[1:]}{GUARD}")
-        raise RowProblem(f"the control token {found[0]} is written out in the text", path=path)
+        raise _written_out(found[0], path)
 
     def _notes(self, example: Conversation, chat: "_Chat") -> tuple[str, ...]:
         source = self._tokenizer.template_for(example.tools).source
@@ -305,6 +305,12 @@ class _Chat:
         unmarked = marked.translate(dict.fromkeys(map(ord, marks)))
         in_order = list(found.values()) == sorted(found.values()) and min(found.values(), default=0) >= 0
         return found if in_order and unmarked == self.text and len(marked) == len(self.text) + len(marks) else None
+
+
+def _written_out(token: str, path: KeyPath) -> RowProblem:
+    """The problem of a control token in somebody's text. Tools are never escaped: there is no setting for them."""
+    hint = None if path[0] == "tools" else "tokenizer.special_tokens_in_text: escape"
+    return RowProblem(f"the control token {token} is written out in the text", path=path, hint=hint)
 
 
 def _with_mark(content: str, mark: str) -> str:

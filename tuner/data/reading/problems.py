@@ -15,19 +15,23 @@ def quoted(text: str) -> str:
 
 
 class RowProblem(Exception):
-    """Why one row cannot be used; `col` counts characters from 1, `path` names the value where `col` is not known."""
+    """Why one row cannot be used; `col` counts characters from 1, `path` names the value where `col` is not known.
 
-    def __init__(self, reason: str, col: int | None = None, path: KeyPath = ()) -> None:
+    `hint` is the line to write in the recipe where one would make the row usable.
+    """
+
+    def __init__(self, reason: str, col: int | None = None, path: KeyPath = (), hint: str | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
         self.col = col
         self.path = path
+        self.hint = hint
 
     @property
     def kind(self) -> str:
         """The reason without what it quotes and counts of the row, for counting: a file has few kinds of bad rows."""
         return _NUMBER.sub("N", _QUOTED.sub("'...'", self.reason))
 
-    def __reduce__(self) -> tuple[type["RowProblem"], tuple[str, int | None, KeyPath]]:
+    def __reduce__(self) -> tuple[type["RowProblem"], tuple[str, int | None, KeyPath, str | None]]:
         """Survive the way between two processes whole."""
-        return RowProblem, (self.reason, self.col, self.path)
+        return RowProblem, (self.reason, self.col, self.path, self.hint)

@@ -80,7 +80,7 @@ def parse_row(value: Row, format: str = "auto", columns: Mapping[str, str] = _NO
     except RowProblem as problem:
         if problem.path and problem.path[0] in columns:
             path = (*columns[str(problem.path[0])].split("."), *problem.path[1:])
-            raise RowProblem(problem.reason, problem.col, path) from problem
+            raise RowProblem(problem.reason, problem.col, path, problem.hint) from problem
         raise
 
 
