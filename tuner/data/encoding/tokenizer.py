@@ -16,11 +16,11 @@ from tokenizers import Encoding, Tokenizer
 
 from tuner.data.encoding.as_loaded import LoadedAs
 from tuner.data.encoding.byte_table import ByteTable, Unproven
+from tuner.data.encoding.ends import Exchange, turn_end
 from tuner.data.encoding.template import (
     TEMPLATE_FILE,
     TOOL_TEMPLATE_FILE,
     ChatTemplate,
-    EndlessTemplateError,
     Message,
     named_templates,
 )
@@ -28,7 +28,6 @@ from tuner.errors import DataError
 from tuner.runtime.files import write_atomic
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_PROBE: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the answer"}]
 
 
 @dataclass(frozen=True)
@@ -289,16 +288,13 @@ class TextTokenizer:
     def _end_ids(self, model_eos_ids: Sequence[int]) -> tuple[int, ...]:
         ids = [] if self.eos_id is None else [self.eos_id]
         ids += [i for i in model_eos_ids if i not in ids and self._backend.id_to_token(i) is not None]
-        try:
-            turn = self.render(_PROBE)
-        except EndlessTemplateError:
-            raise  # no exchange is shorter
-        except DataError:
+        if not self.has_template:
             return tuple(ids)
-        # The first control token after the answer's own words; some templates write others before them.
-        words = turn.find(_PROBE[-1]["content"])
-        ends = [i for i in self.encode(turn[words:]) if i in self.special_ids] if words >= 0 else []
-        return (*ids, *(i for i in ends[:1] if i not in ids))
+        ends = {str(self._backend.id_to_token(i)) for i in ids}
+        begin = self.special_tokens.get("bos_token")
+        end = turn_end(Exchange(self.render, self.specials, ends, begin))
+        found = None if end is None else self._backend.token_to_id(end)
+        return tuple(ids) if found is None else (*ids, found)
 
 
 def _text_frame(backend: Tokenizer) -> tuple[list[int], list[int]]:

@@ -1,0 +1,83 @@
+"""Which token ends an assistant's turn, read off exchanges that the chat template writes."""
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from tuner.data.encoding.template import EndlessTemplateError, Message
+from tuner.errors import DataError
+
+_QUESTION, _ANSWER, _NEXT = "the question", "the answer", "and then"
+_EXCHANGE: tuple[Message, ...] = (
+    {"role": "user", "content": _QUESTION},
+    {"role": "assistant", "content": _ANSWER},
+    {"role": "user", "content": _NEXT},
+)
+
+
+class Exchange(NamedTuple):
+    """How a tokenizer writes messages and finds control tokens, and what it knows of them."""
+
+    render: Callable[[Sequence[Message], bool], str]
+    """Messages to text, with the generation prompt or without; DataError where the template refuses."""
+    specials: Callable[[str], list[tuple[int, int]]]
+    """The characters [start, stop) of every control token in a text."""
+    ends: Collection[str]
+    """Tokens at which generation stops, by the tokenizer and the model."""
+    begin: str | None
+    """The token that begins a text."""
+
+
+def turn_end(exchange: Exchange) -> str | None:
+    """Return the token that ends an answer where none of `exchange.ends` does; None where one does, or none is there.
+
+    Other control tokens may stand before it (`</answer><|im_end|>`), and the next turn's header right after it. It is
+    the one before that header which ends the user's turn too, else the last one before it.
+    """
+    try:
+        text = exchange.render(_EXCHANGE[:2], False)
+    except EndlessTemplateError:
+        raise  # no exchange is shorter
+    except DataError:
+        return None
+    last = run = _run_after(exchange, text, _ANSWER)
+    with suppress(DataError):  # what closes the whole conversation is not there once more follows
+        run = _run_after(exchange, exchange.render(_EXCHANGE, False), _ANSWER) or last
+    if not run or any(token in exchange.ends for token in run):
+        return None
+    openers = {*_prompt_tokens(exchange), exchange.begin}
+    before = next((i for i, token in enumerate(run) if token in openers), len(run))
+    run = run[: max(before, 1)]
+    of_user = _run_after(exchange, text, _QUESTION)[:1]
+    end = of_user[0] if of_user and of_user[0] in run else run[-1]
+    # A template may end the last answer with another token, at which generation stops, than those that more follows.
+    return None if end not in last and any(token in exchange.ends for token in last) else end
+
+
+def _run_after(exchange: Exchange, text: str, words: str) -> list[str]:
+    """The control tokens after `words` with nothing but white space between them, whatever stands before the first."""
+    start = text.find(words)
+    if start < 0:
+        return []
+    run: list[str] = []
+    last = start
+    for begin, stop in exchange.specials(text):
+        if begin < start:
+            continue
+        if run and text[last:begin].strip():
+            break
+        run.append(text[begin:stop])
+        last = stop
+    return run
+
+
+def _prompt_tokens(exchange: Exchange) -> list[str]:
+    """The control tokens of the generation prompt."""
+    try:
+        before, prompt = (exchange.render(_EXCHANGE[:1], wanted) for wanted in (False, True))
+    except DataError:
+        return []
+    if not prompt.startswith(before):
+        return []
+    added = prompt[len(before) :]
+    return [added[begin:stop] for begin, stop in exchange.specials(added)]
