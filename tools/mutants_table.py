@@ -259,7 +259,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "data-answer-starts-without-prompt",
-        "tuner/data/encoding/turns.py",
+        "tuner/data/encoding/chat.py",
         "header and self.text.startswith(header, at)",
         "header in self.text",
         MASKS,

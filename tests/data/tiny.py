@@ -62,6 +62,21 @@ def tokenizer(template: str = CHATML, **config: Any) -> TextTokenizer:
     return TextTokenizer(files(template, **config))
 
 
+def with_tokens(
+    template: str = CHATML, special: Sequence[str] = (), plain: Sequence[str] = (), **config: Any
+) -> TextTokenizer:
+    """The tokenizer with further tokens: control tokens, and ordinary ones."""
+    made = files(template, **config)
+    spec = json.loads(made["tokenizer.json"])
+    first = 1 + max(spec["model"]["vocab"].values())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    spec["added_tokens"] += [
+        {"id": first + i, "content": token, "special": i < len(special), **flags}
+        for i, token in enumerate((*special, *plain))
+    ]
+    return TextTokenizer({**made, "tokenizer.json": json.dumps(spec).encode()})
+
+
 def write_directory(directory: Path, template: str = CHATML, **config: Any) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in files(template, **config).items():
@@ -80,7 +95,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def request(cache: Path, train: object, *, pretrain: bool = False, max_length: int = 64, **data: Any) -> PrepareRequest:
-    seed, train_on = data.pop("seed", 1), data.pop("train_on", "assistant")
+    seed, train_on, own = data.pop("seed", 1), data.pop("train_on", "assistant"), data.pop("tokenizer", None)
     method = PretrainMethod() if pretrain else SftMethod(train_on=train_on)
     section = DataSection.model_validate({"train": train if isinstance(train, (list, dict)) else str(train), **data})
-    return PrepareRequest(section, method, tokenizer(), max_length, seed, cache)
+    return PrepareRequest(section, method, own or tokenizer(), max_length, seed, cache)

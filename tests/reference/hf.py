@@ -56,6 +56,63 @@ def choose(tokenizer: Any, marked: str, chat: Chat, train: list[bool]) -> tuple[
     return Encoded(ids, mask), exact
 
 
+CALLERS: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
+"""What callers may say of thoughts."""
+
+
+def by_answer(tokenizer: Any, marked: str, chat: Chat, train: list[bool]) -> list[list[Encoded]]:
+    """For each answer with `train` what it may be at inference: what is after the plain prompt first, where it is.
+
+    An answer is left out where a token reaches over its end whoever calls.
+    """
+    answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    chosen = [i for i, wanted in zip(answers, train, strict=True) if wanted and i > 0]
+    found = [[_answer(tokenizer, marked, chat, i, variables) for variables in CALLERS] for i in chosen]
+    return [each for each in ([one for one in several if one is not None] for several in found) if each]
+
+
+def _answer(tokenizer: Any, marked: str, chat: Chat, i: int, variables: dict[str, Any]) -> Encoded | None:
+    """The prompt's own ids and those of message i after it, as one encoding where that has the prompt's ids."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def rendered(messages: list[Any], prompt: bool) -> Any:
+        texts, blocks = render_jinja_template(
+            [messages],
+            tools=chat.tools,
+            chat_template=marked,
+            return_assistant_tokens_mask=True,
+            add_generation_prompt=prompt,
+            **tokenizer.special_tokens_map,
+            **variables,
+        )
+        return texts[0], blocks[0]
+
+    prompt = rendered(chat.messages[:i], True)[0]
+    text, blocks = rendered(chat.messages[: i + 1], False)
+    start, stop = blocks[-1]
+    if not text.startswith(prompt):
+        # With an answer after it the template writes the prompt otherwise; the prompt may hold the answer's beginning.
+        shared = max(k for k in range(stop - start + 1) if prompt.endswith(text[start : start + k])) if variables else 0
+        if variables and not shared:
+            return None
+        text, stop = prompt + text[start + shared :], stop - start - shared + len(prompt)
+    given = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = np.array(whole["offset_mapping"])
+    ids, last = whole["input_ids"], int((offsets[:, 0] < stop).sum())
+    inside = offsets[len(given) :, 0].min(initial=len(text)) >= len(prompt)
+    before = offsets[: len(given), 1].max() <= len(prompt)
+    if ids[: len(given)] != given or not (inside and before) or offsets[last - 1, 1] > stop:
+        rest = tokenizer(text[len(prompt) :], add_special_tokens=False, return_offsets_mapping=True)
+        offsets = np.array(rest["offset_mapping"])
+        last = int((offsets[:, 0] < stop - len(prompt)).sum())
+        if last == 0 or offsets[last - 1, 1] > stop - len(prompt):
+            return None
+        ids, last = [*given, *rest["input_ids"]], last + len(given)
+    at = np.arange(len(ids))
+    return Encoded(np.array(ids, dtype=np.int64), (at >= len(given)) & (at < last))
+
+
 def encode_text(tokenizer: Any, text: str) -> Encoded:
     """A plain document: the tokenizer's own ids and the end token, all trained."""
     ids = np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], dtype=np.int64)

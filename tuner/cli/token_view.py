@@ -7,18 +7,18 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tuner.data.building.explain import RowView, TokenView
+    from tuner.data.building.explain import DocumentView, TokenView
     from tuner.data.encoding.tokenizer import TextTokenizer
 
 _ON, _DIM, _OFF = "\x1b[7;32m", "\x1b[2m", "\x1b[0m"
 
 
-def token_lines(rows: list[RowView]) -> str:
-    """Return a JSON line for each token: file, line, its place in the row, text, id, trained and rule."""
+def token_lines(rows: list[DocumentView]) -> str:
+    """Return a JSON line for each token: file, line, document, its place in that, text, id, trained and rule."""
     return "\n".join(
         json.dumps(
-            {"file": row.name, "line": row.line, "token": i, "text": token.text, "id": token.id,
-             "trained": token.trained, "rule": token.rule},
+            {"file": row.name, "line": row.line, "document": row.document, "token": i, "text": token.text,
+             "id": token.id, "trained": token.trained, "rule": token.rule},
             ensure_ascii=False,
         )
         for row in rows
@@ -26,16 +26,19 @@ def token_lines(rows: list[RowView]) -> str:
     )  # fmt: skip
 
 
-def row_texts(rows: list[RowView], tokenizer: TextTokenizer, colour: bool, every_token: bool) -> str:
+def row_texts(rows: list[DocumentView], tokenizer: TextTokenizer, colour: bool, every_token: bool) -> str:
     """Return each row's text with its trained parts in brackets; with `every_token`, a line for each token too."""
     return "\n\n".join(_row(row, tokenizer, colour, every_token) for row in rows)
 
 
-def _row(row: RowView, tokenizer: TextTokenizer, colour: bool, every_token: bool) -> str:
+def _row(row: DocumentView, tokenizer: TextTokenizer, colour: bool, every_token: bool) -> str:
     from tuner.runtime.console import escape
 
     trained = sum(token.trained for token in row.tokens)
-    head = escape(f"{row.name}:{row.line}  {len(row.tokens):,} tokens, {trained:,} trained [in brackets]")
+    which = f"document {row.document + 1} of {row.documents}, " if row.documents > 1 else ""
+    head = escape(f"{row.name}:{row.line}  {which}{len(row.tokens):,} tokens, {trained:,} trained [in brackets]")
+    if row.document == 0:
+        head += "".join(f"\nan answer of this row is left out: {escape(reason)}" for reason in row.left_out)
     lines = [f"{_DIM}{head}{_OFF}" if colour else head, _marked(row.tokens, tokenizer, colour)]
     if every_token:
         lines += [_token(i, token, colour) for i, token in enumerate(row.tokens)]

@@ -51,7 +51,7 @@ def test_explain_marks_what_is_trained_and_builds_nothing(recipe: Path) -> None:
     shown = run(recipe, "--explain", "1")
     assert shown.returncode == 0, shown.stderr
     tokens = [json.loads(line) for line in shown.stdout.splitlines()]
-    assert set(tokens[0]) == {"file", "line", "token", "text", "id", "trained", "rule"}
+    assert set(tokens[0]) == {"file", "line", "document", "token", "text", "id", "trained", "rule"}
     assert "".join(token["text"] for token in tokens if token["trained"]) == "answer 0<|im_end|>"
     assert {token["rule"] for token in tokens if token["trained"]} == {"assistant turn"}
     assert (tokens[0]["line"], [token["token"] for token in tokens]) == (1, list(range(len(tokens))))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import numpy as np
 import pytest
 
 from tests.data import tiny
 from tuner.data.encoding.encode import Encoder
-from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.reading.rows import parse_row
 
 TURNS = (
@@ -19,18 +15,6 @@ TURNS = (
 )
 CLOSED = TURNS + "\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 HEADER_ALWAYS = TURNS + "{% endfor %}{{ '<|im_start|>assistant\n' }}"
-
-
-def with_tokens(template: str, *tokens: str, **config: Any) -> TextTokenizer:
-    """The tiny tokenizer with further control tokens."""
-    files = tiny.files(template, **config)
-    spec = json.loads(files["tokenizer.json"])
-    first = 1 + max(spec["model"]["vocab"].values())
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    spec["added_tokens"] += [
-        {"id": first + i, "content": token, "special": True, **flags} for i, token in enumerate(tokens)
-    ]
-    return TextTokenizer({**files, "tokenizer.json": json.dumps(spec).encode()})
 
 
 def closed(answer: str, other: str = "{{ m.content }}<|im_end|>", template: str = CLOSED) -> str:
@@ -67,14 +51,14 @@ CASES = {
 def test_the_last_answers_own_end_is_the_one_at_which_generation_stops() -> None:
     """Where more follows, gpt-oss writes another token, which also stands between its thoughts and the answer."""
     template = closed("{{ m.content }}{{ '<|end|>' if loop.last else '<|im_end|>' }}")
-    tokenizer = with_tokens(template, "<|end|>", eos_token="<|end|>")
+    tokenizer = tiny.with_tokens(template, ("<|end|>",), eos_token="<|end|>")
     assert [tokenizer.decode([i]) for i in tokenizer.eos_ids] == ["<|end|>"]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_end_of_turn_is_trained_whatever_stands_before_it(name: str) -> None:
     template, eos, end = CASES[name]
-    tokenizer = with_tokens(template, "</answer>", "<|end|>", "<|begin|>", eos_token=eos, bos_token="<|begin|>")
+    tokenizer = tiny.with_tokens(template, ("</answer>", "<|end|>", "<|begin|>"), eos_token=eos, bos_token="<|begin|>")
     batch = Encoder(tokenizer, "assistant").encode([parse_row(tiny.chat("a", "b", "c", "d"))])
     edges = np.flatnonzero(np.diff(batch.trained, prepend=False, append=False))
     spans = [batch.input_ids[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
@@ -85,5 +69,5 @@ def test_the_end_of_turn_is_trained_whatever_stands_before_it(name: str) -> None
 
 def test_a_marked_end_that_is_not_the_turns_is_said() -> None:
     marked = closed("{% generation %}{{ m.content }}</answer>{% endgeneration %}<|im_end|>")
-    batch = Encoder(with_tokens(marked, "</answer>"), "assistant").encode([parse_row(tiny.chat("a", "b"))])
+    batch = Encoder(tiny.with_tokens(marked, ("</answer>",)), "assistant").encode([parse_row(tiny.chat("a", "b"))])
     assert batch.notes == {"end of turn not trained: the template marks it as not generated": 1}

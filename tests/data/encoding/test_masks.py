@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.data import tiny
-from tuner.data.encoding import turns
+from tuner.data.encoding import alone, chat, unwritten
 from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.place import Document
@@ -45,7 +46,7 @@ def encode(row: dict[str, Any], train_on: TrainOn = "assistant", tokenizer: Text
     batch = Encoder(tokenizer, train_on).encode([example])
     if batch.problems:
         raise batch.problems[0]
-    alone = Encoder(tokenizer, train_on, fast=False).explain(example)
+    (alone,) = Encoder(tokenizer, train_on, fast=False).explain(example).documents
     document = Document(batch.input_ids.astype(np.int64), batch.trained, int(batch.prompt_tokens[0]), alone.spans)
     # The two ways, by bytes for many rows and by character spans for one, agree.
     assert document.input_ids.tolist() == alone.input_ids.tolist()
@@ -66,8 +67,10 @@ def trained_parts(document: Document, tokenizer: TextTokenizer | None = None) ->
 def test_a_token_over_the_start_of_an_answer_matters_only_where_something_is_masked() -> None:
     template = "{% for m in messages %}{{ 'he' if m.role == 'assistant' else '' }}{{ m.content }}<|im_end|>{% endfor %}"
     tokenizer = tiny.tokenizer(template + "{% if add_generation_prompt %}he{% endif %}")
-    with pytest.raises(RowProblem, match="reaches over an end of the assistant turn"):
-        encode(tiny.chat("world", "llo"), "assistant", tokenizer)
+    apart = encode(tiny.chat("world", "llo"), "assistant", tokenizer)
+    prompt, answer = tokenizer.encode("world<|im_end|>he"), tokenizer.encode("llo<|im_end|>")
+    assert apart.input_ids.tolist() == prompt + answer
+    assert apart.trained.tolist() == [False] * len(prompt) + [True] * len(answer)
     document = encode(tiny.chat("world", "llo"), "all", tokenizer)
     assert (document.trained.all(), document.prompt_tokens) == (True, 0)
     assert document.input_ids.tolist() == tokenizer.encode("world<|im_end|>hello<|im_end|>")
@@ -141,13 +144,19 @@ def test_a_prompt_that_is_not_what_stands_before_the_answer_is_refused() -> None
         encode(tiny.chat("a", "b"), tokenizer=tiny.tokenizer(LOOP_LAST + "{% if add_generation_prompt %}X{% endif %}"))
 
 
-def test_a_token_over_the_boundary_is_refused() -> None:
-    # "\n" of the prompt and "\n" of the answer are one token, which no prompt at inference would hold.
-    with pytest.raises(RowProblem, match="reaches over"):
-        encode(tiny.chat("a", "\n\nb"))
-    # Here the space of "assistant: " goes into the token of " hello".
-    with pytest.raises(RowProblem, match="reaches over"):
-        encode(tiny.chat("a", "hello"), tokenizer=tiny.tokenizer(NO_CONTROL))
+@pytest.mark.parametrize(("template", "answer"), [(tiny.CHATML, "\n\nb"), (NO_CONTROL, "hello")])
+def test_a_token_over_the_boundary_is_cut_as_it_is_at_inference(template: str, answer: str) -> None:
+    # Together "\n" of the prompt and "\n" of the answer are one token, and the space of "assistant: " is in " hello".
+    tokenizer = tiny.tokenizer(template)
+    row = tiny.chat("a", answer)
+    batch = Encoder(tokenizer, "assistant").encode([parse_row(row)])
+    assert (len(batch.rows), batch.problems, batch.by_answer) == (1, {}, {0: ()})
+    assert batch.notes[alone.APART] == 1
+    prompt = tokenizer.encode(tokenizer.render(row["messages"][:1], True))
+    ids = batch.input_ids.tolist()
+    assert ids[: len(prompt)] == prompt and tokenizer.decode(ids) == tokenizer.render(row["messages"])
+    assert ids != tokenizer.encode(tokenizer.render(row["messages"]))
+    assert int(batch.prompt_tokens[0]) == len(prompt) == int(np.argmax(batch.trained))
 
 
 def test_prompt_and_completion() -> None:
@@ -232,7 +241,7 @@ def test_what_a_template_does_not_write_is_noted() -> None:
         {"role": "assistant", "content": "two"},
     ]
     batch = Encoder(tiny.tokenizer(), "assistant").encode([parse_row({"messages": messages, "tools": [TOOL]})])
-    assert batch.notes == {turns.NOT_SHOWN: 1, turns.CALLS_AS_TEXT: 1, turns.SHORTENED: 1}
+    assert batch.notes == {unwritten.NOT_SHOWN: 1, unwritten.CALLS_AS_TEXT: 1, unwritten.SHORTENED: 1}
     document = Document(batch.input_ids.astype(np.int64), batch.trained, 0, [])
     call = '{"name": "f", "arguments": {"x": 1}}'
     assert trained_parts(document) == [f"{call}\n{call}<|im_end|>", "two<|im_end|>"]
@@ -243,9 +252,9 @@ def test_the_end_of_turn_is_trained_or_it_is_said() -> None:
         "{{ m.content }}<|im_end|>{% endgeneration %}", "{{ m.content }}{% endgeneration %}<|im_end|>"
     )
     batch = Encoder(tiny.tokenizer(open_ended), "assistant").encode([parse_row(tiny.chat("a", "b"))] * 3)
-    assert batch.notes == {turns.OPEN_ENDED: 3}
+    assert batch.notes == {chat.OPEN_ENDED: 3}
     batch = Encoder(tiny.tokenizer(NO_CONTROL), "assistant").encode([parse_row(tiny.chat("a", "\nb"))])
-    assert batch.notes == {turns.NO_END: 1} and not batch.problems
+    assert batch.notes == {chat.NO_END: 1} and not batch.problems
 
 
 def test_rows_that_are_tokens_already() -> None:
@@ -268,20 +277,27 @@ SHORTENS = (
 def test_an_answer_after_a_shortened_prompt_begins_after_the_generation_prompt() -> None:
     tokenizer = tiny.tokenizer(SHORTENS.replace("HEADER", "A:"))
     batch = Encoder(tokenizer, "assistant").encode([parse_row(tiny.chat("A: hi", "b"))])
-    assert batch.notes == {turns.REWRITTEN: 1}
+    assert batch.notes == {chat.REWRITTEN: 1}
     assert trained_parts(Document(batch.input_ids.astype(np.int64), batch.trained, 0, []), tokenizer) == ["b<|im_end|>"]
     # The words of the prompt stand in the question too; where the answer is, something else does.
     with pytest.raises(RowProblem, match="differently when it is a prompt"):
         encode(tiny.chat("A: hi", "b"), tokenizer=tiny.tokenizer(SHORTENS.replace("HEADER", "B:")))
 
 
-def test_a_token_over_the_end_of_an_answer_is_refused() -> None:
+def test_a_token_over_the_end_of_an_answer_that_more_follows() -> None:
     lines = "{% for m in messages %}er:{{ m.content }}{% endfor %}{% if add_generation_prompt %}er:{% endif %}"
     tokenizer = tiny.tokenizer(lines)
     assert trained_parts(encode(tiny.chat("(", "us"), tokenizer=tokenizer), tokenizer) == ["us"]
-    # Once more follows, "us" of the answer and "er" of the template are one token.
-    with pytest.raises(RowProblem, match="reaches over an end of the assistant turn"):
-        encode(tiny.chat("(", "us", "(", ")"), tokenizer=tokenizer)
+    # Once more follows, "us" of the answer and "er" of the template are one token: no model would end its answer so.
+    batch = Encoder(tokenizer, "assistant").encode([parse_row(tiny.chat("(", "us", "(", ")"))])
+    assert batch.by_answer == {0: ()}
+    ids, bounds = batch.input_ids.astype(np.int64), pairwise(batch.offsets.tolist())
+    documents = [Document(ids[a:b], batch.trained[a:b], 0, []) for a, b in bounds]
+    assert [trained_parts(document, tokenizer) for document in documents] == [["us"], [")"]]
+    with pytest.raises(RowProblem, match="reaches over an end of the train: false"):
+        row = tiny.chat("(", "us", "(", ")")
+        row["messages"][1]["train"] = False
+        encode(row, "all", tokenizer)
 
 
 IGNORES_PROMPT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -19,11 +19,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tuner.config.duration import Duration
+from tuner.data.building.counts import ByAnswer, Counts
 from tuner.data.building.crew import Crew
 from tuner.data.building.encoded import (
     BadRow,
     Bundle,
-    Counts,
     EncodeJob,
     documents_schema,
     record_batches,
@@ -287,15 +287,16 @@ def _body(
     slow_reason: str | None,
 ) -> dict[str, Any]:
     """What the manifest says of the documents: nothing in it depends on the clock or on the workers."""
-    every = _sum(counts for side in sides for counts in side.counts)
-    # What is held out was read with the rest: it counts as many rows as documents.
-    read = {name: Counts(rows=int(documents.copies.sum())) for name, documents in chosen.items()}
-    read.update({side.name: _sum(side.counts) for side in sides})
+    every = Counts.sum(counts for side in sides for counts in side.counts)
+    # What is held out was read with the rest: it counts the rows that its documents come from.
+    read = {name: Counts(rows=documents.rows_there()) for name, documents in chosen.items()}
+    read.update({side.name: Counts.sum(side.counts) for side in sides})
     splits = {name: documents.report(read[name]) for name, documents in chosen.items()}
     fast = sum(side.fast for side in sides)
     notes = sum((side.notes for side in sides), Counter[str]())
     report = {
         "masks": {"proven": every.documents, "rows": every.rows},
+        "by_answer": ByAnswer.sum(side.by_answer for side in sides).report(),
         "fast_path": {
             "documents": fast,
             "share": round(fast / max(every.documents + sum(every.dropped.values()), 1), 6),
@@ -353,7 +354,7 @@ def _refuse_nothing(side: Side, documents: int) -> None:
         return
     files = [file for source in side.sources for file in source.files]
     names = ", ".join(file.name for file in files[:3]) + (", ..." if len(files) > 3 else "")
-    counts = _sum(side.counts)
+    counts = Counts.sum(side.counts)
     if counts.rows == 0:
         raise DataError(f"{names}: no rows")
     if counts.documents:
@@ -387,10 +388,3 @@ def _worker_died(places: Sequence[_Origin], lines: int, death: WorkerDiedError) 
         f"{places[0].name}: a worker {death.how} while it encoded the rows from line {first:,} on{more}",
         hint="where the machine ran out of memory, set data.workers to fewer",
     )
-
-
-def _sum(counts: Iterable[Counts]) -> Counts:
-    total = Counts()
-    for each in counts:
-        total.add(each)
-    return total

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from tuner.data.building.counts import ByAnswer, Counts
 from tuner.data.building.selection import Digests, digest
 from tuner.data.building.stream_file import Place, write_batch
 from tuner.data.encoding.encode import CHECKS, Encoder
@@ -47,23 +48,6 @@ class BadRow(NamedTuple):
     """The line to write in the recipe where one would make the row usable."""
 
 
-@dataclass
-class Counts:
-    """What became of rows: of one block, one source or one split."""
-
-    rows: int = 0
-    documents: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
-
-    def add(self, other: "Counts") -> None:
-        """Count what `other` counted too."""
-        self.rows += other.rows
-        self.documents += other.documents
-        self.skipped.update(other.skipped)
-        self.dropped.update(other.dropped)
-
-
 @dataclass(frozen=True)
 class EncodedBlock:
     """What became of one block's rows; its documents follow those of the block before in the bundle's batch."""
@@ -86,10 +70,13 @@ class EncodedBundle:
     """uint32[n]: tokens"""
     targets: npt.NDArray[np.uint32]
     """uint32[n]: trained tokens, the first of a document never being one"""
+    follows: npt.NDArray[np.bool_]
+    """bool[n]: whether a document is of the same row as the one before"""
     blocks: list[EncodedBlock]
     fast: int
     escaped: int
     notes: Counter[str]
+    by_answer: ByAnswer
 
 
 @dataclass(frozen=True)
@@ -227,6 +214,7 @@ class _Gathered:
         """Of each block, with the place where the row begins."""
         self._fast = self._escaped = 0
         self._notes = Counter[str]()
+        self._by_answer = ByAnswer()
 
     @property
     def is_bad(self) -> bool:
@@ -248,10 +236,14 @@ class _Gathered:
         self._fast += batch.fast
         self._escaped += batch.escaped
         self._notes.update(batch.notes)
+        for left_out in batch.by_answer.values():
+            self._by_answer.add(ByAnswer(1, 0, Counter(left_out)))
+        if batch.by_answer:
+            self._by_answer.documents += int(np.isin(batch.rows[kept], list(batch.by_answer)).sum())
 
     def done(self) -> tuple[EncodedBundle, pa.Buffer | None]:
         """The tables, and the documents as a file holds them, where there are any."""
-        ids, trained, lengths, targets, prompts, digests = (
+        ids, trained, lengths, targets, prompts, follows, digests = (
             np.concatenate(columns) for columns in zip(*self._columns, strict=True)
         )
         self._columns.clear()
@@ -263,10 +255,12 @@ class _Gathered:
             digests=digests,
             lengths=lengths,
             targets=targets,
+            follows=follows,
             blocks=[self._block(number) for number in range(len(self._bundle))],
             fast=self._fast,
             escaped=self._escaped,
             notes=self._notes,
+            by_answer=self._by_answer,
         )
         return bundle, documents
 
@@ -289,7 +283,7 @@ class _Gathered:
     def _kept(
         self, batch: EncodedBatch, targets: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]
     ) -> tuple[npt.NDArray[Any], ...]:
-        """Ids, flags, lengths, targets, prompts and digests of the documents that are kept."""
+        """Ids, flags, lengths, targets, prompts, `follows` and digests of the documents that are kept."""
         ids, trained, offsets = batch.input_ids, batch.trained, batch.offsets
         lengths = np.diff(offsets)
         if not kept.all():
@@ -298,10 +292,12 @@ class _Gathered:
             offsets = np.concatenate([[0], np.cumsum(lengths)])
         is_narrow = self._schema.field("input_ids").type.value_type == pa.uint16()
         counts = (lengths, targets[kept], batch.prompt_tokens[kept])
+        rows = batch.rows[kept]
         return (
             ids.astype(np.uint16 if is_narrow else np.uint32, copy=False),
             trained,
             *(column.astype(np.uint32) for column in counts),
+            np.diff(rows, prepend=-1) == 0,
             digest(ids, offsets),
         )
 

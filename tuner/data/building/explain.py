@@ -26,32 +26,45 @@ class TokenView:
 
 
 @dataclass(frozen=True)
-class RowView:
-    """One row and its tokens, before any cutting."""
+class DocumentView:
+    """One document of a row and its tokens, before any cutting."""
 
     name: str
     """The file's, as it was given."""
     line: int
     tokens: list[TokenView]
+    document: int = 0
+    """Its number in the row, from 0."""
+    documents: int = 1
+    """How many the row has: several where each answer of a chat is one."""
+    left_out: tuple[str, ...] = ()
+    """The reasons of the row's answers that have no document."""
 
 
-def explain(request: PrepareRequest, n: int) -> Iterator[RowView]:
-    """Yield the first `n` training rows that can be used; with `on_bad_row: error` a bad row is a DataError."""
-    return islice(_views(request), n)
+def explain(request: PrepareRequest, n: int) -> Iterator[DocumentView]:
+    """Yield the documents of the first `n` training rows that can be used.
+
+    With `on_bad_row: error` a bad row is a DataError.
+    """
+    return (view for views in islice(_views(request), n) for view in views)
 
 
-def _views(request: PrepareRequest) -> Iterator[RowView]:
+def _views(request: PrepareRequest) -> Iterator[list[DocumentView]]:
     encoder = request.encoder()
     for file, line, row in _rows(expand(request.data.train)):
         try:
             if row.problem is not None or row.value is None:
                 raise row.problem or RowProblem("the row cannot be read", 1)
-            document = encoder.explain(parse_row(row.value, file.format, dict(file.columns)))
+            placed = encoder.explain(parse_row(row.value, file.format, dict(file.columns)))
         except RowProblem as problem:
             if request.data.on_bad_row == "skip":
                 continue
             raise bad_row_error(file.name, bad_row(row, problem), line - row.line) from problem
-        yield RowView(file.name, line, _tokens(request, document))
+        count = len(placed.documents)
+        yield [
+            DocumentView(file.name, line, _tokens(request, document), i, count, placed.left_out)
+            for i, document in enumerate(placed.documents)
+        ]
 
 
 def _rows(files: list[SourceFile]) -> Iterator[tuple[SourceFile, int, RawRow]]:

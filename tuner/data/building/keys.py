@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tuner.config.recipe import DataSource
     from tuner.data.building.request import PrepareRequest
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Counts up when the same input would give other bytes."""
 Part = Literal["documents", "rows", "content", "nothing"]
 FIELDS: dict[str, dict[str, Part]] = {

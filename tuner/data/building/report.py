@@ -10,8 +10,7 @@ def report_lines(report: Mapping[str, Any], method: str, max_length: int, packin
     """The lines of a prepared directory's report."""
     lines: list[Line] = _tokenizer_lines(report.get("tokenizer"))
     if method == "sft":
-        masks = report["masks"]
-        lines.append(("masks", f"proven on {masks['proven']:,} of {masks['rows']:,} rows"))
+        lines += _mask_lines(report)
     lines += [("note", f"{note} ({count:,})") for note, count in report["notes"].items()]
     lines.append(("fast path", _fast(report["fast_path"])))
     if report["escaped"]:
@@ -27,6 +26,20 @@ def report_lines(report: Mapping[str, Any], method: str, max_length: int, packin
     return lines
 
 
+def _mask_lines(report: Mapping[str, Any]) -> list[Line]:
+    masks, chats = report["masks"], by_answer_of(report)
+    if not chats["chats"]:
+        return [("masks", f"proven on {masks['proven']:,} of {masks['rows']:,} rows")]
+    text = f"{chats['chats']:,} chats are {chats['documents']:,} documents, one for each answer as it is prompted for"
+    return [("masks", f"proven on {masks['proven']:,} documents of {masks['rows']:,} rows"), ("answers", text)]
+
+
+def by_answer_of(report: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The counts of chats that became a document for each answer; an earlier version's report has none."""
+    found: Mapping[str, Any] = report.get("by_answer", {"chats": 0, "documents": 0, "left_out": {}})
+    return found
+
+
 def warnings_of(report: Mapping[str, Any], rejects: str) -> list[str]:
     """What deserves a second look; `rejects` is the path of the file of skipped rows."""
     warnings = []
@@ -38,6 +51,8 @@ def warnings_of(report: Mapping[str, Any], rejects: str) -> list[str]:
         for source in sources:
             if source["documents"] and not source["sampled"]:
                 warnings.append(f"data.{side}: nothing is taken of {source['path']}: its share rounds to no document")
+    for reason, count in by_answer_of(report)["left_out"].items():
+        warnings.append(f"{count:,} answers of chats with others that are trained are left out: {reason}")
     if report["overlap"]:
         warnings.append(f"data.eval: {report['overlap']:,} of its documents are in data.train too")
     if others := (report.get("tokenizer") or {}).get("other_versions"):

@@ -102,11 +102,14 @@ def shared(left: Digests, right: Digests) -> int:
     return distinct(left) + distinct(right) - distinct(left, right)
 
 
-def hold_out(digests: Digests, split: Duration, seed: int) -> npt.NDArray[np.bool_]:
+def hold_out(
+    digests: Digests, split: Duration, seed: int, rows: npt.NDArray[np.int64] | None = None
+) -> npt.NDArray[np.bool_]:
     """Return bool[documents]: those held out. Equal documents go together, so none is on both sides.
 
-    Documents are visited in the order of a hash of their tokens, keyed by the seed; a group of equal ones is taken
-    where it still fits. DataError where nothing would be left on a side.
+    So do documents of one row: `rows`, int64[documents], are the rows' numbers where a row may be several documents.
+    Documents are visited in the order of a hash of their tokens, keyed by the seed; a group is taken where it still
+    fits. DataError where nothing would be left on a side.
     """
     total = len(digests)
     wanted = math.floor(total * split.count / 100 + 0.5) if split.unit == "%" else int(split.count)
@@ -117,6 +120,8 @@ def hold_out(digests: Digests, split: Duration, seed: int) -> npt.NDArray[np.boo
             hint="give data.eval a file of its own",
         )
     order, sizes = _keyed_groups(digests, seed)
+    if rows is not None:
+        order, sizes = _with_rows(order, sizes, rows)
     chosen = np.zeros(len(sizes), dtype=np.bool_)
     for start in range(0, len(sizes), _CHUNK):
         left = np.arange(start, min(start + _CHUNK, len(sizes)))
@@ -157,6 +162,27 @@ def _keyed_groups(digests: Digests, seed: int) -> tuple[npt.NDArray[np.int64], n
     ends = np.flatnonzero(hashed[1:] != hashed[:-1]) + 1
     del hashed
     return order, np.diff(ends, prepend=0, append=len(order))
+
+
+def _with_rows(
+    order: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Groups of documents made larger until each holds all documents of its rows; visited with their first member."""
+    group = np.empty(len(order), dtype=np.int64)
+    group[order] = np.repeat(np.arange(len(sizes)), sizes)
+    _, row = np.unique(rows, return_inverse=True)
+    first = np.arange(len(sizes))
+    while True:  # the smallest number goes from group to row and from row to group until it stays
+        of_row = np.full(int(row.max(initial=-1)) + 1, len(sizes))
+        np.minimum.at(of_row, row, first[group])
+        wider = first.copy()
+        np.minimum.at(wider, group, of_row[row])
+        if np.array_equal(wider, first):
+            break
+        first = wider
+    joined = first[group]
+    order = np.argsort(joined, kind="stable").astype(np.int64, copy=False)
+    return order, np.unique(joined, return_counts=True)[1]
 
 
 def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

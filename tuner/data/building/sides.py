@@ -1,6 +1,6 @@
 """The sides of prepared data, `data.train` and `data.eval`, as they are read: counts of sources, tables of documents.
 
-What is kept of a document are 24 bytes: its digest, its length and its targets.
+What is kept of a document are 25 bytes: its digest, length and targets, and whether its row is that of the last one.
 """
 
 from collections import Counter
@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tuner.config.duration import Duration
-from tuner.data.building.encoded import Counts, EncodedBundle
+from tuner.data.building.counts import ByAnswer, Counts
+from tuner.data.building.encoded import EncodedBundle
 from tuner.data.building.keys import Source
 from tuner.data.building.selection import Digests, copies, distinct, hold_out
 
@@ -34,10 +35,12 @@ class Side:
     digests: bytearray = field(default_factory=bytearray)
     lengths: bytearray = field(default_factory=bytearray)
     targets: bytearray = field(default_factory=bytearray)
+    follows: bytearray = field(default_factory=bytearray)
     """Tables of all bundles so far, as bytes: they grow in place."""
     fast: int = 0
     escaped: int = 0
     notes: Counter[str] = field(default_factory=Counter)
+    by_answer: ByAnswer = field(default_factory=ByAnswer)
     size: int = 0
 
     def __post_init__(self) -> None:
@@ -71,9 +74,11 @@ class Side:
         self.digests += bundle.digests.tobytes()
         self.lengths += bundle.lengths.tobytes()
         self.targets += bundle.targets.tobytes()
+        self.follows += bundle.follows.tobytes()
         self.fast += bundle.fast
         self.escaped += bundle.escaped
         self.notes.update(bundle.notes)
+        self.by_answer.add(bundle.by_answer)
 
     def taken(self, seed: int) -> "Chosen":
         """The documents as the shares of its sources say."""
@@ -87,6 +92,7 @@ class Side:
             np.frombuffer(self.lengths, dtype=np.uint32),
             np.frombuffer(self.targets, dtype=np.uint32),
             np.concatenate(often),
+            _rows(np.frombuffer(self.follows, dtype=np.bool_)),
         )
 
 
@@ -98,6 +104,8 @@ class Chosen:
     lengths: npt.NDArray[np.uint32]
     targets: npt.NDArray[np.uint32]
     copies: npt.NDArray[np.int32]
+    rows: npt.NDArray[np.int64] | None = None
+    """int64[documents]: the number of each document's row; None where each row is one document."""
 
     @property
     def present(self) -> Digests:
@@ -107,9 +115,16 @@ class Chosen:
     def held_out(self, split: Duration, seed: int) -> "list[Chosen]":
         """Hold documents out of those that are taken; what is held out is there once and not trained on."""
         held = np.zeros(len(self.copies), dtype=np.bool_)
-        held[self.copies > 0] = hold_out(self.present, split, seed)
+        there = self.copies > 0
+        held[there] = hold_out(self.present, split, seed, None if self.rows is None else self.rows[there])
         sides = (np.where(held, 0, self.copies), held.astype(np.int32))
         return [replace(self, copies=side.astype(np.int32)) for side in sides]
+
+    def rows_there(self) -> int:
+        """Rows of which a document is there, each as often as its documents are, where it is one document."""
+        if self.rows is None:
+            return int(self.copies.sum())
+        return len(np.unique(self.rows[self.copies > 0]))
 
     def report(self, counts: Counts) -> dict[str, Any]:
         """The split's counts as JSON values; documents and tokens as often as they are trained on."""
@@ -129,3 +144,7 @@ class Chosen:
         """The sum of a column, each document as often as it is there."""
         parts = (slice(start, start + _CHUNK) for start in range(0, len(column), _CHUNK))
         return sum(int(np.multiply(column[part], self.copies[part], dtype=np.int64).sum()) for part in parts)
+
+
+def _rows(follows: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
+    return np.cumsum(~follows, dtype=np.int64) if follows.any() else None

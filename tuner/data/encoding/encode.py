@@ -7,7 +7,6 @@ What does not go this way (other kinds of tokenizers, control tokens written out
 not know) is placed one by one from the tokenizer's own character spans.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -15,11 +14,12 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
+from tuner.data.encoding.alone import Alone, Placed
 from tuner.data.encoding.byte_table import ByteTable, Unproven
 from tuner.data.encoding.encoded_batch import EncodedBatch, joined
 from tuner.data.encoding.fast import FastEncoder
 from tuner.data.encoding.flat import Flat, Ints, Rows, Turns, edges_of, offsets_of
-from tuner.data.encoding.place import KEPT_CHARS, KEPT_PROMPTS, Document, Placer
+from tuner.data.encoding.place import KEPT_CHARS, KEPT_PROMPTS, Placer
 from tuner.data.encoding.probe import has_reserved
 from tuner.data.encoding.proven import ProvenEncoder
 from tuner.data.encoding.skeleton import Skeleton, Skeletons
@@ -83,29 +83,37 @@ class Encoder:
         it decides about the fast encoder. Of each part `checks` rows are placed alone too and compared. Raises
         DataError without a chat template, FastEncoderMismatch where the sample refutes the fast path.
         """
-        rows, alone, notes = Rows(), _Alone(self._planner, self._placer), Counter[str]()
+        rows, alone = Rows(), Alone(self._planner, self._placer)
         for i, example in enumerate(examples):
             try:
-                if not (isinstance(example, Conversation) and self._add_known(rows, i, example, notes)):
-                    self._add(rows, i, example, alone, notes)
+                if not (isinstance(example, Conversation) and self._add_known(rows, i, example, alone)):
+                    self._add(rows, i, example, alone)
             except RowProblem as problem:
                 alone.problems[i] = problem
         merged = joined(self._encode_rows(rows, examples, alone, total_bytes), alone.documents)
         self._check(examples, merged, checks)
-        return replace(merged, problems=alone.problems, escaped=alone.escaped, notes=notes)
+        return replace(
+            merged,
+            problems=alone.problems,
+            escaped=alone.escaped,
+            notes=alone.counted(),
+            by_answer=alone.by_answer,
+        )
 
     def choose(self) -> None:
         """Build and prove the fast encoder now, and not with the first rows that are worth it."""
         if self._table is not None:
             self._proven_for(FAST_FROM_BYTES, self._table)
 
-    def explain(self, example: Example) -> Document:
+    def explain(self, example: Example) -> Placed:
         """Encode one example with the rule of every token. Raises RowProblem."""
-        if isinstance(example, Tokens):
-            return self._placer.tokens(example)
-        return self._placer.place(self._planner.plan(example), example)
+        alone = Alone(self._planner, self._placer)
+        alone.place(0, example)
+        if alone.problems:
+            raise alone.problems[0]
+        return Placed(alone.documents[0], 0 in alone.by_answer, alone.by_answer.get(0, ()))
 
-    def _add_known(self, rows: Rows, i: int, example: Conversation, notes: Counter[str]) -> bool:
+    def _add_known(self, rows: Rows, i: int, example: Conversation, alone: Alone) -> bool:
         """Add a conversation of a shape that is known; False where it must be rendered."""
         messages = example.messages
         if self._table is None or example.tools or any(len(message) != 2 for message in messages):
@@ -133,23 +141,30 @@ class Encoder:
         rows.pieces.append(skeleton.parts[-1])
         rows.close(i, starts[-1] + skeleton.part_bytes[-1], skeleton.default, False, skeleton.specials)
         if skeleton.notes:
-            notes.update(skeleton.notes)
+            alone.note(i, skeleton.notes)
         return True
 
     def _accepts(self, skeleton: Skeleton, contents: Sequence[str]) -> bool:
         text = "".join(part for pair in zip(skeleton.parts, contents, strict=False) for part in pair)
         return self._table is not None and self._table.accepts(text) and not has_reserved(text)
 
-    def _add(self, rows: Rows, i: int, example: Example, alone: "_Alone", notes: Counter[str]) -> None:
+    def _add(self, rows: Rows, i: int, example: Example, alone: Alone) -> None:
         table = self._table
         if isinstance(example, Tokens):
             alone.place(i, example)
             return
-        plan = self._planner.plan(example)
-        notes.update(plan.notes)
-        if table is None or plan.escaped or not table.accepts(plan.text):
-            alone.place(i, example, plan)
+        plans = self._planner.plans(example)
+        if table is None or any(plan.escaped or not table.accepts(plan.text) for plan in plans.plans):
+            alone.place(i, example, plans)
             return
+        if plans.by_answer:
+            alone.by_answer[i] = plans.left_out
+        if any(plan.notes for plan in plans.plans):
+            alone.note(i, (note for plan in plans.plans for note in plan.notes))
+        for plan in plans.plans:
+            self._add_plan(rows, i, plan)
+
+    def _add_plan(self, rows: Rows, i: int, plan: Plan) -> None:
         text = plan.text
         ascii_text = text.isascii()
         for turn in plan.turns:
@@ -167,7 +182,7 @@ class Encoder:
         return plan.text[0 if last is None else last[0] : start]
 
     def _encode_rows(
-        self, rows: Rows, examples: Sequence[Example], alone: "_Alone", total_bytes: int | None
+        self, rows: Rows, examples: Sequence[Example], alone: Alone, total_bytes: int | None
     ) -> EncodedBatch | None:
         """Encode the collected rows together; those that cannot stay are placed alone."""
         table = self._table
@@ -182,8 +197,12 @@ class Encoder:
         for prompt, which in groupby(by_prompt, rows.prompt.__getitem__):
             answers = np.fromiter(which, dtype=np.int64)
             doubtful[turns.row[answers[~turns.follow(answers, flat, self._prompt_ids(prompt))]]] = True
-        for row in np.flatnonzero(doubtful).tolist():
-            alone.place(rows.examples[row], examples[rows.examples[row]])
+        origins = np.array(rows.examples, dtype=np.int64)
+        again = np.unique(origins[doubtful])
+        if alone.by_answer:
+            doubtful = np.isin(origins, again)  # a conversation's documents are judged together
+        for i in again.tolist():
+            alone.place(i, examples[i])
         return self._finished(rows, flat, turns, ~doubtful, fast)
 
     def _flat(self, rows: Rows, table: ByteTable, total_bytes: int | None) -> tuple[Flat, bool]:
@@ -287,37 +306,16 @@ class Encoder:
             tokens = slice(int(batch.offsets[k]), int(batch.offsets[k + 1]))
             if tokens.stop - tokens.start > _CHECK_TOKENS:
                 continue  # character spans of a long text take hundreds of times its memory
+            row = int(batch.rows[k])
             try:
-                own = self.explain(examples[int(batch.rows[k])])
+                documents = self.explain(examples[row]).documents
             except RowProblem as problem:
-                raise FastEncoderMismatch(f"row {int(batch.rows[k]) + 1} of the block: {problem.reason}") from problem
+                raise FastEncoderMismatch(f"row {row + 1} of the block: {problem.reason}") from problem
+            own = documents[k - int(np.searchsorted(batch.rows, row))]
             if not np.array_equal(own.input_ids, batch.input_ids[tokens]) or not np.array_equal(
                 own.trained, batch.trained[tokens]
             ):
-                raise FastEncoderMismatch(f"row {int(batch.rows[k]) + 1} of the block has other ids or another mask")
-
-
-class _Alone:
-    """Documents that are placed one by one, and why others are not."""
-
-    def __init__(self, planner: Planner, placer: Placer) -> None:
-        self.documents: dict[int, Document] = {}
-        self.problems: dict[int, RowProblem] = {}
-        self.escaped = 0
-        self._planner = planner
-        self._placer = placer
-
-    def place(self, i: int, example: Example, plan: Plan | None = None) -> None:
-        """Place example `i`, whose plan may be known."""
-        try:
-            if isinstance(example, Tokens):
-                self.documents[i] = self._placer.tokens(example)
-                return
-            plan = self._planner.plan(example) if plan is None else plan
-            self.documents[i] = self._placer.place(plan, example)
-            self.escaped += plan.escaped
-        except RowProblem as problem:
-            self.problems[i] = problem
+                raise FastEncoderMismatch(f"row {row + 1} of the block has other ids or another mask")
 
 
 def _bytes_at(text: str, start: int, stop: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ class EncodedBatch:
     prompt_tokens: npt.NDArray[np.uint32]
     """uint32[n]: tokens before the last answer, as a model is prompted with them; 0 where there is none."""
     rows: Ints
-    """int64[n]: the example that each document comes from, ascending."""
+    """int64[n]: the example that each document comes from, ascending; those of one example are in its order."""
     problems: dict[int, RowProblem] = field(default_factory=dict)
     """Example -> why there is no document."""
     fast: int = 0
@@ -32,15 +32,18 @@ class EncodedBatch:
     escaped: int = 0
     """Documents in which a written-out control token was encoded as ordinary characters."""
     notes: Counter[str] = field(default_factory=Counter)
+    by_answer: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Conversations of which each answer is a document -> the reasons of answers that have none."""
 
 
-def joined(batch: EncodedBatch | None, documents: dict[int, Document]) -> EncodedBatch:
+def joined(batch: EncodedBatch | None, placed: dict[int, list[Document]]) -> EncodedBatch:
     """One batch of documents that were encoded together and others, by the order of their examples."""
-    extra = sorted(documents)
-    ids = [documents[i].input_ids.astype(np.uint32) for i in extra]
-    trained = [documents[i].trained for i in extra]
+    extra = [i for i in sorted(placed) for _ in placed[i]]
+    documents = [document for i in sorted(placed) for document in placed[i]]
+    ids = [document.input_ids.astype(np.uint32) for document in documents]
+    trained = [document.trained for document in documents]
     lengths = np.array([len(part) for part in ids], dtype=np.int64)
-    prompts = np.array([documents[i].prompt_tokens for i in extra], dtype=np.uint32)
+    prompts = np.array([document.prompt_tokens for document in documents], dtype=np.uint32)
     rows = np.array(extra, dtype=np.int64)
     if batch is not None and not extra:
         return batch

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from tuner.data.encoding.tokenizer import Encoded, TextTokenizer
 from tuner.data.encoding.turns import BREAK, GUARD, Plan, TrainOn, Turn
-from tuner.data.reading.problems import RowProblem
-from tuner.data.reading.rows import Example, PromptCompletion, Tokens
+from tuner.data.reading.problems import KeyPath, RowProblem
+from tuner.data.reading.rows import Tokens
 
 KEPT_PROMPTS, KEPT_CHARS = 4096, 256
 """Prompts of fewer characters are encoded once, as many as this."""
@@ -39,6 +39,8 @@ class Document:
     prompt_tokens: int
     """Tokens before the last answer, as a model is prompted with them; 0 where there is none."""
     spans: list[TokenSpan]
+    apart: bool = False
+    """Whether the prompt's tokens and the answer's are of two texts that were encoded one by one."""
 
 
 class Placer:
@@ -55,9 +57,11 @@ class Placer:
         self.frame: tuple[list[int], list[int]] = (list(tokenizer.text_prefix), suffix)
         """Ids before and after a text that no template writes."""
 
-    def place(self, plan: Plan, example: Example) -> Document:
+    def place(self, plan: Plan) -> Document:
         """Return the document of a plan. Raises RowProblem where a turn does not end between two tokens."""
-        plan, encoded = self._escaped(plan) if plan.escaped else (plan, self._tokenizer.encode_batch([plan.text])[0])
+        guarded, encoded = plan, self._encoded(plan.text, plan.escaped)
+        if plan.escaped:
+            plan = _unguarded(plan)
         trained = np.full(len(encoded.ids), plan.default, dtype=np.bool_)
         spans = [TokenSpan(0, len(trained), plan.default_rule)]
         prompt_tokens = 0
@@ -65,8 +69,8 @@ class Placer:
             start, stop = _boundary(encoded, turn.start), _boundary(encoded, turn.stop)
             straddles = start is None or stop is None
             if straddles or (turn.is_answer and not self._prompt_is_exact(plan, encoded, turn, start or 0)):
-                if isinstance(example, PromptCompletion) and not plan.escaped:
-                    return self._apart(example)
+                if plan.apart:
+                    return self._apart(guarded)
                 if turn.trained == plan.default:
                     continue  # nothing is masked; all that is lost is a prompt for a sample
                 what = f"a token reaches over an end of the {turn.rule}"
@@ -111,16 +115,18 @@ class Placer:
             return True
         return first > 0 and np.array_equal(self._tokenizer.encode(plan.text[: turn.start]), encoded.ids[:start])
 
-    def _escaped(self, plan: Plan) -> tuple[Plan, Encoded]:
-        """Encode a guarded text with the guards taken out.
+    def _encoded(self, text: str, guarded: bool) -> Encoded:
+        """Encode a text; where it is guarded, with the guards taken out. RowProblem.
 
         As transformers' `sanitize_control_tokens` does: a token that a user wrote out is encoded by itself, as ordinary
         characters, and what stands between two of them as always.
         """
+        if not guarded:
+            return self._tokenizer.encode_batch([text])[0]
         parts: list[Encoded] = []
         texts: list[str] = []
         length = 0
-        for k, piece in enumerate(plan.text.split(GUARD)):
+        for k, piece in enumerate(text.split(GUARD)):
             if k % 2:  # between an odd guard and the next stands a written-out token
                 if piece.count(BREAK) != 1:
                     raise RowProblem("the template cuts a control token that is written out in the text", 1)
@@ -133,24 +139,27 @@ class Placer:
         if normalize("NFC", read) != normalize("NFC", "".join(texts)):
             raise RowProblem("with its control tokens escaped the text would read otherwise", 1)
         columns = ([getattr(part, name) for part in parts] for name in ("ids", "starts", "stops"))
+        return Encoded(*map(np.concatenate, columns))
 
-        def clean(position: int) -> int:
-            return position - plan.text.count(GUARD, 0, position) - plan.text.count(BREAK, 0, position)
-
-        turns = [turn._replace(start=clean(turn.start), stop=clean(turn.stop)) for turn in plan.turns]
-        return plan._replace(text="".join(texts), turns=turns), Encoded(*map(np.concatenate, columns))
-
-    def _apart(self, example: PromptCompletion) -> Document:
-        """Encode prompt and completion one by one: the prompt's ids are then those of the prompt alone."""
-        prompt, completion = (self._tokenizer.encode(text) for text in (example.prompt, example.completion))
-        if self._tokenizer.decode([*prompt, *completion]) != example.prompt + example.completion:
-            raise RowProblem(
-                "a token reaches over the end of the prompt: its mask cannot be exact", path=("completion",)
-            )
-        ids, cut = np.array([*prompt, *completion], dtype=np.int64), len(prompt)
-        spans = [TokenSpan(0, cut, "prompt"), TokenSpan(cut, len(ids), "completion")]
-        document = Document(ids, self._everything | (np.arange(len(ids)) >= cut), cut, spans)
-        return self._framed(document, self._everything)
+    def _apart(self, plan: Plan) -> Document:
+        """Encode prompt and answer one by one: the prompt's ids are then those of the prompt alone. RowProblem."""
+        answer = plan.turns[-1]
+        prompt = self._encoded(plan.text[: answer.start], plan.escaped)
+        rest = self._encoded(plan.text[answer.start :], plan.escaped)
+        clean = _unguarded(plan) if plan.escaped else plan
+        answer = clean.turns[-1]
+        ids, cut = np.concatenate([prompt.ids, rest.ids]), len(prompt.ids)
+        if self._tokenizer.decode(ids.tolist()) != clean.text:
+            place: tuple[int | None, KeyPath] = (None, ("completion",)) if plan.framed else (1, ())
+            raise RowProblem("a token reaches over the end of the prompt: its mask cannot be exact", *place)
+        end = _boundary(rest, answer.stop - answer.start)
+        if end is None:
+            raise RowProblem(f"a token reaches over an end of the {answer.rule}: its mask cannot be exact", 1)
+        trained = np.full(len(ids), plan.default, dtype=np.bool_)
+        trained[cut : cut + end] = True
+        spans = [TokenSpan(0, len(ids), "prompt"), TokenSpan(cut, cut + end, answer.rule)]
+        document = Document(ids, trained, cut, spans, apart=True)
+        return self._framed(document, plan.default) if plan.framed else document
 
     def _framed(self, document: Document, train_prefix: bool) -> Document:
         prefix, suffix = self.frame
@@ -162,7 +171,18 @@ class Placer:
         spans.append(TokenSpan(len(ids) - len(suffix), len(ids), "end of text"))
         whole = not any(span.rule == "completion" for span in document.spans)
         prompt = len(prefix) + (len(document.input_ids) // 2 if whole else document.prompt_tokens)
-        return Document(ids, trained, prompt, spans)
+        return Document(ids, trained, prompt, spans, document.apart)
+
+
+def _unguarded(plan: Plan) -> Plan:
+    """The plan of the text without its guards."""
+    text = plan.text
+
+    def clean(position: int) -> int:
+        return position - text.count(GUARD, 0, position) - text.count(BREAK, 0, position)
+
+    turns = [turn._replace(start=clean(turn.start), stop=clean(turn.stop)) for turn in plan.turns]
+    return plan._replace(text=text.replace(GUARD, "").replace(BREAK, ""), turns=turns)
 
 
 def _boundary(encoded: Encoded, char: int) -> int | None:

@@ -172,3 +172,8 @@ class Probe(str):
 
     def rstrip(self, chars: str | None = None) -> str:  # noqa: D102
         return self._strip("rstrip", chars)
+
+
+def plain(text: str) -> str:
+    """A text's characters as a plain string; asks a probe nothing."""
+    return text.plain if isinstance(text, Probe) else text

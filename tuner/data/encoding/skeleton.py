@@ -122,9 +122,12 @@ class Skeletons:
         probes = [Probe.make(_probe_text(i), asked) for i in range(len(roles))]
         messages: list[dict[str, Any]] = [{"role": r, "content": c} for r, c in zip(roles, probes, strict=True)]
         try:
-            plan = self._planner.conversation(Conversation(messages, list(train), None))
+            plans = self._planner.conversation(Conversation(messages, list(train), None), messages)
         except (RowProblem, DataError):
             return None
+        if plans.by_answer:
+            return None
+        plan = plans.plans[0]
         cuts = [(plan.text.find(probe.plain), len(probe.plain)) for probe in probes]
         starts = [start for start, _ in cuts]
         once = all(plan.text.count(probe.plain) == 1 for probe in probes)

@@ -6,9 +6,11 @@ The rendered text, hence the token ids, equal those of `apply_chat_template`; tr
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NoReturn, cast
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
@@ -23,6 +25,12 @@ TEMPLATE_FILE, TOOL_TEMPLATE_FILE = "chat_template.jinja", "additional_chat_temp
 Message = Mapping[str, Any]
 """A chat message: `role`, `content` and whatever else the template reads."""
 
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
+"""What a template is told beside the messages, unless somebody asks for more."""
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""Variables by which templates let their caller choose whether the prompt opens a thought."""
+
+_PROBES = ("the question", "the answer")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # Marks of a generation block in the rendered text. Noncharacters: no valid text interchange holds them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -137,9 +145,13 @@ class ChatTemplate:
         messages: Sequence[Message],
         add_generation_prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> str:
-        """Render `messages` to the text whose token ids a model sees; DataError where the template refuses."""
-        text = self._render(messages, add_generation_prompt, tools)
+        """Render `messages` to the text whose token ids a model sees; DataError where the template refuses.
+
+        `variables` are what `apply_chat_template` takes as further keyword arguments.
+        """
+        text = self._render(self._as_read(messages), add_generation_prompt, tools, variables)
         return text.replace(_OPEN, "").replace(_CLOSE, "") if self._has_marks else text
 
     def render_marked(
@@ -149,7 +161,7 @@ class ChatTemplate:
         pieces: list[str] = []
         spans: list[tuple[int, int]] = []
         length = opened = 0
-        text = self._render(messages, False, tools)
+        text = self._render(self._as_read(messages), False, tools)
         while text:
             stop = next((i for i, char in enumerate(text) if char in (_OPEN, _CLOSE)), len(text))
             pieces.append(text[:stop])
@@ -161,13 +173,52 @@ class ChatTemplate:
             text = text[stop + 1 :]
         return "".join(pieces), spans
 
+    @cached_property
+    def reads_parts(self) -> bool:
+        """Whether contents are written where they are lists of parts alone, as by SmolVLM's: they are given as such."""
+        as_text, as_parts = ((lambda text: text), _as_parts)
+        written = self._written(as_text)
+        return written < len(_PROBES) and self._written(as_parts) > written
+
+    @cached_property
+    def thinking_variables(self) -> tuple[str, ...]:
+        """Those of THINKING_VARIABLES that the template reads."""
+        read = meta.find_undeclared_variables(parse_template(self.source))
+        return tuple(name for name in THINKING_VARIABLES if name in read)
+
+    def _as_read(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages with each content as the template reads it."""
+        if not self.reads_parts:
+            return messages
+        contents = (message.get("content") for message in messages)
+        return [
+            {**message, "content": _as_parts(content)} if isinstance(content, str) else message
+            for message, content in zip(messages, contents, strict=True)
+        ]
+
+    def _written(self, shape: Callable[[str], Any]) -> int:
+        """How many contents of a plain exchange stand in its render; 0 where the template refuses it."""
+        roles = ("user", "assistant")
+        try:
+            text = self._render([{"role": r, "content": shape(c)} for r, c in zip(roles, _PROBES, strict=True)], False)
+        except EndlessTemplateError:
+            raise
+        except DataError:
+            return 0
+        return sum(probe in text for probe in _PROBES)
+
     def _render(
-        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> str:
         self._steps.left = MAX_STEPS
         try:
             return self._template.render(
                 **self._special_tokens,
+                **variables,
                 messages=[_with_reasoning(message) for message in messages],
                 tools=None if tools is None else list(tools),
                 documents=None,
@@ -181,7 +232,7 @@ class ChatTemplate:
     def _probe(self) -> str | None:
         """A plain exchange as the template writes it; None where it refuses one."""
         try:
-            return self._render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], False, None)
+            return self._render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], False)
         except EndlessTemplateError:
             raise
         except DataError:
@@ -246,6 +297,10 @@ def _raise_exception(message: str) -> NoReturn:
 def _refuse_underscore(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(f"a namespace attribute may not start with an underscore: {name!r}")
+
+
+def _as_parts(content: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}]
 
 
 def _with_reasoning(message: Message) -> Message:

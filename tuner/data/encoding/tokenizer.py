@@ -18,6 +18,7 @@ from tuner.data.encoding.as_loaded import LoadedAs
 from tuner.data.encoding.byte_table import ByteTable, Unproven
 from tuner.data.encoding.ends import Exchange, turn_end
 from tuner.data.encoding.template import (
+    NO_VARIABLES,
     TEMPLATE_FILE,
     TOOL_TEMPLATE_FILE,
     ChatTemplate,
@@ -195,9 +196,10 @@ class TextTokenizer:
         messages: Sequence[Message],
         add_generation_prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> str:
         """Render messages with the chat template; DataError where there is none or it refuses them."""
-        return self.template_for(tools).render(messages, add_generation_prompt, tools)
+        return self.template_for(tools).render(messages, add_generation_prompt, tools, variables)
 
     def find_special(self, text: str) -> tuple[str, int] | None:
         """Return the first control token written out in `text` and its character, or None."""

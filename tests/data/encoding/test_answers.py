@@ -1,0 +1,284 @@
+"""Chats that no one text of the template has exact masks for: each answer becomes a document, as it is prompted for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.data import families, tiny
+from tuner.data.encoding import alone, answers, chat, unwritten
+from tuner.data.encoding.encode import Encoder
+from tuner.data.encoding.encoded_batch import EncodedBatch
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.turns import TrainOn
+from tuner.data.reading.rows import parse_row
+
+NO_THINKING = "answers after the prompt of enable_thinking=false"
+THINKING = "answers after the prompt of enable_thinking=true"
+
+
+def thought(*pairs: tuple[str, str, str], field: bool = True) -> dict[str, Any]:
+    """Questions, thoughts and answers; thoughts as a field of their own, or in the content."""
+    messages: list[dict[str, Any]] = []
+    for question, reasoning, answer in pairs:
+        messages.append({"role": "user", "content": question})
+        own = {"content": answer, "reasoning_content": reasoning} if field else {"content": said(reasoning, answer)}
+        messages.append({"role": "assistant", **(own if reasoning else {"content": answer})})
+    return {"messages": messages}
+
+
+def said(reasoning: str, answer: str) -> str:
+    return f"<think>\n{reasoning}\n</think>\n\n{answer}"
+
+
+PLAIN = tiny.chat("hello", "world", "the answer?", "forty two", "and?", "42")
+MIXED = thought(("a", "because", "b"), ("c", "", "d"))
+INSIDE = thought(("a", "because", "b"), ("c", "", "d"), field=False)
+
+
+class Case(NamedTuple):
+    """What the answers of a chat with a template become."""
+
+    template: str
+    row: dict[str, Any]
+    trained: list[str]
+    variables: list[dict[str, bool]]
+    """What each prompt's caller says."""
+    notes: set[str]
+
+
+EMPTY = "\n</think>\n\n"
+SILENT: dict[str, bool] = {}
+NONE, ASKED = {"enable_thinking": False}, {"enable_thinking": True}
+CASES = {
+    "thinks": Case(
+        families.THINKS, PLAIN,
+        [f"{EMPTY}world<|im_end|>", f"{EMPTY}forty two<|im_end|>", f"{EMPTY}42<|im_end|>"], [SILENT] * 3, {alone.APART},
+    ),
+    "thinks, thoughts": Case(
+        families.THINKS, MIXED, ["because\n</think>\n\nb<|im_end|>", f"{EMPTY}d<|im_end|>"], [SILENT] * 2, {alone.APART}
+    ),
+    "thinks, thoughts inside": Case(
+        families.THINKS, INSIDE, ["because\n</think>\n\nb<|im_end|>", f"{EMPTY}d<|im_end|>"],
+        [SILENT] * 2, {alone.APART},
+    ),
+    "thinks if asked": Case(
+        families.THINKS_IF_ASKED, PLAIN, ["world<|im_end|>", "forty two<|im_end|>", "42<|im_end|>"],
+        [SILENT] * 3, {alone.APART},
+    ),
+    "thinks if asked, thoughts": Case(
+        families.THINKS_IF_ASKED, MIXED, ["because\n</think>\n\nb<|im_end|>", "d<|im_end|>"],
+        [ASKED, SILENT], {THINKING, alone.APART},
+    ),
+    "empty tags": Case(
+        families.EMPTY_TAGS, PLAIN, ["world<|im_end|>", "forty two<|im_end|>", "42<|im_end|>"],
+        [NONE] * 3, {NO_THINKING},
+    ),
+    "empty tags, thoughts": Case(
+        families.EMPTY_TAGS, MIXED, ["because\n</think>b<|im_end|>", "d<|im_end|>"], [SILENT, NONE], {NO_THINKING}
+    ),
+    "cuts": Case(
+        families.CUTS, PLAIN, [f"{EMPTY}world<|im_end|>", f"{EMPTY}forty two<|im_end|>", f"{EMPTY}42<|im_end|>"],
+        [SILENT] * 3, {answers.NO_THOUGHT, alone.APART},
+    ),
+    "cuts, thoughts": Case(
+        families.CUTS, MIXED, ["because\n</think>\n\nb<|im_end|>", f"{EMPTY}d<|im_end|>"],
+        [SILENT] * 2, {answers.NO_THOUGHT, answers.OWN_THOUGHT, alone.APART},
+    ),
+    "cuts, thoughts inside": Case(
+        families.CUTS, INSIDE, ["because\n</think>\n\nb<|im_end|>", f"{EMPTY}d<|im_end|>"],
+        [SILENT] * 2, {answers.NO_THOUGHT, answers.OWN_THOUGHT, alone.APART},
+    ),
+    "channels": Case(
+        families.CHANNELS, PLAIN, [f"<|channel|>final<|message|>{a}<|return|>" for a in ("world", "forty two", "42")],
+        [SILENT] * 3, set(),
+    ),
+    "channels, thoughts": Case(
+        families.CHANNELS, MIXED,
+        ["<|channel|>analysis<|message|>because<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>",
+         "<|channel|>final<|message|>d<|return|>"], [SILENT] * 2, set(),
+    ),
+}  # fmt: skip
+
+
+def documents(batch: EncodedBatch) -> list[tuple[list[int], list[bool]]]:
+    bounds = zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True)
+    return [(batch.input_ids[a:b].tolist(), batch.trained[a:b].tolist()) for a, b in bounds]
+
+
+def encode(tokenizer: TextTokenizer, *rows: dict[str, Any], train_on: TrainOn = "assistant") -> EncodedBatch:
+    """Encode rows; the two ways, for many rows and for one, agree."""
+    examples = [parse_row(row) for row in rows]
+    batch, slow = (Encoder(tokenizer, train_on, fast=fast).encode(examples) for fast in (True, False))
+    assert documents(batch) == documents(slow)
+    assert (batch.by_answer, batch.notes, batch.rows.tolist()) == (slow.by_answer, slow.notes, slow.rows.tolist())
+    assert batch.prompt_tokens.tolist() == slow.prompt_tokens.tolist()
+    return batch
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_answer_is_a_document_with_the_ids_of_its_prompt(name: str) -> None:
+    case = CASES[name]
+    tokenizer = families.tokenizer(case.template)
+    batch = encode(tokenizer, case.row)
+    assert not batch.problems
+    assert batch.by_answer == {0: ()}
+    assert batch.notes == dict.fromkeys(case.notes, 1)
+    messages = parse_row(case.row).messages  # type: ignore[union-attr]
+    prompts = [messages[:i] for i, message in enumerate(messages) if message["role"] == "assistant"]
+    found = documents(batch)
+    assert len(found) == len(prompts)
+    for k, (ids, trained) in enumerate(found):
+        prompt = tokenizer.encode(tokenizer.render(prompts[k], True, variables=case.variables[k]))
+        assert ids[: len(prompt)] == prompt
+        assert int(batch.prompt_tokens[k]) == len(prompt)
+        first, last = int(np.argmax(trained)), len(trained) - int(np.argmax(trained[::-1]))
+        assert (first, sum(trained)) == (len(prompt), last - first)
+        assert tokenizer.decode(ids[first:last]) == case.trained[k]
+        assert tokenizer.decode(ids[last:]).strip() == ""
+
+
+def test_prompts_are_those_of_transformers(tmp_path: Path) -> None:
+    AutoTokenizer = pytest.importorskip("transformers").AutoTokenizer
+    for name, case in CASES.items():
+        tokenizer = families.tokenizer(case.template)
+        tokenizer.save(tmp_path / name)
+        theirs = AutoTokenizer.from_pretrained(tmp_path / name)
+        messages = parse_row(case.row).messages  # type: ignore[union-attr]
+        last = next(i for i in reversed(range(len(messages))) if messages[i]["role"] == "assistant")
+        prompt = theirs.apply_chat_template(
+            messages[:last], add_generation_prompt=True, return_dict=False, **case.variables[-1]
+        )
+        ids, _ = documents(encode(tokenizer, case.row))[-1]
+        assert ids[: len(prompt)] == prompt, name
+
+
+def test_the_prompt_is_what_a_model_is_given_where_an_answer_after_it_changes_it() -> None:
+    """The thought before a call is in the prompt of the answer to its result, and not once that answer is there."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "reasoning_content": "so f", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    tokenizer = families.tokenizer(families.CHANNELS, eos_token="<|return|>")
+    tokenizer = TextTokenizer(tokenizer.files, model_eos_ids=tokenizer.encode("<|call|>"))
+    (asked, first), (answered, second) = documents(encode(tokenizer, {"messages": messages}))
+    thought_and_call = '<|channel|>analysis<|message|>so f<|end|><|start|>assistant to=f<|message|>{"x": 1}<|call|>'
+    assert tokenizer.decode(np.array(asked)[first].tolist()) == thought_and_call
+    assert tokenizer.decode(np.array(answered)[second].tolist()) == "<|channel|>final<|message|>two<|return|>"
+    prompt = tokenizer.render(parse_row({"messages": messages}).messages[:3], True)  # type: ignore[union-attr]
+    assert "so f" in prompt
+    assert "so f" not in tokenizer.render(parse_row({"messages": messages}).messages)  # type: ignore[union-attr]
+    assert tokenizer.decode(answered) == f"{prompt}<|channel|>final<|message|>two<|return|>"
+
+
+def test_one_text_is_kept_where_its_masks_are_exact() -> None:
+    chats = [PLAIN, tiny.chat("a", "b")]
+    assert encode(tiny.tokenizer(), *chats).by_answer == {}
+    batch = encode(families.tokenizer(families.CHANNELS), *chats)
+    assert (batch.by_answer, batch.rows.tolist()) == ({0: ()}, [0, 0, 0, 1])
+    last = encode(families.tokenizer(families.CHANNELS), *chats, train_on="last_assistant")
+    assert (last.by_answer, len(last.rows)) == ({}, 2)
+    assert encode(families.tokenizer(families.CHANNELS), *chats, train_on="all").by_answer == {}
+
+
+def test_answers_that_are_not_wanted_have_no_document() -> None:
+    row = tiny.chat("a", "b", "c", "d")
+    row["messages"][3]["train"] = False
+    tokenizer = families.tokenizer(families.CHANNELS)
+    ((ids, _),) = documents(encode(tokenizer, row))
+    assert tokenizer.decode(ids) == tokenizer.render(row["messages"][:2])
+    # A question that is to be trained is not where its answers are prompted for.
+    row["messages"][2]["train"] = True
+    batch = encode(tokenizer, row, tiny.chat("a", "b"))
+    assert list(batch.problems) == [0] and batch.by_answer == {}
+
+
+def test_an_answer_that_no_prompt_leads_to_is_left_out_and_counted() -> None:
+    # The first answer's header is another one than the prompt's; the second's is the same.
+    template = families.CHANNELS.replace(
+        "{% if add_generation_prompt %}<|start|>assistant",
+        "{% if add_generation_prompt %}<|start|>{{ 'model' if messages | length == 1 else 'assistant' }}",
+    )
+    tokenizer = tiny.with_tokens(template, families._SPECIAL, eos_token="<|return|>")
+    batch = encode(tokenizer, tiny.chat("a", "b", "c", "d"), tiny.chat("a", "b"))
+    reason = "the template writes the text before message N differently when it is a prompt"
+    assert batch.by_answer == {0: (reason,)}
+    assert batch.rows.tolist() == [0]
+    assert "differently when it is a prompt" in batch.problems[1].reason
+
+
+def test_control_tokens_in_a_chat_of_documents_refuse_all_of_it_or_are_escaped() -> None:
+    tokenizer = families.tokenizer(families.CHANNELS)
+    row = tiny.chat("a", "b", "say <|end|>", "d")
+    batch = encode(tokenizer, row, tiny.chat("a", "b"))
+    assert (list(batch.problems), batch.by_answer, batch.rows.tolist()) == ([0], {}, [1])
+    escaped = Encoder(tokenizer, "assistant", "escape").encode([parse_row(row)])
+    assert (escaped.by_answer, escaped.escaped) == ({0: ()}, 1)
+    ids, trained = documents(escaped)[1]
+    assert tokenizer.decode(ids) == tokenizer.render(row["messages"])
+    assert tokenizer.decode(np.array(ids)[trained].tolist()) == "<|channel|>final<|message|>d<|return|>"
+    # Where prompt and answer are encoded apart, too.
+    tokenizer = families.tokenizer(families.THINKS)
+    row = tiny.chat("say <|im_end|>", "no <|im_end|>")
+    escaped = Encoder(tokenizer, "assistant", "escape").encode([parse_row(row)])
+    ((ids, trained),) = documents(escaped)
+    assert tokenizer.decode(np.array(ids)[trained].tolist()) == f"{EMPTY}no <|im_end|><|im_end|>"
+    assert tokenizer.decode(ids) == tokenizer.render(row["messages"])
+
+
+def test_an_answer_is_not_taken_for_another_of_the_same_header() -> None:
+    newest_first = tiny.CHATML.replace("in messages %}", "in messages | reverse %}")
+    batch = encode(tiny.tokenizer(newest_first), tiny.chat("a", "b", "c", "d"), train_on="last_assistant")
+    assert "differently when it is a prompt" in batch.problems[0].reason
+
+
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_a_template_that_reads_parts_gets_parts(as_parts: bool) -> None:
+    row = tiny.chat("hello", "world", "the answer?", "forty two")
+    if as_parts:
+        for message in row["messages"]:
+            halves = (message["content"][:2], message["content"][2:])
+            message["content"] = [{"type": "text", "text": text} for text in halves]
+    tokenizer = families.tokenizer(families.PARTS)
+    batch = encode(tokenizer, row)
+    assert batch.notes == {unwritten.AS_PARTS: 1}
+    ((ids, trained),) = documents(batch)
+    assert tokenizer.decode(ids).startswith("<|im_start|>User: hello<|im_end|>\nAssistant: world<|im_end|>\n")
+    assert tokenizer.decode(np.array(ids)[trained].tolist()) == " world<|im_end|> forty two<|im_end|>"
+
+
+WRITES_LESS = tiny.CHATML.replace("message['content']", "(message['content'] if message['role'] != 'user' else 'x')")
+
+
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_content_that_a_template_does_not_write_is_counted(as_parts: bool) -> None:
+    row = tiny.chat("hello", "world")
+    if as_parts:
+        row["messages"][0]["content"] = [{"type": "text", "text": "hello"}]
+    batch = encode(tiny.tokenizer(WRITES_LESS), row, tiny.chat("x", "b"))
+    assert batch.notes == {f"{unwritten.CONTENT_NOT_SHOWN}: user": 1}
+
+
+def test_thoughts_and_calls_that_a_template_does_not_write_are_counted() -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [call]}]}
+    ignores = "{% if messages[0].tool_calls %}{% endif %}" + tiny.CHATML
+    assert encode(tiny.tokenizer(ignores), row).notes == {unwritten.CALLS_NOT_SHOWN: 1}
+    cuts = tiny.CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
+    batch = encode(tiny.tokenizer(cuts), tiny.chat("a", "<think>because</think>b"))
+    assert batch.notes == {unwritten.SHORTENED: 1}
+
+
+def test_notes_are_not_of_rows_that_have_no_document() -> None:
+    no_end = "{% for m in messages %}er:{{ m.content }}{% endfor %}{% if add_generation_prompt %}er:{% endif %}"
+    row = tiny.chat("(", "us", "(", ")")
+    row["messages"][2]["train"] = True
+    batch = encode(tiny.tokenizer(no_end), row, tiny.chat("(", "us"))
+    assert list(batch.problems) == [0]
+    assert batch.notes == {chat.NO_END: 1}

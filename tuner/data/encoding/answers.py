@@ -1,0 +1,147 @@
+"""One answer as a model writes it at its turn: what it is prompted with, and the answer as the template writes it.
+
+Some templates have no one text of a conversation in which every answer follows the prompt that a model gets for it:
+they drop the thoughts of earlier turns, end only the last answer with the token that ends a generation, or put the
+beginning of a thought into the prompt. At inference each answer is another call: the messages before it are rendered
+with the generation prompt, and the model goes on from there. That is the text made here.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tuner.data.encoding.chat import FIRST_MARK, NO_END, REWRITTEN, Chat
+from tuner.data.encoding.probe import plain
+from tuner.data.encoding.template import NO_VARIABLES, ChatTemplate
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.reading.problems import RowProblem
+from tuner.errors import DataError
+
+NO_THOUGHT = "answers without reasoning after a prompt that opens a thought: trained with an empty one"
+OWN_THOUGHT = "reasoning written into answers after a prompt that opens a thought: the template has no place for it"
+_OPEN_THOUGHT = re.compile(r"<(think|thinking|thought|reasoning)>(\n*)\Z")
+
+
+class Answer(NamedTuple):
+    """A prompt and the answer after it: characters [start, stop) of the text are the answer with its end of turn."""
+
+    text: str
+    start: int
+    stop: int
+    notes: tuple[str, ...]
+
+
+def write_answer(tokenizer: TextTokenizer, messages: list[dict[str, Any]], tools: Any) -> Answer:
+    """Return the last of `messages` after its prompt. Raises RowProblem where the template writes it after none.
+
+    The prompt is the plain generation prompt where the template writes the answer so that it goes on from there. Else
+    it is that of a caller who asks for thoughts, or for none (`enable_thinking`), where the template lets them. Else,
+    where the plain prompt opens a thought that the template drops from answers, the thought is closed first.
+    """
+    refused: RowProblem | None = None
+    for variables in _callers(tokenizer.template_for(tools)):
+        chat = Chat(tokenizer, messages, tools, variables)
+        try:
+            answer = _continued(chat)
+        except RowProblem as problem:
+            refused = refused or problem
+        except DataError as error:
+            refused = refused or RowProblem(error.message, 1)
+        else:
+            asked = [f"answers after the prompt of {name}={str(value).lower()}" for name, value in variables.items()]
+            return answer._replace(notes=(*answer.notes, *asked))
+    closed = _after_open_thought(tokenizer, messages, tools)
+    if closed is not None:
+        return closed
+    raise refused or RowProblem("no prompt of the template leads to the answer", path=("messages", len(messages) - 1))
+
+
+def _callers(template: ChatTemplate) -> Iterator[Mapping[str, Any]]:
+    """What callers may tell the template about thoughts, the one who says nothing first."""
+    yield NO_VARIABLES
+    if template.has_generation_marks:
+        return
+    for name in template.thinking_variables:
+        yield {name: False}
+        yield {name: True}
+
+
+def _continued(chat: Chat) -> Answer:
+    """The prompt and what the template writes of the answer after it. RowProblem, DataError."""
+    answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    last = answers[-1]
+    prompt = chat.prompt(last)
+    known = None if chat.text.startswith(prompt) else chat.turn_start(last)
+    start, stop = chat.answer(last, answers, known)
+    if chat.is_marked:
+        # The marks say where the answer ends; what a model is prompted with is the prompt, marked or not.
+        if not chat.text.startswith(prompt) or not start <= len(prompt) <= stop:
+            reason = f"the template marks message {last} where its prompt does not end"
+            raise RowProblem(reason, path=("messages", last))
+        start = len(prompt)
+    # What stands before the answer is the prompt, though the template may write it otherwise with an answer after it.
+    notes = tuple(note for note in chat.notes if note != REWRITTEN)
+    return Answer(prompt + chat.text[start:], len(prompt), len(prompt) + stop - start, notes)
+
+
+def _after_open_thought(tokenizer: TextTokenizer, messages: list[dict[str, Any]], tools: Any) -> Answer | None:
+    """The answer with its thought, or an empty one, where the prompt opens a thought and the template drops it.
+
+    The templates of DeepSeek's R1 and its distillates: `<think>` ends the prompt, and all up to `</think>` is cut from
+    an answer. None where this is no such template, or where it writes more or less than the answer's words.
+    """
+    mark, last = chr(FIRST_MARK), messages[-1]
+    chat = Chat(tokenizer, messages, tools)
+    try:
+        prompt, whole = chat.prompt(len(messages) - 1), chat.text
+        marked = tokenizer.render([*messages[:-1], {**last, "content": mark}], False, tools)
+    except DataError:
+        return None
+    opened = _OPEN_THOUGHT.search(prompt)
+    head, _, tail = marked.partition(mark)
+    if opened is None or chat.is_marked or mark in tail:
+        return None
+    if head != prompt[: opened.start()] or not whole.startswith(head):
+        return None
+    given = _thought_and_answer(last, opened[1])
+    written = whole[len(head) : len(whole) - len(tail)] if whole.endswith(tail) else None
+    if written is None or written.strip() != plain(given.answer).strip():
+        return None
+    start = len(prompt)
+    text = prompt + given.after(opened[0], opened[1], opened[2])
+    words = len(text)
+    text += tail
+    stop = tokenizer.end_of_turn(text, words, len(text))
+    notes = [OWN_THOUGHT if given.thought else NO_THOUGHT, *([NO_END] if stop is None else [])]
+    return Answer(text, start, words if stop is None else stop, tuple(notes))
+
+
+class _Given(NamedTuple):
+    """What a message holds: its thought, its answer, and its content where that is both."""
+
+    thought: str
+    answer: str
+    both: str | None
+
+    def after(self, opening: str, tag: str, space: str) -> str:
+        """What comes after a prompt that ends with `opening`: a tag and white space."""
+        if self.both is not None and self.both.startswith(opening):
+            return self.both[len(opening) :]
+        thought = f"{self.thought.strip()}{space}" if self.thought or space else ""
+        return f"{thought}</{tag}>{space * 2}" + self.answer
+
+
+def _thought_and_answer(message: Mapping[str, Any], tag: str) -> _Given:
+    content, thought = message["content"], message.get("reasoning_content")
+    closing = f"</{tag}>"
+    if isinstance(thought, str) and thought.strip():
+        return _Given(thought, content, None)
+    if closing in content:
+        before, _, answer = content.rpartition(closing)
+        return _Given(before.strip().removeprefix(f"<{tag}>").strip(), answer.lstrip("\n"), content)
+    return _Given("", content, None)
+
+
+def own_words(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages of which an answer's document shows all: those of others, and the answer itself, the last one."""
+    return [m for m in messages[:-1] if m["role"] != "assistant"] + [messages[-1]]
