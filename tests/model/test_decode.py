@@ -79,7 +79,7 @@ def test_a_model_with_another_kind_of_state_takes_them_one_by_one(
     assert greedy(root, PROMPTS, (), LIMITS, CPU) == together
     assert (len(caches), set(caches)) == (max(LIMITS), {decode.SideBySide})
     caches.clear()
-    monkeypatch.setattr(decode, "_is_plain", lambda config: False)
+    root.takes_documents = False
     assert greedy(root, PROMPTS, (), LIMITS, CPU) == together
     assert (len(caches), set(caches)) == (sum(LIMITS), {DynamicCache})
 

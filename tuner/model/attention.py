@@ -6,14 +6,15 @@ Without the argument the function is plain causal attention (decoding with a cac
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 
 from tuner.model.blocked_attention import attend_documents, plan_blocks
 from tuner.model.documents import Documents, GrowingDocuments
@@ -24,11 +25,15 @@ PACKED = "tuner_packed"
 NATIVE = "tuner_native"
 """The same with our compiled kernel where it serves: on the CPU, without a soft bound."""
 # Keyword arguments of other attention functions that change the result. Ignoring one would be silently wrong.
-_CHANGES_RESULT = ("s_aux", "position_bias", "cache")
+_CHANGES_RESULT = {"s_aux": "attention sinks (s_aux)", "position_bias": "a position bias", "cache": "cache"}
 _VARLEN_HEAD_DIM = 256
 """The widest head that the GPU's kernel takes."""
 _VARLEN_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether it takes fewer key heads than query heads: not in torch 2.11."""
+
+
+class Unsupported(ValueError):
+    """A layer asks for attention that this module does not compute."""
 
 
 class _Wish(NamedTuple):
@@ -52,7 +57,7 @@ def packed_attention(
 
     Shapes: query ``[1, heads, T, d]``, key and value ``[1, kv_heads, T or longer with a cache, d]``; result
     ``[1, T, heads, d]``. Options used: ``scaling``, ``dropout``, ``sliding_window`` (tokens, this one included),
-    ``softcap`` (a soft bound of the scores) and ``documents``. Raises ValueError for an option that this function does
+    ``softcap`` (a soft bound of the scores) and ``documents``. Raises Unsupported for an option that this function does
     not compute.
     """
     return _attend(_by_torch, module, query, key, value, attention_mask, options), None
@@ -79,13 +84,13 @@ def _attend(  # noqa: PLR0913, PLR0917 - transformers' interface
     attention_mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    unsupported = [name for name in _CHANGES_RESULT if options.get(name) is not None]
+    unsupported = [what for name, what in _CHANGES_RESULT.items() if options.get(name) is not None]
     if attention_mask is not None:
-        unsupported.append("attention_mask")
+        unsupported.append("a mask or bias of the model's own (attention_mask)")
     if not (options.get("is_causal") or getattr(module, "is_causal", True)):
         unsupported.append("bidirectional attention")
     if unsupported:
-        raise ValueError(f"packed attention does not compute {', '.join(unsupported)}")
+        raise Unsupported(f"its attention has what packed attention does not compute: {', '.join(unsupported)}")
     documents: Documents | GrowingDocuments | None = options.get("documents")
     dropout, scaling = options.get("dropout", 0.0), options.get("scaling")
     wish = _Wish(options.get("sliding_window"), dropout, scaling, options.get("softcap") or 0.0)
@@ -208,6 +213,22 @@ def forget_documents() -> None:
     """Drop what is kept of the documents of earlier microbatches, which is made again where it is wanted."""
     plan_blocks.cache_clear()
     document_bounds.cache_clear()
+
+
+def is_ours(config: PretrainedConfig) -> bool:
+    """Whether a model of this config attends by the functions of this module."""
+    return config.get_text_config()._attn_implementation in (PACKED, NATIVE)
+
+
+@contextmanager
+def withdrawn() -> Iterator[None]:
+    """Within, transformers does not know the functions: a model that would use them cannot run."""
+    known: dict[str, Any] = AttentionInterface._global_mapping
+    ours = {name: known.pop(name) for name in (PACKED, NATIVE) if name in known}
+    try:
+        yield
+    finally:
+        known.update(ours)
 
 
 def register() -> None:

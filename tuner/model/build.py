@@ -3,8 +3,9 @@
 import contextlib
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tuner.model.native.library import library
 from tuner.model.native.rms_norm import apply_native_norms
 from tuner.model.native.rotary import apply_native_rotation
 from tuner.model.native.swiglu import apply_native_gates
+from tuner.model.reference import plain_config, takes_our_attention
 from tuner.model.tokens import grow, grow_config
 from tuner.model.vetting import vet_config
 from tuner.runtime.files import inside, read_json
@@ -67,11 +69,12 @@ def _own_config(spec: ModelSpec) -> PretrainedConfig:
         except Exception as error:  # configs validate themselves, each with exceptions of its own
             raise RecipeError(f"model.config: {_reason(error)}", hint="these values do not go together") from error
     config.use_cache = False
+    config._attn_implementation = None  # what the file names is for whoever wrote it
     return config
 
 
 def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """Build the model on the CPU with packed attention, in evaluation mode.
+    """Build the model on the CPU with packed attention where its class takes it, in evaluation mode.
 
     Weights are read by transformers straight into the tensors of a model built on the meta device, with its conversion
     of file names to module names; with ``random_init`` they are drawn from ``seed``. Raises DataError where a weight
@@ -82,21 +85,22 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
     if spec.random_init:
         with torch.random.fork_rng(devices=[]), _clear_errors(spec):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(grown, dtype=dtype, attn_implementation=attention.PACKED)
+            model = _attending(grown, partial(AutoModelForCausalLM.from_config, grown, dtype=dtype))
         return _finished(model)
     _require_own_files(spec)
+    own = _own_config(spec)
     with _clear_errors(spec), _without_progress():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        load = partial(
+            AutoModelForCausalLM.from_pretrained,
             spec.name_or_path,
             revision=spec.revision,
-            config=_own_config(spec),
+            config=own,
             dtype=dtype,
-            attn_implementation=attention.PACKED,
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
         )
-    model, report = loaded
+        model, report = _attending(own, load)
     _require_complete(spec, report)
     grow(model, grown.get_text_config().vocab_size)
     return _finished(model)
@@ -107,7 +111,7 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
     attention.register()
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.PACKED)
+            model = _attending(config, partial(AutoModelForCausalLM.from_config, config, dtype=dtype))
     except (ValueError, TypeError, ZeroDivisionError, RuntimeError, AttributeError, KeyError) as error:
         raise RecipeError(
             f"model: no causal language model can be built from this {config.model_type} config: {_reason(error)}",
@@ -125,6 +129,14 @@ def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
     return blocks
 
 
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The part of a model that makes hidden states of token ids: what its output layer is applied to."""
+    found: nn.Module = model.get_decoder()
+    if found is model or not isinstance(found, PreTrainedModel):  # it stands under another name than transformers seeks
+        found = getattr(model, "model", found)
+    return found
+
+
 def generation_config(spec: ModelSpec, config: PretrainedConfig) -> GenerationConfig:
     """The model's generation config, or one derived from its config where it ships none."""
     with contextlib.suppress(OSError):
@@ -138,7 +150,8 @@ def apply_native(model: PreTrainedModel) -> None:
     Raises MachineError where they cannot be had.
     """
     library()
-    model.set_attn_implementation(attention.NATIVE)
+    if attention.is_ours(model.config):
+        model.set_attn_implementation(attention.NATIVE)
     apply_native_norms(model)
     apply_native_rotation(model)
     apply_native_gates(model)
@@ -172,6 +185,21 @@ def has_liger(model_type: str) -> bool:
     return model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
+def _attending(config: PretrainedConfig, make: Callable[..., Any]) -> Any:
+    """Make a model with our attention where its class computes attention through transformers' interface.
+
+    Where it does not, or looks an implementation up in a table of its own, it is made with what the class chooses.
+    """
+    if takes_our_attention(config):
+        try:
+            return make(attn_implementation=attention.PACKED)
+        except KeyError as error:
+            if error.args != (attention.PACKED,):
+                raise
+            config._attn_implementation = None
+    return make()
+
+
 def _finished(model: PreTrainedModel) -> PreTrainedModel:
     _exact_constants(model)
     model.config.use_cache = False
@@ -184,18 +212,27 @@ def _exact_constants(model: PreTrainedModel) -> None:
     """Compute constants that transformers rounded to the type of the weights again, in float32.
 
     They are in no file, so a rounded one (Gemma's scale of the embeddings) is another model than the one that is
-    exported and loaded in another type.
+    exported and loaded in another type. One that its class always rounds (RecurrentGemma's) is the model's own.
     """
-    for module in model.modules():
-        kept = module._non_persistent_buffers_set
-        constants = [buffer for name, buffer in module.named_buffers(recurse=False) if name in kept]
-        rounded = [buffer for buffer in constants if buffer.dtype in _HALF]
-        for buffer in rounded:
-            buffer.data = buffer.data.float()
-        if any(not buffer.is_meta for buffer in rounded):
+    rounded = _half_constants(model)
+    if not rounded:
+        return
+    with torch.device("meta"):
+        kind: Any = type(model)
+        always = _half_constants(kind._from_config(plain_config(model.config), dtype=torch.float32))
+    for name in sorted(rounded.keys() - always.keys()):
+        rounded[name].data = rounded[name].data.float()
+        module = model.get_submodule(name.rpartition(".")[0])
+        if not rounded[name].is_meta:
             for parameter in module.parameters(recurse=False):
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]
             model._init_weights(module)
+
+
+def _half_constants(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Buffers of 16 bits that are in no file, by name."""
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if buffer.dtype in _HALF and name not in kept}
 
 
 def _require_own_files(spec: ModelSpec) -> None:

@@ -75,16 +75,17 @@ def greedy(
 ) -> list[list[int]]:
     """The most likely continuation of each prompt, up to an end token (left out) or as many tokens as its limit.
 
-    All prompts take each step together where the model keeps plain keys and values: reading the weights, and gathering
-    them under FSDP2, costs as much for one as for several. A model with a state of another kind takes them one by one.
+    All prompts take each step together where the model keeps plain keys and values and has our attention: reading the
+    weights, and gathering them under FSDP2, costs as much for one as for several. Other models take them one by one.
     Under FSDP2 every rank must call it with the same prompts: the ranks then take the same number of forwards.
     ``between`` is called before each; what it raises ends the decoding.
     """
     config = root.model.config
     wanted = [i for i, limit in enumerate(limits) if limit > 0]
     answers: list[list[int]] = [[] for _ in prompts]
-    for group in [wanted] if _is_plain(config) else [[i] for i in wanted]:
-        cache = SideBySide(config, len(group)) if _is_plain(config) else DynamicCache(config=config)
+    together = _takes_several(root)
+    for group in [wanted] if together else [[i] for i in wanted]:
+        cache = SideBySide(config, len(group)) if together else DynamicCache(config=config)
         live, given = group, [list(prompts[i]) for i in group]
         while live:
             between()
@@ -128,7 +129,7 @@ def fullest_forwards(
     asked = [(list(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True) if limit > 0]
     if not asked:
         return
-    if not _is_plain(config):  # a state whose size is its own matter: all tokens of the longest one at once
+    if not _takes_several(root):  # a state whose size is its own matter: all tokens of the longest one at once
         longest = max(len(prompt) + limit - 1 for prompt, limit in asked)
         _next_logits(root, [[0] * longest], DynamicCache(config=config), device)
         return
@@ -152,7 +153,8 @@ def _of_length(states: torch.Tensor, length: int) -> torch.Tensor:
     return states.new_empty((*states.shape[:2], length, states.shape[3]))
 
 
-def _is_plain(config: PretrainedConfig) -> bool:
-    """Whether every layer keeps keys and values of each token, and nothing else."""
-    layers = DynamicCache(config=config).layers
-    return bool(layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+def _takes_several(root: CausalLM) -> bool:
+    """Whether layers keep keys and values of each token and nothing else, and our attention keeps documents apart."""
+    layers = DynamicCache(config=root.model.config).layers
+    plain = bool(layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+    return root.takes_documents and plain

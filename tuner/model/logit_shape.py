@@ -10,6 +10,8 @@ from transformers import PretrainedConfig
 
 _MULTIPLIED = ("hyperclovax",)
 """Types of model that multiply by what others of the same key divide by."""
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Keys of the soft bound: Gemma 2 and its kin, RecurrentGemma, xLSTM."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class LogitShape:
         scale = float(getattr(text, "logit_scale", None) or 1.0)
         factor = float(getattr(text, "logits_scaling", None) or 1.0)
         scale *= factor if text.model_type.startswith(_MULTIPLIED) else 1 / factor
-        cap = getattr(text, "final_logit_softcapping", None)
+        cap = next((found for name in _CAPS if (found := getattr(text, name, None)) is not None), None)
         return LogitShape(scale, None if cap is None else float(cap))
 
     def bend(self, products: torch.Tensor) -> torch.Tensor | None:

@@ -1,67 +1,122 @@
-"""Probes at start: does this model keep packed documents apart, and is our output path the model's own?"""
+"""Probe at start: is what training computes the model, as transformers loads it, of each document alone?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
+from tuner.model.attention import Unsupported
+from tuner.model.reach import require_numbered_by_document, require_same_reach
+from tuner.model.reference import plain_twin
 from tuner.model.root import CausalLM
 from tuner.model.tokens import NewRows
 
 _FIRST, _SECOND = 7, 9  # document lengths: different, so that a swapped bound shows
+_KEPT = 5  # tokens of the second document that stay when those after them change
 LEAK_ALLOWED, DIFFERENCE_ALLOWED = 1e-6, 1e-4
 """What float32 leaves of nothing, relative to the spread of the logits."""
 
 
 @dataclass(frozen=True)
 class IsolationReport:
-    """Largest differences relative to the spread of the logits: of a leak, and against the model run alone."""
+    """Largest differences relative to the spread of the logits."""
 
     leak: float
+    """Of logits after a change in the document before theirs and in the tokens after them."""
     against_alone: float
+    """From the logits of the plainly loaded model for the document alone."""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether both are what float32 leaves of nothing."""
+        return self.leak <= LEAK_ALLOWED and self.against_alone <= DIFFERENCE_ALLOWED
 
 
 @torch.no_grad()
-def require_isolation(root: CausalLM, vocab_size: int, packed: bool = True) -> IsolationReport:
-    """Run two packed documents on the CPU, change the first, and want the second unchanged and equal to itself alone.
+def require_isolation(
+    root: CausalLM, vocab_size: int, packed: bool = True, longest: int = _SECOND, rows: int = 1
+) -> IsolationReport:
+    """Run two packed documents on the CPU and hold the second to what the plainly loaded model makes of it alone.
 
-    The reference is the model's own forward with its stock attention, so a logit transform or an attention option that
-    the packed path does not know shows as well. Where rows are never ``packed``, only that comparison is made. All is
-    computed in float32, whatever the weights are: rounded to bfloat16 at every step, the logits of two right ways to
-    compute a deep model on random tokens are a tenth of their spread apart. Raises RecipeError when our path is not the
-    model.
+    That model has its class's own attention and masks (:func:`~tuner.model.reference.plain_twin`), so a missing causal
+    mask, a transform of the logits or an option of attention that our path does not know shows. A change of the first
+    document and of the last tokens must leave the logits between them as they are. Where rows are never ``packed``
+    there is one document. No document is longer than ``longest``, nor a row than ``rows`` times that.
+
+    All is computed in float32, whatever the weights are: rounded to bfloat16 at every step, the logits of two right
+    ways to compute a deep model on random tokens are a tenth of their spread apart.
+
+    Raises RecipeError, with the reason, where our path is not the model or the model is not causal.
     """
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, min(vocab_size, 32000), (_FIRST + _SECOND,), generator=generator)
-    other = ids.clone()
-    other[:_FIRST] = (ids[:_FIRST] + 1) % min(vocab_size, 32000)
+    plain = plain_twin(root.model)
+    ids = torch.randint(0, min(vocab_size, 32000), (_FIRST + _SECOND,), generator=torch.Generator().manual_seed(0))
+    documents = (ids[:_FIRST], ids[_FIRST:])
+    changed = tuple((document + 1) % min(vocab_size, 32000) for document in documents)
+    changed = (changed[0], torch.cat([documents[1][:_KEPT], changed[1][_KEPT:]]))
+    name = type(root.model).__name__
+    with _in_float32(root), _in_float32(plain):
+        with _refusing(name, "loaded by transformers alone it does not run on a row of ids"):
+            expected = _plain_logits(plain, documents[1])
+            own = _moved(expected, _plain_logits(plain, changed[1]))
+        if not own <= LEAK_ALLOWED:
+            raise RecipeError(
+                f"{name} cannot be trained: with this config it is not causal (a later token moves earlier logits by "
+                f"{own:.1e} where transformers alone has loaded it)",
+                hint="choose another model",
+            )
+        with _refusing(name, "its decoder, without a mask, or its output layer on what that gives, does not run"):
+            found = _compare(root, expected, documents[not packed :], changed[not packed :])
+            if found.is_clean:
+                require_same_reach(root, plain, longest)
+                if packed:
+                    require_numbered_by_document(root, longest * rows)
+                return found
+            single = _compare(root, expected, documents[1:], changed[1:]) if packed else found
+    raise _refusal(name, found, single)
+
+
+def _refusal(name: str, packed: IsolationReport, single: IsolationReport) -> RecipeError:
+    """What is wrong with rows, packed ones and those of one document."""
+    if not single.is_clean:
+        return RecipeError(f"{name} cannot be trained: {_difference(single)}", hint="choose another model")
+    moved = f"a change in one moves the other by {packed.leak:.1e}, allowed {LEAK_ALLOWED:.0e}"
+    why = f"its documents see each other ({moved})"
+    if packed.leak <= LEAK_ALLOWED:
+        why = f"in the second place of a row {_difference(packed)}"
+    return RecipeError(
+        f"{name} cannot be trained on packed rows: {why}",
+        hint="set data.packing: false and train.micro_batch_size: 1, or choose another model",
+    )
+
+
+def _difference(found: IsolationReport) -> str:
+    if not found.leak <= LEAK_ALLOWED:
+        return f"a later token moves earlier logits by {found.leak:.1e}, allowed {LEAK_ALLOWED:.0e}"
+    return (
+        "the logits that would be trained differ from the model's own, as transformers loads it, by "
+        f"{found.against_alone:.1e}, allowed {DIFFERENCE_ALLOWED:.0e}"
+    )
+
+
+@contextmanager
+def _refusing(name: str, what: str) -> Iterator[None]:
+    """Turn what a model's own code raises for inputs that it does not take into a refusal."""
     try:
-        with _in_float32(root):
-            second = _second_logits(root, ids) if packed else _only_logits(root, ids[_FIRST:])
-            leak = _relative(second, _second_logits(root, other)) if packed else 0.0
-            alone = _relative(second, _stock_logits(root, ids[_FIRST:]))
-    except (TypeError, ValueError) as error:
-        raise RecipeError(
-            f"{type(root.model).__name__} cannot be trained{' on packed rows' if packed else ''}: {error}",
-            hint="choose another model",
-        ) from error
-    if leak > LEAK_ALLOWED:
-        raise RecipeError(
-            f"{type(root.model).__name__} cannot be trained on packed rows: its documents see each other "
-            f"(a change in one moves the other by {leak:.1e}, allowed {LEAK_ALLOWED:.0e})",
-            hint="set data.packing: false and train.micro_batch_size: 1, or choose another model",
-        )
-    if alone > DIFFERENCE_ALLOWED:
-        raise RecipeError(
-            f"{type(root.model).__name__} cannot be trained: the logits that would be trained differ from the model's "
-            f"own by {alone:.1e}, allowed {DIFFERENCE_ALLOWED:.0e}",
-            hint="choose another model",
-        )
-    return IsolationReport(leak, alone)
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Unsupported as error:
+        raise RecipeError(f"{name} cannot be trained: {error}", hint="choose another model") from error
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError, RuntimeError) as error:
+        if "memory" in str(error):
+            raise
+        reason = f"{what} ({type(error).__name__}: {error})"
+        raise RecipeError(f"{name} cannot be trained: {reason}", hint="choose another model") from error
 
 
 @contextmanager
@@ -89,25 +144,33 @@ def _in_float32(root: nn.Module) -> Iterator[None]:
         yield
 
 
-def _second_logits(root: CausalLM, ids: torch.Tensor) -> torch.Tensor:
-    position_ids = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])
-    positions = torch.arange(_FIRST, _FIRST + _SECOND)
-    return root.logits(ids, position_ids, (_FIRST, _SECOND), positions).float()
+def _compare(
+    root: CausalLM,
+    expected: torch.Tensor,
+    documents: Sequence[torch.Tensor],
+    changed: Sequence[torch.Tensor],
+) -> IsolationReport:
+    """Of the last of the documents, packed into one row: how far it moves with the others, and is from ``expected``."""
+    logits = _last_logits(root, documents)
+    return IsolationReport(_moved(logits, _last_logits(root, changed)), _relative(logits, expected))
 
 
-def _only_logits(root: CausalLM, ids: torch.Tensor) -> torch.Tensor:
-    positions = torch.arange(_SECOND)
-    return root.logits(ids, positions, (_SECOND,), positions).float()
+def _last_logits(root: CausalLM, documents: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Logits ``[n, V]`` of the last document of a row."""
+    lengths = tuple(map(len, documents))
+    position_ids = torch.cat([torch.arange(length) for length in lengths])
+    positions = torch.arange(sum(lengths) - lengths[-1], sum(lengths))
+    return root.logits(torch.cat(list(documents)), position_ids, lengths, positions).float()
 
 
-def _stock_logits(root: CausalLM, ids: torch.Tensor) -> torch.Tensor:
-    chosen = root.model.config._attn_implementation
-    root.model.set_attn_implementation("eager")
-    try:
-        logits: torch.Tensor = root.model(input_ids=ids[None], use_cache=False).logits[0].float()
-    finally:
-        root.model.set_attn_implementation(chosen)
+def _plain_logits(plain: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = plain(input_ids=ids[None], use_cache=False).logits[0].float()
     return logits
+
+
+def _moved(logits: torch.Tensor, after: torch.Tensor) -> float:
+    """How far the logits moved at the tokens before those that changed."""
+    return _relative(after[:_KEPT], logits[:_KEPT])
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:

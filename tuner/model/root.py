@@ -4,10 +4,14 @@ Under FSDP2 the root's forward is where the root's own parameters (embedding, fi
 the loss must be computed inside it; outside, the output weight is still a shard.
 """
 
+import inspect
+
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
+from tuner.model import attention
+from tuner.model.build import decoder_of
 from tuner.model.documents import Documents, GrowingDocuments
 from tuner.model.linear_cross_entropy import position_losses
 from tuner.model.logit_shape import LogitShape
@@ -29,6 +33,11 @@ class CausalLM(nn.Module):
         """SHA-256 of what is not trained (:func:`~tuner.model.freeze.frozen_hash`), which checkpoints do not hold."""
         self.padding: Padding | None = None
         """What every microbatch of training is filled up with, where compiled layers want one size."""
+        self.takes_documents = attention.is_ours(model.config)
+        """Whether the model's layers attend by our functions. Others make masks from the positions, or none."""
+        given = inspect.signature(decoder_of(model).forward).parameters.values()
+        self.takes_positions = any(one.name == "position_ids" or one.kind is one.VAR_KEYWORD for one in given)
+        """Without them, tokens are numbered from the start of the row."""
 
     def forward(
         self,
@@ -86,13 +95,8 @@ class CausalLM(nn.Module):
 
         Without ``documents`` there is one.
         """
-        output = self.model.get_decoder()(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            past_key_values=cache,
-            use_cache=True,
-            documents=documents,
-        )
+        where = self._where(position_ids, documents)
+        output = decoder_of(self.model)(input_ids=input_ids[None], past_key_values=cache, use_cache=True, **where)
         logits: torch.Tensor = self.model.get_output_embeddings()(output.last_hidden_state[0, lasts])
         self.shape.bend(logits)
         return logits
@@ -104,14 +108,15 @@ class CausalLM(nn.Module):
         if self.padding is not None and self.training:
             input_ids, position_ids, document_lengths = self.padding.fill(input_ids, position_ids, document_lengths)
             longest = self.padding.longest
-        output = self.model.get_decoder()(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            use_cache=False,
-            documents=Documents.of(document_lengths, input_ids.device, longest),
-        )
+        where = self._where(position_ids, Documents.of(document_lengths, input_ids.device, longest))
+        output = decoder_of(self.model)(input_ids=input_ids[None], use_cache=False, **where)
         hidden: torch.Tensor = output.last_hidden_state[0, :n_tokens]
         return hidden
+
+    def _where(self, position_ids: torch.Tensor, documents: Documents | GrowingDocuments | None) -> dict[str, object]:
+        """Where the tokens of a row stand, in the arguments that this model takes."""
+        where: dict[str, object] = {"position_ids": position_ids[None]} if self.takes_positions else {}
+        return where | ({"documents": documents} if self.takes_documents else {})
 
 
 # Methods beside forward that gather the root's parameters under FSDP2.

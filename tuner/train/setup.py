@@ -341,7 +341,8 @@ def _build_root(resolved: Resolved, launch: Launch, packed: bool) -> CausalLM:
         chosen.apply(built[0].model, recipe.seed)
         if recipe.model.kernels == "native":
             apply_native(built[0].model)
-        require_isolation(built[0], resolved.config.get_text_config().vocab_size, packed)
+        vocab_size, longest = resolved.config.get_text_config().vocab_size, int(recipe.data.max_length)
+        require_isolation(built[0], vocab_size, packed, longest, recipe.train.micro_batch_size)
         return frozen_hash(built[0].model)
 
     frozen = Ranks(gloo_group()).on_main(build)

@@ -116,11 +116,10 @@ def _calling(own: Any, rotation: Rotation) -> Any:
 
 
 def _native(own: Rotation) -> Rotation:
-    def rotation(
-        query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, *rest: Any, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if rest or options or not _serves(query, key, cosine, sine):
-            return own(query, key, cosine, sine, *rest, **options)
+    def rotation(*given: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if options or len(given) != len(("query", "key", "cosine", "sine")) or not _serves(*given):
+            return own(*given, **options)
+        query, key, cosine, sine = given
         turned = [_turned(heads, cosine, sine) for heads in (query, key)]
         return turned[0], turned[1]
 
