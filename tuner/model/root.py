@@ -15,6 +15,7 @@ from tuner.model.build import decoder_of
 from tuner.model.documents import Documents, GrowingDocuments
 from tuner.model.linear_cross_entropy import position_losses
 from tuner.model.logit_shape import LogitShape
+from tuner.model.longrope import RotationByDocument
 from tuner.model.objective import CrossEntropy, Objective
 from tuner.model.padding import Padding
 
@@ -35,6 +36,7 @@ class CausalLM(nn.Module):
         """What every microbatch of training is filled up with, where compiled layers want one size."""
         self.takes_documents = attention.is_ours(model.config)
         """Whether the model's layers attend by our functions. Others make masks from the positions, or none."""
+        self._rotation = RotationByDocument(model)
         given = inspect.signature(decoder_of(model).forward).parameters.values()
         self.takes_positions = any(one.name == "position_ids" or one.kind is one.VAR_KEYWORD for one in given)
         """Without them, tokens are numbered from the start of the row."""
@@ -95,6 +97,7 @@ class CausalLM(nn.Module):
 
         Without ``documents`` there is one.
         """
+        self._rotation.expect(*((documents.new, documents.whole) if documents is not None else ((), ())))
         where = self._where(position_ids, documents)
         output = decoder_of(self.model)(input_ids=input_ids[None], past_key_values=cache, use_cache=True, **where)
         logits: torch.Tensor = self.model.get_output_embeddings()(output.last_hidden_state[0, lasts])
@@ -108,6 +111,7 @@ class CausalLM(nn.Module):
         if self.padding is not None and self.training:
             input_ids, position_ids, document_lengths = self.padding.fill(input_ids, position_ids, document_lengths)
             longest = self.padding.longest
+        self._rotation.expect(document_lengths, document_lengths)
         where = self._where(position_ids, Documents.of(document_lengths, input_ids.device, longest))
         output = decoder_of(self.model)(input_ids=input_ids[None], use_cache=False, **where)
         hidden: torch.Tensor = output.last_hidden_state[0, :n_tokens]
