@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,11 +15,12 @@ from tuner.checkpoint.index import Index
 from tuner.errors import DataError, RecipeError
 from tuner.export.frozen import Frozen
 from tuner.export.merged import LowRank, MergedRows
-from tuner.export.published import Published, converter, published
+from tuner.export.published import Published, assembled, converter, published
 from tuner.export.rows import (
     CheckpointRows,
     Conversion,
     ConvertedRows,
+    HeldRows,
     OpenFiles,
     ReplacedRows,
     RoundedRows,
@@ -85,11 +86,25 @@ class Values:
 
         Raises RecipeError where one tensor would have to be adapted and not adapted, DataError for the base's files.
         """
+        entries, frozen = self._entries()
+        return [output for entry in entries for output in self._of(entry, frozen, dtype)]
+
+    def whole(self) -> Iterator[tuple[str, Rows]]:
+        """Every tensor of the plain model by its name there, as it was trained: not rounded, not laid out for files."""
+        entries, frozen = self._entries()
+        for entry in entries:
+            rows = self._rows(entry, frozen)
+            if rows is None:
+                parts = {target: read_all(part) for target, part in frozen.parts(entry).items()}
+                rows = HeldRows(assembled(self._trained.plain, entry.name, parts))
+            yield entry.name, rows
+
+    def _entries(self) -> tuple[list[Published], Frozen]:
+        """All tensors of the plain model, and what holds those that were not trained."""
         self._adapters = self._low_rank()
         entries = published(self._trained.plain)
         left = [entry for entry in entries if entry.name not in self._own]
-        frozen = Frozen(self._source, self._trained.plain, self._files, left)
-        return [output for entry in entries for output in self._of(entry, frozen, dtype)]
+        return entries, Frozen(self._source, self._trained.plain, self._files, left)
 
     def adapter(self, dtype: torch.dtype) -> list[Output]:
         """Every trained tensor of the adapter by peft's name, in ``dtype``."""
@@ -103,21 +118,26 @@ class Values:
         key = MODEL_PREFIX + name
         return CheckpointRows(self._files, self._source.checkpoint.path, key, self._index[key])
 
-    def _of(self, entry: Published, frozen: Frozen, dtype: torch.dtype) -> Iterable[Output]:
+    def _rows(self, entry: Published, frozen: Frozen) -> Rows | None:
+        """A tensor with its adapter and its new rows; None where it is frozen and the files hold it in parts."""
         own = self._own.get(entry.name)
         rows = frozen.rows(entry) if own is None else self.checkpoint(own)
+        if entry.name in self._adapters:
+            if rows is None or not entry.is_itself:
+                raise RecipeError(
+                    f"{entry.name} is adapted and published as {some(list(entry.targets))}: it cannot be merged",
+                    hint="export with --adapter keep",
+                )
+            rows = MergedRows(rows, self._adapters[entry.name])
+        if rows is not None and entry.name in self._new_rows:
+            rows = ReplacedRows(rows, self.checkpoint(self._new_rows[entry.name]), self._source.new_ids.start)
+        return rows
+
+    def _of(self, entry: Published, frozen: Frozen, dtype: torch.dtype) -> Iterable[Output]:
+        rows = self._rows(entry, frozen)
         if entry.is_itself and rows is not None:
             [target] = entry.targets
-            if entry.name in self._adapters:
-                rows = MergedRows(rows, self._adapters[entry.name])
-            if entry.name in self._new_rows:
-                rows = ReplacedRows(rows, self.checkpoint(self._new_rows[entry.name]), self._source.new_ids.start)
             return [Output(target, _written(rows, dtype), rows)]
-        if entry.name in self._adapters:
-            raise RecipeError(
-                f"{entry.name} is adapted and published as {some(list(entry.targets))}: it cannot be merged",
-                hint="export with --adapter keep",
-            )
         if rows is None:
             parts = frozen.parts(entry).items()
             return [Output(target, _written(part, dtype), part) for target, part in parts]

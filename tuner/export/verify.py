@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tuner.checkpoint.index import DTYPE_NAMES
 from tuner.errors import DataError, VerificationError
+from tuner.export.published import state_names
+from tuner.export.rows import Rows, blocks
 from tuner.export.shards import Output
 from tuner.export.spans import Spans, sha256_of_same
 from tuner.export.write import ADAPTER_WEIGHTS
+from tuner.model.attention import withdrawn
 
 SAME_MODEL = 1e-5  # float32, the same operations: only the order of sums differs
 ROUNDED_KL = 0.02  # nats, weights rounded to bf16
@@ -78,6 +81,12 @@ def last_logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]]) -> tor
         ids = torch.tensor([list(prompt)], dtype=torch.int64)
         rows.append(model(input_ids=ids, use_cache=False).logits[0, -1].float())
     return torch.stack(rows)
+
+
+def answers(model: torch.nn.Module, probes: Probes) -> Difference:
+    """How far a loaded export answers from the trained model; it has to do without tuner's attention."""
+    with withdrawn():
+        return compare(probes.logits, last_logits(model, probes.prompts))
 
 
 def compare(expected: torch.Tensor, actual: torch.Tensor) -> Difference:
@@ -170,6 +179,35 @@ def load_adapter(directory: Path, base: PreTrainedModel) -> torch.nn.Module:
         _require_bits(name, tensor.to(held[name].dtype), held[name])
     loaded: torch.nn.Module = model.eval()
     return loaded
+
+
+@torch.no_grad()
+def fill(model: torch.nn.Module, values: Iterable[tuple[str, Rows]]) -> None:
+    """Overwrite tensors of a loaded model by name, tied ones once, a block of rows at a time.
+
+    Raises VerificationError for one that it lacks.
+    """
+    there = state_names(model)
+    for name, rows in values:
+        if name not in there or there[name].shape != rows.shape:
+            raise VerificationError(f"transformers loads the export without {name}; nothing was published")
+        target, at = there[name].data, 0
+        for block in blocks(rows, rows.dtype):
+            if target.ndim:
+                target[at : at + len(block)].copy_(block)
+                at += len(block)
+            else:
+                target.copy_(block.reshape(()))
+
+
+def fill_adapter(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """The same for an adapter, by peft's names. Raises VerificationError for one that it lacks."""
+    from peft import set_peft_model_state_dict
+
+    loaded: Any = model
+    report: Any = set_peft_model_state_dict(loaded, {name: tensor.float() for name, tensor in values.items()})
+    if report.unexpected_keys:
+        raise VerificationError(f"peft does not take {report.unexpected_keys[0]}; nothing was published")
 
 
 def _require_bits(name: str, expected: torch.Tensor, actual: torch.Tensor) -> None:
