@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedModel, Qwen3MoeConfig
 
 from tests.model.tiny import tiny_config
 from tuner.model.adapter import LoraSpec, add_lora
@@ -72,3 +72,12 @@ def test_layers_of_each_kind_have_their_window() -> None:
     layers = [None if kind == "full_attention" else config.sliding_window for kind in config.layer_types]
     each = 6 * config.num_attention_heads * config.head_dim
     assert flops.attention == {window: each * layers.count(window) for window in set(layers)}
+
+
+def test_a_config_without_heads_leaves_attention_out_and_says_so() -> None:
+    config = MambaConfig(vocab_size=97, hidden_size=16, state_size=4, num_hidden_layers=2)
+    found = training_flops(build_skeleton(config, torch.float32))
+    assert not found.complete
+    assert found.products > 0
+    assert found.attention == {}
+    assert training_flops(tiny("llama")).complete

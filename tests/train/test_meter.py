@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.flops import Flops
 from tuner.runtime import peak
+from tuner.runtime.console import Console
 from tuner.runtime.peak import measured_peak, side_of
 from tuner.train import meter
 from tuner.train.effort import Effort
@@ -34,6 +37,20 @@ def test_figures_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (line["tok_per_s"], line["trained_per_s"]) == (10.0, 1.5)
     operations = 100 * 9 + 1000 * 3 + (3**2 + 2**2 + 4**2)
     assert line["mfu"] == round(operations / 4 / 1e4, 4) == 0.0982
+
+
+def test_a_share_that_is_not_known_is_left_out() -> None:
+    unknown = Meter(1.0, torch.device("cpu"), 5, Effort(replace(FLOPS, complete=False), peak=1e4))
+    unknown.begin()
+    facts = {"kind": "train", "step": 1, "loss": 1.0, "grad_norm": 1.0, "lr": 1e-3}
+    line = unknown.step_line(facts, StepBatches(np.arange(4), 6, 40, [batch(4, trained=1)]), 0.0)
+    assert list(line) == [*facts, *(key for key in CLOCKED if key != "mfu")]
+    shown: list[str] = []
+    console = Console(main=False)
+    console.line = shown.append  # type: ignore[method-assign, assignment]
+    unknown.show(console)
+    header, values = (text.split() for text in shown)
+    assert values[header.index("mfu") - 1] == "-"  # there is no evaluation in the line of a step
 
 
 def test_the_peak_is_measured_once_and_draws_no_number_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -60,6 +61,14 @@ def _own_config(spec: ModelSpec) -> PretrainedConfig:
                 f"model.config.{key}: the config of {spec.name_or_path} ({config.model_type}) has no such key",
                 hint=f"did you mean {near[0]}?" if near else None,
             )
+    for key, value in spec.config_overrides.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError as error:
+            raise RecipeError(
+                f"model.config.{key}: {value} cannot be recorded: {_reason(error)}",
+                hint='write the number into the model\'s config.json, as {"__float__": "Infinity"}',
+            ) from error
     if spec.config_overrides:
         changed = {**config.to_dict(), **spec.config_overrides}
         if "num_hidden_layers" in spec.config_overrides:

@@ -32,6 +32,8 @@ class Flops:
     """For each trained token: the output layer."""
     attention: Mapping[int | None, float]
     """By window (None: the whole document): operations for each squared token, all layers of that window together."""
+    complete: bool = True
+    """Whether the config says what attention costs. Where it does not, that part is left out of every sum."""
 
     def parts(self, lengths: Sequence[int], n_trained: int) -> dict[str, float]:
         """Operations for documents of these lengths, `n_trained` of whose tokens are trained, by part of the model."""
@@ -48,7 +50,10 @@ class Flops:
 
 
 def training_flops(model: PreTrainedModel) -> Flops:
-    """Count a model as it is trained: with its adapters and frozen weights, whole or sharded, on any device."""
+    """Count a model as it is trained: with its adapters and frozen weights, whole or sharded, on any device.
+
+    Never raises: a config that does not say heads and layers gives a count that is not ``complete``.
+    """
     head = model.get_output_embeddings()
     of_head = set() if head is None else {id(weight) for weight in head.parameters()}
     config = model.config.get_text_config()
@@ -59,7 +64,10 @@ def training_flops(model: PreTrainedModel) -> Flops:
             output += cost
         else:
             products += cost * _share(name, weight, config)
-    return Flops(products, output, _attention(config))
+    try:
+        return Flops(products, output, _attention(config))
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):  # configs of other architectures
+        return Flops(products, output, {}, complete=False)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -20,6 +20,8 @@ KERNELS = frozenset(
     }
 )
 """Keys by which transformers fetches compiled code from the hub where their value is a repository."""
+ROUTER_LOSSES = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight", "router_z_loss_coef", "z_loss_coefficient")
+"""Keys that weigh the terms which transformers adds to the loss of a mixture of experts."""
 DTYPES = frozenset({"dtype", "torch_dtype"})
 
 
@@ -45,6 +47,24 @@ def ignored_code(config: PretrainedConfig) -> str | None:
     if not getattr(config, "auto_map", None):
         return None
     return f"auto_map in config.json is ignored: transformers' own {config.model_type} is used, and no code beside it"
+
+
+def ignored_losses(config: PretrainedConfig) -> str | None:
+    """A sentence on what a config adds to the loss of its router, which no loss here has; None where it adds nothing.
+
+    Their mean would have to be over all tokens of the global batch, which microbatches and processes do not see.
+    """
+    text = config.get_text_config()
+    found = {
+        key: value
+        for part in (text, getattr(text, "ffn_config", None))
+        for key in ROUTER_LOSSES
+        if (value := getattr(part, key, None))
+    }
+    if not found:
+        return None
+    named = " and ".join(f"{key}: {value:g}" for key, value in found.items())
+    return f"{named} of the model's config is not part of the loss: what balances its experts is not trained"
 
 
 def _refuse(where: str, key: str, value: Any) -> None:

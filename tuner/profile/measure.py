@@ -85,6 +85,7 @@ def measure(
         clock, batches = _timed_steps(assembly, options.steps)
         communication_s, files = _traced_step(assembly, options)
     steps, effort = options.steps, assembly.effort
+    asked = [effort.operations(one.micro) for one in batches]
     found = Measurement(
         device=resolved.facts.name,
         precision=str(resolved.recipe.train.precision),
@@ -99,7 +100,7 @@ def measure(
         resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if device.type == "cpu" else None,
         times={part: seconds / steps for part, seconds in clock.seconds.items()},
         communication_s=communication_s,
-        flops=sum(effort.operations(one.micro) for one in batches) / steps,
+        flops=sum(one or 0.0 for one in asked) / steps if effort.flops.complete else None,
         peak_flops=effort.peak,
         datasheet_flops=data_sheet_rate(resolved.facts.name) if resolved.recipe.train.precision == "bf16" else None,
         files=files,

@@ -58,7 +58,8 @@ class Measurement:
     resident_bytes: int | None
     times: Mapping[str, float]
     communication_s: float
-    flops: float
+    flops: float | None
+    """None where the model's arithmetic is not known; there is no MFU then."""
     peak_flops: float
     datasheet_flops: float | None = None
     files: Mapping[str, str] = field(default_factory=dict)
@@ -85,11 +86,12 @@ class Measurement:
             "trained_per_s": self.trained_per_step / step_s,
             "data_wait": self.times["data"] / step_s,
             "communication": self.communication_s / step_s,
-            "mfu": self.flops / step_s / self.peak_flops,
             "estimate_s": step_s * self.total_steps,
         }
-        datasheet = self.datasheet_flops
-        return shown if datasheet is None else shown | {"mfu_of_datasheet": self.flops / step_s / datasheet}
+        peaks = {"mfu": self.peak_flops, "mfu_of_datasheet": self.datasheet_flops}
+        if self.flops is not None:
+            shown |= {name: self.flops / step_s / peak for name, peak in peaks.items() if peak is not None}
+        return shown
 
     def as_json(self) -> dict[str, Any]:
         """Everything as plain values; the course of memory by module is left to the page."""
@@ -119,9 +121,10 @@ class Measurement:
             shares.append(f"communication {rates['communication']:.0%} beside or within them")
         sheet = rates.get("mfu_of_datasheet")
         of_sheet = "" if sheet is None else f", {sheet:.1%} of the datasheet's"
+        mfu = f"MFU {rates['mfu']:.1%}{of_sheet} " if "mfu" in rates else ""
         return (
             f"{self.step_s:.3g} s a step ({', '.join(shares)}) · {rates['tok_per_s']:,.0f} tokens a second, "
-            f"{rates['trained_per_s']:,.0f} trained · MFU {rates['mfu']:.1%}{of_sheet} "
+            f"{rates['trained_per_s']:,.0f} trained · {mfu}"
             f"(peak {self.peak_flops / 1e12:.3g} TFLOP/s measured)"
         )
 

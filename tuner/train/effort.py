@@ -15,10 +15,16 @@ class Effort:
     peak: float
     """Operations a second in one large product, measured before the model was built, in the run's precision."""
 
-    def mfu(self, batches: Sequence[Batch], seconds: float) -> float:
-        """The share of the peak that forward and backward of these microbatches reach in so many seconds."""
-        return self.operations(batches) / seconds / self.peak
+    def mfu(self, batches: Sequence[Batch], seconds: float) -> float | None:
+        """The share of the peak that forward and backward of these microbatches reach in so many seconds.
 
-    def operations(self, batches: Sequence[Batch]) -> float:
-        """What forward and backward of these microbatches ask for."""
+        None where the model's arithmetic is not known.
+        """
+        operations = self.operations(batches)
+        return None if operations is None else operations / seconds / self.peak
+
+    def operations(self, batches: Sequence[Batch]) -> float | None:
+        """What forward and backward of these microbatches ask for; None where that is not known."""
+        if not self.flops.complete:
+            return None
         return sum(self.flops.of(batch.lengths, len(batch.trained_positions)) for batch in batches)

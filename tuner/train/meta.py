@@ -1,26 +1,30 @@
 """The facts about a run in every checkpoint's manifest, and what must still be so when it goes on."""
 
+import json
 from typing import Any
+
+from transformers import PretrainedConfig
 
 from tuner.checkpoint.load import CheckpointInfo, require_same_base
 from tuner.config.dump import recipe_dict
 from tuner.errors import DataError
 from tuner.model.licence import licence_of
+from tuner.runtime.files import json_bytes
 from tuner.train.setup import Assembly
 
 
 def run_meta(assembly: Assembly) -> dict[str, Any]:
-    """The facts that go into every checkpoint's manifest."""
+    """The facts that go into every checkpoint's manifest. Raises DataError, before any step, where they cannot."""
     resolved = assembly.resolved
     recipe = resolved.recipe
     known = assembly.launch.is_main and recipe.model.init != "random"
-    return {
+    meta = {
         "recipe": recipe_dict(recipe),
         "model": {
             "name_or_path": recipe.model.name_or_path,
             "revision": recipe.model.revision or getattr(resolved.config, "_commit_hash", None),
             "init": recipe.model.init,
-            "config": resolved.config.to_dict(),
+            "config": _written(resolved.config),
             "n_parameters": resolved.n_parameters,
             "new_ids": [resolved.new_ids.start, resolved.new_ids.stop],
             "licence": licence_of(recipe.model.name_or_path, recipe.model.revision) if known else None,
@@ -41,6 +45,20 @@ def run_meta(assembly: Assembly) -> dict[str, Any]:
         "world_size": assembly.launch.world_size,
         "precision": recipe.train.precision,
     }
+    try:
+        json_bytes(meta)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{recipe.model.name_or_path}: its facts cannot be written into a checkpoint: {error}",
+            hint="look for a value in its config.json that is no text, number, list or mapping",
+        ) from error
+    return meta
+
+
+def _written(config: PretrainedConfig) -> dict[str, Any]:
+    """A config as transformers writes it: numbers that JSON does not have (infinity) as its own objects for them."""
+    facts: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return facts
 
 
 def require_same_data(found: CheckpointInfo, assembly: Assembly, is_anew: bool = False) -> None:

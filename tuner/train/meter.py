@@ -47,11 +47,13 @@ class Meter:
     def step_line(self, facts: Mapping[str, Any], batches: StepBatches, data_s: float) -> dict[str, Any]:
         """One line of metrics.jsonl: what is determined by the recipe (``facts``) first, what the clock says last.
 
-        ``data_wait`` is the share of the step spent waiting for its batches, ``mfu`` this process's device's.
+        ``data_wait`` is the share of the step spent waiting for its batches, ``mfu`` this process's device's,
+        left out where the model's arithmetic is not known.
         """
         now = time.monotonic()
         step_s, self._last_step = now - self._last_step, now
         self._mean_step_s = step_s if self._mean_step_s == 0 else 0.9 * self._mean_step_s + 0.1 * step_s
+        mfu = self.effort.mfu(batches.micro, step_s)
         self._line = {
             **facts,
             "step_s": round(step_s, 4),
@@ -60,7 +62,7 @@ class Meter:
             "trained_per_s": round(batches.trained_count / step_s, 1),
             "mem_gib": round(peak_memory_bytes(self.device) / 2**30, 3),
             "data_wait": round(data_s / step_s, 4),
-            "mfu": round(self.effort.mfu(batches.micro, step_s), 4),
+            **({} if mfu is None else {"mfu": round(mfu, 4)}),
         }
         return self._line
 
@@ -92,9 +94,10 @@ class Meter:
         line = self._line
         remaining = clock((self.total_steps - line["step"]) * self._mean_step_s)
         loss, norm = _shown(line["loss"], 4), _shown(line["grad_norm"], 3)
+        mfu = f"{line['mfu']:.1%}" if "mfu" in line else "-"
         console.line(
             f"{line['step']:>6} {loss:>8} {'':>8} {norm:>8} {line['lr']:>10.2e} "
-            f"{line['tok_per_s']:>9,.0f} {line['mfu']:>6.1%} {line['data_wait']:>6.1%} {remaining:>8}"
+            f"{line['tok_per_s']:>9,.0f} {mfu:>6} {line['data_wait']:>6.1%} {remaining:>8}"
         )
         self.on_progress(line["step"], f"loss {loss}  {line['tok_per_s']:,.0f} tok/s")
 

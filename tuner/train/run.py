@@ -13,8 +13,8 @@ from tuner.checkpoint.save import CheckpointDir
 from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import TIMES, Recipe
-from tuner.errors import MachineError, MemoryLimitError, RecipeError
-from tuner.model.vetting import ignored_code
+from tuner.errors import DataError, MachineError, MemoryLimitError, RecipeError
+from tuner.model.vetting import ignored_code, ignored_losses
 from tuner.runtime import phase
 from tuner.runtime.console import Console
 from tuner.runtime.files import fsync_path, machine_error, make_dirs, write_atomic, write_json
@@ -192,7 +192,7 @@ def _begin(ready: Ready, loaded: LoadedRecipe, assembly: Assembly, options: Trai
     if begins or not (run.path / TOKENIZER).is_dir():
         write_tokenizer(run, assembly)
     if begins or not (run.path / MODEL_CONFIG).is_dir():
-        _write_model_config(run.path / MODEL_CONFIG, resolved)
+        write_model_config(run.path / MODEL_CONFIG, resolved)
     facts = {
         "world_size": assembly.launch.world_size,
         "threads": torch.get_num_threads(),
@@ -214,8 +214,8 @@ def _begin(ready: Ready, loaded: LoadedRecipe, assembly: Assembly, options: Trai
     return record
 
 
-def _write_model_config(directory: Path, resolved: Resolved) -> None:
-    """Write the model's config and its generation config. Raises MachineError."""
+def write_model_config(directory: Path, resolved: Resolved) -> None:
+    """Write the model's config and its generation config. Raises MachineError, DataError for what is no JSON."""
     config = directory / "config.json"
     try:
         resolved.config.save_pretrained(directory)
@@ -223,7 +223,13 @@ def _write_model_config(directory: Path, resolved: Resolved) -> None:
     except OSError as error:
         raise machine_error(config, error) from error
     # Its own save refuses settings that published models ship, such as a temperature without sampling.
-    write_json(directory / "generation_config.json", resolved.generation.to_dict())
+    try:
+        write_json(directory / "generation_config.json", resolved.generation.to_dict())
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{resolved.recipe.model.name_or_path}/generation_config.json: cannot be written again: {error}",
+            hint="take what is no plain value (Infinity, NaN) out of it",
+        ) from error
 
 
 def _session(
@@ -313,8 +319,9 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, launch: La
         f"lr {table.peak_lr:g}"
         + (f" (auto: {resolved.reasons['optimizer.lr']})" if "optimizer.lr" in resolved.reasons else ""),
     )
-    if (ignored := ignored_code(resolved.config)) is not None:
-        console.warn(f"{recipe.model.name_or_path}: {ignored}")
+    for ignored in (ignored_code(resolved.config), ignored_losses(resolved.config)):
+        if ignored is not None:
+            console.warn(f"{recipe.model.name_or_path}: {ignored}")
     console.say("run", recipe.output_dir)
 
 
