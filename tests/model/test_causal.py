@@ -1,0 +1,110 @@
+"""What is trained is the model that transformers loads, causal and one document at a time; anything else is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BloomConfig, PhimoeConfig, PreTrainedModel
+
+from tests.model.tiny import SHAPE, TOKENS, VOCAB, family_model, tiny_config
+from tools.causal_campaign import LENGTHS, examine
+from tuner.errors import RecipeError
+from tuner.model import attention
+from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.build import ModelSpec, build_model
+from tuner.model.decode import greedy
+from tuner.model.probe import require_isolation
+from tuner.model.reference import plain_twin
+from tuner.model.root import CausalLM
+
+EQUAL = ("llama", "gemma2", "qwen3_moe", "codegen", "gptj", "gpt_neo")
+ONE_A_ROW = ("bloom", "falcon", "xglm", "mpt", "mamba", "bamba")
+REFUSED = {
+    "bert": "with this config it is not causal .a later token moves earlier logits",
+    "roc_bert": "differ from the model's own, as transformers loads it",
+    "gpt_oss": "packed attention does not compute: attention sinks",
+    "deepseek_v32": "does not run .TypeError",
+}
+
+
+@pytest.mark.parametrize("model_type", [*EQUAL, *ONE_A_ROW, *REFUSED])
+def test_the_first_step_is_that_of_the_plainly_loaded_model_or_refused(model_type: str) -> None:
+    found = examine(model_type)
+    assert not found.impossible
+    verdicts = {mode: outcome.verdict for mode, outcome in found.modes.items()}
+    packed = "equal" if model_type in EQUAL else "refused"
+    single = "refused" if model_type in REFUSED else "equal"
+    assert verdicts == {"packed": packed, "single": single, "several": packed}, found.modes
+    reason = found.modes["packed"].reason
+    assert "tuner_packed" not in reason
+    assert re.search(REFUSED.get(model_type, "" if packed == "equal" else "its documents see each other"), reason)
+
+
+def bloom(directory: Path) -> PreTrainedModel:
+    """A Bloom whose logits spread, as transformers saves it."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(BloomConfig(**TOKENS, hidden_size=32, n_layer=2, n_head=4))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(directory)
+    return model.eval()
+
+
+def test_a_model_without_a_causal_mask_is_refused(tmp_path: Path) -> None:
+    bloom(tmp_path)
+    attention.register()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=attention.PACKED).eval()
+    model.set_attn_implementation("eager")  # in vain
+    assert model.config._attn_implementation == attention.PACKED
+    root = CausalLM(model)
+    for packed in (True, False):
+        with pytest.raises(RecipeError, match="a later token moves earlier logits") as refusal:
+            require_isolation(root, VOCAB, packed)
+        assert refusal.value.hint == "choose another model"  # rows of one document would be as wrong
+
+
+def test_a_model_with_attention_of_its_own_answers_each_prompt_as_alone(tmp_path: Path) -> None:
+    plain = bloom(tmp_path)
+    root = CausalLM(build_model(ModelSpec(str(tmp_path)), torch.float32, 0))
+    prompts = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16]]
+    answers = greedy(root, prompts, (), [5] * 3, torch.device("cpu"))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        whole = plain.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False, eos_token_id=None)
+        assert answer == whole[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral"])
+def test_the_plain_twin_is_the_same_tensors(family: str, tmp_path: Path) -> None:
+    family_model(family, tied=True).save_pretrained(tmp_path)
+    model = build_model(ModelSpec(str(tmp_path)), torch.bfloat16, 0)
+    add_lora(model, LoraSpec(4, 8, 0.0, ["q_proj"]), seed=0)
+    twin = plain_twin(model)
+    assert twin.config._attn_implementation in ("sdpa", "eager")
+    assert model.config._attn_implementation == attention.PACKED
+    own, shared = (dict(one.named_parameters()) | dict(one.named_buffers()) for one in (model, twin))
+    assert {name: t.data_ptr() for name, t in shared.items()} == {name: t.data_ptr() for name, t in own.items()}
+
+
+def test_a_window_that_stands_in_the_mask_alone_is_refused_where_documents_are_longer(tmp_path: Path) -> None:
+    sizes = SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12}
+    PhimoeConfig(**sizes, router_jitter_noise=0.0, input_jitter_noise=0.0).save_pretrained(tmp_path)
+    root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
+    require_isolation(root, VOCAB, longest=12)
+    with pytest.raises(RecipeError, match="its layer 0 sees 12 of them by a mask of its own, and all 13") as refusal:
+        require_isolation(root, VOCAB, longest=13)
+    assert "at most 12" in str(refusal.value.hint)
+    assert root.model.config._attn_implementation == attention.PACKED
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral"])
+def test_windows_that_attention_is_told_of_are_no_reason(kind: str, tmp_path: Path) -> None:
+    tiny_config(kind).save_pretrained(tmp_path)
+    root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
+    require_isolation(root, VOCAB, longest=100)
+
+
+def test_the_campaign_has_documents_longer_than_windows_and_shorter() -> None:
+    assert min(LENGTHS) < 8 < max(LENGTHS)
