@@ -47,12 +47,14 @@ EMPTY_TAGS = "{% set enable_thinking = enable_thinking if enable_thinking is def
 """Nemotron 3: the prompt opens a thought, and an answer without one begins with empty tags."""
 CUTS = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}"
-    "{% elif m.role == 'assistant' %}"
+    "{% elif m.role == 'assistant' and m.content is none %}"
+    "<|assistant|>{{ 'call ' + m.tool_calls[0].function.name + m.tool_calls[0].function.arguments }}<|im_end|>"
+    "{% elif m.role == 'tool' %}<|user|>{{ m.content }}{% elif m.role == 'assistant' %}"
     "{% set words = m.content %}{% if '</think>' in words %}{% set words = words.split('</think>')[-1] %}{% endif %}"
     "<|assistant|>{{ words }}<|im_end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>" + _OPEN + "{% endif %}"
 )
-"""DeepSeek R1 and V3: the prompt opens a thought, and no answer is ever written with one."""
+"""DeepSeek R1 and V3: the prompt opens a thought, and no answer is ever written with one; calls want null and text."""
 CHANNELS = (
     "{% for m in messages %}{% if m.role == 'assistant' %}"
     "{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}"

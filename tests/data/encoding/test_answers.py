@@ -177,6 +177,36 @@ def test_the_prompt_is_what_a_model_is_given_where_an_answer_after_it_changes_it
     assert tokenizer.decode(answered) == f"{prompt}<|channel|>final<|message|>two<|return|>"
 
 
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}'])
+def test_calls_are_given_in_the_form_that_the_template_reads(arguments: object) -> None:
+    """Joined to a text an object is an error, and beside an empty content calls are not written at all."""
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "reasoning_content": "so f", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    tokenizer = families.tokenizer(families.CUTS)
+    batch = encode(tokenizer, {"messages": messages})
+    assert batch.by_answer == {0: ()}
+    trained = [tokenizer.decode(np.array(ids)[mask].tolist()) for ids, mask in documents(batch)]
+    assert trained == ['so f\n</think>\n\ncall f{"x": 1}<|im_end|>', f"{EMPTY}two<|im_end|>"]
+    assert unwritten.CALLS_NOT_SHOWN not in batch.notes
+
+
+def test_one_answer_is_one_text_with_its_prompt_apart() -> None:
+    tokenizer = families.tokenizer(families.THINKS)
+    row = tiny.chat("hello", "world")
+    batch = encode(tokenizer, row)
+    assert (batch.by_answer, batch.notes) == ({}, {alone.APART: 1})
+    ((ids, trained),) = documents(batch)
+    prompt = tokenizer.encode(tokenizer.render(row["messages"][:1], True))
+    assert ids[: len(prompt)] == prompt and trained.index(True) == len(prompt)
+    last = encode(tokenizer, PLAIN, train_on="last_assistant")
+    assert (last.by_answer, len(last.rows)) == ({}, 1)
+
+
 def test_one_text_is_kept_where_its_masks_are_exact() -> None:
     chats = [PLAIN, tiny.chat("a", "b")]
     assert encode(tiny.tokenizer(), *chats).by_answer == {}

@@ -150,7 +150,7 @@ def test_a_token_over_the_boundary_is_cut_as_it_is_at_inference(template: str, a
     tokenizer = tiny.tokenizer(template)
     row = tiny.chat("a", answer)
     batch = Encoder(tokenizer, "assistant").encode([parse_row(row)])
-    assert (len(batch.rows), batch.problems, batch.by_answer) == (1, {}, {0: ()})
+    assert (len(batch.rows), batch.problems, batch.by_answer) == (1, {}, {})
     assert batch.notes[alone.APART] == 1
     prompt = tokenizer.encode(tokenizer.render(row["messages"][:1], True))
     ids = batch.input_ids.tolist()

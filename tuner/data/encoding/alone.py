@@ -85,7 +85,7 @@ class Alone:
 
     def _say(self, i: int, plans: Plans, documents: list[Document]) -> None:
         notes = [note for plan in plans.plans for note in plan.notes]
-        if plans.by_answer and any(document.apart for document in documents):
+        if not plans.plans[0].framed and any(document.apart for document in documents):
             notes.append(APART)
         self.note(i, notes)
         self.escaped += sum(plan.escaped for plan in plans.plans)

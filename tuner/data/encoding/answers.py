@@ -90,30 +90,49 @@ def _after_open_thought(tokenizer: TextTokenizer, messages: list[dict[str, Any]]
     The templates of DeepSeek's R1 and its distillates: `<think>` ends the prompt, and all up to `</think>` is cut from
     an answer. None where this is no such template, or where it writes more or less than the answer's words.
     """
-    mark, last = chr(FIRST_MARK), messages[-1]
     chat = Chat(tokenizer, messages, tools)
     try:
         prompt, whole = chat.prompt(len(messages) - 1), chat.text
-        marked = tokenizer.render([*messages[:-1], {**last, "content": mark}], False, tools)
+        opened = None if chat.is_marked else _OPEN_THOUGHT.search(prompt)
+        around = None if opened is None else _around(tokenizer, messages, tools, whole)
     except DataError:
         return None
-    opened = _OPEN_THOUGHT.search(prompt)
-    head, _, tail = marked.partition(mark)
-    if opened is None or chat.is_marked or mark in tail:
+    if opened is None or around is None or around.head != prompt[: opened.start()]:
         return None
-    if head != prompt[: opened.start()] or not whole.startswith(head):
+    given = _thought_and_answer(messages[-1], opened[1])
+    if around.words.strip() != plain(given.answer).strip() and not around.calls:
         return None
-    given = _thought_and_answer(last, opened[1])
-    written = whole[len(head) : len(whole) - len(tail)] if whole.endswith(tail) else None
-    if written is None or written.strip() != plain(given.answer).strip():
-        return None
-    start = len(prompt)
     text = prompt + given.after(opened[0], opened[1], opened[2])
     words = len(text)
-    text += tail
+    text += around.words + around.tail if around.calls else around.tail
     stop = tokenizer.end_of_turn(text, words, len(text))
-    notes = [OWN_THOUGHT if given.thought else NO_THOUGHT, *([NO_END] if stop is None else [])]
-    return Answer(text, start, words if stop is None else stop, tuple(notes))
+    notes = [OWN_THOUGHT if given.thought else NO_THOUGHT]
+    if stop is None:
+        notes.append(NO_END)
+        stop = len(text) if around.calls else words
+    return Answer(text, len(prompt), stop, tuple(notes))
+
+
+class _Around(NamedTuple):
+    """What a template writes of the last message, and before and after that."""
+
+    head: str
+    words: str
+    tail: str
+    calls: bool = False
+    """Whether the words are tool calls, and there is no content."""
+
+
+def _around(tokenizer: TextTokenizer, messages: list[dict[str, Any]], tools: Any, whole: str) -> _Around | None:
+    """Find them in the `whole` text by a mark in the place of the content. DataError."""
+    last, mark = messages[-1], chr(FIRST_MARK)
+    marked = tokenizer.render([*messages[:-1], {**last, "content": mark}], False, tools)
+    head, _, tail = marked.partition(mark)
+    if mark in tail or not whole.startswith(head):
+        return None
+    if last.get("tool_calls") and not plain(last["content"]).strip():
+        return _Around(head, whole[len(head) :], "", True)
+    return _Around(head, whole[len(head) : len(whole) - len(tail)], tail) if whole.endswith(tail) else None
 
 
 class _Given(NamedTuple):

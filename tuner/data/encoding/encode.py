@@ -311,7 +311,10 @@ class Encoder:
                 documents = self.explain(examples[row]).documents
             except RowProblem as problem:
                 raise FastEncoderMismatch(f"row {row + 1} of the block: {problem.reason}") from problem
-            own = documents[k - int(np.searchsorted(batch.rows, row))]
+            first, after = np.searchsorted(batch.rows, [row, row + 1]).tolist()
+            if len(documents) != after - first:
+                raise FastEncoderMismatch(f"row {row + 1} of the block has {len(documents)} documents alone")
+            own = documents[k - first]
             if not np.array_equal(own.input_ids, batch.input_ids[tokens]) or not np.array_equal(
                 own.trained, batch.trained[tokens]
             ):

@@ -156,7 +156,7 @@ class Placer:
         if end is None:
             raise RowProblem(f"a token reaches over an end of the {answer.rule}: its mask cannot be exact", 1)
         trained = np.full(len(ids), plan.default, dtype=np.bool_)
-        trained[cut : cut + end] = True
+        trained[cut : cut + end] = answer.trained
         spans = [TokenSpan(0, len(ids), "prompt"), TokenSpan(cut, cut + end, answer.rule)]
         document = Document(ids, trained, cut, spans, apart=True)
         return self._framed(document, plan.default) if plan.framed else document

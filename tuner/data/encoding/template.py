@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from itertools import product
 from types import MappingProxyType
 from typing import Any, NoReturn, cast
 
@@ -186,8 +187,30 @@ class ChatTemplate:
         read = meta.find_undeclared_variables(parse_template(self.source))
         return tuple(name for name in THINKING_VARIABLES if name in read)
 
+    @cached_property
+    def _call_form(self) -> tuple[bool, bool]:
+        """Whether tool calls are written where their arguments are JSON text, and beside a content of null, alone.
+
+        DeepSeek's templates join arguments to a text, and look for calls in messages without a content.
+        """
+        function = {"name": "the_tool", "arguments": {"key": "the value"}}
+        call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+        for as_text, null in product((False, True), repeat=2):
+            messages = [{"role": "user", "content": _PROBES[0]}, _with_calls(call, as_text, null)]
+            try:
+                text = self._render(messages, False)
+            except EndlessTemplateError:
+                raise
+            except DataError:
+                continue
+            if "the_tool" in text and "the value" in text:
+                return as_text, null
+        return False, False
+
     def _as_read(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The messages with each content as the template reads it."""
+        """The messages with each content and tool call as the template reads it."""
+        if any(message.get("tool_calls") for message in messages):
+            messages = [_with_calls(m, *self._call_form) if m.get("tool_calls") else m for m in messages]
         if not self.reads_parts:
             return messages
         contents = (message.get("content") for message in messages)
@@ -297,6 +320,20 @@ def _raise_exception(message: str) -> NoReturn:
 def _refuse_underscore(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(f"a namespace attribute may not start with an underscore: {name!r}")
+
+
+def _with_calls(message: Message, arguments_as_text: bool, null_content: bool) -> Message:
+    """A message with its tool calls in one of the forms that templates read."""
+    calls = message["tool_calls"]
+    if arguments_as_text:
+        functions = [{**call["function"], "arguments": _as_text(call["function"]["arguments"])} for call in calls]
+        calls = [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
+    content = None if null_content and not message.get("content") else message.get("content")
+    return {**message, "content": content, "tool_calls": calls}
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _as_parts(content: str) -> list[dict[str, str]]:

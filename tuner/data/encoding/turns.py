@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from tuner.data.encoding.answers import own_words, write_answer
-from tuner.data.encoding.chat import Chat
+from tuner.data.encoding.chat import REWRITTEN, Chat
 from tuner.data.encoding.probe import has_reserved
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.unwritten import notes_of, tools_note
@@ -140,7 +140,9 @@ class Planner:
             raise RowProblem(error.message, 1) from error
         rule = "all" if everything else "prompt"
         notes = self._notes(chat.notes, example, messages, text)
-        return Plan(text, turns, everything, rule, False, GUARD in text, notes)
+        # One answer after its own prompt is what a model is asked for; several are parts of each other's prompts.
+        apart = len(turns) == 1 and turns[0].is_answer and not (everything or chat.is_marked or REWRITTEN in notes)
+        return Plan(text, turns, everything, rule, False, GUARD in text, notes, apart)
 
     def _answer(self, example: Conversation, messages: list[dict[str, Any]]) -> Plan:
         """The plan of the last of `messages` as it is written at its turn. RowProblem."""
