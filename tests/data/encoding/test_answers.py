@@ -205,6 +205,10 @@ def test_one_answer_is_one_text_with_its_prompt_apart() -> None:
     assert ids[: len(prompt)] == prompt and trained.index(True) == len(prompt)
     last = encode(tokenizer, PLAIN, train_on="last_assistant")
     assert (last.by_answer, len(last.rows)) == ({}, 1)
+    # A question after it is nothing that the answer is prompted with.
+    more = encode(tokenizer, tiny.chat("hello", "world", "and?"))
+    assert more.by_answer == {0: ()}
+    assert documents(more) == documents(batch)
 
 
 def test_one_text_is_kept_where_its_masks_are_exact() -> None:

@@ -140,8 +140,9 @@ class Planner:
             raise RowProblem(error.message, 1) from error
         rule = "all" if everything else "prompt"
         notes = self._notes(chat.notes, example, messages, text)
-        # One answer after its own prompt is what a model is asked for; several are parts of each other's prompts.
-        apart = len(turns) == 1 and turns[0].is_answer and not (everything or chat.is_marked or REWRITTEN in notes)
+        # One answer after its own prompt, and nothing after it, is what a model is asked for.
+        is_one = len(turns) == 1 and turns[0].is_answer and messages[-1]["role"] == "assistant"
+        apart = is_one and not (everything or chat.is_marked or REWRITTEN in notes)
         return Plan(text, turns, everything, rule, False, GUARD in text, notes, apart)
 
     def _answer(self, example: Conversation, messages: list[dict[str, Any]]) -> Plan:
