@@ -38,6 +38,7 @@ RUNTIME = ("tests/runtime",)
 CHECKPOINT = ("tests/checkpoint",)
 BATCHES = ("tests/data/test_batches.py",)
 MASKS = ("tests/data/encoding/test_masks.py",)
+AS_LOADED = ("tests/data/encoding/test_as_loaded.py",)
 SKELETONS = ("tests/data/encoding/test_skeleton.py",)
 FAST = ("tests/data/encoding/test_fast.py",)
 PREPARE = ("tests/data/building/test_changed.py",)
@@ -263,6 +264,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "header and self.text.startswith(header, at)",
         "header in self.text",
         MASKS,
+    ),
+    Mutant(
+        "data-ids-of-the-file-alone",
+        "tuner/transformers_tokenizer.py",
+        "    if changed != []:\n",
+        "    if changed is None:\n",
+        AS_LOADED,
+    ),
+    Mutant(
+        "data-special-tokens-undeclared",
+        "tuner/transformers_tokenizer.py",
+        "    if declared_special_tokens(config, parse_json(files, SPECIAL_MAP)) == wanted:\n",
+        "    if wanted:\n",
+        AS_LOADED,
+    ),
+    Mutant(
+        "export-ids-unchecked",
+        "tuner/export/tokenizer_check.py",
+        "        if key in probe and ids != probe[key]:\n",
+        "        if ids is None:\n",
+        ("tests/export/test_tokenizer_ids.py",),
     ),
     Mutant(
         "data-probe-literal-unseen",

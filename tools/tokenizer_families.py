@@ -106,8 +106,9 @@ def write_family(family: Family, assets: Path, directory: Path, corpus: Callable
     `corpus` gives the texts on which the small SentencePiece models are trained.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    source = assets / family.asset
-    if family.asset in ("bpe", "unigram") and not (source / "spm.model").is_file():
+    is_small = family.asset in ("bpe", "unigram")
+    source = (directory.parent if is_small else assets) / family.asset
+    if is_small and not (source / "spm.model").is_file():
         train_sentencepiece(source / "spm", family.asset, corpus())
     names = [family.model_file] if family.model_file else ["tokenizer.json", "vocab.json", "merges.txt"]
     for name in names:

@@ -30,6 +30,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "decoder": {"added_tokens_decoder": LEGACY},
     "extra": {"additional_special_tokens": ["<|endoftext|>"]},
+    "extra by names": {"extra_special_tokens": {"image_token": "<|endoftext|>"}},
 }
 
 

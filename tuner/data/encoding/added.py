@@ -37,9 +37,7 @@ def with_tokens(files: Mapping[str, bytes], tokens: "Sequence[AddedToken]") -> t
         spec.setdefault("added_tokens", []).append({"id": first + number, **facts})
         if "added_tokens_decoder" in config:  # some of transformers' classes read added tokens from there alone
             config["added_tokens_decoder"][str(first + number)] = facts
-    if special := [wish.token for wish in tokens if wish.special]:
-        key = next((name for name in _EXTRA if isinstance(config.get(name), list)), _EXTRA[1])
-        config[key] = [*config.get(key, []), *special]
+    _name_special(config, [wish.token for wish in tokens if wish.special])
     changed = {"tokenizer.json": _bytes(spec), "tokenizer_config.json": _bytes(config)}
     added, ids = {**files, **changed}, range(first, first + len(tokens))
     require_ids(added, tokens, ids)
@@ -51,6 +49,18 @@ def require_ids(files: Mapping[str, bytes], tokens: "Sequence[AddedToken]", ids:
     after = Tokenizer.from_str(files["tokenizer.json"].decode())
     if [after.token_to_id(wish.token) for wish in tokens] != list(ids):
         raise DataError("tokenizer.add_tokens: there are gaps in the tokenizer's ids, so that it cannot be added to")
+
+
+def _name_special(config: dict[str, Any], tokens: Sequence[str]) -> None:
+    """Put special tokens on the config's list of those without a role, or among those with a name of their own."""
+    if not tokens:
+        return
+    key = next((name for name in _EXTRA if isinstance(config.get(name), list)), _EXTRA[1])
+    there = config.get(key)
+    if isinstance(there, dict):
+        config[key] = {**there, **{f"added_{number}_token": token for number, token in enumerate(tokens, len(there))}}
+    else:
+        config[key] = [*(there or []), *tokens]
 
 
 def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
