@@ -53,7 +53,7 @@ def test_saved_at_one_world_size_loaded_at_others(tmp_path: Path, saved_at: int)
     def save_rank(rank: int) -> None:
         final = save(run, 1, spread(state), {"from": rank}, {"from": rank})
         assert final.name == "step-1"
-        assert save(run, 1, spread(state), {}, {}) == final
+        assert save(run, 1, spread(state), {"from": rank}, {}) == final
 
     assert run_ranks(saved_at, tmp_path, save_rank) == [0] * saved_at
     info = open_checkpoint(run.path / "step-1")

@@ -58,7 +58,7 @@ def choose(path: Path, warn: Warn, shards: bool = True, which: Which = "newest")
         there = dict(step_dirs(path / CHECKPOINTS))
         if which not in there:
             names = ", ".join(step_name(step) for step in sorted(there)) or "none"
-            raise DataError(f"{path}: has no checkpoint of step {which}", hint=f"there are: {names}")
+            raise DataError(gone(path / CHECKPOINTS, which), hint=f"there are: {names}")
         return Chosen(path, _open(there[which], shards))
     last = _last(path, warn, shards)
     if which == "best":
