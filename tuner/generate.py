@@ -149,7 +149,7 @@ def make_generator(
     ends: list[int] = []
     for value in (getattr(defaults, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id):
         ends += [value] if isinstance(value, int) else list(value or ())
-    ends += turn_ends(tokenizer)
+    ends += turn_ends(tokenizer, ends)
     # Sampling defaults that a model ships must not reach greedy answers: only `Sampling` decides.
     model.generation_config = GenerationConfig(eos_token_id=ends or None)
     return Generator(model.to(device).eval(), tokenizer, tuple(dict.fromkeys(ends)), device)

@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tuner.export.source import MODEL_CONFIG, TOKENIZER, Source
 from tuner.model.adapter import ADAPTER, LoraSpec, saved_modules
 from tuner.model.tokens import new_rows
 from tuner.runtime.files import inside, json_bytes, read_json, regular_size, write_new
+from tuner.runtime.turn_end import Exchange, turn_end
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -124,7 +125,8 @@ def write_generation_config(directory: Path, source: Source, config: PretrainedC
     recorded = source.run_dir / MODEL_CONFIG / GENERATION_CONFIG
     auto: Any = GenerationConfig
     facts = read_json(recorded) if recorded.is_file() else auto.from_model_config(config).to_dict()
-    ends = _ids(facts.get("eos_token_id")) + _ids(getattr(config, "eos_token_id", None)) + _tokenizer_ends(source)
+    ends = _ids(facts.get("eos_token_id")) + _ids(getattr(config, "eos_token_id", None))
+    ends += _tokenizer_ends(source, ends)
     unique = list(dict.fromkeys(ends))
     if unique:
         facts["eos_token_id"] = unique[0] if len(unique) == 1 else unique
@@ -155,31 +157,39 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _tokenizer_ends(source: Source) -> list[int]:
+def _tokenizer_ends(source: Source, known: Sequence[int]) -> list[int]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source.run_dir / TOKENIZER, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{source.run_dir / TOKENIZER}: transformers cannot load the tokenizer: {error}") from error
-    return _ids(tokenizer.eos_token_id) + turn_ends(tokenizer)
+    return _ids(tokenizer.eos_token_id) + turn_ends(tokenizer, known)
 
 
-def turn_ends(tokenizer: Any) -> list[int]:
-    """Token id of the special token with which the chat template closes an assistant's turn, if it uses one."""
+def turn_ends(tokenizer: Any, known: Sequence[int] = ()) -> list[int]:
+    """Token id with which the chat template closes an assistant's turn, where generation stops at none of it yet.
+
+    It stops at the tokenizer's own end token and at the ids that are `known`.
+    """
     if tokenizer.chat_template is None:
         return []
-    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    try:
-        prompt = str(tokenizer.apply_chat_template(turn[:1], tokenize=False, add_generation_prompt=True))
-        whole = str(tokenizer.apply_chat_template(turn, tokenize=False))
-    except Exception:  # a template raises what it likes; one that refuses this turn names no end
-        return []
-    if not whole.startswith(prompt):
-        return []
-    answer = tokenizer(whole[len(prompt) :], add_special_tokens=False)["input_ids"]
-    special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-    return [i for i in answer if i in special][:1]
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special = (special | {*tokenizer.all_special_tokens}) - {tokenizer.unk_token}
+    pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+    ends = {*tokenizer.convert_ids_to_tokens(list(known)), tokenizer.eos_token}
+
+    def rendered(messages: Sequence[Mapping[str, Any]], prompt: bool) -> str | None:
+        try:
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
+        except Exception:  # a template raises what it likes; one that refuses this turn names no end
+            return None
+
+    def specials(text: str) -> list[tuple[int, int]]:
+        return [found.span() for found in pattern.finditer(text)]
+
+    end = turn_end(Exchange(rendered, specials, ends, tokenizer.bos_token))
+    return [] if end is None else [int(tokenizer.convert_tokens_to_ids(end))]
 
 
 def _ids(value: Any) -> list[int]:

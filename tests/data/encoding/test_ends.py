@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from tests.data import tiny
+from tests.data import families, tiny
 from tuner.data.encoding.encode import Encoder
 from tuner.data.reading.rows import parse_row
 
@@ -65,6 +67,21 @@ def test_the_end_of_turn_is_trained_whatever_stands_before_it(name: str) -> None
     assert [tokenizer.decode(span) for span in spans] == [f"b{end}", f"d{end}"]
     assert spans[0][-1] in tokenizer.eos_ids
     assert batch.notes == {}
+
+
+@pytest.mark.parametrize("name", [*CASES, "channels"])
+def test_exports_stop_at_the_same_token(name: str, tmp_path: Path) -> None:
+    """Generation stops where training has put the end of a turn, whatever the tokenizer's config names."""
+    AutoTokenizer = pytest.importorskip("transformers").AutoTokenizer
+    from tuner.export.write import turn_ends
+
+    ours = families.tokenizer(families.CHANNELS)
+    if name in CASES:
+        template, eos, _ = CASES[name]
+        ours = tiny.with_tokens(template, ("</answer>", "<|end|>", "<|begin|>"), eos_token=eos, bos_token="<|begin|>")
+    ours.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert [theirs.eos_token_id, *turn_ends(theirs)] == list(ours.eos_ids)
 
 
 def test_a_marked_end_that_is_not_the_turns_is_said() -> None:

@@ -16,17 +16,18 @@ from tokenizers import Encoding, Tokenizer
 
 from tuner.data.encoding.as_loaded import LoadedAs
 from tuner.data.encoding.byte_table import ByteTable, Unproven
-from tuner.data.encoding.ends import Exchange, turn_end
 from tuner.data.encoding.template import (
     NO_VARIABLES,
     TEMPLATE_FILE,
     TOOL_TEMPLATE_FILE,
     ChatTemplate,
+    EndlessTemplateError,
     Message,
     named_templates,
 )
 from tuner.errors import DataError
 from tuner.runtime.files import write_atomic
+from tuner.runtime.turn_end import Exchange, turn_end
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -287,6 +288,15 @@ class TextTokenizer:
         token = self.special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
 
+    def _rendered(self, messages: Sequence[Message], prompt: bool) -> str | None:
+        """The messages as the template writes them; None where it refuses them."""
+        try:
+            return self.render(messages, prompt)
+        except EndlessTemplateError:
+            raise  # no exchange is shorter
+        except DataError:
+            return None
+
     def _end_ids(self, model_eos_ids: Sequence[int]) -> tuple[int, ...]:
         ids = [] if self.eos_id is None else [self.eos_id]
         ids += [i for i in model_eos_ids if i not in ids and self._backend.id_to_token(i) is not None]
@@ -294,7 +304,7 @@ class TextTokenizer:
             return tuple(ids)
         ends = {str(self._backend.id_to_token(i)) for i in ids}
         begin = self.special_tokens.get("bos_token")
-        end = turn_end(Exchange(self.render, self.specials, ends, begin))
+        end = turn_end(Exchange(self._rendered, self.specials, ends, begin))
         found = None if end is None else self._backend.token_to_id(end)
         return tuple(ids) if found is None else (*ids, found)
 

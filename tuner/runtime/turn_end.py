@@ -1,14 +1,10 @@
-"""Which token ends an assistant's turn, read off exchanges that the chat template writes."""
+"""Which token ends an assistant's turn, read off exchanges that a chat template writes; for data and for exports."""
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
-from typing import NamedTuple
-
-from tuner.data.encoding.template import EndlessTemplateError, Message
-from tuner.errors import DataError
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 _QUESTION, _ANSWER, _NEXT = "the question", "the answer", "and then"
-_EXCHANGE: tuple[Message, ...] = (
+_EXCHANGE: tuple[Mapping[str, Any], ...] = (
     {"role": "user", "content": _QUESTION},
     {"role": "assistant", "content": _ANSWER},
     {"role": "user", "content": _NEXT},
@@ -18,8 +14,8 @@ _EXCHANGE: tuple[Message, ...] = (
 class Exchange(NamedTuple):
     """How a tokenizer writes messages and finds control tokens, and what it knows of them."""
 
-    render: Callable[[Sequence[Message], bool], str]
-    """Messages to text, with the generation prompt or without; DataError where the template refuses."""
+    render: Callable[[Sequence[Mapping[str, Any]], bool], str | None]
+    """Messages to text, with the generation prompt or without; None where the template refuses them."""
     specials: Callable[[str], list[tuple[int, int]]]
     """The characters [start, stop) of every control token in a text."""
     ends: Collection[str]
@@ -34,15 +30,13 @@ def turn_end(exchange: Exchange) -> str | None:
     Other control tokens may stand before it (`</answer><|im_end|>`), and the next turn's header right after it. It is
     the one before that header which ends the user's turn too, else the last one before it.
     """
-    try:
-        text = exchange.render(_EXCHANGE[:2], False)
-    except EndlessTemplateError:
-        raise  # no exchange is shorter
-    except DataError:
+    text = exchange.render(_EXCHANGE[:2], False)
+    if text is None:
         return None
     last = run = _run_after(exchange, text, _ANSWER)
-    with suppress(DataError):  # what closes the whole conversation is not there once more follows
-        run = _run_after(exchange, exchange.render(_EXCHANGE, False), _ANSWER) or last
+    longer = exchange.render(_EXCHANGE, False)
+    if longer is not None:  # what closes the whole conversation is not there once more follows
+        run = _run_after(exchange, longer, _ANSWER) or last
     if not run or any(token in exchange.ends for token in run):
         return None
     openers = {*_prompt_tokens(exchange), exchange.begin}
@@ -73,11 +67,8 @@ def _run_after(exchange: Exchange, text: str, words: str) -> list[str]:
 
 def _prompt_tokens(exchange: Exchange) -> list[str]:
     """The control tokens of the generation prompt."""
-    try:
-        before, prompt = (exchange.render(_EXCHANGE[:1], wanted) for wanted in (False, True))
-    except DataError:
-        return []
-    if not prompt.startswith(before):
+    before, prompt = (exchange.render(_EXCHANGE[:1], wanted) for wanted in (False, True))
+    if before is None or prompt is None or not prompt.startswith(before):
         return []
     added = prompt[len(before) :]
     return [added[begin:stop] for begin, stop in exchange.specials(added)]
