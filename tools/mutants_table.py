@@ -121,7 +121,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "faults-named-before-described",
         "tuner/checkpoint/save.py",
         '    write_new(tmp / MANIFEST_NAME, json_bytes(sealed({**manifest, "files": files})))\n'
-        "    publish_dir(tmp, final)\n",
+        "    if os.path.lexists(final):\n        replace_dir(tmp, final)\n    else:\n        publish_dir(tmp, final)\n",
         "    publish_dir(tmp, final)\n"
         '    write_new(final / MANIFEST_NAME, json_bytes(sealed({**manifest, "files": files})))\n',
         FAULTS,
