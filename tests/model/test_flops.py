@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma4TextConfig,
+    MambaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
-from tests.model.tiny import tiny_config
+from tests.model.tiny import SHAPE, tiny_config
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import build_skeleton
 from tuner.model.flops import Flops, training_flops
@@ -74,8 +81,15 @@ def test_layers_of_each_kind_have_their_window() -> None:
     assert flops.attention == {window: each * layers.count(window) for window in set(layers)}
 
 
-def test_a_config_without_heads_leaves_attention_out_and_says_so() -> None:
-    config = MambaConfig(vocab_size=97, hidden_size=16, state_size=4, num_hidden_layers=2)
+_GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}
+UNLIKE = {
+    "no heads": MambaConfig(vocab_size=97, hidden_size=16, state_size=4, num_hidden_layers=2),
+    "heads of several sizes": Gemma4TextConfig(**SHAPE | {"num_hidden_layers": 6}, **_GEMMA4),
+}
+
+
+@pytest.mark.parametrize("config", UNLIKE.values(), ids=UNLIKE)
+def test_a_config_that_does_not_say_its_heads_leaves_attention_out_and_says_so(config: PretrainedConfig) -> None:
     found = training_flops(build_skeleton(config, torch.float32))
     assert not found.complete
     assert found.products > 0

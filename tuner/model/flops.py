@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import nn
@@ -57,17 +58,18 @@ def training_flops(model: PreTrainedModel) -> Flops:
     head = model.get_output_embeddings()
     of_head = set() if head is None else {id(weight) for weight in head.parameters()}
     config = model.config.get_text_config()
+    routed: tuple[float, int] = (1.0, 0)
+    attention: dict[int | None, float] | None = None
+    with suppress(Exception):  # configs of other kinds of model raise errors of their own
+        routed, attention = _routed(config), _attention(config)
     products = output = 0.0
     for name, weight in _weights(model):
         cost = weight.numel() * (TRAINED if weight.requires_grad else FROZEN)
         if id(weight) in of_head:
             output += cost
         else:
-            products += cost * _share(name, weight, config)
-    try:
-        return Flops(products, output, _attention(config))
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):  # configs of other architectures
-        return Flops(products, output, {}, complete=False)
+            products += cost * (routed[0] if _is_of_experts(name, weight, routed[1]) else 1.0)
+    return Flops(products, output, attention or {}, complete=attention is not None)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -82,14 +84,17 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield name, weight
 
 
-def _share(module: str, weight: nn.Parameter, config: PretrainedConfig) -> float:
-    """The part of a weight that a token meets: below one for experts, each on its own or stacked in one weight."""
+def _routed(config: PretrainedConfig) -> tuple[float, int]:
+    """The share of the experts that a token meets, and how many there are: 1 and 0 where there are none."""
     experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
     chosen = next((getattr(config, name) for name in _CHOSEN if getattr(config, name, None)), None)
-    if not experts or not chosen:
-        return 1.0
+    return (chosen / experts, int(experts)) if experts and chosen else (1.0, 0)
+
+
+def _is_of_experts(module: str, weight: nn.Parameter, experts: int) -> bool:
+    """Whether a weight is one of an expert's, or all of theirs stacked."""
     stacked = weight.ndim == 3 and weight.shape[0] == experts
-    return chosen / experts if stacked or re.search(r"\bexperts\.\d+\b", module) else 1.0
+    return stacked or re.search(r"\bexperts\.\d+\b", module) is not None
 
 
 def _attention(config: PretrainedConfig) -> dict[int | None, float]:
