@@ -109,6 +109,8 @@ def _answer(tokenizer: Any, marked: str, chat: Chat, i: int, variables: dict[str
         if last == 0 or offsets[last - 1, 1] > stop - len(prompt):
             return None
         ids, last = [*given, *rest["input_ids"]], last + len(given)
+        if tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False) != text:
+            return None  # encoded by itself the answer begins with a space, as SentencePiece has every text
     at = np.arange(len(ids))
     return Encoded(np.array(ids, dtype=np.int64), (at >= len(given)) & (at < last))
 
