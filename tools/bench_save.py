@@ -106,12 +106,12 @@ def plain(model_dir: Path, work: Path, rounds: int) -> dict[str, Any]:
 def launch(model_dir: Path, work: Path, name: str, steps: int, checkpoint: dict[str, Any]) -> dict[str, float]:
     """One run of so many steps: the seconds between its first step and its last, and those its saves took of them."""
     from tuner.config.load import load_recipe
+    from tuner.run import loop
+    from tuner.run.main import train
+    from tuner.run.preflight import LaunchOptions
+    from tuner.run.session import Session
     from tuner.runtime.console import Console
-    from tuner.runtime.launch import Launch
-    from tuner.train import loop
-    from tuner.train.ready import TrainOptions
-    from tuner.train.run import train
-    from tuner.train.session import Session
+    from tuner.runtime.dist import RankInfo
 
     tree = {
         **RECIPE,
@@ -141,7 +141,7 @@ def launch(model_dir: Path, work: Path, name: str, steps: int, checkpoint: dict[
 
     loop.optimizer_step, Session.save, Session.settle_save = step, save, settle  # type: ignore[method-assign]
     try:
-        train(load_recipe(tree), TrainOptions(), Launch(), Console(main=False))
+        train(load_recipe(tree), LaunchOptions(), RankInfo(), Console(main=False))
     finally:
         loop.optimizer_step, Session.save, Session.settle_save = real_step, real_save, real_settle  # type: ignore[method-assign]
     shutil.rmtree(work / name)

@@ -41,10 +41,10 @@ from tuner.data.prepared import Row  # noqa: E402
 from tuner.errors import RecipeError, TunerError  # noqa: E402
 from tuner.model.attention import withdrawn  # noqa: E402
 from tuner.model.flops import training_flops  # noqa: E402
-from tuner.runtime.launch import Launch  # noqa: E402
-from tuner.train.run import write_model_config  # noqa: E402
-from tuner.train.setup import assemble_model, build_learner, resolve  # noqa: E402
-from tuner.train.step import Learner, forward_backward  # noqa: E402
+from tuner.run.main import write_model_config  # noqa: E402
+from tuner.run.setup import assemble_model, build_train_state, resolve  # noqa: E402
+from tuner.runtime.dist import RankInfo  # noqa: E402
+from tuner.train.step import TrainState, forward_backward  # noqa: E402
 
 ALLOWED = 1e-5
 MOVED_ALLOWED = 1e-6
@@ -140,7 +140,7 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.detach().double() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def our_step(directory: Path, mode: str, draws: bool) -> tuple[Learner, float]:
+def our_step(directory: Path, mode: str, draws: bool) -> tuple[TrainState, float]:
     """Build the model as `tuner train` does; loss and gradients of the first step are in the learner afterwards."""
     given = {
         "model.name_or_path": str(directory), "tokenizer.name_or_path": "byte", "data.train": [{"path": "rows.jsonl"}],
@@ -148,26 +148,26 @@ def our_step(directory: Path, mode: str, draws: bool) -> tuple[Learner, float]:
         "train.global_batch_size": 3, "optimizer.lr": 1e-3, "output_dir": str(directory / "run"), **MODES[mode],
     }  # fmt: skip
     recipe = load_recipe(_tree(given)).recipe
-    resolved = resolve(recipe, 64, Launch())
-    learner = build_learner(resolved.recipe, *assemble_model(resolved, Launch()))
+    resolved = resolve(recipe, 64, RankInfo())
+    train_state = build_train_state(resolved.recipe, *assemble_model(resolved, RankInfo()))
     write_model_config(directory / mode, resolved)
-    training_flops(learner.root.model)
+    training_flops(train_state.root.model)
     if draws:
-        learner.root.train = lambda mode=True: learner.root  # type: ignore[method-assign] # it stays in evaluation mode
+        train_state.root.train = lambda mode=True: train_state.root  # type: ignore[method-assign] # it stays in evaluation mode
     rows = [
         Row(ids, np.ones(len(ids), bool), np.array([len(ids)], np.int32), np.array([number], np.int64))
         for number, ids in enumerate(documents())
     ]
     micro = [collate([row]) for row in rows] if mode == "single" else [collate(rows)]
     count = sum(len(batch.trained_positions) for batch in micro)
-    loss = forward_backward(learner, 0, StepBatches(np.arange(3), count, sum(LENGTHS), micro))
-    return learner, float(loss) / count
+    loss = forward_backward(train_state, 0, StepBatches(np.arange(3), count, sum(LENGTHS), micro))
+    return train_state, float(loss) / count
 
 
 @torch.no_grad()
-def moved_by_later(learner: Learner, mode: str) -> float:
+def moved_by_later(train_state: TrainState, mode: str) -> float:
     """How far a change of the later half of each document moves the logits before it, relative to their spread."""
-    root = learner.root.eval()
+    root = train_state.root.eval()
     ids = [torch.tensor(row) for row in documents()]
     worst = 0.0
     for chosen in [[i] for i in range(len(ids))] if mode == "single" else [range(len(ids))]:
@@ -191,14 +191,14 @@ def moved_by_later(learner: Learner, mode: str) -> float:
 def compare(directory: Path, reference: Reference, mode: str) -> Outcome:
     """One mode of one type."""
     try:
-        learner, loss = our_step(directory, mode, reference.draws)
+        train_state, loss = our_step(directory, mode, reference.draws)
     except RecipeError as error:
         return Outcome("refused", error.message)
     except TunerError as error:
         return Outcome("crashed", f"{type(error).__name__}: {error.message}")
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises is a finding
         return Outcome("crashed", f"{type(error).__name__}: {str(error)[:200]}")
-    found = gradients_of(learner.root.model)
+    found = gradients_of(train_state.root.model)
     names = sorted(reference.gradients.keys() | found.keys())
     zero = torch.zeros(())
     whole = sum(float(g.norm()) ** 2 for g in reference.gradients.values()) ** 0.5
@@ -208,7 +208,7 @@ def compare(directory: Path, reference: Reference, mode: str) -> Outcome:
         difference = float((found.get(name, zero) - expected).norm())
         squares += difference**2
         worst = max(worst, difference / max(float(expected.norm()), whole / 100))
-    off, moved = abs(loss - reference.loss) / abs(reference.loss), moved_by_later(learner, mode)
+    off, moved = abs(loss - reference.loss) / abs(reference.loss), moved_by_later(train_state, mode)
     right = all(figure <= ALLOWED for figure in (off, squares**0.5 / whole, worst)) and moved <= MOVED_ALLOWED
     return Outcome("equal" if right else "wrong", "", off, squares**0.5 / whole, worst, moved)
 

@@ -182,10 +182,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "checkpoint-save-not-waited-for",
-        "tuner/train/loop.py",
+        "tuner/run/loop.py",
         "    session.settle_save()\n",
         "",
-        ("tests/train/test_saving.py",),
+        ("tests/run/test_saving.py",),
     ),
     Mutant(
         "checkpoint-oldest-first",
@@ -495,8 +495,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "train-no-clipping",
         "tuner/train/step.py",
-        "learner.optimizer.step(skip, divisor)",
-        "learner.optimizer.step(skip)",
+        "state.optimizer.step(skip, divisor)",
+        "state.optimizer.step(skip)",
         TRAIN,
     ),
     Mutant(
@@ -515,7 +515,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "train-feed-swallows-the-next",
-        "tuner/train/feed.py",
+        "tuner/train/prefetcher.py",
         "        self._ahead = None\n",
         "        self._ahead = current\n",
         TRAIN,
@@ -523,13 +523,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "train-dropout-repeats",
         "tuner/train/step.py",
-        "_mixed(numerics.seed, index - learner.rng_start, number, numerics.rank)",
-        "_mixed(numerics.seed, number, numerics.rank)",
+        "_mixed(step_config.seed, index - state.rng_start, number, step_config.rank)",
+        "_mixed(step_config.seed, number, step_config.rank)",
         TRAIN,
     ),
     Mutant(
         "train-schedule-one-late",
-        "tuner/train/loop.py",
+        "tuner/run/loop.py",
         "table.schedule.factor(index + 1)",
         "table.schedule.factor(index)",
         TRAIN,
@@ -543,17 +543,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "train-resume-forgets-updates",
-        "tuner/train/progress.py",
-        "    assembly.learner.optimizer.set_step_count(updates_of(state) - starts_of(progress.resets).updates)\n",
+        "tuner/run/progress.py",
+        "    assembly.train_state.optimizer.set_step_count(updates_of(state) - starts_of(progress.resets).updates)\n",
         "",
         TRAIN,
     ),
     Mutant(
         "train-reset-forgotten",
-        "tuner/train/resets.py",
+        "tuner/run/resets.py",
         "    known = resets_of(found.state if record is None else record)\n",
         "    known = resets_of(found.state)\n",
-        ("tests/train/test_resets.py",),
+        ("tests/run/test_resets.py",),
     ),
     # What it costs.
     Mutant(

@@ -28,15 +28,15 @@ from tools.predict_counted import Figures, count_spread, resolved_case, saved_be
 from tuner.data.batches import StepBatches  # noqa: E402
 from tuner.errors import TunerError  # noqa: E402
 from tuner.profile.tracing import Trace, trace_step  # noqa: E402
-from tuner.runtime.launch import Launch  # noqa: E402
-from tuner.train.setup import Resolved, assemble_model  # noqa: E402
+from tuner.run.setup import Resolved, assemble_model  # noqa: E402
+from tuner.runtime.dist import RankInfo  # noqa: E402
 
 PEAK_ALLOWED = 0.02
 
 
-def predicted(resolved: Resolved, launch: Launch, step: StepBatches) -> Figures:
+def predicted(resolved: Resolved, rank_info: RankInfo, step: StepBatches) -> Figures:
     """What the trace says of the same, without what torch's allocator does not give out (rows as numpy arrays)."""
-    trace = trace_step(resolved, launch, step)
+    trace = trace_step(resolved, rank_info, step)
     level, levels, peak, at = 0, [], 0, 0
     entries = trace.entries
     for number, change in enumerate(trace.changes):
@@ -84,8 +84,8 @@ def drawn_types(seed: int, count: int, directory: Path) -> tuple[list[str], dict
             break
         try:
             for case in drawn_cases(model_type):
-                resolved, launch, _ = resolved_case(case, directory)
-                assemble_model(resolved, launch)
+                resolved, rank_info, _ = resolved_case(case, directory)
+                assemble_model(resolved, rank_info)
             chosen.append(model_type)
         except (TunerError, Exception) as error:  # noqa: BLE001 - small numbers do not suit every config
             passed[model_type] = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"

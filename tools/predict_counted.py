@@ -29,8 +29,8 @@ from tools.predict_cases import Case, seed_of  # noqa: E402
 from tuner.config.load import load_recipe  # noqa: E402
 from tuner.data.batches import Batch, StepBatches  # noqa: E402
 from tuner.model.attention import forget_documents  # noqa: E402
-from tuner.runtime.launch import Launch  # noqa: E402
-from tuner.train.setup import Resolved, assemble_model, build_learner, resolve  # noqa: E402
+from tuner.run.setup import Resolved, assemble_model, build_train_state, resolve  # noqa: E402
+from tuner.runtime.dist import RankInfo  # noqa: E402
 from tuner.train.step import forward_backward, optimizer_step  # noqa: E402
 
 SETTLED_S = 60.0
@@ -53,7 +53,7 @@ class Figures:
     peak: int
 
 
-def resolved_case(case: Case, directory: Path, rank: int = 0) -> tuple[Resolved, Launch, StepBatches]:
+def resolved_case(case: Case, directory: Path, rank: int = 0) -> tuple[Resolved, RankInfo, StepBatches]:
     """The case's resolved recipe, its place among its processes, and the batches of one step."""
     base = directory / f"{case.model}-{case.processes}-{rank}"
     case.config().save_pretrained(base)
@@ -68,9 +68,9 @@ def resolved_case(case: Case, directory: Path, rank: int = 0) -> tuple[Resolved,
     for key, value in case.keys.items():
         section, _, name = key.partition(".")
         tree.setdefault(section, {})[name] = value
-    launch = Launch(rank, case.processes, rank, case.processes)
-    resolved = resolve(load_recipe(tree).recipe, 256, launch)
-    return resolved, launch, batches(case, resolved.config.get_text_config().vocab_size)
+    rank_info = RankInfo(rank, case.processes, rank, case.processes)
+    resolved = resolve(load_recipe(tree).recipe, 256, rank_info)
+    return resolved, rank_info, batches(case, resolved.config.get_text_config().vocab_size)
 
 
 def batches(case: Case, vocab_size: int) -> StepBatches:
@@ -89,7 +89,7 @@ def batches(case: Case, vocab_size: int) -> StepBatches:
     return StepBatches(np.arange(len(made)), trained_count * case.processes, tokens * case.processes, made)
 
 
-def counted(resolved: Resolved, launch: Launch, step: StepBatches) -> Figures:
+def counted(resolved: Resolved, rank_info: RankInfo, step: StepBatches) -> Figures:
     """What the allocator gave out, after the step has been taken once."""
     gc.collect()
     gc.disable()  # as in training, where it hardly ever runs
@@ -97,23 +97,23 @@ def counted(resolved: Resolved, launch: Launch, step: StepBatches) -> Figures:
     with marks:
         forget_documents()
         marks("empty")
-        root, numerics = assemble_model(resolved, launch)
+        root, step_config = assemble_model(resolved, rank_info)
         forget_documents()
         gc.collect()
         marks("parameters")
-        learner = build_learner(resolved.recipe, root, numerics)
-        learner.optimizer.allocate()
+        train_state = build_train_state(resolved.recipe, root, step_config)
+        train_state.optimizer.allocate()
         marks("optimizer state")
-        optimizer_step(learner, 0, step, 1.0)
+        optimizer_step(train_state, 0, step, 1.0)
         forget_documents()
-        learner.marks = marks
+        train_state.marks = marks
         marks("start")
-        optimizer_step(learner, 0, step, 1.0)
+        optimizer_step(train_state, 0, step, 1.0)
         marks("done")
-        learner.marks = lambda part: None
-        forward_backward(learner, 0, step)
+        train_state.marks = lambda part: None
+        forward_backward(train_state, 0, step)
         marks("gradients")
-        learner.optimizer.zero_grad()
+        train_state.optimizer.zero_grad()
         marks("none")
     gc.enable()
     found = marks.found()
@@ -121,7 +121,7 @@ def counted(resolved: Resolved, launch: Launch, step: StepBatches) -> Figures:
     first = names.index("start")
     of_step = [(name, level - levels[first]) for name, level, _ in found[first : names.index("done") + 1]]
     return Figures(
-        parameters=levels[names.index("parameters")] - levels[0] if launch.world_size == 1 else stored(root),
+        parameters=levels[names.index("parameters")] - levels[0] if rank_info.world_size == 1 else stored(root),
         optimizer=levels[names.index("optimizer state")] - levels[names.index("parameters")],
         gradients=levels[names.index("gradients")] - levels[names.index("none")],
         saved=saved_between(of_step),

@@ -39,13 +39,13 @@ logging: {level: warning}
 # Dies in place of the given optimizer step on the given rank (-1: every rank), by the signal that nothing can catch.
 KILLED = """
 import os, signal, sys
-import tuner.train.loop as loop
+import tuner.run.loop as loop
 step, rank = int(sys.argv[1]), int(sys.argv[2])
 real = loop.optimizer_step
-def dying(learner, index, *rest):
-    if index == step and rank in (-1, learner.numerics.rank):
+def dying(state, index, *rest):
+    if index == step and rank in (-1, state.step_config.rank):
         os.kill(os.getpid(), signal.SIGKILL)
-    return real(learner, index, *rest)
+    return real(state, index, *rest)
 loop.optimizer_step = dying
 from tuner.cli.main import main
 main(sys.argv[3:])

@@ -14,7 +14,7 @@ from tuner.runtime.openmp import limit_spinning
 if TYPE_CHECKING:
     from tuner.data.building.prepare import PreparedInfo
     from tuner.export.hf import ExportReport
-    from tuner.train.ready import RunResult
+    from tuner.run.preflight import RunResult
 
 __all__ = ["RecipeSource", "export_hf", "load_recipe", "prepare_data", "train"]
 
@@ -48,11 +48,11 @@ def train(
     """
     limit_spinning(os.environ)  # before torch is imported
     from tuner.attached.launch import launch_attached
-    from tuner.train.ready import TrainOptions
+    from tuner.run.preflight import LaunchOptions
 
     loaded = _loaded(recipe)
     wish = _path(resume) if isinstance(resume, Path) else resume
-    options = TrainOptions(wish, None if prepared is None else _path(prepared), dry_run=dry_run)
+    options = LaunchOptions(wish, None if prepared is None else _path(prepared), dry_run=dry_run)
     return launch_attached(loaded, options, loaded.recipe.logging.level)
 
 

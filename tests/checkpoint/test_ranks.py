@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.checkpoint.processes import run_ranks
 from tests.checkpoint.states import blank, equal, full_state
-from tuner.checkpoint.agree import Ranks
 from tuner.checkpoint.background import Background
 from tuner.checkpoint.load import content_sha256, load_into, newest, open_checkpoint, read_tensors
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.checkpoint.staging import Staging
 from tuner.errors import DataError, MachineError, TunerError
+from tuner.runtime.collective import Collective
 from tuner.runtime.process import another_gloo_group
 
 pytestmark = pytest.mark.multi
@@ -111,7 +111,7 @@ def at_once(run: CheckpointDir, step: int, state: dict[str, torch.Tensor]) -> No
 def beside(run: CheckpointDir, step: int, state: dict[str, torch.Tensor]) -> None:
     """Save a copy in a thread with a group of its own, while the tensors change and the ranks speak to each other."""
     staged, background = Staging().stage(state), Background[Path]("save")
-    ranks = Ranks(another_gloo_group(20.0))
+    ranks = Collective(another_gloo_group(20.0))
     background.start(lambda: save(run, step, state, {}, {}, staged=staged, ranks=ranks))
     for tensor in state.values():
         tensor.zero_()

@@ -21,11 +21,11 @@ from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import DataError, DivergedError, RecipeError
 from tuner.export.hf import export_hf
+from tuner.run.main import LaunchOptions, train
+from tuner.run.score import Score, find_trained, run_recipe, score
 from tuner.runtime.console import Console
-from tuner.runtime.launch import Launch
+from tuner.runtime.dist import RankInfo
 from tuner.train.evaluate import Evaluation
-from tuner.train.run import TrainOptions, train
-from tuner.train.score import Score, find_trained, run_recipe, score
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = Console(main=False)
@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TUNER_CACHE", str(new_cache(directory / "cache")))
         patch.chdir(directory)
-        train(loaded, TrainOptions(), Launch(), QUIET)
+        train(loaded, LaunchOptions(), RankInfo(), QUIET)
     return directory
 
 
@@ -63,7 +63,7 @@ def evaluations(place: Path) -> dict[int, dict[str, Any]]:
 def scored(path: Path, recipe: Path | None = None, **flags: str) -> Score:
     trained = find_trained(path, QUIET)
     overrides = [Override(key.replace("__", "."), text) for key, text in flags.items()]
-    return score(trained, load_recipe(recipe or run_recipe(trained), overrides), Launch(), QUIET)
+    return score(trained, load_recipe(recipe or run_recipe(trained), overrides), RankInfo(), QUIET)
 
 
 def tuner(place: Path, *words: str, code: int = 0, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -143,7 +143,7 @@ def test_what_cannot_be_evaluated(place: Path, tmp_path: Path, monkeypatch: pyte
         find_trained(tmp_path / "run", QUIET)
     with pytest.raises(RecipeError, match="no held-out rows"):
         scored(place / "model", place / "r.yaml")
-    monkeypatch.setattr("tuner.train.score.evaluate", lambda *_: Evaluation(float("nan"), 3))
+    monkeypatch.setattr("tuner.run.score.evaluate", lambda *_: Evaluation(float("nan"), 3))
     with pytest.raises(DivergedError, match="the loss is nan"):
         scored(place / "runs" / "r")
 

@@ -18,10 +18,10 @@ from tools import resume_campaign
 from tuner.checkpoint.load import newest
 from tuner.cli.document import SCHEMA_PATH
 from tuner.config.load import load_recipe
-from tuner.runtime.launch import Launch
+from tuner.run.changes import Changes, changes
+from tuner.run.setup import resolve
+from tuner.runtime.dist import RankInfo
 from tuner.runtime.lock import FileLock
-from tuner.train.changes import Changes, changes
-from tuner.train.setup import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 TUNER = f'tuner() {{ "{sys.executable}" -m tuner "$@"; }}\n'
@@ -103,7 +103,7 @@ def test_a_run_from_start_to_end_and_again(workplace: Path) -> None:
 
 def test_the_resolved_recipe_is_the_recipe_without_auto(workplace: Path) -> None:
     loaded = load_recipe(workplace / "r.yaml")
-    resolved = resolve(loaded.recipe, 64, Launch())
+    resolved = resolve(loaded.recipe, 64, RankInfo())
     dumped = resolved.recipe.model_dump(mode="json")
     assert "auto" not in json.dumps({k: v for k, v in dumped.items() if k != "data"})
     assert changes(dumped, loaded.recipe.model_dump(mode="json")) == Changes()

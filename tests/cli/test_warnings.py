@@ -112,9 +112,9 @@ def test_preparation_warns_of_rows_that_it_skips(place: Place) -> None:
 # Where a warning begins: what is called, as it is written. Each is the console's, or a parameter that is given it.
 CONSOLES = {"console", "self.console", "self._console"}
 PARAMETERS = {
-    "warn": {"checkpoint/load.py", "history/chosen.py"},
+    "warn": {"checkpoint/load.py", "rundir/chosen.py"},
     "self.warn": {"exporting/process.py"},
-    "self._warn": {"train/trackers/outbox.py"},
+    "self._warn": {"run/trackers/outbox.py"},
 }
 GIVEN = {"console.warn", "self.console.warn", "self.warn", "warn", "unheard", "hear"}
 """What is passed on as such a parameter."""
@@ -141,8 +141,8 @@ def test_every_place_that_warns_does_so_through_the_console_or_the_outcome() -> 
             if keyword.arg in ("warn", "warned"):
                 assert ast.unparse(keyword.value) in GIVEN, f"{name}:{call.lineno} gives {ast.unparse(keyword.value)}"
     assert places.keys() >= {
-        "data/building/documents.py", "exporting/exporter.py", "profile/watch.py", "train/ready.py", "train/run.py",
-        "train/session.py", "train/verify.py",
+        "data/building/documents.py", "exporting/exporter.py", "profile/watch.py", "run/preflight.py", "run/main.py",
+        "run/session.py", "run/verify.py",
     }  # fmt: skip
     assert sum(places.values()) >= 15
 

@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "tuner"
 BASE = {"errors", "config", "runtime"}
-BELOW_TRAIN = BASE | {"data", "model", "parallel", "checkpoint", "history"}
+MATHS = BASE | {"data", "model", "parallel"}
+LAUNCH = MATHS | {"train", "checkpoint", "rundir"}
 # What each part of the package may import, besides itself.
 LAW: dict[str, set[str]] = {
     "errors": set(),
@@ -23,27 +24,28 @@ LAW: dict[str, set[str]] = {
     "model": BASE,
     "checkpoint": BASE,
     "parallel": BASE | {"model"},
-    "history": BASE | {"checkpoint"},
+    "rundir": BASE | {"checkpoint"},
     "transformers_tokenizer": BASE | {"data"},
-    "export": BASE | {"model", "checkpoint", "history"},
-    "train": BELOW_TRAIN,
-    "profile": BELOW_TRAIN | {"train"},
-    "generate": BASE | {"data", "model", "checkpoint", "history", "export"},
-    "exporting": BASE | {"checkpoint", "train", "export"},
-    "attached": BASE | {"train", "profile", "exporting"},
-    "api": BELOW_TRAIN | {"train", "profile", "export", "generate", "exporting", "attached"},
-    "cli": BELOW_TRAIN | {"train", "profile", "export", "generate", "exporting", "attached", "api"},
+    "export": BASE | {"model", "checkpoint", "rundir"},
+    "train": MATHS,
+    "run": LAUNCH,
+    "profile": LAUNCH | {"run"},
+    "generate": BASE | {"data", "model", "checkpoint", "rundir", "export"},
+    "exporting": BASE | {"checkpoint", "train", "run", "export"},
+    "attached": BASE | {"run", "profile", "exporting"},
+    "api": LAUNCH | {"run", "profile", "export", "generate", "exporting", "attached"},
+    "cli": LAUNCH | {"run", "profile", "export", "generate", "exporting", "attached", "api"},
     "": {"api"} | BASE,
     "__main__": {"cli"},
 }
 HEAVY = {"torch", "transformers", "peft", "datasets", "liger_kernel", "accelerate"}
 # These never import torch or transformers, not even inside a function.
-NEVER_HEAVY = {"errors", "config", "data", "history"}
+NEVER_HEAVY = {"errors", "config", "data", "rundir"}
 # These may, but only inside a function.
 LAZILY_HEAVY = {"runtime", "cli", "api", ""}
 # Who may see the whole recipe; everything else gets its own section or plain values.
 SEES_RECIPE = {"config", "profile", "exporting", "cli", "api"}
-SEES_RECIPE_FILES = {"tuner.train.setup", "tuner.train.run", "tuner.train.score"}
+SEES_RECIPE_FILES = {"tuner.run.setup", "tuner.run.main", "tuner.run.score"}
 
 
 def modules() -> dict[str, Path]:
@@ -182,7 +184,7 @@ def test_light_modules_leave_torch_unloaded() -> None:
 
 
 def test_the_law_catches_what_it_forbids() -> None:
-    lazy = ast.parse("def f() -> None:\n    from tuner.train.loop import loop\n")
+    lazy = ast.parse("def f() -> None:\n    from tuner.run.loop import loop\n")
     typed = ast.parse("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tuner.data.order\n")
     assert unlawful("tuner.export.hf", lazy)
     assert unlawful("tuner.model.build", typed)

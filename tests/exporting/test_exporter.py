@@ -17,11 +17,11 @@ from tuner.errors import DataError, ExitCode, MachineError, VerificationError
 from tuner.exporting.directory import LATEST, is_export, lead_latest_to, newest_export, prune_exports
 from tuner.exporting.exporter import Exporter
 from tuner.exporting.process import ExportProcess
+from tuner.run.hooks import Report, Status
+from tuner.run.preflight import RunResult
 from tuner.runtime.console import Console
 from tuner.runtime.files import json_bytes
-from tuner.train.hooks import Report, Status
 from tuner.train.plan import Cadence
-from tuner.train.ready import RunResult
 
 OPTIONS = {"dtype": "bf16", "adapter": "none", "shard_size": 5 * 10**9}
 # Stands for the command: writes what it is told to the target and reports it, fails, or takes its time.

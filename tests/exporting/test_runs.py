@@ -17,8 +17,8 @@ from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import RecipeError
 from tuner.export.hf import export_hf
+from tuner.run.preflight import LaunchOptions
 from tuner.runtime.warned import Warned, collected
-from tuner.train.ready import TrainOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +31,7 @@ def launch(directory: Path, **flags: str) -> Path:
     flags = {"train__duration": "6 steps", "checkpoint__every": "500 steps", "export__dtype": "fp32"} | flags
     overrides = [Override(key.replace("__", "."), value) for key, value in flags.items()]
     loaded = load_recipe(directory / "r.yaml", overrides, cwd=directory)
-    return launch_attached(loaded, TrainOptions(), "error").run_dir
+    return launch_attached(loaded, LaunchOptions(), "error").run_dir
 
 
 def test_exports_of_a_run_are_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,17 +269,17 @@ def command_line(command: tuple[str, ...]) -> int:
 
 def note_order(path: Path) -> None:
     """Have this process append the rows of each step that it trains to `path`."""
-    from tuner.train import loop
+    from tuner.run import loop
 
     real: Callable[..., Any] = loop.optimizer_step
 
-    def noted(learner: Any, index: int, batches: Any, *rest: Any) -> Any:
+    def noted(train_state: Any, index: int, batches: Any, *rest: Any) -> Any:
         digest = hashlib.sha256(batches.row_ids.tobytes())
         for batch in batches.micro:
             digest.update(batch.input_ids.tobytes())
         with path.open("a") as file:
-            file.write(f"{learner.numerics.rank} {index + 1} {digest.hexdigest()}\n")
-        return real(learner, index, batches, *rest)
+            file.write(f"{train_state.step_config.rank} {index + 1} {digest.hexdigest()}\n")
+        return real(train_state, index, batches, *rest)
 
     loop.optimizer_step = noted
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.train.synthetic import assembly_for, recipe_for, write_model
-from tuner.runtime.launch import Launch
+from tuner.runtime.dist import RankInfo
 from tuner.train.step import optimizer_step
 
 # Trained tokens of the twelve rows, of which a step takes four, two at a time: uneven, so that a loss normalised per
@@ -43,10 +43,10 @@ def test_the_losses_are_those_of_the_golden_run(name: str, sections: dict[str, A
     }
     for section, values in sections.items():
         everything[section] = {**everything.get(section, {}), **values}
-    assembly = assembly_for(recipe_for(tmp_path, **everything), TRAINED, Launch())
-    table = assembly.timetable
+    assembly = assembly_for(recipe_for(tmp_path, **everything), TRAINED, RankInfo())
+    table, state = assembly.timetable, assembly.train_state
     losses = [
-        optimizer_step(assembly.learner, step, assembly.batches.step(step), table.schedule.factor(step + 1)).read().loss
+        optimizer_step(state, step, assembly.batches.step(step), table.schedule.factor(step + 1)).read().loss
         for step in range(table.plan.total_steps)
     ]
     assert losses == pytest.approx(LOSSES[name], rel=1e-4)

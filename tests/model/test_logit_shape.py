@@ -13,7 +13,7 @@ from tuner.model import linear_cross_entropy as module
 from tuner.model.attention import PACKED
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.logit_shape import PLAIN, LogitShape
-from tuner.model.objective import OwnObjective
+from tuner.model.objective import CustomObjective
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM
 
@@ -88,7 +88,7 @@ def test_a_loss_of_the_users_own_sees_the_factor() -> None:
     def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor) -> object:
         return cross_entropy(hidden @ weight.T, targets, reduction="sum"), {}
 
-    own = OwnObjective(plain, "own")  # type: ignore[arg-type]
+    own = CustomObjective(plain, "own")  # type: ignore[arg-type]
     hidden, weight, targets = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
     expected = cross_entropy(hidden @ weight.T * 0.25, targets, reduction="sum")
     torch.testing.assert_close(own(hidden, weight, None, targets, LogitShape(0.25)), expected)

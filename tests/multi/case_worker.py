@@ -24,13 +24,13 @@ from tests.multi.launcher import bound_listener, open_store
 from tests.train.synthetic import assembly_for, recipe_for
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
+from tuner.run import loop, session
+from tuner.run.main import train
+from tuner.run.preflight import LaunchOptions
 from tuner.runtime.console import Console
-from tuner.runtime.launch import Launch
+from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
-from tuner.train import loop, session
-from tuner.train.ready import TrainOptions
-from tuner.train.run import train
-from tuner.train.step import Learner, optimizer_step
+from tuner.train.step import TrainState, optimizer_step
 
 WORLD = 4
 
@@ -54,16 +54,16 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_whole(case: dict[str, Any], launch: Launch, output: Path) -> None:
+def run_whole(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
     """Train as the command does; what is counted lies between the beginnings of the third and the fourth step."""
     real, answer, counter = loop.optimizer_step, session.answer_samples, CollectiveCounter()
 
-    def counted(learner: Learner, index: int, *rest: Any) -> Any:
+    def counted(train_state: TrainState, index: int, *rest: Any) -> Any:
         if index == 2:
             counter.__enter__()
         elif index == 3:
             counter.__exit__(None, None, None)
-        return real(learner, index, *rest)
+        return real(train_state, index, *rest)
 
     def signalled(*args: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -72,19 +72,19 @@ def run_whole(case: dict[str, Any], launch: Launch, output: Path) -> None:
     recipe = Path(case["recipe"])
     overrides = [Override(key, text) for key, text in case["flags"].items()]
     loop.optimizer_step = counted
-    if launch.rank == case.get("signalled"):
+    if rank_info.rank == case.get("signalled"):
         session.answer_samples = signalled
     try:
         loaded = load_recipe(recipe, overrides, recipe.parent)
-        result = train(loaded, TrainOptions(resume="auto"), launch, Console(main=False))
+        result = train(loaded, LaunchOptions(resume="auto"), rank_info, Console(main=False))
     finally:
         loop.optimizer_step, session.answer_samples = real, answer
-    if launch.is_main:
+    if rank_info.is_main:
         found = {"collectives": counter.counts, "status": result.status, "step": result.step}
         (output / f"{case['name']}.json").write_text(json.dumps(found))
 
 
-def run_steps(case: dict[str, Any], launch: Launch, output: Path) -> None:
+def run_steps(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
     """Take steps and keep the losses, the gradients before the update, and the collectives of the second step."""
     model = Path(case["model"])
     recipe = recipe_for(
@@ -102,24 +102,24 @@ def run_steps(case: dict[str, Any], launch: Launch, output: Path) -> None:
     )
     gradients: dict[str, torch.Tensor] = {}
     counter, taken = CollectiveCounter(), []
-    with process_group(launch, "cpu", 60):
-        assembly = assembly_for(recipe, case["trained"], launch, packed=case["packed"])
-        learner = assembly.learner
-        real = learner.optimizer.step
+    with process_group(rank_info, "cpu", 60):
+        assembly = assembly_for(recipe, case["trained"], rank_info, packed=case["packed"])
+        train_state = assembly.train_state
+        real = train_state.optimizer.step
 
         def spy(*args: Any, **options: Any) -> Any:
             with _disable_current_modes():
-                found = {n: p.grad for n, p in learner.parameters.items() if p.grad is not None}
+                found = {n: p.grad for n, p in train_state.parameters.items() if p.grad is not None}
                 gradients.update({f"{len(taken)}.{name}": whole(gradient) for name, gradient in found.items()})
             return real(*args, **options)
 
-        learner.optimizer.step = spy  # type: ignore[method-assign]
+        train_state.optimizer.step = spy  # type: ignore[method-assign]
         for step in range(case["steps"]):
             batches = assembly.batches.step(step)
             with counter if step == 1 else contextlib.nullcontext():
-                taken.append(optimizer_step(learner, step, batches, case["factor"]))
+                taken.append(optimizer_step(train_state, step, batches, case["factor"]))
     results = [scalars.read() for scalars in taken]
-    if launch.is_main:
+    if rank_info.is_main:
         facts = {
             "loss": [r.loss for r in results],
             "grad_norm": [r.grad_norm for r in results],
@@ -132,9 +132,9 @@ def run_steps(case: dict[str, Any], launch: Launch, output: Path) -> None:
 def run_rank(rank: int, cases: list[dict[str, Any]], output: Path) -> None:
     for case in cases:
         if rank < case["world"]:
-            launch = Launch(rank, case["world"], rank % case["local"], case["local"])
+            rank_info = RankInfo(rank, case["world"], rank % case["local"], case["local"])
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case["port"]))
-            (run_whole if "recipe" in case else run_steps)(case, launch, output)
+            (run_whole if "recipe" in case else run_steps)(case, rank_info, output)
             assert not dist.is_initialized()
 
 

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tests.train.synthetic import assembly_for, recipe_for
 from tuner.data.batches import StepBatches
 from tuner.parallel.fsdp import sync_gradients
-from tuner.runtime.launch import Launch
+from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
-from tuner.train.step import Learner, microbatch_loss
+from tuner.train.step import TrainState, microbatch_loss
 
 ROWS = [1, 20, 3, 15, 0, 0, 20, 7, 5, 2]
 """Trained tokens of each row: uneven, and none for one of two ranks in the second step."""
@@ -39,12 +39,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
-def backward(learner: Learner, batches: StepBatches) -> torch.Tensor:
+def backward(train_state: TrainState, batches: StepBatches) -> torch.Tensor:
     """Leave the gradients of a step's mean loss; this rank's summed loss."""
     losses = []
     for number, batch in enumerate(batches.micro):
-        sync_gradients(learner.root, number == len(batches.micro) - 1)
-        losses.append(microbatch_loss(learner.root, batch, learner.numerics))
+        sync_gradients(train_state.root, number == len(batches.micro) - 1)
+        losses.append(microbatch_loss(train_state.root, batch, train_state.step_config))
         (losses[-1] / batches.trained_count).backward()
     return torch.stack(losses).sum().detach()
 
@@ -59,7 +59,7 @@ def give(parameters: dict[str, torch.nn.Parameter], step: int) -> None:
         parameter.grad = gradient
 
 
-def trained(model: Path, optimizer: dict[str, Any], launch: Launch, drawn: bool) -> dict[str, torch.Tensor]:
+def trained(model: Path, optimizer: dict[str, Any], rank_info: RankInfo, drawn: bool) -> dict[str, torch.Tensor]:
     """Losses, weights and moments after a few steps with the model's gradients, or ones that are drawn. Collective."""
     recipe = recipe_for(
         model,
@@ -67,28 +67,28 @@ def trained(model: Path, optimizer: dict[str, Any], launch: Launch, drawn: bool)
         data={"shuffle": False, "train": str(model / "rows.jsonl")},
         optimizer={**optimizer, "weight_decay": 0.1},
     )
-    assembly = assembly_for(recipe, ROWS, launch)
-    learner, losses = assembly.learner, []
-    start = {f"start/{name}": whole(parameter) for name, parameter in learner.parameters.items()}
+    assembly = assembly_for(recipe, ROWS, rank_info)
+    train_state, losses = assembly.train_state, []
+    start = {f"start/{name}": whole(parameter) for name, parameter in train_state.parameters.items()}
     for step in range(STEPS):
         if drawn:
-            give(learner.parameters, step)
+            give(train_state.parameters, step)
         else:
-            losses.append(backward(learner, assembly.batches.step(step)))
-        learner.optimizer.set_factor(0.5 if step else 1.0)
-        learner.optimizer.step(torch.tensor(False), torch.tensor(2.0))
-        learner.optimizer.zero_grad()
+            losses.append(backward(train_state, assembly.batches.step(step)))
+        train_state.optimizer.set_factor(0.5 if step else 1.0)
+        train_state.optimizer.step(torch.tensor(False), torch.tensor(2.0))
+        train_state.optimizer.zero_grad()
     total = torch.stack(losses or [torch.ones(())])
-    if launch.world_size > 1 and not drawn:
+    if rank_info.world_size > 1 and not drawn:
         torch.distributed.all_reduce(total)
-    state = {name: whole(tensor) for name, tensor in learner.optimizer.state_tensors().items()}
-    return start | {"loss": total} | {name: whole(p) for name, p in learner.parameters.items()} | state
+    state = {name: whole(tensor) for name, tensor in train_state.optimizer.state_tensors().items()}
+    return start | {"loss": total} | {name: whole(p) for name, p in train_state.parameters.items()} | state
 
 
-def all_trained(model: Path, launch: Launch) -> dict[str, dict[str, torch.Tensor]]:
+def all_trained(model: Path, rank_info: RankInfo) -> dict[str, dict[str, torch.Tensor]]:
     """What every optimizer makes, with both kinds of gradients."""
     return {
-        f"{kind} {drawn}": trained(model, optimizer, launch, drawn)
+        f"{kind} {drawn}": trained(model, optimizer, rank_info, drawn)
         for kind, optimizer in OPTIMIZERS.items()
         for drawn in (False, True)
     }
@@ -96,10 +96,10 @@ def all_trained(model: Path, launch: Launch) -> dict[str, dict[str, torch.Tensor
 
 def main() -> None:
     model, target = map(Path, sys.argv[1:3])
-    launch = Launch.from_environment()
-    with process_group(launch, "cpu", 120):
-        found = all_trained(model, launch)
-    if launch.is_main:
+    rank_info = RankInfo.from_environment()
+    with process_group(rank_info, "cpu", 120):
+        found = all_trained(model, rank_info)
+    if rank_info.is_main:
         flat = {f"{case}|{name}": tensor for case, state in found.items() for name, tensor in state.items()}
         save_file({name: tensor.contiguous() for name, tensor in flat.items()}, target)
 

@@ -9,22 +9,22 @@ from torch._dynamo.utils import counters
 
 from tests.train.synthetic import assembly_for, recipe_for
 from tuner.model import compile as compiling
-from tuner.runtime.launch import Launch
+from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
 from tuner.train.step import optimizer_step
 
 
 def main() -> None:
     wishes = json.loads(sys.argv[1])
-    launch = Launch.from_environment()
+    rank_info = RankInfo.from_environment()
     compiling.BACKEND = "aot_eager"  # layers are traced and differentiated as for a compilation, and run as they are
-    with process_group(launch, "cpu", 120):
-        found = [take_steps(wish, launch) for wish in (wishes if isinstance(wishes, list) else [wishes])]
-    if launch.is_main:
+    with process_group(rank_info, "cpu", 120):
+        found = [take_steps(wish, rank_info) for wish in (wishes if isinstance(wishes, list) else [wishes])]
+    if rank_info.is_main:
         print(json.dumps(found if isinstance(wishes, list) else found[0]))
 
 
-def take_steps(options: dict[str, Any], launch: Launch) -> dict[str, Any]:
+def take_steps(options: dict[str, Any], rank_info: RankInfo) -> dict[str, Any]:
     """Losses and gradient norms of every step, names of the trained parameters, and how often layers were compiled."""
     recipe = recipe_for(
         Path(options["model"]),
@@ -39,16 +39,16 @@ def take_steps(options: dict[str, Any], launch: Launch) -> dict[str, Any]:
         data={"shuffle": False, "train": str(Path(options["model"]) / "rows.jsonl")},
     )
     counters.clear()
-    assembly = assembly_for(recipe, options["trained"], launch, new_ids=range(*options.get("new_ids", (0, 0))))
+    assembly = assembly_for(recipe, options["trained"], rank_info, new_ids=range(*options.get("new_ids", (0, 0))))
     results = [
-        optimizer_step(assembly.learner, step, assembly.batches.step(step), 1.0).read()
+        optimizer_step(assembly.train_state, step, assembly.batches.step(step), 1.0).read()
         for step in range(options["steps"])
     ]
     return {
         "loss": [r.loss for r in results],
         "grad_norm": [r.grad_norm for r in results],
         "compilations": counters["stats"]["unique_graphs"],
-        "trained": sorted(assembly.learner.parameters),
+        "trained": sorted(assembly.train_state.parameters),
     }
 
 

@@ -12,13 +12,13 @@ from tuner.checkpoint.load import step_dirs
 # Layer 3 of 4 gives NaN on rank 1 from step 7 (index 6) on; the replay of the step meets it again.
 PLANTED = """
 import sys
-import tuner.train.loop as loop
+import tuner.run.loop as loop
 real = loop.optimizer_step
-def planted(learner, index, *rest):
-    if index == 6 and learner.numerics.rank == 1:
-        layer = learner.root.model.get_decoder().layers[3]
+def planted(state, index, *rest):
+    if index == 6 and state.step_config.rank == 1:
+        layer = state.root.model.get_decoder().layers[3]
         layer.mlp.down_proj.register_forward_hook(lambda module, inputs, output: output * float("nan"))
-    return real(learner, index, *rest)
+    return real(state, index, *rest)
 loop.optimizer_step = planted
 from tuner.cli.main import main
 main(sys.argv[1:])

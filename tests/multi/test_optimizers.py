@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.multi import optimizer_worker
 from tests.multi.launcher import run
 from tests.train.synthetic import write_model
-from tuner.runtime.launch import Launch
+from tuner.runtime.dist import RankInfo
 
 WORKER = str(Path(__file__).with_name("optimizer_worker.py"))
 
@@ -25,7 +25,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
     for name, tensor in load_file(model / "two.safetensors").items():
         case, _, name_in_case = name.partition("|")
         two.setdefault(case, {})[name_in_case] = tensor
-    return optimizer_worker.all_trained(model, Launch()), two
+    return optimizer_worker.all_trained(model, RankInfo()), two
 
 
 @pytest.mark.multi

@@ -10,7 +10,7 @@ from tests.model.tiny import VOCAB
 from tests.multi.launcher import run
 from tests.multi.parity_worker import take_steps
 from tests.train.synthetic import write_model
-from tuner.runtime.launch import Launch
+from tuner.runtime.dist import RankInfo
 
 WORKER = str(Path(__file__).with_name("parity_worker.py"))
 NONE = {"kind": "none"}
@@ -43,7 +43,7 @@ def test_one_process_and_two_agree(tmp_path: Path) -> None:
     wishes = [{**plain, "trained": [1, 20, 3, 15, 7, 5], **wish} for wish in WISHES.values()]
     two = json.loads(run([WORKER, json.dumps([{**wish, "micro": 2} for wish in wishes])], 2))
     for name, wish, there in zip(WISHES, wishes, two, strict=True):
-        here = take_steps({**wish, "train": {}}, Launch())
+        here = take_steps({**wish, "train": {}}, RankInfo())
         assert here["trained"] == there["trained"]
         assert bool(there["compilations"]) == wish.get("train", {}).get("compile", False)
         assert here["loss"][0] != here["loss"][-1], "the weights must have moved"

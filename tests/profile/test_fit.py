@@ -18,14 +18,14 @@ from tuner.profile.devices import find_device
 from tuner.profile.fit import Fit, changed, fit
 from tuner.profile.predict import Target
 from tuner.profile.words import choices_table, flags, sentence, table
-from tuner.runtime.launch import Launch
+from tuner.runtime.dist import RankInfo
 
 TUNER = [sys.executable, "-m", "tuner"]
 ROOMY = 16 << 30
 
 
 def fitted(directory: Path, limit: int, processes: int = 1, **sections: dict[str, Any]) -> Fit:
-    target = Target(find_device("cpu"), Launch(0, processes, 0, processes), limit)
+    target = Target(find_device("cpu"), RankInfo(0, processes, 0, processes), limit)
     return fit(wish(directory, **sections), target)
 
 

@@ -22,11 +22,11 @@ from tuner.profile import measure as measuring
 from tuner.profile.launch import measure_recipe
 from tuner.profile.measure import MeasureOptions, measure
 from tuner.profile.measurement import TIMES, Measurement, duration_text, from_plain
-from tuner.runtime.launch import Launch
+from tuner.run.setup import resolve
+from tuner.runtime.dist import RankInfo
 from tuner.train.guard import WINDOW
-from tuner.train.setup import resolve
 
-SINGLE = Launch(0, 1, 0, 1)
+SINGLE = RankInfo(0, 1, 0, 1)
 
 
 @pytest.fixture

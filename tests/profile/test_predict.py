@@ -17,7 +17,7 @@ from tuner.errors import RecipeError
 from tuner.profile.devices import DEVICES, find_device, parse_memory, parse_processes
 from tuner.profile.predict import Target, predict
 from tuner.profile.prediction import Prediction
-from tuner.runtime.launch import Launch
+from tuner.runtime.dist import RankInfo
 
 MIB = 1 << 20
 
@@ -37,7 +37,7 @@ def wish(directory: Path, **sections: dict[str, Any]) -> Recipe:
 
 def predicted(recipe: Recipe, device: str = "cpu", limit: int = 1 << 34, processes: str = "1") -> Prediction:
     machines, each = parse_processes(processes)
-    return predict(recipe, Target(find_device(device), Launch(0, machines * each, 0, each), limit))
+    return predict(recipe, Target(find_device(device), RankInfo(0, machines * each, 0, each), limit))
 
 
 def test_a_directory_with_a_config_alone_is_enough(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.caches import new_cache
 from tests.profile.test_watch import launch, workplace  # noqa: F401 - a fixture
 from tuner.errors import MemoryLimitError
 from tuner.profile import watch
-from tuner.train import loop
+from tuner.run import loop
 
 MODEL = """
 import json, resource, sys
@@ -40,11 +40,11 @@ from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import MemoryLimitError
 from tuner.runtime import allocator
-from tuner.train import run, setup
-from tuner.train.ready import TrainOptions
+from tuner.run import main as run_main, setup
+from tuner.run.preflight import LaunchOptions
 
 setup.keep_freed_memory = lambda size: None  # it reserves addresses
-steps = run.train_loop
+steps = run_main.train_loop
 def capped(*given):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 260 * 2**20, resource.RLIM_INFINITY))
@@ -52,10 +52,10 @@ def capped(*given):
         return steps(*given)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-run.train_loop = capped
+run_main.train_loop = capped
 def train(name, flags):
     overrides = [Override(*pair) for pair in {"name": name, **flags}.items()]
-    return launch_attached(load_recipe("r.yaml", overrides), TrainOptions(), "error")
+    return launch_attached(load_recipe("r.yaml", overrides), LaunchOptions(), "error")
 try:
     train("first", {})
 except MemoryLimitError as error:
@@ -95,7 +95,7 @@ def test_a_cap_on_addresses_ends_with_5_and_the_override_fits(tmp_path: Path, mo
     assert "predicted at the fullest moment of a step" in done.stderr
 
 
-def fails(learner: Any, index: int, *rest: Any) -> None:
+def fails(train_state: Any, index: int, *rest: Any) -> None:
     raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12")
 
 

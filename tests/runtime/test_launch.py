@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tuner.errors import MachineError
-from tuner.runtime.launch import Launch
+from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import first_host, rendezvous, threads_per_rank
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -22,21 +22,21 @@ SLURM = {
 
 
 def test_single_process() -> None:
-    launch = Launch.from_environment({})
-    assert launch == Launch(0, 1, 0, 1)
-    assert launch.is_main
+    rank_info = RankInfo.from_environment({})
+    assert rank_info == RankInfo(0, 1, 0, 1)
+    assert rank_info.is_main
 
 
 def test_torchrun_wins_over_slurm() -> None:
-    assert Launch.from_environment({**SLURM, **TORCHRUN}) == Launch(3, 4, 1, 2)
-    assert not Launch.from_environment(TORCHRUN).is_main
+    assert RankInfo.from_environment({**SLURM, **TORCHRUN}) == RankInfo(3, 4, 1, 2)
+    assert not RankInfo.from_environment(TORCHRUN).is_main
 
 
 def test_slurm_steps_with_several_tasks_only() -> None:
-    assert Launch.from_environment(SLURM) == Launch(5, 7, 1, 2)
-    assert Launch.from_environment({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) == Launch()
+    assert RankInfo.from_environment(SLURM) == RankInfo(5, 7, 1, 2)
+    assert RankInfo.from_environment({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) == RankInfo()
     batch_script = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}
-    assert Launch.from_environment(batch_script) == Launch()
+    assert RankInfo.from_environment(batch_script) == RankInfo()
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_slurm_steps_with_several_tasks_only() -> None:
 )
 def test_contradictions_are_refused(name: str, value: str, words: str) -> None:
     with pytest.raises(MachineError, match=words):
-        Launch.from_environment({**TORCHRUN, name: value})
+        RankInfo.from_environment({**TORCHRUN, name: value})
 
 
 def test_rendezvous() -> None:
@@ -74,4 +74,4 @@ def test_first_host(nodes: str, host: str) -> None:
 
 
 def test_every_rank_gets_a_thread() -> None:
-    assert threads_per_rank(Launch(0, 4096, 0, 4096)) == 1
+    assert threads_per_rank(RankInfo(0, 4096, 0, 4096)) == 1

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from tuner.errors import MachineError
-from tuner.runtime.launch import Launch
+from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import any_rank, gloo_group, process_group
 
 SCRIPT = """
 import os, sys
 import torch, torch.distributed as dist
-from tuner.runtime.launch import Launch
+from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import any_rank, gloo_group, process_group
-launch = Launch.from_environment()
+launch = RankInfo.from_environment()
 with process_group(launch, "cpu", 30.0):
     group = gloo_group()
     assert group is gloo_group() and dist.get_world_size(group) == 2
@@ -70,23 +70,23 @@ def test_two_processes_join_agree_and_leave(root: Path, launcher: str) -> None:
 
 
 def test_a_single_process_starts_nothing() -> None:
-    with process_group(Launch(), "cpu", 1.0):
+    with process_group(RankInfo(), "cpu", 1.0):
         assert gloo_group() is None
     assert any_rank(True, None)
     assert not any_rank(False, None)
 
 
 def test_nowhere_to_meet_is_one_clear_line() -> None:
-    with pytest.raises(MachineError, match="MASTER_ADDR"), process_group(Launch(0, 2, 0, 2), "cpu", 1.0):
+    with pytest.raises(MachineError, match="MASTER_ADDR"), process_group(RankInfo(0, 2, 0, 2), "cpu", 1.0):
         pass
 
 
 FAIL = """
 import sys, time
 from tuner.errors import DataError, LostRankError
-from tuner.runtime.launch import Launch
+from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import any_rank, gloo_group, process_group
-launch = Launch.from_environment()
+launch = RankInfo.from_environment()
 try:
     with process_group(launch, "cpu", float(sys.argv[2])):
         if launch.rank == 1:
@@ -105,7 +105,8 @@ def test_a_rank_alone_waits_no_longer_than_its_time_out(monkeypatch: pytest.Monk
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     started = time.monotonic()
-    with pytest.raises(MachineError, match="rank 1 of 2 could not join"), process_group(Launch(1, 2, 1, 2), "cpu", 4.0):
+    other = RankInfo(1, 2, 1, 2)
+    with pytest.raises(MachineError, match="rank 1 of 2 could not join"), process_group(other, "cpu", 4.0):
         pass
     assert time.monotonic() - started < 7.5, "torch tries twice"
 

@@ -9,8 +9,8 @@ from tests.model.tiny import VOCAB, tiny_config
 from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe
 from tuner.data.prepared import PreparedData, Row
-from tuner.runtime.launch import Launch
-from tuner.train.setup import Assembly, assemble, resolve
+from tuner.run.setup import Assembly, assemble, resolve
+from tuner.runtime.dist import RankInfo
 
 MAX_LENGTH = 32
 
@@ -97,9 +97,9 @@ def recipe_for(model_dir: Path, **sections: dict[str, Any]) -> Recipe:
 
 
 def assembly_for(
-    recipe: Recipe, trained: list[int], launch: Launch, packed: bool = True, new_ids: range = range(0)
+    recipe: Recipe, trained: list[int], rank_info: RankInfo, packed: bool = True, new_ids: range = range(0)
 ) -> Assembly:
     rows: Any = SyntheticRows(trained) if packed else UnpackedRows(SyntheticRows(trained))
     prepared = PreparedData(Path("/none"), "key", {}, rows, None, [])
     tokenizer: Any = NoTokenizer()
-    return assemble(resolve(recipe, MAX_LENGTH, launch, new_ids), prepared, tokenizer, launch)
+    return assemble(resolve(recipe, MAX_LENGTH, rank_info, new_ids), prepared, tokenizer, rank_info)

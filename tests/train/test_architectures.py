@@ -23,7 +23,7 @@ from tests.model.tiny import SHAPE
 from tuner.checkpoint.load import newest
 from tuner.config.shipped import recipes_dir
 from tuner.errors import DataError, RecipeError
-from tuner.train import meta
+from tuner.run import meta
 
 SIZES = SHAPE | {"vocab_size": 320}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8, "attn_layer_indices": [1]}

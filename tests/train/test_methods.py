@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.test_run import launch, lines
+from tests.run.test_run import launch, lines
 from tools import resume_campaign
 from tuner.errors import PluginError
 from tuner.model.logit_shape import LogitShape
-from tuner.train import setup
-from tuner.train.meter import CLOCKED
+from tuner.run import setup
+from tuner.train.figures import CLOCKED
 
 LOSS = """
 import torch

@@ -11,7 +11,7 @@ from transformers.optimization import Adafactor
 
 from tuner.config.recipe import Optimizer
 from tuner.errors import RecipeError
-from tuner.train.optimizer import Updater, build_updater, is_matrix
+from tuner.train.optimizer import OptimizerSet, build_optimizer, is_matrix
 
 SHAPES = {
     "embed.weight": (7, 4),
@@ -44,12 +44,12 @@ def gradients(step: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def built(own: dict[str, nn.Parameter], kind: str, **values: Any) -> Updater:
+def built(own: dict[str, nn.Parameter], kind: str, **values: Any) -> OptimizerSet:
     section = {"kind": kind, "lr": 0.1, "weight_decay": 0.3, **KINDS.get(kind, {}), **values}
-    return build_updater(SECTIONS.validate_python(section), own, OUTER)
+    return build_optimizer(SECTIONS.validate_python(section), own, OUTER)
 
 
-def take(updater: Updater, own: dict[str, nn.Parameter], steps: range) -> None:
+def take(updater: OptimizerSet, own: dict[str, nn.Parameter], steps: range) -> None:
     for step in steps:
         for name, gradient in gradients(step).items():
             own[name].grad = gradient

@@ -15,13 +15,13 @@ from tuner.config.duration import Duration
 from tuner.config.recipe import Schedule as Section
 from tuner.errors import RecipeError
 from tuner.train.plan import plan_steps
-from tuner.train.schedule import WarmupAndFalls, build_schedule
+from tuner.train.schedule import WarmupDecay, build_schedule
 
 SECTIONS: TypeAdapter[Any] = TypeAdapter(Section)
 ROW_TOKENS = np.full(40, 100, dtype=np.int64)  # 10 steps an epoch, 400 tokens a step
 
 
-def schedule(total: int, **section: Any) -> WarmupAndFalls:
+def schedule(total: int, **section: Any) -> WarmupDecay:
     plan = plan_steps(Duration.parse(f"{total} steps"), ROW_TOKENS, 4)
     return build_schedule(SECTIONS.validate_python(section), plan, ROW_TOKENS)
 

@@ -9,16 +9,16 @@ from typing import Any
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.exporting.exporter import Exporter
 from tuner.profile.watch import watch_run
+from tuner.run.launch import launch, plain_result, train_as_rank
+from tuner.run.preflight import LaunchOptions, RunResult
 from tuner.runtime.console import Console, Level
-from tuner.runtime.launch import Launch
-from tuner.train.launch import launch, plain_result, train_as_rank
-from tuner.train.ready import RunResult, TrainOptions
+from tuner.runtime.dist import RankInfo
 
 RANK_MODULE = "tuner.attached.rank"
 
 
-def launch_attached(loaded: LoadedRecipe, options: TrainOptions, level: Level) -> RunResult:
-    """`tuner.train.launch.launch`, with exports during training and after it, and steps recorded, as the recipe says.
+def launch_attached(loaded: LoadedRecipe, options: LaunchOptions, level: Level) -> RunResult:
+    """`tuner.run.launch.launch`, with exports during training and after it, and steps recorded, as the recipe says.
 
     Raises what that raises and, once the run is complete, the error of an export that failed.
     """
@@ -26,7 +26,7 @@ def launch_attached(loaded: LoadedRecipe, options: TrainOptions, level: Level) -
     options = replace(options, watch=watch_run)
     if section.every is None and not section.at_end:
         return launch(loaded, options, level, RANK_MODULE)
-    main = Launch.from_environment().is_main
+    main = RankInfo.from_environment().is_main
     with Exporter(loaded.recipe, Console(main, level)) as exporter:
         result = launch(loaded, replace(options, attach=exporter.attach), level, RANK_MODULE)
         if main:
@@ -36,7 +36,7 @@ def launch_attached(loaded: LoadedRecipe, options: TrainOptions, level: Level) -
 
 def train_attached_as_rank(work: Mapping[str, Any]) -> dict[str, Any]:
     """What each process started by `launch` does; rank 0 exports while it trains, the parent at the end."""
-    place, section = Launch.from_environment(), load_recipe(work["recipe"]).recipe.export
+    place, section = RankInfo.from_environment(), load_recipe(work["recipe"]).recipe.export
     if section.every is None and not section.at_end:
         return plain_result(train_as_rank(work, watch=watch_run))
     with Exporter(load_recipe(work["recipe"]).recipe, Console(place.is_main, work["level"])) as exporter:

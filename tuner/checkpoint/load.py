@@ -17,13 +17,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
-from tuner.checkpoint.agree import Ranks, first_failure
+from tuner.checkpoint.failures import first_failure
 from tuner.checkpoint.hashes import verify_shard
 from tuner.checkpoint.index import DTYPE_NAMES, Index, TensorEntry, read_index
 from tuner.checkpoint.manifest import PROBE_NAME, STATE_NAME, rank_files, read_manifest
 from tuner.checkpoint.steps import step_dirs
 from tuner.checkpoint.storage import SafetensorsReader, read_box, tensor_bytes
 from tuner.errors import DataError
+from tuner.runtime.collective import Collective
 from tuner.runtime.files import read_json
 from tuner.runtime.process import gloo_group
 
@@ -99,7 +100,7 @@ def load_into(info: CheckpointInfo, tensors: Mapping[str, torch.Tensor], prefix:
     """
     index = info.index()
     require_same(info.path, {name: entry for name, entry in index.items() if name.startswith(prefix)}, tensors)
-    ranks = Ranks(gloo_group())
+    ranks = Collective(gloo_group())
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings(), torch.no_grad():

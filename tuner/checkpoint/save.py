@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from tuner.checkpoint.agree import Ranks, first_failure
+from tuner.checkpoint.failures import first_failure
 from tuner.checkpoint.load import open_checkpoint
 from tuner.checkpoint.manifest import INDEX_NAME, MANIFEST_SCHEMA, PROBE_NAME, STATE_NAME, sealed
 from tuner.checkpoint.staging import Staged
 from tuner.checkpoint.steps import step_name
 from tuner.checkpoint.storage import SafetensorsWriter, WrittenFile, total_bytes
 from tuner.errors import DataError, MachineError, TunerError
+from tuner.runtime.collective import Collective
 from tuner.runtime.files import (
     MANIFEST_NAME,
     TMP_PREFIX,
@@ -63,7 +64,7 @@ def save(  # noqa: PLR0913 - the parts of a checkpoint
     probe: Mapping[str, torch.Tensor] | None = None,
     *,
     staged: Staged | None = None,
-    ranks: Ranks | None = None,
+    ranks: Collective | None = None,
 ) -> Path:
     """Commit `tensors` (plain or DTensors, the same names on every rank) as `step-N`; returns its path.
 
@@ -74,16 +75,16 @@ def save(  # noqa: PLR0913 - the parts of a checkpoint
     raises: MachineError for the disk, with the path and the bytes needed; earlier checkpoints are untouched.
     """
     _refuse_others(tensors)
-    ranks = ranks or Ranks(gloo_group())
+    ranks = ranks or Collective(gloo_group())
     final = run.path / step_name(step)
     tmp = run.path / f"{TMP_PREFIX}{final.name}-{run.run_id}"
-    if ranks.on_main(lambda: _is_saved(final, run.run_id, state, probe)):
+    if ranks.on_rank0(lambda: _is_saved(final, run.run_id, state, probe)):
         return final
-    ranks.on_main(lambda: _begin(final, tmp, total_bytes(tensors)))
+    ranks.on_rank0(lambda: _begin(final, tmp, total_bytes(tensors)))
     try:
         shards = _write_shards(tmp, tensors, staged, ranks)
         manifest = {"schema": MANIFEST_SCHEMA, "step": step, "world_size": ranks.size, "meta": dict(meta)}
-        ranks.on_main(lambda: _commit(tmp, final, shards, manifest, (state, probe)))
+        ranks.on_rank0(lambda: _commit(tmp, final, shards, manifest, (state, probe)))
     except BaseException:
         if ranks.rank == 0:
             with contextlib.suppress(TunerError):
@@ -155,7 +156,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def _write_shards(
-    tmp: Path, tensors: Mapping[str, torch.Tensor], staged: Staged | None, ranks: Ranks
+    tmp: Path, tensors: Mapping[str, torch.Tensor], staged: Staged | None, ranks: Collective
 ) -> list[WrittenFile]:
     """Write every rank's file and the index; returns the files in rank order."""
     writer = SafetensorsWriter(tmp, ranks.rank, ranks.size)
@@ -169,7 +170,7 @@ def _write_shards(
         save_state(dict(tensors), storage_writer=writer, planner=planner, process_group=ranks.group)
     except CheckpointException as error:
         raise first_failure(error, ranks) from error
-    return ranks.everywhere(writer.result)
+    return ranks.on_all_ranks(writer.result)
 
 
 def _write_alone(tensors: dict[str, Any], writer: SafetensorsWriter, planner: DefaultSavePlanner) -> None:

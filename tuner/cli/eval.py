@@ -23,8 +23,8 @@ from tuner.errors import RecipeError
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
     from tuner.config.overrides import Override
+    from tuner.run.score import Score, Trained
     from tuner.runtime.console import Console
-    from tuner.train.score import Score, Trained
 
 OF_THE_MODEL = ("model.", "adapter.", "tokenizer.")
 
@@ -45,15 +45,15 @@ def eval(  # noqa: A001 - the command's name
         if model == recipe == "-":
             raise RecipeError("only one of the two can be read from stdin")
         path = input_path(model)
+        from tuner.run.score import find_trained, score
         from tuner.runtime.console import Console
-        from tuner.runtime.launch import Launch
-        from tuner.train.score import find_trained, score
+        from tuner.runtime.dist import RankInfo
 
-        launch = Launch.from_environment()
-        console = Console(launch.is_main, "debug" if verbose else "info")
+        rank_info = RankInfo.from_environment()
+        console = Console(rank_info.is_main, "debug" if verbose else "info")
         trained = find_trained(path, console)
         loaded = _load(trained, recipe, overrides_of(ctx))
-        result = score(trained, loaded, launch, console)
+        result = score(trained, loaded, rank_info, console)
         _show(result, console)
         return _outcome(result)
 
@@ -63,7 +63,7 @@ def eval(  # noqa: A001 - the command's name
 def _load(trained: Trained, recipe: str | None, flags: list[Override]) -> LoadedRecipe:
     """The recipe given, or the run's own. Raises RecipeError for a flag that would change the model, or do nothing."""
     from tuner.config.load import load_recipe
-    from tuner.train.score import run_recipe
+    from tuner.run.score import run_recipe
 
     wrong = next((flag.key for flag in flags if flag.key.startswith(OF_THE_MODEL)), None)
     if wrong is not None:

@@ -89,12 +89,12 @@ def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
         loaded = load_for_command(recipe, overrides_of(ctx))
         from tuner.profile.report import check_output
         from tuner.runtime.console import Console
-        from tuner.runtime.launch import Launch
+        from tuner.runtime.dist import RankInfo
 
         if output is not None:
             check_output(output)
         level: Level = "debug" if verbose else "info"
-        console = Console(Launch.from_environment().is_main, level)
+        console = Console(RankInfo.from_environment().is_main, level)
         if measure is not None or dry_run:
             return _measured(loaded, wish, console, level)
         return _fitted(loaded, wish, console) if fit is not None else _predicted(loaded, wish, console)
@@ -105,8 +105,8 @@ def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
 def _target(loaded: LoadedRecipe, wish: Wish, limit: str | None, option: str) -> Target:
     from tuner.profile.devices import find_device, parse_memory, parse_processes, present_device
     from tuner.profile.predict import Target
-    from tuner.runtime.launch import Launch
-    from tuner.train.launch import local_processes
+    from tuner.run.launch import local_processes
+    from tuner.runtime.dist import RankInfo
 
     recipe = loaded.recipe
     found = present_device(recipe.train.device) if wish.device is None else find_device(wish.device)
@@ -115,8 +115,8 @@ def _target(loaded: LoadedRecipe, wish: Wish, limit: str | None, option: str) ->
     else:
         machines, each = 1, local_processes(recipe.parallel, found.kind)
     there = found.memory_bytes if found.kind == "cuda" else found.memory_bytes // each
-    launch = Launch(0, machines * each, 0, each)
-    return Target(found, launch, there if limit is None else parse_memory(option, limit))
+    rank_info = RankInfo(0, machines * each, 0, each)
+    return Target(found, rank_info, there if limit is None else parse_memory(option, limit))
 
 
 def _predicted(loaded: LoadedRecipe, wish: Wish, console: Console) -> Outcome:
@@ -156,7 +156,7 @@ def _measured(loaded: LoadedRecipe, wish: Wish, console: Console, level: Level) 
     from tuner.profile.measure import MeasureOptions
     from tuner.profile.predict import predict
     from tuner.profile.report import parts_table
-    from tuner.runtime.launch import Launch
+    from tuner.runtime.dist import RankInfo
 
     limit, steps = None if wish.memory is None else parse_memory("--memory", wish.memory), wish.measure or 1
     total_steps, found = measure_recipe(loaded, MeasureOptions(steps, limit, wish.output), level, wish.dry_run)
@@ -166,7 +166,7 @@ def _measured(loaded: LoadedRecipe, wish: Wish, console: Console, level: Level) 
     console.say("memory", parts_table(found))
     console.say("time", found.time_text())
     predicted = None
-    if wish.output is not None and not Launch.is_given():  # by now the data is prepared
+    if wish.output is not None and not RankInfo.is_given():  # by now the data is prepared
         predicted = predict(loaded.recipe, _target(loaded, wish, wish.memory, "--memory"))
     artifacts = _report(loaded, wish, console, found, predicted)
     if found.shortage is not None:
@@ -182,9 +182,9 @@ def _report(
 ) -> dict[str, str]:
     """Write the page where one is wanted; returns its files by what they are."""
     from tuner.profile.report import write_report
-    from tuner.runtime.launch import Launch
+    from tuner.runtime.dist import RankInfo
 
-    if wish.output is None or not Launch.from_environment().is_main:
+    if wish.output is None or not RankInfo.from_environment().is_main:
         return {}
     written = write_report(wish.output, loaded.recipe, measured, predicted)
     artifacts = {name: str(path) for name, path in written.items()}

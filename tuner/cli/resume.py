@@ -35,10 +35,10 @@ def resume(  # noqa: PLR0913 - one parameter per option of the command
 
     def body() -> Outcome:
         path = input_path(run_dir)
-        from tuner.train.ready import TrainOptions, resume_source
-        from tuner.train.resets import parse_reset
+        from tuner.run.preflight import LaunchOptions, resume_source
+        from tuner.run.resets import parse_reset
 
-        options = TrainOptions("must", dry_run=dry_run, reset=parse_reset(reset))
+        options = LaunchOptions("must", dry_run=dry_run, reset=parse_reset(reset))
         return launch_training(resume_source(path, overrides_of(ctx)), options, verbose)
 
     run_command("resume", OutputOptions(json, verbose, debug), body)

@@ -13,8 +13,8 @@ import typer
 from tuner.cli.session import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, input_path, run_command
 
 if TYPE_CHECKING:
-    from tuner.history.curves import Chart
-    from tuner.history.record import Run
+    from tuner.rundir.curves import Chart
+    from tuner.rundir.record import Run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 RunArgument = Annotated[str, typer.Argument(help="Run directory, or - for a path on stdin.")]
@@ -41,8 +41,8 @@ def list_runs(
     """List runs, oldest first: status, steps, losses, tokens and time."""
 
     def body() -> Outcome:
-        from tuner.history.record import find_runs
-        from tuner.history.summary import summary
+        from tuner.rundir.record import find_runs
+        from tuner.rundir.summary import summary
 
         place = input_path(directory)
         runs, damaged = find_runs(place)
@@ -64,8 +64,8 @@ def show(
     """Show a run: its figures, its launches, its checkpoints and what it ran on."""
 
     def body() -> Outcome:
-        from tuner.history.record import read_run
-        from tuner.history.summary import source_losses, summary
+        from tuner.rundir.record import read_run
+        from tuner.rundir.summary import source_losses, summary
 
         found = read_run(input_path(run))
         artifacts = {
@@ -89,7 +89,7 @@ def compare(
 
     def body() -> Outcome:
         from tuner.config.dump import flow
-        from tuner.history.summary import differing, summary
+        from tuner.rundir.summary import differing, summary
 
         found, left_out = _open(runs)
         recipes = [run.recipe for run in found]
@@ -123,8 +123,8 @@ def plot(
 
     def body() -> Outcome:
         from tuner.errors import DataError
-        from tuner.history.curves import charts
-        from tuner.history.page import write_page
+        from tuner.rundir.curves import charts
+        from tuner.rundir.page import write_page
 
         found, left_out = _open(runs)
         drawn = charts(found)
@@ -180,7 +180,7 @@ def rm(
     """Remove runs with their checkpoints and exports; one that is in use, or something else, is refused."""
 
     def body() -> Outcome:
-        from tuner.history.remove import remove_runs
+        from tuner.rundir.remove import remove_runs
 
         removed = [str(path) for path in remove_runs([input_path(run) for run in runs])]
         return Outcome("\n".join(removed), artifacts={"removed": removed}, is_text=True)
@@ -196,7 +196,7 @@ def _say_what_was_checked() -> None:
 
 def _open(runs: Sequence[str]) -> tuple[list[Run], list[str]]:
     """The runs, and a warning about each directory in which none was ever started: `runs/*` names those too."""
-    from tuner.history.record import read_runs
+    from tuner.rundir.record import read_runs
 
     return read_runs(dict.fromkeys(input_path(run) for run in runs))
 
@@ -251,7 +251,7 @@ def _cut(text: str) -> str:
 
 def _shown(run: Run) -> str:
     """A run line by line."""
-    from tuner.history.summary import source_losses, summary
+    from tuner.rundir.summary import source_losses, summary
     from tuner.runtime.console import LABEL_WIDTH, escape
 
     item, recipe = summary(run), run.recipe
@@ -276,7 +276,7 @@ def _shown(run: Run) -> str:
 
 def _saved(run: Run, path: Path) -> tuple[str, str]:
     """A checkpoint on one line, with what is wrong with it."""
-    from tuner.history.last import problem_of
+    from tuner.rundir.last import problem_of
 
     name, problem = str(path.relative_to(run.path)), problem_of(path)
     return ("saved", name) if problem is None else ("damaged", f"{name}  {problem}")
@@ -308,7 +308,7 @@ def _draw(charts: Sequence[Chart], names: Sequence[str]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from tuner.history.terminal import LETTERS, draw
+    from tuner.rundir.terminal import LETTERS, draw
     from tuner.runtime.console import escape
 
     colours = ("blue", "yellow", "green", "magenta", "cyan", "red")

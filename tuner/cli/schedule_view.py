@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from tuner.config.duration import Duration
     from tuner.config.recipe import Recipe
-    from tuner.history.curves import Points
+    from tuner.rundir.curves import Points
     from tuner.train.schedule import Schedule
 
 PARTS = 1000
@@ -113,8 +113,8 @@ def peaks(recipe: Recipe) -> list[tuple[str, float | None]]:
 def drawing(recipe: Recipe, found: Course, width: int) -> str:
     """The curve of the main learning rate (of its share of the peak, where that is auto), and a table of its turns."""
     from tuner.cli.table import columns
-    from tuner.history.curves import Chart, Curve
-    from tuner.history.terminal import AXIS_WIDTH, draw
+    from tuner.rundir.curves import Chart, Curve
+    from tuner.rundir.terminal import AXIS_WIDTH, draw
 
     table = peaks(recipe)
     cells = max(8, width - AXIS_WIDTH)
@@ -133,7 +133,7 @@ def drawing(recipe: Recipe, found: Course, width: int) -> str:
 
 def _dots(found: Course, peak: float, count: int) -> Points:
     """One value for each column of dots: that of the first turn in it, else that in its middle."""
-    from tuner.history.curves import Points
+    from tuner.rundir.curves import Points
 
     last = found.total_steps
     turns: dict[int, int] = {}

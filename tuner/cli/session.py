@@ -262,10 +262,10 @@ def _take_stdout() -> int:
 
 
 def _rank() -> int:
-    from tuner.runtime.launch import Launch
+    from tuner.runtime.dist import RankInfo
 
     try:
-        return Launch.from_environment().rank
+        return RankInfo.from_environment().rank
     except TunerError:
         return 0
 

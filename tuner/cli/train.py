@@ -25,8 +25,8 @@ from tuner.errors import RecipeError
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
+    from tuner.run.preflight import LaunchOptions, Resume, RunResult
     from tuner.runtime.console import Console
-    from tuner.train.ready import Resume, RunResult, TrainOptions
 
 WORDS = ("auto", "must", "never")
 ResetOption = Annotated[
@@ -74,12 +74,12 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
             raise RecipeError("stdin is read once: only one of recipe, --prepared and --overrides can be -")
         typed = overrides_of(ctx)
         loaded = load_for_command(recipe, [*given_overrides(overrides, typed), *typed])
-        from tuner.train.ready import TrainOptions
-        from tuner.train.resets import parse_reset
+        from tuner.run.preflight import LaunchOptions
+        from tuner.run.resets import parse_reset
 
         parts = parse_reset(reset)
 
-        options = TrainOptions(
+        options = LaunchOptions(
             wish, input_path(prepared) if prepared is not None else None, no_prepare, dry_run, reset=parts
         )
         return launch_training(loaded, options, verbose)
@@ -99,13 +99,13 @@ def _wish(text: str) -> Resume:
     return path
 
 
-def launch_training(loaded: LoadedRecipe, options: TrainOptions, verbose: bool) -> Outcome:
+def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool) -> Outcome:
     """Train in this process, as one of those that torchrun or srun started, or in local ones; say how it ended.
 
     A signal before the first step stops a run that has a checkpoint as one after it does: with 75, to go on from there.
     """
     from tuner.runtime.console import Console
-    from tuner.runtime.launch import Launch
+    from tuner.runtime.dist import RankInfo
 
     level = "debug" if verbose else loaded.recipe.logging.level
     try:
@@ -113,14 +113,14 @@ def launch_training(loaded: LoadedRecipe, options: TrainOptions, verbose: bool) 
 
         result = launch_attached(loaded, options, level)
     except KeyboardInterrupt:
-        from tuner.train.ready import left_before
+        from tuner.run.preflight import left_before
 
         left = left_before(loaded, options)
         if left is None:
             raise
         result = left
     export = result.run_dir / "exports" / f"step-{result.step}" if loaded.recipe.export.at_end else None
-    return outcome_of(result, Console(Launch.from_environment().is_main, level), export)
+    return outcome_of(result, Console(RankInfo.from_environment().is_main, level), export)
 
 
 def outcome_of(result: RunResult, console: Console, export: Path | None = None) -> Outcome:

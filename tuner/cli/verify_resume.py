@@ -30,8 +30,8 @@ def verify_resume(
         path = input_path(run_dir)
         from dataclasses import asdict
 
+        from tuner.run.verify import verify_resume as prove
         from tuner.runtime.console import Console
-        from tuner.train.verify import verify_resume as prove
 
         console = Console(level="debug" if verbose else "info")
         proof = prove(path, steps, console)

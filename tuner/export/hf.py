@@ -36,7 +36,7 @@ from tuner.export.write import (
     write_generation_config,
     write_tokenizer,
 )
-from tuner.history.chosen import Warn, Which, explained, unheard
+from tuner.rundir.chosen import Warn, Which, explained, unheard
 from tuner.runtime.files import (
     MANIFEST_NAME,
     TMP_PREFIX,

@@ -10,7 +10,7 @@ from typing import Any
 
 from tuner.checkpoint.load import CheckpointInfo
 from tuner.errors import DataError, RecipeError
-from tuner.history.chosen import Warn, Which, choose, unheard
+from tuner.rundir.chosen import Warn, Which, choose, unheard
 
 MODEL_CONFIG = "model_config"
 TOKENIZER = "tokenizer"

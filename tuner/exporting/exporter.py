@@ -17,11 +17,11 @@ from tuner.errors import ExitCode, TunerError
 from tuner.export.hf import sweep_unfinished
 from tuner.exporting.directory import EXPORTS, is_export, lead_latest_to, newest_export, prune_exports
 from tuner.exporting.process import LOG, ExportProcess
+from tuner.run.hooks import Registration, Report
+from tuner.run.preflight import RunResult
 from tuner.runtime.console import Console
 from tuner.runtime.files import gib, machine_error
-from tuner.train.hooks import Registration, Report
 from tuner.train.plan import Cadence
-from tuner.train.ready import RunResult
 
 
 @dataclass

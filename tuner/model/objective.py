@@ -58,7 +58,7 @@ class CrossEntropy:
         return {}
 
 
-class OwnObjective:
+class CustomObjective:
     """A loss function of the user's own, whose figures, under any names but those ``taken``, are summed up."""
 
     def __init__(self, function: LossFunction, name: str, taken: Collection[str] = ()) -> None:

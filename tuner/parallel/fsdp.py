@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tuner.errors import MachineError
 from tuner.model.build import decoder_blocks
 from tuner.model.root import FORWARD_METHODS, CausalLM
-from tuner.runtime.launch import Launch
+from tuner.runtime.dist import RankInfo
 
 
-def shard_size(kind: str, launch: Launch) -> int:
+def shard_size(kind: str, rank_info: RankInfo) -> int:
     """Over how many processes one copy of the model is split: `full`, `hybrid` and `none` of `parallel.shard`.
 
     Raises MachineError where `hybrid` meets machines with unequal numbers of processes.
@@ -21,14 +21,14 @@ def shard_size(kind: str, launch: Launch) -> int:
     if kind == "none":
         return 1
     if kind == "full":
-        return launch.world_size
-    if launch.world_size % launch.local_world_size:
+        return rank_info.world_size
+    if rank_info.world_size % rank_info.local_world_size:
         raise MachineError(
-            f"parallel.shard: hybrid needs as many processes on every machine; {launch.world_size} are not a multiple "
-            f"of the {launch.local_world_size} here",
+            f"parallel.shard: hybrid needs as many processes on every machine; {rank_info.world_size} are not a "
+            f"multiple of the {rank_info.local_world_size} here",
             hint="write shard: full",
         )
-    return launch.local_world_size
+    return rank_info.local_world_size
 
 
 def data_mesh(device: str, world_size: int, shard_size: int) -> DeviceMesh:

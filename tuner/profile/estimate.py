@@ -8,7 +8,7 @@ from tuner.config.recipe import Recipe
 from tuner.model.flops import FROZEN, TRAINED, Flops
 from tuner.profile.devices import Device
 from tuner.profile.prediction import TimeEstimate
-from tuner.runtime.launch import Launch
+from tuner.runtime.dist import RankInfo
 from tuner.runtime.peak import measured_peak
 
 REACHED = 0.4
@@ -25,7 +25,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - what a step's time is made of
     recipe: Recipe,
     flops: Flops,
     device: Device,
-    launch: Launch,
+    rank_info: RankInfo,
     lengths: Sequence[int],
     trained: int,
     tokens_per_row: float,
@@ -33,7 +33,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - what a step's time is made of
 ) -> TimeEstimate:
     """The time of a step whose microbatches hold documents of these ``lengths``, ``trained`` tokens of them trained."""
     train, tokens = recipe.train, sum(lengths)
-    micro = max(1.0, train.global_batch_size / (train.micro_batch_size * launch.world_size))
+    micro = max(1.0, train.global_batch_size / (train.micro_batch_size * rank_info.world_size))
     share = train.micro_batch_size * tokens_per_row / tokens
     parts = {name: value * share for name, value in flops.parts(lengths, trained).items()}
     again = AGAIN[train.gradient_checkpointing] * _forward_share(recipe) * _layers_share(recipe)
@@ -42,9 +42,9 @@ def estimate(  # noqa: PLR0913, PLR0917 - what a step's time is made of
     reached = rate * REACHED * tokens * share / (tokens * share + SMALL)
     computing = micro * sum(parts.values()) / reached
     return TimeEstimate(
-        flops={name: value * micro * launch.world_size for name, value in parts.items()},
+        flops={name: value * micro * rank_info.world_size for name, value in parts.items()},
         tokens_per_step=tokens_per_row * train.global_batch_size,
-        step_s=max(computing, micro * _sending_s(recipe, flops, launch)),
+        step_s=max(computing, micro * _sending_s(recipe, flops, rank_info)),
         total_steps=total_steps,
         basis=basis,
     )
@@ -68,11 +68,11 @@ def _rate(device: Device, precision: str) -> tuple[float, str]:
     return rate, f"{REACHED:.0%} of the data sheet's {rate / 1e12:,.0f} TFLOP/s"
 
 
-def _sending_s(recipe: Recipe, flops: Flops, launch: Launch) -> float:
+def _sending_s(recipe: Recipe, flops: Flops, rank_info: RankInfo) -> float:
     """Seconds in which a microbatch's weights are gathered, hidden behind computing where that takes longer."""
-    if launch.world_size == 1 or recipe.parallel.shard == "none":
+    if rank_info.world_size == 1 or recipe.parallel.shard == "none":
         return 0.0
-    near = recipe.parallel.shard == "hybrid" or launch.world_size == launch.local_world_size
+    near = recipe.parallel.shard == "hybrid" or rank_info.world_size == rank_info.local_world_size
     weights = (flops.products + flops.output) / (TRAINED if recipe.adapter.kind == "none" else FROZEN)
     passes = 2 if recipe.parallel.reshard_after_forward else 1
     size = weights * (4 if recipe.model.dtype == "fp32" else 2) * passes

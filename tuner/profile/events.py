@@ -19,7 +19,7 @@ from tuner.parallel.fsdp import local
 from tuner.profile.blocks import Block, Change, MemoryRecord
 from tuner.profile.marks import MODULE, PHASE
 from tuner.profile.prediction import Part, Phase
-from tuner.train.step import Learner
+from tuner.train.step import TrainState
 
 _GATHERED, _REDUCED = "FSDP::all_gather", "FSDP::post_backward"
 _PHASES: dict[str, Phase] = {"data": "forward", "forward": "forward", "backward": "backward", "optimizer": "optimizer"}
@@ -54,29 +54,29 @@ class _Told:
     place: _Place
 
 
-def resident(learner: Learner) -> list[Owned]:
+def resident(train_state: TrainState) -> list[Owned]:
     """The blocks that are there between two steps: weights, and state of optimizer and guard, each once."""
     found: dict[int, Owned] = {}
 
     def add(tensor: torch.Tensor, part: Part, owner: str) -> None:
         held = local(tensor)
         storage = held.untyped_storage()
-        if held.device == learner.numerics.device and storage.nbytes():
+        if held.device == train_state.step_config.device and storage.nbytes():
             found.setdefault(storage.data_ptr(), Owned(storage.data_ptr(), storage.nbytes(), part, owner))
 
-    model = learner.root.model
+    model = train_state.root.model
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         add(tensor, "parameters", name)
-    for name, tensor in learner.optimizer.state_tensors().items():
+    for name, tensor in train_state.optimizer.state_tensors().items():
         add(tensor, "optimizer", name.split("/", 2)[2])
-    for tensor in (*learner.optimizer.local_tensors(), *learner.guard.tensors):
+    for tensor in (*train_state.optimizer.local_tensors(), *train_state.guard.tensors):
         add(tensor, "optimizer", "")
     return list(found.values())
 
 
-def gradients(learner: Learner) -> list[Owned]:
+def gradients(train_state: TrainState) -> list[Owned]:
     """The gradients that are there."""
-    held = {name: p.grad for name, p in learner.parameters.items() if p.grad is not None}
+    held = {name: p.grad for name, p in train_state.parameters.items() if p.grad is not None}
     storages = {name: local(tensor).untyped_storage() for name, tensor in held.items()}
     return [Owned(s.data_ptr(), s.nbytes(), "gradients", name) for name, s in storages.items()]
 

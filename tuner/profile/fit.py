@@ -10,8 +10,8 @@ from tuner.config.recipe import Recipe
 from tuner.errors import MemoryLimitError
 from tuner.profile.predict import Target, predict
 from tuner.profile.prediction import Prediction
+from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
-from tuner.runtime.launch import Launch
 
 LEVELS = ("none", "selective", "full")
 SHOWN = 4
@@ -74,7 +74,7 @@ def fit(wish: Recipe, target: Target, told: Callable[[str], None] = lambda line:
 def _search(wish: Recipe, target: Target, changes: dict[str, Any]) -> Iterator[Choice]:
     """Choices worth a look: what is computed again costs time, and pays where it lets a larger micro-batch fit."""
     rows = changes.get("train.global_batch_size", wish.train.global_batch_size)
-    for sharding in _shardings(target.launch):
+    for sharding in _shardings(target.rank_info):
         largest = 0
         for level in LEVELS:
             for size in (size for size in _micro_batches(rows, target) if size > largest):
@@ -107,17 +107,17 @@ def _rows(wish: Recipe, target: Target) -> Iterator[dict[str, Any]]:
 
 def _micro_batches(global_batch_size: int, target: Target) -> Iterator[int]:
     """Numbers of rows into which the global batch divides evenly on all processes."""
-    each = global_batch_size // target.launch.world_size
+    each = global_batch_size // target.rank_info.world_size
     return (size for size in range(1, each + 1) if each % size == 0)
 
 
-def _shardings(launch: Launch) -> list[dict[str, Any]]:
-    if launch.world_size == 1:
+def _shardings(rank_info: RankInfo) -> list[dict[str, Any]]:
+    if rank_info.world_size == 1:
         return [{}]
     kinds: list[dict[str, Any]] = [
         {"parallel.shard": "full", "parallel.reshard_after_forward": value} for value in (True, False)
     ]
-    if launch.world_size > launch.local_world_size:
+    if rank_info.world_size > rank_info.local_world_size:
         kinds.append({"parallel.shard": "hybrid", "parallel.reshard_after_forward": True})
     return [*kinds, {"parallel.shard": "none"}]
 

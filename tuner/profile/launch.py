@@ -15,12 +15,12 @@ from tuner.data.building.request import prepare_request
 from tuner.data.prepared import open_prepared
 from tuner.profile.measure import MeasureOptions, measure
 from tuner.profile.measurement import Measurement, from_plain
+from tuner.run.launch import local_processes
+from tuner.run.setup import check_division, resolve, timetable
 from tuner.runtime.console import Console, Level
-from tuner.runtime.launch import Launch
+from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
-from tuner.runtime.ranks import run_ranks
-from tuner.train.launch import local_processes
-from tuner.train.setup import check_division, resolve, timetable
+from tuner.runtime.spawn import run_ranks
 
 RANK_MODULE = "tuner.profile.rank"
 
@@ -32,13 +32,13 @@ def measure_recipe(
 
     Raises TunerError children, with the failing rank's message and exit code, and KeyboardInterrupt.
     """
-    place, wish = Launch.from_environment(), loaded.recipe
+    place, wish = RankInfo.from_environment(), loaded.recipe
     console = Console(place.is_main, level)
-    processes = 1 if Launch.is_given() else local_processes(wish.parallel, wish.train.device)
+    processes = 1 if RankInfo.is_given() else local_processes(wish.parallel, wish.train.device)
     request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
     directory = prepare(request, console).path
     if processes == 1 or dry_run:
-        here = place if processes == 1 else Launch(0, processes, 0, processes)
+        here = place if processes == 1 else RankInfo(0, processes, 0, processes)
         return _measured(wish, directory, options, here, console, dry_run)
     check_division(wish.train.global_batch_size, wish.train.micro_batch_size, processes)
     logs = Path(tempfile.mkdtemp(prefix="tuner-profile-"))
@@ -57,7 +57,7 @@ def measure_recipe(
 
 def profile_as_rank(work: Mapping[str, Any]) -> dict[str, Any]:
     """What each process started by `measure_recipe` does with the work given to it; its result as plain values."""
-    place, wish = Launch.from_environment(), load_recipe(work["recipe"]).recipe
+    place, wish = RankInfo.from_environment(), load_recipe(work["recipe"]).recipe
     output = None if work["output"] is None else Path(work["output"])
     options, console = MeasureOptions(work["steps"], work["limit_bytes"], output), Console(place.is_main, work["level"])
     total_steps, found = _measured(wish, Path(work["prepared"]), options, place, console)
@@ -65,13 +65,13 @@ def profile_as_rank(work: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measured(  # noqa: PLR0917 - what one process needs
-    wish: Recipe, directory: Path, options: MeasureOptions, launch: Launch, console: Console, dry_run: bool = False
+    wish: Recipe, directory: Path, options: MeasureOptions, rank_info: RankInfo, console: Console, dry_run: bool = False
 ) -> tuple[int, Measurement | None]:
     request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
     prepared = open_prepared(directory)
-    resolved = resolve(wish, request.max_length, launch, request.tokenizer.new_ids)
+    resolved = resolve(wish, request.max_length, rank_info, request.tokenizer.new_ids)
     plan, facts = timetable(resolved.recipe, prepared).plan, resolved.facts
-    processes = f"{launch.world_size} process" + ("es" if launch.world_size > 1 else "")
+    processes = f"{rank_info.world_size} process" + ("es" if rank_info.world_size > 1 else "")
     console.say(
         "plan",
         f"{plan.total_steps:,} steps of {plan.global_batch_size} rows; one measured for memory, {options.steps} for "
@@ -79,7 +79,7 @@ def _measured(  # noqa: PLR0917 - what one process needs
     )
     if dry_run:
         return plan.total_steps, None
-    with process_group(launch, facts.kind, wish.parallel.timeout.seconds):
+    with process_group(rank_info, facts.kind, wish.parallel.timeout.seconds):
         if options.output is not None:
             options.output.mkdir(parents=True, exist_ok=True)
-        return plan.total_steps, measure(resolved, prepared, request.tokenizer, launch, options)
+        return plan.total_steps, measure(resolved, prepared, request.tokenizer, rank_info, options)

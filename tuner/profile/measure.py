@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from tuner.checkpoint.agree import Ranks
 from tuner.data.batches import StepBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
@@ -21,11 +20,12 @@ from tuner.profile.devices import data_sheet_rate
 from tuner.profile.measurement import TIMES, MeasuredMemory, Measurement, of_all
 from tuner.profile.recorder import StepRecorder
 from tuner.profile.shortage import Shortage, examine, forget, shortage_at, with_way_out
+from tuner.run.setup import Assembly, Resolved, assemble
+from tuner.runtime.collective import Collective
+from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
-from tuner.runtime.launch import Launch
 from tuner.runtime.process import gloo_group
-from tuner.train.feed import Feed
-from tuner.train.setup import Assembly, Resolved, assemble
+from tuner.train.prefetcher import Prefetcher
 from tuner.train.step import optimizer_step
 
 LONGEST = "the step with the longest row"
@@ -63,7 +63,7 @@ class _Clock:
 
 
 def measure(
-    resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenizer, launch: Launch, options: MeasureOptions
+    resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenizer, rank_info: RankInfo, options: MeasureOptions
 ) -> Measurement:
     """Build what `train` builds, record memory in one step, time others, trace one, and report.
 
@@ -73,10 +73,10 @@ def measure(
     """
     if options.steps < 1:
         raise RecipeError(f"--measure {options.steps}: at least one step is measured")
-    free = options.limit_bytes if options.limit_bytes is not None else _free_bytes(resolved, launch)
+    free = options.limit_bytes if options.limit_bytes is not None else _free_bytes(resolved, rank_info)
     with _memory_errors(free):
-        assembly = assemble(resolved, prepared, tokenizer, launch)
-    device = assembly.learner.numerics.device
+        assembly = assemble(resolved, prepared, tokenizer, rank_info)
+    device = assembly.train_state.step_config.device
     longest = _longest_step(assembly)
     with _examined(assembly, longest + 1):
         if device.type == "cuda":
@@ -90,7 +90,7 @@ def measure(
         device=resolved.facts.name,
         precision=str(resolved.recipe.train.precision),
         optimizer=resolved.recipe.optimizer.kind,
-        processes=launch.world_size,
+        processes=rank_info.world_size,
         steps=steps,
         total_steps=assembly.timetable.plan.total_steps,
         tokens_per_step=sum(one.tokens for one in batches) / steps,
@@ -106,7 +106,7 @@ def measure(
         files=files,
         shortage=_shortage(assembly, record, free),
     )
-    return of_all(Ranks(gloo_group()).everywhere(lambda: found))
+    return of_all(Collective(gloo_group()).on_all_ranks(lambda: found))
 
 
 def _recorded_step(assembly: Assembly, longest: int, output: Path | None) -> MemoryRecord:
@@ -114,11 +114,11 @@ def _recorded_step(assembly: Assembly, longest: int, output: Path | None) -> Mem
 
     Modules are told apart, which compiled layers cannot: those run as they are, which needs no less.
     """
-    learner = assembly.learner
-    learner.optimizer.allocate()
-    learner.optimizer.set_step_count(0)
-    snapshot = None if output is None else output / f"memory-rank{assembly.launch.rank}.pickle"
-    recorder = StepRecorder(learner, modules=True, snapshot=snapshot)
+    train_state = assembly.train_state
+    train_state.optimizer.allocate()
+    train_state.optimizer.set_step_count(0)
+    snapshot = None if output is None else output / f"memory-rank{assembly.rank_info.rank}.pickle"
+    recorder = StepRecorder(train_state, modules=True, snapshot=snapshot)
     recorder.start()
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -130,34 +130,34 @@ def _recorded_step(assembly: Assembly, longest: int, output: Path | None) -> Mem
 
 def _timed_steps(assembly: Assembly, steps: int) -> tuple[_Clock, list[StepBatches]]:
     """Steps as training takes them, batches made ready ahead included."""
-    learner = assembly.learner
-    before = learner.marks
+    train_state = assembly.train_state
+    before = train_state.marks
     first = 1
     if assembly.resolved.recipe.train.compile is True:
         _take(assembly, assembly.batches.step(0), 0)  # the compilation is no part of a step's time
-    clock = _Clock(learner.numerics.device)
-    learner.marks = clock.mark
+    clock = _Clock(train_state.step_config.device)
+    train_state.marks = clock.mark
     taken = []
     try:
-        with Feed(assembly.batches, first, first + steps) as feed:
+        with Prefetcher(assembly.batches, first, first + steps) as feed:
             for index in range(first, first + steps):
                 clock.mark("data")
                 taken.append(feed.next())
                 _take(assembly, taken[-1], index)
                 clock.mark("")
     finally:
-        learner.marks = before
+        train_state.marks = before
     return clock, taken
 
 
 def _traced_step(assembly: Assembly, options: MeasureOptions) -> tuple[float, Mapping[str, str]]:
     """Seconds of communication in one more step, and the files written, where any are wanted."""
-    rank, output = assembly.launch.rank, options.output
-    if assembly.launch.world_size == 1 and output is None:
+    rank, output = assembly.rank_info.rank, options.output
+    if assembly.rank_info.world_size == 1 and output is None:
         return 0.0, {}
     index = options.steps + 1
     batches = assembly.batches.step(index)
-    recorder = StepRecorder(assembly.learner, memory=False)
+    recorder = StepRecorder(assembly.train_state, memory=False)
     recorder.start()
     try:
         _take(assembly, batches, index)
@@ -172,7 +172,7 @@ def _traced_step(assembly: Assembly, options: MeasureOptions) -> tuple[float, Ma
 
 def _take(assembly: Assembly, batches: StepBatches, index: int) -> None:
     table = assembly.timetable
-    optimizer_step(assembly.learner, index, batches, table.schedule.factor(min(index + 1, table.plan.total_steps)))
+    optimizer_step(assembly.train_state, index, batches, table.schedule.factor(min(index + 1, table.plan.total_steps)))
 
 
 def _memory(record: MemoryRecord, device: torch.device) -> MeasuredMemory:
@@ -194,13 +194,13 @@ def _shortage(assembly: Assembly, record: MemoryRecord, free: int) -> Shortage |
     if at is None:
         return None
     found = shortage_at(record, max(at, 0), f"{LONGEST}, judged against {gib(free)}")
-    return found if assembly.launch.world_size > 1 else with_way_out(assembly, found, free)
+    return found if assembly.rank_info.world_size > 1 else with_way_out(assembly, found, free)
 
 
-def _free_bytes(resolved: Resolved, launch: Launch) -> int:
+def _free_bytes(resolved: Resolved, rank_info: RankInfo) -> int:
     """The processes of one machine share its memory on a CPU; each has a CUDA device of its own."""
     facts = resolved.facts
-    return facts.free_bytes if facts.kind == "cuda" else facts.free_bytes // launch.local_world_size
+    return facts.free_bytes if facts.kind == "cuda" else facts.free_bytes // rank_info.local_world_size
 
 
 def _longest_step(assembly: Assembly) -> int:
@@ -234,7 +234,7 @@ def _examined(assembly: Assembly, number: int) -> Iterator[None]:
             raise
         told = str(error)
         forget(error)
-        if assembly.launch.world_size > 1:
+        if assembly.rank_info.world_size > 1:
             raise MemoryLimitError(
                 f"out of memory: {told.splitlines()[0]}", hint="lower train.micro_batch_size or data.max_length"
             ) from None

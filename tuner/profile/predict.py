@@ -14,9 +14,9 @@ from tuner.profile.estimate import estimate
 from tuner.profile.prediction import PARTS, MemoryCourse, Moment, Part, Phase, Prediction
 from tuner.profile.rows import Workload, added_ids, workload
 from tuner.profile.tracing import Trace, trace_step
+from tuner.run.setup import Resolved, check_division, resolve, timetable
+from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
-from tuner.runtime.launch import Launch
-from tuner.train.setup import Resolved, check_division, resolve, timetable
 
 MIB = 1 << 20
 CONTEXT_BYTES = {"cuda": 600 * MIB, "cpu": 600 * MIB}
@@ -33,25 +33,25 @@ class Target:
     """Where a recipe would run: a device, how many processes there are, and the memory that each may take."""
 
     device: Device
-    launch: Launch
+    rank_info: RankInfo
     limit_bytes: int
 
 
 def predict(wish: Recipe, target: Target) -> Prediction:
     """Predict a recipe. Raises RecipeError where it cannot be trained at all, whatever the memory."""
-    launch, device = target.launch, target.device
-    check_division(wish.train.global_batch_size, wish.train.micro_batch_size, launch.world_size)
+    rank_info, device = target.rank_info, target.device
+    check_division(wish.train.global_batch_size, wish.train.micro_batch_size, rank_info.world_size)
     resolved, assumptions = resolved_for(wish, target)
-    work = workload(wish, int(resolved.recipe.data.max_length), launch, resolved.config)
-    trace = trace_step(resolved, launch, work.batches, work.held_out, work.samples)
-    always, constants = _constants(resolved, trace, launch)
+    work = workload(wish, int(resolved.recipe.data.max_length), rank_info, resolved.config)
+    trace = trace_step(resolved, rank_info, work.batches, work.held_out, work.samples)
+    always, constants = _constants(resolved, trace, rank_info)
     course = course_of(trace, always)
     batch = work.batches.micro[0]
     time = estimate(
         resolved.recipe,
         trace.flops,
         device,
-        launch,
+        rank_info,
         batch.lengths,
         len(batch.trained_positions),
         work.tokens_per_row,
@@ -59,9 +59,9 @@ def predict(wish: Recipe, target: Target) -> Prediction:
     )
     return Prediction(
         device=device.shown,
-        processes=launch.world_size,
-        local_processes=launch.local_world_size,
-        memory=MemoryCourse((*course.timeline, *_others(resolved, trace, course, launch)), course.layers),
+        processes=rank_info.world_size,
+        local_processes=rank_info.local_world_size,
+        memory=MemoryCourse((*course.timeline, *_others(resolved, trace, course, rank_info)), course.layers),
         limit_bytes=target.limit_bytes,
         error=ERRORS["compiled" if wants_compiled(wish, device) else device.kind],
         time=time,
@@ -71,15 +71,15 @@ def predict(wish: Recipe, target: Target) -> Prediction:
 
 def resolved_for(wish: Recipe, target: Target) -> tuple[Resolved, tuple[str, ...]]:
     """The recipe as it would be resolved on the target; layers that are compiled are taken as with fused kernels."""
-    kind, launch = target.device.kind, target.launch
+    kind, rank_info = target.device.kind, target.rank_info
     train = wish.train.model_copy(update={"device": kind, "compile": False})
-    parallel = wish.parallel.model_copy(update={"processes": launch.local_world_size})
+    parallel = wish.parallel.model_copy(update={"processes": rank_info.local_world_size})
     there = wish.model_copy(update={"train": train, "parallel": parallel})
     max_length, facts = resolve_max_length(wish.model, wish.data), target.device.facts()
-    resolved = resolve(there, max_length, launch, facts=facts)
+    resolved = resolve(there, max_length, rank_info, facts=facts)
     new_ids, assumed = added_ids(wish, resolved.config)
     if new_ids:
-        resolved = resolve(there, max_length, launch, new_ids, facts)
+        resolved = resolve(there, max_length, rank_info, new_ids, facts)
     assumptions = [*assumed]
     if wants_compiled(wish, target.device):
         assumptions.append("compiled layers keep as much as liger's kernels do")
@@ -95,17 +95,17 @@ def wants_compiled(wish: Recipe, device: Device) -> bool:
     return wish.train.compile
 
 
-def _constants(resolved: Resolved, trace: Trace, launch: Launch) -> tuple[Mapping[Part, int], tuple[str, ...]]:
+def _constants(resolved: Resolved, trace: Trace, rank_info: RankInfo) -> tuple[Mapping[Part, int], tuple[str, ...]]:
     """Bytes that are there from start to end, and in words what they are taken to be."""
     recipe, kind = resolved.recipe, resolved.facts.kind
     size = CONTEXT_BYTES[kind]
     said = [f"{'CUDA context and workspaces' if kind == 'cuda' else 'the process itself'}: {size // MIB} MiB"]
-    if kind == "cuda" and launch.world_size > 1:
-        buffers = COMMUNICATOR_BYTES[1 if launch.world_size == launch.local_world_size else 2]
+    if kind == "cuda" and rank_info.world_size > 1:
+        buffers = COMMUNICATOR_BYTES[1 if rank_info.world_size == rank_info.local_world_size else 2]
         size += buffers
         said.append(f"buffers of NCCL: {buffers // MIB} MiB")
     always: dict[Part, int] = {"constants": size}
-    if kind == "cpu" and launch.world_size > 1 and (held := _held_by_gloo(trace)):
+    if kind == "cpu" and rank_info.world_size > 1 and (held := _held_by_gloo(trace)):
         always["constants"] += held
         said.append(f"gloo's threads may hold what they sent a moment longer: {held / MIB:,.1f} MiB")
     if kind == "cpu" and recipe.checkpoint.async_save is True:
@@ -122,12 +122,12 @@ def _held_by_gloo(trace: Trace) -> int:
     return sum(sorted(sizes)[-GLOO_THREADS:])
 
 
-def _others(resolved: Resolved, trace: Trace, course: MemoryCourse, launch: Launch) -> list[Moment]:
+def _others(resolved: Resolved, trace: Trace, course: MemoryCourse, rank_info: RankInfo) -> list[Moment]:
     """Moments before and after steps: the model being built, a checkpoint being saved, and one being loaded."""
     first = course.timeline[0]
     kept: dict[Part, int] = {part: first.parts[part] for part in ("parameters", "constants", "staging")}
     state: dict[Part, int] = {**kept, "optimizer": first.parts["optimizer"]}
-    whole = trace.largest * (2 if launch.world_size > 1 else 1)  # one tensor at a time, and its shards beside it
+    whole = trace.largest * (2 if rank_info.world_size > 1 else 1)  # one tensor at a time, and its shards beside it
     return [_moment("build", {**kept, "other": whole}), _moment("saving", state), _moment("resuming", state)]
 
 

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from tuner.profile.blocks import MemoryRecord
 from tuner.profile.events import Owned, gradients, memory_record, resident
 from tuner.profile.marks import PhaseMarks, module_ranges
-from tuner.train.step import Learner
+from tuner.train.step import TrainState
 
 
 class StepRecorder:
@@ -23,10 +23,10 @@ class StepRecorder:
     """
 
     def __init__(
-        self, learner: Learner, memory: bool = True, modules: bool = False, snapshot: Path | None = None
+        self, train_state: TrainState, memory: bool = True, modules: bool = False, snapshot: Path | None = None
     ) -> None:
-        self._learner, self._memory, self._modules = learner, memory, modules
-        self._device = learner.numerics.device
+        self._learner, self._memory, self._modules = train_state, memory, modules
+        self._device = train_state.step_config.device
         self._snapshot = snapshot if memory and self._device.type == "cuda" else None
         self._stack = ExitStack()
         self._phases = PhaseMarks()
@@ -38,16 +38,16 @@ class StepRecorder:
 
     def start(self) -> None:
         """From here on; the wait for data comes first."""
-        learner, before = self._learner, self._learner.marks
-        self._before = resident(learner) if self._memory else []
+        train_state, before = self._learner, self._learner.marks
+        self._before = resident(train_state) if self._memory else []
         self._synchronize()
         if self._modules:
-            self._stack.enter_context(module_ranges(learner.root.model))
+            self._stack.enter_context(module_ranges(train_state.root.model))
         if self._snapshot is not None:
             torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", device=self._device)
             self._stack.callback(torch.cuda.memory._record_memory_history, None)
-        learner.marks = self._mark
-        self._stack.callback(setattr, learner, "marks", before)
+        train_state.marks = self._mark
+        self._stack.callback(setattr, train_state, "marks", before)
         self._profile.start()
         self._phases.mark("data")
 

@@ -14,7 +14,7 @@ from tuner.data.building.request import prepare_request
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PackedRows, PreparedData, open_prepared
 from tuner.errors import TunerError
-from tuner.runtime.launch import Launch
+from tuner.runtime.dist import RankInfo
 from tuner.train.evaluate import MAX_ANSWER_TOKENS, answer_limits
 
 TRACED = 2
@@ -35,10 +35,10 @@ class Workload:
     assumptions: tuple[str, ...]
 
 
-def workload(wish: Recipe, max_length: int, launch: Launch, config: PretrainedConfig) -> Workload:
+def workload(wish: Recipe, max_length: int, rank_info: RankInfo, config: PretrainedConfig) -> Workload:
     """What a recipe's step is made of; data that are prepared are looked at, and nothing is prepared."""
     n_rows = wish.train.micro_batch_size
-    count = min(TRACED, -(-wish.train.global_batch_size // (n_rows * launch.world_size)))
+    count = min(TRACED, -(-wish.train.global_batch_size // (n_rows * rank_info.world_size)))
     found = _prepared_for(wish)
     if found is None:
         batch = full_rows(max_length, n_rows)

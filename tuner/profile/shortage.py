@@ -24,9 +24,9 @@ from tuner.profile.events import resident
 from tuner.profile.predict import Target, predict
 from tuner.profile.prediction import PARTS, Part
 from tuner.profile.recorder import StepRecorder
+from tuner.run.mock import full_batches
+from tuner.run.setup import Assembly
 from tuner.runtime.files import gib
-from tuner.train.mock import full_batches
-from tuner.train.setup import Assembly
 from tuner.train.step import forward_backward, optimizer_step
 
 BETWEEN = "between steps"
@@ -128,13 +128,13 @@ def foreseen(assembly: Assembly) -> dict[Part, int]:
     """What is predicted for the fullest moment of a step of this run, as its allocator would count it."""
     facts = assembly.resolved.facts
     here = Device("here", facts.kind, facts.free_bytes, None, facts.name)
-    target = Target(here, assembly.launch, facts.free_bytes)
+    target = Target(here, assembly.rank_info, facts.free_bytes)
     return predict(assembly.resolved.recipe, target).memory.counted_peak()
 
 
 def standing(assembly: Assembly, number: int, told: str) -> Shortage:
     """What can be said without the other processes: what lies there between steps."""
-    owned = resident(assembly.learner)
+    owned = resident(assembly.train_state)
     parts: dict[Part, int] = dict.fromkeys(PARTS, 0)
     for block in owned:
         parts[block.part] += block.size
@@ -147,9 +147,9 @@ def standing(assembly: Assembly, number: int, told: str) -> Shortage:
 
 def _again(assembly: Assembly, number: int) -> tuple[MemoryRecord, bool]:
     """The memory of the step once more, and whether it failed again."""
-    learner, failed = assembly.learner, False
+    train_state, failed = assembly.train_state, False
     _clear(assembly)
-    recorder = StepRecorder(learner, modules=True)
+    recorder = StepRecorder(train_state, modules=True)
     recorder.start()
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -166,19 +166,19 @@ def _again(assembly: Assembly, number: int) -> tuple[MemoryRecord, bool]:
 
 def _take(assembly: Assembly, number: int) -> None:
     if number == 0:
-        forward_backward(assembly.learner, 0, full_batches(assembly))
+        forward_backward(assembly.train_state, 0, full_batches(assembly))
         return
     first_only = assembly.resolved.recipe.train.overfit_first_batch
     batches = assembly.batches.step(0 if first_only else number - 1)
-    optimizer_step(assembly.learner, number - 1, batches, assembly.timetable.schedule.factor(number))
+    optimizer_step(assembly.train_state, number - 1, batches, assembly.timetable.schedule.factor(number))
 
 
 def _clear(assembly: Assembly) -> None:
-    learner = assembly.learner
-    learner.optimizer.zero_grad()
-    learner.root.objective.take()
+    train_state = assembly.train_state
+    train_state.optimizer.zero_grad()
+    train_state.root.objective.take()
     gc.collect()
-    if learner.numerics.device.type == "cuda":
+    if train_state.step_config.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
@@ -192,7 +192,7 @@ def _that_fits(assembly: Assembly, limit: int | None) -> tuple[dict[str, str], i
     given = {"train.micro_batch_size": "1"} if rows > 1 else {}
     if level != "none" or recipe.train.compile is True:
         return {}, None
-    apply_recompute(assembly.learner.root, "full", len(decoder_blocks(assembly.learner.root.model)))
+    apply_recompute(assembly.train_state.root, "full", len(decoder_blocks(assembly.train_state.root.model)))
     peak = _tried(assembly, 1, limit)
     return ({}, None) if peak is None else (given | {"train.gradient_checkpointing": "full"}, peak)
 
@@ -203,10 +203,10 @@ def _tried(assembly: Assembly, rows: int, limit: int | None) -> int | None:
     changed = assembly.resolved.recipe.model_copy(update={"train": section})
     smaller = replace(assembly, resolved=replace(assembly.resolved, recipe=changed))
     _clear(assembly)
-    recorder = StepRecorder(assembly.learner)
+    recorder = StepRecorder(assembly.train_state)
     recorder.start()
     try:
-        optimizer_step(assembly.learner, 0, full_batches(smaller), 0.0)
+        optimizer_step(assembly.train_state, 0, full_batches(smaller), 0.0)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -26,10 +26,10 @@ from tuner.profile.ledger import Change, Entry, Ledger
 from tuner.profile.memory import gradient_tensors
 from tuner.profile.prediction import Phase
 from tuner.profile.stand_in import cuda_stand_in, unchanged_modules
-from tuner.runtime.launch import Launch
+from tuner.run.setup import Resolved, bare_root, build_train_state, launch_mesh, step_config_of
+from tuner.runtime.dist import RankInfo
 from tuner.train.evaluate import batch_losses
-from tuner.train.setup import Resolved, bare_root, build_learner, launch_mesh, numerics_of
-from tuner.train.step import Learner, optimizer_step
+from tuner.train.step import TrainState, optimizer_step
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Trace:
 
 def trace_step(
     resolved: Resolved,
-    launch: Launch,
+    rank_info: RankInfo,
     batches: StepBatches,
     held_out: Batch | None = None,
     samples: Sequence[tuple[int, int]] = (),
@@ -71,23 +71,23 @@ def trace_step(
             stack.enter_context(cuda_stand_in())
             stack.enter_context(unchanged_modules(root))
         mesh = None
-        if launch.world_size > 1:
-            stack.enter_context(_fake_group(launch))
-            mesh = launch_mesh(resolved.recipe, launch, device.type)
+        if rank_info.world_size > 1:
+            stack.enter_context(_fake_group(rank_info))
+            mesh = launch_mesh(resolved.recipe, rank_info, device.type)
         stack.enter_context(_fakes())
         ledger = Ledger(resolved.facts.kind)
         place_root(root, resolved, mesh, device)
         ledger.assign([*root.parameters(), *root.buffers()], "parameters")
         with ledger:
-            learner = build_learner(resolved.recipe, root, numerics_of(resolved.recipe, device, rank=0))
-            learner.optimizer.allocate()
+            train_state = build_train_state(resolved.recipe, root, step_config_of(resolved.recipe, device, rank=0))
+            train_state.optimizer.allocate()
         ledger.assign_rest("optimizer")
         stack.enter_context(ledger.watching(root))
-        marks = _step(ledger, learner, batches)
+        marks = _step(ledger, train_state, batches)
         if held_out is not None:
-            _evaluate(ledger, learner, held_out, samples)
+            _evaluate(ledger, train_state, held_out, samples)
         changes = tuple(ledger.changes)
-        staged = staged_bytes(_state(learner))
+        staged = staged_bytes(_state(train_state))
     return Trace(resolved.facts.kind, changes, ledger.entries, marks, blocks, staged, largest, flops)
 
 
@@ -100,7 +100,7 @@ def _blocks(root: CausalLM) -> tuple[str, ...]:
         return ()
 
 
-def _step(ledger: Ledger, learner: Learner, batches: StepBatches) -> tuple[tuple[str, int], ...]:
+def _step(ledger: Ledger, train_state: TrainState, batches: StepBatches) -> tuple[tuple[str, int], ...]:
     """One step in the ledger; returns its marks."""
     marks: list[tuple[str, int]] = [("start", len(ledger.changes))]
     ledger.phase = "forward"
@@ -110,34 +110,34 @@ def _step(ledger: Ledger, learner: Learner, batches: StepBatches) -> tuple[tuple
             ledger.end_of_backward()
         marks.append((part, len(ledger.changes)))
         if part == "optimizer":
-            ledger.assign(gradient_tensors(learner.root), "gradients")
+            ledger.assign(gradient_tensors(train_state.root), "gradients")
         if part != "done":
             ledger.phase = cast(Phase, part)
 
-    learner.marks = mark
+    train_state.marks = mark
     with ledger:
-        optimizer_step(learner, 0, batches, 1.0)
+        optimizer_step(train_state, 0, batches, 1.0)
     mark("done")
     ledger.assign_rest("batch")  # masks of documents and the step's scalars, kept for later steps
     return tuple(marks)
 
 
-def _evaluate(ledger: Ledger, learner: Learner, batch: Batch, samples: Sequence[tuple[int, int]]) -> None:
-    learner.root.eval()
-    sync_gradients(learner.root, True)
+def _evaluate(ledger: Ledger, train_state: TrainState, batch: Batch, samples: Sequence[tuple[int, int]]) -> None:
+    train_state.root.eval()
+    sync_gradients(train_state.root, True)
     ledger.phase = "evaluation"
     with ledger, torch.no_grad():
-        batch_losses(learner.root, learner.numerics, batch, batch.trained_positions)
+        batch_losses(train_state.root, train_state.step_config, batch, batch.trained_positions)
         if samples:
             prompts, limits = zip(*(([0] * length, limit) for length, limit in samples), strict=True)
-            with learner.numerics.autocast():
-                fullest_forwards(learner.root, prompts, limits, learner.numerics.device)
+            with train_state.step_config.autocast():
+                fullest_forwards(train_state.root, prompts, limits, train_state.step_config.device)
 
 
-def _state(learner: Learner) -> dict[str, torch.Tensor]:
+def _state(train_state: TrainState) -> dict[str, torch.Tensor]:
     """What a checkpoint holds of this process, as plain tensors."""
-    model = {f"model/{name}": local(parameter.data) for name, parameter in learner.parameters.items()}
-    return model | {name: local(tensor) for name, tensor in learner.optimizer.state_tensors().items()}
+    model = {f"model/{name}": local(parameter.data) for name, parameter in train_state.parameters.items()}
+    return model | {name: local(tensor) for name, tensor in train_state.optimizer.state_tensors().items()}
 
 
 @contextmanager
@@ -156,10 +156,10 @@ def _fakes() -> Iterator[None]:
 
 
 @contextmanager
-def _fake_group(launch: Launch) -> Iterator[None]:
+def _fake_group(rank_info: RankInfo) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=launch.rank, world_size=launch.world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank_info.rank, world_size=rank_info.world_size)
     try:
         yield
     finally:

@@ -15,9 +15,9 @@ from tuner.profile.blocks import MemoryRecord
 from tuner.profile.prediction import Part
 from tuner.profile.recorder import StepRecorder
 from tuner.profile.shortage import Shortage, examine, foreseen, forget, standing
+from tuner.run.setup import Assembly
 from tuner.runtime.console import Console
 from tuner.runtime.files import TMP_PREFIX, gib
-from tuner.train.setup import Assembly
 
 DIRECTORY = "profile"
 
@@ -40,8 +40,8 @@ class RunWatch:
 
     def __init__(self, assembly: Assembly, directory: Path, console: Console) -> None:
         recipe = assembly.resolved.recipe
-        self._assembly, self._learner = assembly, assembly.learner
-        self._section, self._rank = recipe.profile, assembly.launch.rank
+        self._assembly, self._learner = assembly, assembly.train_state
+        self._section, self._rank = recipe.profile, assembly.rank_info.rank
         self._modules = recipe.train.compile is not True  # what looks into compiled layers would compile them anew
         self._directory, self._console = directory, console
 
@@ -76,7 +76,7 @@ class RunWatch:
 
     def _looked_at(self, number: int, told: str) -> Shortage | None:
         """The step taken again where this process is alone, else what lies there between steps."""
-        for look in (examine, standing) if self._assembly.launch.world_size == 1 else (standing,):
+        for look in (examine, standing) if self._assembly.rank_info.world_size == 1 else (standing,):
             try:
                 found = look(self._assembly, number, told)
                 return replace(found, predicted=self._foreseen())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from tuner.errors import LostRankError, MachineError
 from tuner.runtime import phase
-from tuner.runtime.launch import Launch
+from tuner.runtime.dist import RankInfo
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,35 +23,35 @@ _gloo: tuple[object, ProcessGroup] | None = None
 
 
 @contextmanager
-def process_group(launch: Launch, device: str, timeout_s: float) -> Iterator[None]:
+def process_group(rank_info: RankInfo, device: str, timeout_s: float) -> Iterator[None]:
     """Join the run's processes for the length of the block: gloo on `cpu`, gloo and NCCL on `cuda`.
 
     World size 1 starts nothing. Without OMP_NUM_THREADS, each local rank gets its share of the cores.
     `timeout_s` bounds every collective, in seconds. Raises MachineError when the processes cannot meet, and
     LostRankError in place of what a collective raises when another process is gone or silent.
     """
-    if launch.world_size == 1:
+    if rank_info.world_size == 1:
         yield
         return
     import torch
     import torch.distributed as dist
 
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads_per_rank(launch))
+        torch.set_num_threads(threads_per_rank(rank_info))
     if device == "cuda":
-        torch.cuda.set_device(launch.local_rank)
+        torch.cuda.set_device(rank_info.local_rank)
     try:
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=_meet(launch, timeout_s),
-            rank=launch.rank,
-            world_size=launch.world_size,
+            store=_meet(rank_info, timeout_s),
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
         gloo_group(timeout_s)
     except (RuntimeError, ValueError, OSError) as error:
         raise MachineError(
-            f"rank {launch.rank} of {launch.world_size} could not join the others: {error}",
+            f"rank {rank_info.rank} of {rank_info.world_size} could not join the others: {error}",
             hint="check MASTER_ADDR and MASTER_PORT, and that every process was started",
         ) from error
     try:
@@ -62,15 +62,15 @@ def process_group(launch: Launch, device: str, timeout_s: float) -> Iterator[Non
             _leave()
         if _is_lost_rank(error):
             raise LostRankError(
-                f"rank {launch.rank} lost another process of the run{phase.at()}: it ended, or was silent for longer "
-                "than parallel.timeout",
+                f"rank {rank_info.rank} lost another process of the run{phase.at()}: it ended, or was silent for "
+                "longer than parallel.timeout",
                 hint="that process says why, or the log of its rank does",
             ) from error
         raise
     _leave()
 
 
-def _meet(launch: Launch, timeout_s: float) -> Store:
+def _meet(rank_info: RankInfo, timeout_s: float) -> Store:
     """Find the store through which the processes meet, within `timeout_s` seconds.
 
     Where nobody listens, torch tries twice to connect, each time for as long as it is given.
@@ -79,7 +79,7 @@ def _meet(launch: Launch, timeout_s: float) -> Store:
     from torch.distributed.rendezvous import rendezvous as meetings
 
     half = timedelta(seconds=timeout_s / 2)
-    store: Store = next(meetings(rendezvous(os.environ), launch.rank, launch.world_size, timeout=half))[0]
+    store: Store = next(meetings(rendezvous(os.environ), rank_info.rank, rank_info.world_size, timeout=half))[0]
     store.set_timeout(timedelta(seconds=timeout_s))
     return PrefixStore("default_pg", store)
 
@@ -144,9 +144,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads_per_rank(launch: Launch) -> int:
+def threads_per_rank(rank_info: RankInfo) -> int:
     """Each local rank's share of the cores, at least one."""
-    return max(1, cores() // launch.local_world_size)
+    return max(1, cores() // rank_info.local_world_size)
 
 
 def rendezvous(env: Mapping[str, str]) -> str:

@@ -18,7 +18,7 @@ from tuner.data.prepared import PackedRows, Sample
 from tuner.model.decode import greedy
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import sync_gradients
-from tuner.train.step import Learner, Numerics, to_device
+from tuner.train.step import StepConfig, TrainState, to_device
 
 MAX_ANSWER_TOKENS = 128
 
@@ -93,7 +93,7 @@ def held_out(rows: PackedRows, documents: Sequence[int], paths: Sequence[str]) -
 @torch.no_grad()
 def evaluate(
     root: CausalLM,
-    numerics: Numerics,
+    step_config: StepConfig,
     held: HeldOut,
     micro_batch_size: int,
     max_rows: int | None,
@@ -113,18 +113,18 @@ def evaluate(
         shuffle=False,
         global_batch_size=micro_batch_size * world_size,
         micro_batch_size=micro_batch_size,
-        rank=numerics.rank,
+        rank=step_config.rank,
         world_size=world_size,
         max_rows=max_rows,
     )
-    sums = torch.zeros(len(held.sources), dtype=torch.float64, device=numerics.device)
+    sums = torch.zeros(len(held.sources), dtype=torch.float64, device=step_config.device)
     counts = np.zeros(len(held.sources), dtype=np.int64)
     sync_gradients(root, True)
     for index in range(batches.steps_per_epoch):
         between()
         for batch in batches.step(index).micro:
             positions, own = held.by_source(batch)
-            losses = batch_losses(root, numerics, batch, positions)
+            losses = batch_losses(root, step_config, batch, positions)
             # Slices and not an indexed sum: the same order of additions on every device.
             sums += torch.stack([part.sum(dtype=torch.float64) for part in losses.split(own.tolist())])
             counts += own
@@ -142,19 +142,19 @@ def evaluate(
 
 
 def answer_samples(
-    learner: Learner, samples: Sequence[Sample], tokenizer: TextTokenizer, between: Callable[[], None] = lambda: None
+    state: TrainState, samples: Sequence[Sample], tokenizer: TextTokenizer, between: Callable[[], None] = lambda: None
 ) -> list[str]:
     """Greedy answers to held-out prompts. Collective: every rank decodes the same prompts, all of them together.
 
     An answer ends at an end token, at the model's last position, after MAX_ANSWER_TOKENS, or where it is a good part
     longer than what was wanted. ``between`` is called before each forward.
     """
-    learner.root.eval()
-    limits = answer_limits(samples, tokenizer, learner.root.model.config)
+    state.root.eval()
+    limits = answer_limits(samples, tokenizer, state.root.model.config)
     prompts = [sample.prompt_ids for sample in samples]
-    with learner.numerics.autocast():
-        device = learner.numerics.device
-        answers = greedy(learner.root, prompts, frozenset(tokenizer.eos_ids), limits, device, between)
+    with state.step_config.autocast():
+        device = state.step_config.device
+        answers = greedy(state.root, prompts, frozenset(tokenizer.eos_ids), limits, device, between)
     return [tokenizer.decode(ids) for ids in answers]
 
 
@@ -168,13 +168,15 @@ def answer_limits(samples: Sequence[Sample], tokenizer: TextTokenizer, config: P
     ]
 
 
-def batch_losses(root: CausalLM, numerics: Numerics, batch: Batch, positions: npt.NDArray[np.int64]) -> torch.Tensor:
+def batch_losses(
+    root: CausalLM, step_config: StepConfig, batch: Batch, positions: npt.NDArray[np.int64]
+) -> torch.Tensor:
     """float32 ``[N]``: the losses at N trained positions of one batch, on the device."""
     ids, places, at, targets = (
-        to_device(array, numerics.device)
+        to_device(array, step_config.device)
         for array in (batch.input_ids, batch.position_ids, positions, batch.targets[positions])
     )
-    with numerics.autocast():
+    with step_config.autocast():
         return root.losses(ids, places, batch.lengths, at, targets)
 
 

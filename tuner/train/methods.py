@@ -9,9 +9,9 @@ from tuner.model.liger_loss import loss_into_gradient
 from tuner.model.linear_cross_entropy import Kernel, softmax_into_gradient
 from tuner.model.logit_shape import LogitShape
 from tuner.model.native.cross_entropy import native_into_gradient
-from tuner.model.objective import CrossEntropy, Objective, OwnObjective
+from tuner.model.objective import CrossEntropy, CustomObjective, Objective
 from tuner.runtime.plugins import Plugin, failure, load, require_call, source_file
-from tuner.train.meter import CLOCKED
+from tuner.train.figures import CLOCKED
 
 TAKEN = ("step", "epoch", "tokens", "loss", "lr", "grad_norm", "skipped", "kind", *CLOCKED)
 """Keys of a line of metrics.jsonl that a figure cannot have."""
@@ -55,7 +55,7 @@ def build_objective(method: SftMethod | PretrainMethod | CustomMethod, kernels: 
         raise failure(f"method.use {method.use}", error, source_file(factory)) from error
     if not callable(function):
         raise PluginError(f"method.use {method.use} gave a {type(function).__name__}, not a loss function")
-    return OwnObjective(function, method.use, TAKEN)
+    return CustomObjective(function, method.use, TAKEN)
 
 
 def _factory(method: CustomMethod) -> Plugin:

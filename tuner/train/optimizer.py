@@ -22,8 +22,8 @@ from tuner.model.select import select
 from tuner.parallel.fsdp import local
 from tuner.parallel.shards import Layout
 from tuner.train.adafactor import ShardedAdafactor, moment_shape
+from tuner.train.custom_optimizer import OptimizerLike, build_own_optimizer
 from tuner.train.muon import ShardedMuon
-from tuner.train.own_optimizer import Stepper, build_own_optimizer
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Group:
         return {"lr": self.lr, "weight_decay": self.weight_decay}
 
 
-class Updater:
+class OptimizerSet:
     """One or several torch optimizers over named parameters; ours have all their state allocated.
 
     They hold each process's own part of a sharded parameter as a plain tensor: the update of an element needs no other,
@@ -56,7 +56,7 @@ class Updater:
         self,
         parameters: Mapping[str, nn.Parameter],
         held: Mapping[str, torch.Tensor],
-        optimizers: Sequence[Stepper],
+        optimizers: Sequence[OptimizerLike],
         takes_flag: bool,
         peak_lr: float,
     ) -> None:
@@ -143,7 +143,9 @@ class Updater:
                 held.grad = None if parameter.grad is None else local(parameter.grad)
 
 
-def build_updater(section: Optimizer, parameters: Mapping[str, nn.Parameter], outer: Set[str] = frozenset()) -> Updater:
+def build_optimizer(
+    section: Optimizer, parameters: Mapping[str, nn.Parameter], outer: Set[str] = frozenset()
+) -> OptimizerSet:
     """The optimizer of a resolved recipe over the parameters that are trained.
 
     ``outer`` names those of embeddings and of the output layer, which Muon leaves to AdamW. Raises RecipeError where
@@ -160,7 +162,7 @@ def build_updater(section: Optimizer, parameters: Mapping[str, nn.Parameter], ou
             for group in group_parameters(chosen, lr, section.weight_decay, own)
         ]
 
-    optimizers: list[Stepper]
+    optimizers: list[OptimizerLike]
     match section:
         case AdamwOptimizer():
             optimizers = [_adamw(groups(parameters, lr), section.betas, section.eps)]
@@ -184,7 +186,7 @@ def build_updater(section: Optimizer, parameters: Mapping[str, nn.Parameter], ou
                 for group in group_parameters(parameters, lr, section.weight_decay, own)
             ]
             optimizers = [build_own_optimizer(section, given, layouts)]
-    return Updater(parameters, held, optimizers, takes_flag=not isinstance(section, CustomOptimizer), peak_lr=lr)
+    return OptimizerSet(parameters, held, optimizers, takes_flag=not isinstance(section, CustomOptimizer), peak_lr=lr)
 
 
 def chosen_groups(names: Iterable[str], groups: Sequence[ParameterGroup]) -> dict[str, ParameterGroup]:

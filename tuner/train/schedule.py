@@ -19,7 +19,7 @@ from tuner.config.schedules import (
     WsdSchedule,
 )
 from tuner.errors import RecipeError
-from tuner.train.own_schedule import own_schedule
+from tuner.train.custom_schedule import own_schedule
 from tuner.train.plan import Plan, steps_of
 
 Shape = Literal["linear", "cosine", "sqrt", "inverse_sqrt"]
@@ -47,7 +47,7 @@ class Schedule(Protocol):
 
 
 @dataclass(frozen=True)
-class Fall:
+class Decay:
     """A way down from 1 at ``start`` to ``floor`` at ``end``, both indices."""
 
     start: int
@@ -75,11 +75,11 @@ class Fall:
 
 
 @dataclass(frozen=True)
-class WarmupAndFalls:
+class WarmupDecay:
     """A straight rise from 0 at index 0, then 1 but for the falls; behind each but the last it starts again at 1."""
 
     warmup_steps: int
-    falls: tuple[Fall, ...] = ()
+    falls: tuple[Decay, ...] = ()
 
     def factor(self, index: int) -> float:
         """The factor at ``index``; where a fall begins within the warm-up, the lower of both."""
@@ -128,19 +128,19 @@ def build_schedule(section: Section, plan: Plan, row_tokens: npt.NDArray[np.int6
     total = plan.total_steps
     match section:
         case ConstantSchedule():
-            return WarmupAndFalls(warmup)
+            return WarmupDecay(warmup)
         case InverseSqrtSchedule():
-            return WarmupAndFalls(warmup, (Fall(max(1, warmup), total, "inverse_sqrt"),))
+            return WarmupDecay(warmup, (Decay(max(1, warmup), total, "inverse_sqrt"),))
         case LinearSchedule() | CosineSchedule():
             floor = section.min_lr_ratio
-            return WarmupAndFalls(warmup, (Fall(warmup, max(warmup, _end(total, floor)), section.kind, floor),))
+            return WarmupDecay(warmup, (Decay(warmup, max(warmup, _end(total, floor)), section.kind, floor),))
         case WsdSchedule():
             floor = section.min_lr_ratio
             start = max(0, total - steps_of(section.decay, plan, row_tokens))
-            return WarmupAndFalls(warmup, (Fall(start, _end(total, floor), section.decay_shape, floor),))
+            return WarmupDecay(warmup, (Decay(start, _end(total, floor), section.decay_shape, floor),))
         case WsdPeriodsSchedule():
             ends = _ends([steps_of(period, plan, row_tokens) for period in section.periods], total)
-            return WarmupAndFalls(warmup, tuple(_falls(section, ends, plan, row_tokens)))
+            return WarmupDecay(warmup, tuple(_falls(section, ends, plan, row_tokens)))
 
 
 def _end(total: int, floor: float) -> int:
@@ -159,9 +159,9 @@ def _ends(periods: Sequence[int], total: int) -> list[int]:
 
 def _falls(
     section: WsdPeriodsSchedule, ends: Sequence[int], plan: Plan, row_tokens: npt.NDArray[np.int64]
-) -> Iterator[Fall]:
+) -> Iterator[Decay]:
     for begin, end in pairwise([0, *ends]):
         length = end - begin
         decay = section.decay
         steps = max(1, math.ceil(decay.share * length)) if decay.unit == "%" else steps_of(decay, plan, row_tokens)
-        yield Fall(end - min(steps, length), end, section.decay_shape, section.min_lr_ratio)
+        yield Decay(end - min(steps, length), end, section.decay_shape, section.min_lr_ratio)

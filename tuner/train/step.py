@@ -14,11 +14,11 @@ from tuner.parallel.fsdp import copies, local, sync_gradients
 from tuner.runtime import phase
 from tuner.train.guard import Guard
 from tuner.train.norm import sum_of_squares
-from tuner.train.optimizer import Updater
+from tuner.train.optimizer import OptimizerSet
 
 
 @dataclass(frozen=True)
-class Numerics:
+class StepConfig:
     """How a forward computes: where, under which autocast, and how large a gradient may be."""
 
     device: torch.device
@@ -29,13 +29,13 @@ class Numerics:
 
 
 @dataclass
-class Learner:
+class TrainState:
     """What one step changes: the model, its trained parameters, their optimizer, and the guard before it."""
 
     root: CausalLM
     parameters: dict[str, nn.Parameter]
-    optimizer: Updater
-    numerics: Numerics
+    optimizer: OptimizerSet
+    step_config: StepConfig
     guard: Guard
     rng_start: int = 0
     """The steps behind which random numbers begin anew."""
@@ -92,55 +92,55 @@ class StepScalars:
         return StepResult(loss, norm, bool(skipped), bool(halted), dict(zip(self._names, figures, strict=True)))
 
 
-def optimizer_step(learner: Learner, index: int, batches: StepBatches, factor: float) -> StepScalars:
+def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: float) -> StepScalars:
     """Take step ``index`` (0-based) with every group's peak learning rate times ``factor``.
 
     The guard leaves the update out, on every rank, where loss or gradient norm is not finite. Reads nothing from the
     device, unless the optimizer cannot be told there to leave an update out.
     """
-    loss_sum = forward_backward(learner, index, batches)
-    learner.enter(index, "optimizer")
-    gradients = [local(p.grad) for p in learner.parameters.values() if p.grad is not None]
-    squares = sum_of_squares(gradients) / copies(learner.root)
-    figures = learner.root.objective.take()
+    loss_sum = forward_backward(state, index, batches)
+    state.enter(index, "optimizer")
+    gradients = [local(p.grad) for p in state.parameters.values() if p.grad is not None]
+    squares = sum_of_squares(gradients) / copies(state.root)
+    figures = state.root.objective.take()
     sums = torch.stack([tensor.double() for tensor in (squares, loss_sum, *figures.values())])
     if dist.is_initialized():
         dist.all_reduce(sums)
     means = sums[1:] / max(1, batches.trained_count)
     values = torch.stack([means[0], sums[0].sqrt()])
-    skip, halt = learner.guard.judge(values)
-    limit = learner.numerics.max_grad_norm
+    skip, halt = state.guard.judge(values)
+    limit = state.step_config.max_grad_norm
     divisor = None if limit is None else ((values[1] + 1e-6) / limit).clamp_min(1.0).float()
-    learner.optimizer.set_factor(factor)
-    learner.fence()
-    learner.optimizer.step(skip, divisor)
-    learner.optimizer.zero_grad()
+    state.optimizer.set_factor(factor)
+    state.fence()
+    state.optimizer.step(skip, divisor)
+    state.optimizer.zero_grad()
     return StepScalars(torch.cat([values, torch.stack([skip, halt]), means[1:]]), list(figures))
 
 
-def forward_backward(learner: Learner, index: int, batches: StepBatches) -> torch.Tensor:
+def forward_backward(state: TrainState, index: int, batches: StepBatches) -> torch.Tensor:
     """Accumulate the gradients of the mean loss over the whole global batch; return this rank's summed loss."""
-    root, numerics = learner.root, learner.numerics
+    root, step_config = state.root, state.step_config
     root.train()
-    loss_sum = torch.zeros((), dtype=torch.float32, device=numerics.device)
+    loss_sum = torch.zeros((), dtype=torch.float32, device=step_config.device)
     for number, batch in enumerate(batches.micro):
         sync_gradients(root, number == len(batches.micro) - 1)
         # Dropout depends on the position in the run alone, so a resumed run needs no generator state.
-        torch.manual_seed(_mixed(numerics.seed, index - learner.rng_start, number, numerics.rank))
-        learner.enter(index, "forward")
-        loss = microbatch_loss(root, batch, numerics)
-        learner.enter(index, "backward")
+        torch.manual_seed(_mixed(step_config.seed, index - state.rng_start, number, step_config.rank))
+        state.enter(index, "forward")
+        loss = microbatch_loss(root, batch, step_config)
+        state.enter(index, "backward")
         (loss / max(1, batches.trained_count)).backward()
         loss_sum += loss.detach()
     return loss_sum
 
 
-def microbatch_loss(root: CausalLM, batch: Batch, numerics: Numerics) -> torch.Tensor:
+def microbatch_loss(root: CausalLM, batch: Batch, step_config: StepConfig) -> torch.Tensor:
     """The summed loss of one microbatch, a float32 scalar on the device."""
     targets = batch.targets[batch.trained_positions]
     arrays = (batch.input_ids, batch.position_ids, batch.trained_positions, targets)
-    ids, places, positions, wanted = (to_device(array, numerics.device) for array in arrays)
-    with numerics.autocast():
+    ids, places, positions, wanted = (to_device(array, step_config.device) for array in arrays)
+    with step_config.autocast():
         loss: torch.Tensor = root(ids, places, batch.lengths, positions, wanted)
     return loss
 

@@ -1,0 +1,97 @@
+"""New runs that go on from a checkpoint of another one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run.test_run import TOTAL, launch, lines
+from tools import resume_campaign
+from tuner.checkpoint.steps import step_dirs
+from tuner.data.batches import GlobalBatches
+from tuner.errors import DataError, RecipeError
+from tuner.run.preflight import LaunchOptions
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    resume_campaign.prepare(tmp_path, 1)
+    return tmp_path
+
+
+def steps(run: Path) -> list[int]:
+    return sorted(step for step, _ in step_dirs(run / "checkpoints"))
+
+
+def from_(path: Path) -> LaunchOptions:
+    return LaunchOptions(resume=path)
+
+
+def same_from(run: Path, whole: Path, step: int) -> bool:
+    """Whether a run that began at `step` ended as the unbroken one did."""
+    ended, wanted = resume_campaign.outcome(run), resume_campaign.outcome(whole)
+    assert len(wanted["log"]) == TOTAL
+    return ended["sha256"] == wanted["sha256"] and ended["log"] == wanted["log"][step:]
+
+
+def test_a_branch_ends_as_its_origin_does_and_leaves_it_alone(workplace: Path) -> None:
+    whole = launch(workplace, name="whole", checkpoint__keep="9").run_dir
+    origin = whole / "checkpoints" / "step-8"
+    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+    branch = launch(workplace, from_(origin), name="branch", checkpoint__keep="1")
+    assert (branch.status, branch.step) == ("finished", TOTAL)
+    assert same_from(branch.run_dir, whole, 8)
+    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
+    record = json.loads((branch.run_dir / "run.json").read_text())
+    assert [(entry["from_step"], entry["began_from"]) for entry in record["launches"]] == [(8, str(origin))]
+    assert launch(workplace, from_(origin), name="branch").status == "finished"
+
+
+def test_a_branch_that_stops_has_a_checkpoint_and_the_same_line_goes_on(workplace: Path) -> None:
+    whole = launch(workplace, name="whole").run_dir
+    stopped = launch(workplace, name="origin", train__stop_after="5 steps").run_dir
+    for limit in ("2 steps", "never"):
+        result = launch(workplace, from_(stopped), name="branch", train__stop_after=limit)
+        assert (result.run_dir / "checkpoints" / f"step-{result.step}").is_dir()
+    assert result.status == "finished"
+    assert steps(stopped) == [4, 5]
+    assert same_from(result.run_dir, whole, 5)
+
+
+def test_a_branch_that_failed_before_it_saved_begins_where_it_began(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = launch(workplace, name="whole").run_dir
+    origin = launch(workplace, name="origin", train__stop_after="6 steps").run_dir
+
+    def failing(*_: Any) -> Any:
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk is gone"):
+        patch.setattr(GlobalBatches, "step", failing)
+        launch(workplace, from_(origin), name="branch")
+    assert steps(workplace / "runs" / "branch") == []
+    result = launch(workplace, LaunchOptions(resume="auto"), name="branch")
+    assert [line["step"] for line in lines(result.run_dir)] == list(range(7, TOTAL + 1))
+    assert same_from(result.run_dir, whole, 6)
+
+
+def test_what_cannot_be_gone_on_from_is_refused(workplace: Path) -> None:
+    whole = launch(workplace, name="whole").run_dir
+    origin = whole / "checkpoints" / "step-16"
+    for path, more, message in (
+        (workplace / "none", {}, "none: no such directory"),
+        (whole, {}, "no steps are left"),
+        (origin, {"optimizer__lr": "1e-4"}, r"another recipe \(optimizer.lr 0.001 -> 0.0001\)"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            launch(workplace, from_(path), name="branch", **more)
+    with pytest.raises(RecipeError, match="did not begin from"):
+        launch(workplace, from_(origin), name="whole")
+    (origin / "state.json").write_text("{}")
+    with pytest.raises(DataError, match=r"step-16.state.json"):
+        launch(workplace, from_(origin), name="branch")
+    assert not (workplace / "runs" / "branch").exists()

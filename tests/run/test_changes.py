@@ -1,0 +1,75 @@
+"""What a changed key means for a run that goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.run.test_run import launch
+from tools import resume_campaign
+from tuner.config.fields import fields
+from tuner.errors import RecipeError
+from tuner.run import setup
+from tuner.run.changes import ON_RESUME, UNTOLD, Changes, changes, effect
+from tuner.run.preflight import LaunchOptions
+from tuner.runtime.console import Console
+
+
+def test_every_key_is_classified_and_nothing_else() -> None:
+    assert {key: effect(key) for key in fields()}.keys() == fields().keys()
+    stale = [key for key in ON_RESUME if not any(name == key or name.startswith(key) for name in fields())]
+    assert not stale
+    train = {key for key in fields() if key.startswith("train.")}
+    assert train <= ON_RESUME.keys(), "each key of train needs a decision of its own"
+    assert {effect(key) for key in UNTOLD} == {"safe"}
+    with pytest.raises(KeyError):
+        effect("surprise.key")
+
+
+def test_differences_are_sorted_by_what_they_mean() -> None:
+    old = {"seed": 1, "name": "a", "train": {"compile": False}, "eval": {"every": ["10%"], "max_rows": None}}
+    new = {"seed": 2, "name": "b", "train": {"compile": "auto"}, "eval": {"every": ["5%"], "max_rows": 7}}
+    assert changes(old, old) == Changes()
+    found = changes(old | {"data": {"train": "x"}}, new | {"model": {"config": {"a": {"b": 1}}}})
+    assert found.safe == ("eval.every ['10%'] -> ['5%']",)
+    assert found.warn == ("eval.max_rows None -> 7",)
+    assert found.refuse == ("data.train x -> None", "model.config.a.b None -> 1", "seed 1 -> 2")
+    assert Changes(refuse=("a", "b", "c", "d", "e")).shown() == "a; b; c and 2 more"
+
+
+def test_a_run_that_goes_on_tells_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, str]] = []
+
+    def say(self: Console, label: str, text: str, level: str = "info") -> None:
+        told.append((label, text))
+
+    def news() -> list[tuple[str, str]]:
+        return [(label, text) for label, text in told if label in ("changed", "warning")]
+
+    resume_campaign.prepare(tmp_path, 1)
+    launch(tmp_path, train__stop_after="2 steps")
+    monkeypatch.setattr(Console, "say", say)
+    again = LaunchOptions(resume="auto")
+    launch(tmp_path, again, train__stop_after="1 steps")
+    assert news() == []
+    launch(tmp_path, again, train__stop_after="1 steps", checkpoint__keep="7", train__micro_batch_size="1")
+    changed, warned = news()
+    assert changed == ("changed", "checkpoint.keep 3 -> 7")
+    assert warned[1].startswith("train.micro_batch_size 2 -> 1: ")
+    told.clear()
+    with pytest.raises(RecipeError, match=r"another recipe \(train.nonfinite"):
+        launch(tmp_path, again, train__nonfinite="{skip: 1}")
+    assert news() == []
+
+
+def test_a_machine_without_the_compiled_kernels_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    resume_campaign.prepare(tmp_path, 1)
+    launch(tmp_path, train__stop_after="2 steps")
+    monkeypatch.setattr(Console, "warn", lambda _, text: warned.append(text))
+    monkeypatch.setattr(setup, "native_problem", lambda: "there is no C compiler (cc, gcc, clang)")
+    assert launch(tmp_path, LaunchOptions(resume="auto"), train__stop_after="1 steps").step == 3
+    assert [text.split(":")[0] for text in warned] == ["model.kernels native -> torch"]

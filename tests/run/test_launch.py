@@ -1,0 +1,88 @@
+"""A run in several local processes is written down, and goes on, as one in this process is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rundir.test_directory import git
+from tools import resume_campaign
+from tuner.checkpoint import manifest
+from tuner.config.load import load_recipe
+from tuner.config.overrides import Override
+from tuner.run import launch as launching
+from tuner.run.launch import launch, plain_result, train_as_rank
+from tuner.run.preflight import LaunchOptions, RunResult
+
+COMMAND = ["/lib/tuner/__main__.py", "train", "work/r.yaml", "--hooks.0.options.token", "secret"]
+
+
+def as_one_rank(module: str, work: Mapping[str, Any], processes: int, logs: Path) -> dict[str, Any]:
+    """Stands in for the ranks: one of them alone does the work, with a command line of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [f"/lib/{module}.py", "/somewhere/job"])
+        assert processes == 2
+        result: dict[str, Any] = json.loads(json.dumps(plain_result(train_as_rank(json.loads(json.dumps(work))))))
+        return result
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe in a git repository, which is not the working directory."""
+    work = tmp_path / "work"
+    work.mkdir()
+    resume_campaign.prepare(work, 1)
+    git(work, "init")
+    git(work, "add", "r.yaml")
+    git(work, "commit", "-m", "one")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", COMMAND)
+    monkeypatch.setattr(launching, "run_ranks", as_one_rank)
+    return work
+
+
+def launched(work: Path, processes: int, resume: Any = "never", **flags: str) -> RunResult:
+    given = {"name": f"p{processes}", "parallel.processes": str(processes), "train.device": "cpu"}
+    given |= {key.replace("__", "."): text for key, text in flags.items()}
+    loaded = load_recipe(work / "r.yaml", [Override(key, text) for key, text in given.items()])
+    return launch(loaded, LaunchOptions(resume), "error")
+
+
+def test_command_and_git_state_are_those_of_the_process_that_was_called(work: Path) -> None:
+    (work / "r.yaml").write_text((work / "r.yaml").read_text() + "# changed\n")
+    noted = []
+    for processes in (1, 2):
+        run = launched(work, processes, train__stop_after="1 steps").run_dir
+        entry = json.loads((run / "run.json").read_text())["launches"][0]
+        noted.append({key: entry[key] for key in ("command", "git")})
+        assert (run / entry["git"]["diff"]).is_file()
+    assert noted[0]["command"] == [*COMMAND[:-1], "***"]
+    assert noted[0]["git"]["dirty"]
+    assert noted[0] == noted[1]
+
+
+def test_the_chosen_checkpoint_is_hashed_once_and_goes_to_every_rank(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = launched(work, 2, train__stop_after="3 steps")
+    real, hashed = manifest.verify_entries, []
+
+    def counting(path: Path, entries: Any, hash: bool) -> None:
+        hashed.append(hash)
+        real(path, entries, hash=hash)
+
+    monkeypatch.setattr(manifest, "verify_entries", counting)
+    monkeypatch.setattr(launching, "run_ranks", lambda module, work, *_: {**work, "given": True})
+    monkeypatch.setattr(launching, "_result_of", lambda plain: plain)
+    given: Any = launched(work, 2, "auto")
+    assert given["checkpoint"] == str(first.checkpoint)
+    before = hashed.count(True)
+    assert before == 1
+    result = train_as_rank(given)
+    assert (result.status, result.metrics["step"]) == ("finished", 18)
+    assert json.loads((result.run_dir / "run.json").read_text())["launches"][1]["from_step"] == 3
+    assert hashed.count(True) == before

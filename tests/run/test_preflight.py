@@ -1,0 +1,73 @@
+"""Ranks that each look for the checkpoint to go on from, and go on from one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.processes import run_ranks
+from tests.checkpoint.states import full_state
+from tests.run.test_run import launch
+from tools import resume_campaign
+from tuner.checkpoint import load
+from tuner.checkpoint.load import open_checkpoint
+from tuner.checkpoint.manifest import sealed
+from tuner.checkpoint.save import CheckpointDir, save
+from tuner.config.load import load_recipe
+from tuner.errors import DataError
+from tuner.run.preflight import LaunchOptions, Preflight, agreed, preflight
+from tuner.rundir.directory import RunDir
+from tuner.runtime.collective import Collective
+from tuner.runtime.console import Console
+from tuner.runtime.process import gloo_group
+
+
+@pytest.mark.multi
+def test_every_rank_takes_the_checkpoint_of_rank_0_or_none_does(tmp_path: Path) -> None:
+    run = CheckpointDir(tmp_path / "checkpoints", "r")
+    state = {"guard": {"skipped": 0}}
+    first, second = (save(run, step, full_state(step), {"step": step, **state}, {}) for step in (1, 2))
+
+    def work(rank: int) -> None:
+        ranks = Collective(gloo_group())
+        nothing: Any = None
+        found = open_checkpoint(second if rank else first)
+        ready = Preflight(RunDir(tmp_path), {}, found, (), nothing, nothing, tmp_path)
+        mine = agreed(ready, LaunchOptions(), ranks)
+        assert mine.found is not None
+        assert mine.found.path == first
+        assert agreed(replace(ready, found=None), LaunchOptions(), ranks).found is None
+        lone = replace(ready, found=None if rank else found)
+        assert agreed(lone, LaunchOptions(), ranks).found.path == first  # type: ignore[union-attr]
+        changed = replace(found, path=first, manifest=sealed({**found.manifest, "schema": 9 + rank}))
+        with pytest.raises(DataError, match="rank 1: .*another manifest than rank 0 reads there"):
+            agreed(replace(ready, found=changed), LaunchOptions(), ranks)
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]
+
+
+def test_tensors_are_hashed_by_rank_0_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resume_campaign.prepare(tmp_path, 1)
+    stopped = launch(tmp_path, train__stop_after="2 steps")
+    hashed: list[Path] = []
+    real = load.verify_shard
+
+    def counting(path: Path, *rest: Any) -> None:
+        hashed.append(path)
+        real(path, *rest)
+
+    monkeypatch.setattr(load, "verify_shard", counting)
+    loaded = load_recipe(tmp_path / "r.yaml", cwd=tmp_path)
+    for hashes, wanted in ((False, 0), (True, 1)):
+        hashed.clear()
+        ready = preflight(loaded, LaunchOptions("auto"), Console(main=False), hashes)
+        assert isinstance(ready, Preflight)
+        assert ready.found is not None
+        assert ready.found.path == stopped.checkpoint
+        assert len(hashed) == wanted
+    record = json.loads((stopped.run_dir / "run.json").read_text())
+    assert ready.record == record

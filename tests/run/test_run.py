@@ -1,0 +1,360 @@
+"""Whole launches in this process: the schedule, stopping, resuming, pruning and the records they leave."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tools import resume_campaign
+from tuner.checkpoint.load import newest
+from tuner.checkpoint.steps import step_dirs
+from tuner.cli.train import _evaluated, launch_training
+from tuner.config.load import load_recipe
+from tuner.config.overrides import Override
+from tuner.data.batches import GlobalBatches
+from tuner.errors import DataError, DivergedError, MemoryLimitError, RecipeError
+from tuner.run import loop, mock, preflight, session
+from tuner.run.main import train
+from tuner.run.preflight import LaunchOptions, RunResult, resume_source
+from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
+from tuner.train import evaluate
+
+TOTAL = 18
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    resume_campaign.prepare(tmp_path, 1)
+    return tmp_path
+
+
+def launch(directory: Path, options: LaunchOptions | None = None, **flags: str) -> RunResult:
+    overrides = [Override(key.replace("__", "."), text) for key, text in flags.items()]
+    loaded = load_recipe(directory / "r.yaml", overrides, cwd=directory)
+    return train(loaded, options or LaunchOptions(), RankInfo(), Console(main=False))
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_each_step_has_its_learning_rate(workplace: Path) -> None:
+    result = launch(workplace, schedule__kind="linear", schedule__warmup="4 steps", schedule__min_lr_ratio="0.1")
+    rates = [line["lr"] for line in lines(result.run_dir)]
+    assert rates[:5] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3 * (1 - 0.9 / 14)])
+    assert rates[-1] == pytest.approx(1e-4)
+
+
+def test_stopped_and_resumed_is_the_unbroken_run(workplace: Path) -> None:
+    whole = launch(workplace, name="whole")
+    assert (whole.status, whole.step, whole.total_steps) == ("finished", TOTAL, TOTAL)
+    stopped = launch(workplace, train__stop_after="5 steps")
+    assert (stopped.status, stopped.step) == ("stopped", 5)
+    again = train(resume_source(stopped.run_dir), LaunchOptions(resume="must"), RankInfo(), Console(main=False))
+    assert (again.status, again.step) == ("finished", TOTAL)
+    assert resume_campaign.outcome(again.run_dir) == resume_campaign.outcome(whole.run_dir)
+    record = json.loads((again.run_dir / "run.json").read_text())
+    assert [(entry["from_step"], entry["status"]) for entry in record["launches"]] == [(0, "stopped"), (5, "finished")]
+
+
+@pytest.mark.parametrize("at_end", ["true", "false"])
+def test_a_finished_run_says_the_same_again(workplace: Path, at_end: str) -> None:
+    flags = {"data__eval": "7 documents", "eval__samples": "0", "train__duration": "6 steps"}
+    flags |= {"checkpoint__every": "4 steps", "checkpoint__at_end": at_end}
+    first = launch(workplace, **flags)
+    assert launch(workplace, **flags) == first
+    assert (first.step, first.metrics["first_eval_step"], first.metrics["eval_step"]) == (6, 0, 6)
+    assert set(first.metrics) == {
+        "step", "tokens", "trained_tokens", "loss", "eval_loss", "eval_step", "first_eval_loss", "first_eval_step",
+        "best",
+    }  # fmt: skip
+    record = first.run_dir / "run.json"
+    facts = json.loads(record.read_text())
+    if at_end == "true":  # killed before it could write down that it is finished
+        del facts["metrics"], facts["launches"][-1]["step"]
+        record.write_text(json.dumps(facts | {"status": "running"}))
+        assert launch(workplace, LaunchOptions(resume="auto"), **flags) == first
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        (
+            {"eval_loss": 2.0, "eval_step": 8, "first_eval_loss": 3.0, "first_eval_step": 0},
+            " · eval loss 3.000 -> 2.000",
+        ),
+        ({"eval_loss": 2.0, "eval_step": 8, "first_eval_loss": 2.0, "first_eval_step": 8}, " · eval loss 2.000"),
+        ({"eval_loss": 2.0, "eval_step": 8, "first_eval_loss": 3.0, "first_eval_step": None}, " · eval loss 2.000"),
+        ({"eval_loss": None}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_first_loss_is_shown_where_it_was_an_earlier_one(metrics: dict[str, Any], said: str) -> None:
+    assert _evaluated(metrics) == said
+
+
+def test_a_base_model_that_changed_is_refused(workplace: Path) -> None:
+    launch(workplace, train__stop_after="3 steps")
+    file = workplace / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] += 1e-3
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(DataError, match="the base model changed since this checkpoint was saved"):
+        launch(workplace, LaunchOptions(resume="auto"))
+
+
+def test_checkpoints_are_pruned_but_not_the_one_resumed_from(workplace: Path) -> None:
+    stopped = launch(workplace, train__stop_after="3 steps", checkpoint__keep="1")
+    assert [step for step, _ in step_dirs(stopped.run_dir / "checkpoints")] == [3]
+    done = launch(workplace, LaunchOptions(resume="auto"), checkpoint__keep="1")
+    assert [step for step, _ in step_dirs(done.run_dir / "checkpoints")] == [TOTAL, 3]
+
+
+def test_evaluation_is_weighted_by_tokens_and_its_rows_are_bounded(workplace: Path) -> None:
+    found = []
+    for micro in ("1", "2"):
+        flags = {"data__eval": "9 documents", "eval__max_rows": "5", "eval__samples": "1"}
+        result = launch(workplace, name=f"micro{micro}", train__micro_batch_size=micro, **flags)
+        evaluations = [line["loss"] for line in lines(result.run_dir) if line["kind"] == "eval"]
+        assert len(evaluations) >= 2
+        assert (result.run_dir / "samples.jsonl").is_file()
+        found.append(evaluations[0])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_a_failed_launch_says_so_and_can_go_on(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = GlobalBatches.step
+
+    def failing(self: GlobalBatches, i: int) -> Any:
+        if i == 6:
+            raise OSError("the disk is gone")
+        return real(self, i)
+
+    monkeypatch.setattr(GlobalBatches, "step", failing)
+    with pytest.raises(OSError, match="disk is gone"):
+        launch(workplace)
+    monkeypatch.undo()
+    run = workplace / "runs" / "r"
+    record = json.loads((run / "run.json").read_text())
+    assert (record["status"], record["launches"][0]["why"]) == ("failed", "OSError: the disk is gone")
+    found = newest(run / "checkpoints")
+    assert found is not None
+    assert found.step == 4
+    with pytest.raises(RecipeError, match="unfinished run, at step 4"):
+        launch(workplace)
+    assert launch(workplace, LaunchOptions(resume="auto")).status == "finished"
+    assert [line["step"] for line in lines(run)] == list(range(1, TOTAL + 1))
+
+
+def test_a_stop_file_saves_stops_and_is_used_up(workplace: Path) -> None:
+    run = workplace / "runs" / "r"
+    run.mkdir(parents=True)
+    launch(workplace, train__stop_after="2 steps")
+    (run / "STOP").touch()
+    stopped = launch(workplace, LaunchOptions(resume="auto"))
+    assert (stopped.status, stopped.step) == ("stopped", 3)
+    assert not (run / "STOP").exists()
+    assert json.loads((run / "run.json").read_text())["launches"][1]["why"] == "STOP"
+    found = newest(run / "checkpoints")
+    assert found is not None
+    assert found.step == 3
+    assert launch(workplace, LaunchOptions(resume="auto")).status == "finished"
+
+
+def test_a_signal_in_an_evaluation_cuts_it_short_and_it_is_done_when_the_run_goes_on(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {"data__eval": "7 documents", "eval__every": "5 steps", "eval__samples": "1"}
+    whole = launch(workplace, name="whole", **flags)
+    evaluated = [*range(0, whole.step, 5), whole.step]
+    real, signal_at = evaluate.answer_samples, {"evaluation": 0}
+
+    def signalled(*args: Any, **options: Any) -> Any:
+        signal_at["evaluation"] -= 1
+        if signal_at["evaluation"] == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args, **options)
+
+    monkeypatch.setattr(session, "answer_samples", signalled)
+    for last, step in ((0, 0), (0, 5), (5, whole.step)):
+        signal_at["evaluation"] = evaluated.index(step) - evaluated.index(last) + 1
+        stopped = launch(workplace, LaunchOptions(resume="auto"), **flags)
+        assert (stopped.status, stopped.step) == ("stopped", step)
+    done = launch(workplace, LaunchOptions(resume="auto"), **flags)
+    assert (done.status, done.metrics["eval_loss"]) == ("finished", whole.metrics["eval_loss"])
+    assert resume_campaign.outcome(done.run_dir) == resume_campaign.outcome(whole.run_dir)
+    ended, unbroken = newest(done.run_dir / "checkpoints"), newest(whole.run_dir / "checkpoints")
+    assert ended is not None and unbroken is not None
+    assert ended.state == unbroken.state
+    assert ended.manifest["files"]["probe.safetensors"] == unbroken.manifest["files"]["probe.safetensors"]
+    assert launch(workplace, **flags) == done
+    samples = [json.loads(line)["step"] for line in (done.run_dir / "samples.jsonl").read_text().splitlines()]
+    assert samples == evaluated
+
+
+def test_an_owed_evaluation_that_is_killed_is_written_once(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"data__eval": "7 documents", "eval__samples": "1", "train__duration": "3 steps"}
+    flags |= {"eval__at_start": "false", "eval__every": "never"}
+    cut = lambda *_: (_ for _ in ()).throw(evaluate.EvaluationCutError)  # noqa: E731 - raises in an expression
+    monkeypatch.setattr(session, "evaluate", cut)
+    stopped = launch(workplace, **flags)
+    assert (stopped.status, stopped.step) == ("stopped", 3)
+    assert stopped.checkpoint is not None and (stopped.checkpoint / "probe.safetensors").is_file()
+    monkeypatch.undo()
+    dies = lambda *_, **__: (_ for _ in ()).throw(OSError("killed"))  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(session.Session, "save", dies)
+        with pytest.raises(OSError, match="killed"):
+            launch(workplace, LaunchOptions(resume="auto"), **flags)
+    run = launch(workplace, LaunchOptions(resume="auto"), **flags).run_dir
+    assert [(line["kind"], line["step"]) for line in lines(run)][-2:] == [("train", 3), ("eval", 3)]
+    assert len((run / "samples.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_signal_before_the_first_step_leaves_a_run_to_go_on_with(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    loaded = load_recipe(workplace / "r.yaml", [], cwd=workplace)
+    monkeypatch.setattr(preflight, "prepare", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launch_training(loaded, LaunchOptions(resume="auto"), False)
+    monkeypatch.undo()
+    stopped = launch(workplace, train__stop_after="3 steps")
+    monkeypatch.setattr(preflight, "prepare", interrupted)
+    outcome = launch_training(loaded, LaunchOptions(resume="auto"), False)
+    assert (outcome.status, outcome.exit_code, outcome.metrics["step"]) == ("stopped", 75, 3)
+    assert outcome.artifacts["checkpoint"] == str(stopped.checkpoint)
+
+
+@pytest.mark.parametrize("limit", ["0.5 epochs", "0.5%", "500 tokens", "3 steps"])
+def test_a_launch_may_end_after_any_duration(workplace: Path, limit: str) -> None:
+    """Six steps an epoch of about 1,100 tokens, and 18 in all."""
+    result = launch(workplace, train__stop_after=limit)
+    assert (result.status, result.step) == ("stopped", 1 if limit == "0.5%" else 3)
+
+
+def test_evaluations_and_checkpoints_count_tokens_too(workplace: Path) -> None:
+    flags = {"data__eval": "9 documents", "eval__samples": "0", "eval__every": "500 tokens", "checkpoint__keep": "9"}
+    run = launch(workplace, checkpoint__every="0.5 epochs", train__duration="9 steps", **flags).run_dir
+    found = lines(run)
+    mean = next(line["tokens"] for line in found if line["step"] == 9) / 9
+    every = -(-500 // mean)
+    steps = [line["step"] for line in found if line["kind"] == "eval"]
+    assert steps == sorted({0, 9, *range(0, 10, int(every))})
+    assert sorted(step for step, _ in step_dirs(run / "checkpoints")) == [3, 6, 9]
+
+
+def test_the_first_batch_is_trained_on_again_and_again(workplace: Path) -> None:
+    flags = {"train__stop_after": "4 steps", "optimizer__lr": "1e-12", "adapter__dropout": "0"}
+    losses = [line["loss"] for line in lines(launch(workplace, train__overfit_first_batch="true", **flags).run_dir)]
+    others = [line["loss"] for line in lines(launch(workplace, name="all", **flags).run_dir)]
+    assert losses == pytest.approx([others[0]] * 4, rel=1e-6)
+    assert others[1] != pytest.approx(others[0], rel=1e-5)
+
+
+def test_the_mock_batch_changes_nothing(workplace: Path) -> None:
+    plain = launch(workplace, name="plain", train__stop_after="3 steps")
+    mocked = launch(workplace, name="mocked", train__stop_after="3 steps", train__mock_batch="true")
+    assert [line["loss"] for line in lines(plain.run_dir)] == [line["loss"] for line in lines(mocked.run_dir)]
+
+
+@pytest.mark.parametrize(("rows", "passes"), [(1, 1), (2, 2), (8, 2)])
+def test_the_mock_batch_is_no_more_than_a_step(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, rows: int, passes: int
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(mock, "forward_backward", lambda train_state, index, batches: seen.append(len(batches.micro)))
+    settings = {"train__global_batch_size": str(rows), "train__micro_batch_size": "1", "train__mock_batch": "true"}
+    launch(workplace, name=f"of-{rows}", train__stop_after="1 step", **settings)
+    assert seen == [passes]
+
+
+def test_a_mock_batch_that_does_not_fit_ends_the_launch_before_the_first_step(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(mock, "forward_backward", full)
+    with pytest.raises(MemoryLimitError, match="a micro-batch of 128 tokens does not fit"):
+        launch(workplace, train__mock_batch="true")
+    assert not (workplace / "runs" / "r" / "metrics.jsonl").exists()
+
+
+def test_deterministic_kernels_are_asked_for_and_let_go(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    real = GlobalBatches.step
+
+    def look(self: GlobalBatches, i: int) -> Any:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return real(self, i)
+
+    monkeypatch.setattr(GlobalBatches, "step", look)
+    launch(workplace, train__deterministic="true", train__stop_after="2 steps")
+    assert seen
+    assert all(seen)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def nan_at(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:
+    """From the given steps (0-based) on until the next, the first layer's MLP gives NaN."""
+    real = loop.optimizer_step
+
+    def planted(train_state: Any, index: int, *rest: Any) -> Any:
+        mlp = train_state.root.model.get_decoder().layers[1].mlp
+        handle = mlp.register_forward_hook(lambda m, i, output: output * float("nan") if index in bad else output)
+        result = real(train_state, index, *rest)
+        if index not in bad:
+            handle.remove()
+        return result
+
+    monkeypatch.setattr(loop, "optimizer_step", planted)
+
+
+def test_a_step_that_is_not_finite_ends_the_run_and_the_message_says_where(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nan_at(monkeypatch, 6)
+    said = r"step 7: loss nan.*the output of model\.layers\.1\.mlp; rows \d"
+    with pytest.raises(DivergedError, match=said) as raised:
+        launch(workplace)
+    assert "step-4" in (raised.value.hint or "")
+    run = workplace / "runs" / "r"
+    assert [step for step, _ in step_dirs(run / "checkpoints")] == [4]
+    assert [line["step"] for line in lines(run)] == [1, 2, 3, 4, 5, 6]
+    record = json.loads((run / "run.json").read_text())
+    assert (record["status"], record["launches"][0]["step"]) == ("failed", 6)
+
+
+def test_skipped_steps_are_marked_and_survive_a_resume(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def once(name: str, stop: str) -> RunResult:
+        with monkeypatch.context() as patch:
+            real = loop.optimizer_step
+
+            def planted(train_state: Any, index: int, *rest: Any) -> Any:
+                layer = train_state.root.model.get_decoder().layers[0]
+                handle = layer.mlp.register_forward_hook(lambda m, i, o: o * float("nan") if index == 2 else o)
+                result = real(train_state, index, *rest)
+                handle.remove()
+                return result
+
+            patch.setattr(loop, "optimizer_step", planted)
+            flags = {"train__nonfinite": "{skip: 1}", "train__stop_after": stop}
+            return launch(workplace, LaunchOptions(resume="auto"), name=name, **flags)
+
+    whole = once("whole", "never")
+    once("parts", "5 steps")
+    parts = once("parts", "never")
+    assert (whole.status, parts.status) == ("finished", "finished")
+    assert [line.get("skipped", False) for line in lines(whole.run_dir)] == [False, False, True] + [False] * 15
+    assert lines(whole.run_dir)[2]["loss"] is None
+    assert resume_campaign.outcome(parts.run_dir) == resume_campaign.outcome(whole.run_dir)

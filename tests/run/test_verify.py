@@ -1,0 +1,87 @@
+"""Proof that a run goes on exactly, and that a run that does not is found out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run.test_run import launch
+from tools import resume_campaign
+from tuner.errors import MachineError, RecipeError, VerificationError
+from tuner.run import main as run_module
+from tuner.run.preflight import LaunchOptions
+from tuner.run.verify import ResumeProof, verify_resume
+from tuner.runtime.console import Console
+from tuner.runtime.lock import FileLock
+
+SILENT = Console(main=False)
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    resume_campaign.prepare(tmp_path, 1)
+    return launch(tmp_path, data__eval="7 documents", eval__every="5 steps", eval__samples="0").run_dir
+
+
+def proof(run: Path, steps: int) -> ResumeProof:
+    return verify_resume(run, steps, SILENT, apart=False)
+
+
+def files(run: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
+
+
+def test_steps_are_compared_behind_a_checkpoint_or_from_the_beginning(finished: Path) -> None:
+    before = files(finished)
+    short = proof(finished, 1)
+    assert (short.from_step, short.steps) == (12, 2)
+    long = proof(finished, 4)
+    assert (long.from_step, long.steps) == (0, 8)
+    assert long.sha256 != short.sha256
+    assert long.tensors == short.tensors > 4
+    assert files(finished) == before
+    assert not list((finished / "checkpoints").glob(".tmp-*"))
+
+
+def test_a_branch_begins_where_it_began(finished: Path) -> None:
+    options = LaunchOptions(resume=finished / "checkpoints" / "step-8")
+    flags = {"data__eval": "7 documents", "eval__samples": "0", "checkpoint__every": "never"}
+    branch = launch(finished.parents[1], options, name="branch", **flags).run_dir
+    assert proof(branch, 2).from_step == 8
+
+
+def test_what_a_resume_loses_is_named(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = run_module.restore_position
+
+    def forgets(assembly: Any, *rest: Any) -> None:
+        real(assembly, *rest)
+        assembly.train_state.optimizer.set_step_count(0)
+
+    monkeypatch.setattr(run_module, "restore_position", forgets)
+    with pytest.raises(VerificationError, match=r"without: step 12: \w+ .*, .* with a stop"):
+        proof(finished, 2)
+    with pytest.raises(VerificationError, match=r"without: \S*lora\S* after step 14$"):
+        proof(finished, 1)
+    monkeypatch.undo()
+
+    def miscounts(assembly: Any, progress: Any, state: Any) -> None:
+        real(assembly, progress, state)
+        progress.trained_tokens += 1
+
+    monkeypatch.setattr(run_module, "restore_position", miscounts)
+    with pytest.raises(VerificationError, match="state after step 14: trained_tokens"):
+        proof(finished, 1)
+    assert not list((finished / "checkpoints").glob(".tmp-*"))
+
+
+def test_what_cannot_be_compared_is_refused(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RecipeError, match="no 40 steps of it are left"):
+        proof(finished, 20)
+    with FileLock(finished / "lock"), pytest.raises(MachineError):
+        proof(finished, 1)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RecipeError, match="starts its processes itself"):
+        proof(finished, 1)

@@ -1,0 +1,129 @@
+"""Which checkpoint a path means, from the record and from what is there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rundir import made
+from tuner.checkpoint.save import CheckpointDir, save
+from tuner.errors import DataError, RecipeError
+from tuner.rundir.chosen import choose
+from tuner.rundir.last import last_step
+from tuner.rundir.record import read_run
+
+
+def run(directory: Path, steps: tuple[int, ...], launches: list[dict[str, Any]], status: str = "finished") -> Path:
+    """A run of four steps with checkpoints; the last step's state says that it is finished."""
+    path = made.run(directory, launches=launches, status=status)
+    for step in steps:
+        best = {"metric": "eval/loss", "step": 2, "loss": 1.0}
+        state = {"step": step, "finished": step == 4, "best": best}
+        save(CheckpointDir(path / "checkpoints", "r"), step, {"model/w": torch.zeros(8)}, state, {})
+    return path
+
+
+def ended(first: int, last: int, **more: Any) -> dict[str, Any]:
+    return made.launch("10:00:00", "10:01:00", first, last, total_steps=4) | more
+
+
+def killed(first: int, **more: Any) -> dict[str, Any]:
+    return made.launch("11:00:00", None, first, 0, total_steps=4) | more
+
+
+@pytest.mark.parametrize(
+    ("launches", "steps", "last"),
+    [
+        ([ended(0, 4, saved_step=4)], (2, 4), 4),
+        ([ended(0, 4, saved_step=4)], (2,), 4),
+        ([ended(0, 4, saved_step=4)], (2, 4, 9), 4),
+        ([ended(0, 4, saved_step=2)], (2,), 2),
+        ([ended(0, 4, saved_step=None)], (), None),
+        ([killed(0)], (2,), 2),
+        ([killed(0)], (), None),
+        ([ended(0, 3, saved_step=3, status="stopped"), killed(3)], (2,), 3),
+        ([ended(0, 3, saved_step=3, status="stopped"), killed(2)], (2,), 2),
+        ([killed(3, began_from="/other/checkpoints/step-3")], (), None),
+    ],
+)
+def test_the_last_step_is_what_the_record_and_the_directory_tell(
+    tmp_path: Path, launches: list[dict[str, Any]], steps: tuple[int, ...], last: int | None
+) -> None:
+    path = run(tmp_path / "r", steps, launches)
+    assert last_step(path / "checkpoints", read_run(path).record) == last
+
+
+def test_records_that_do_not_tell_what_was_saved_mean_their_last_step(tmp_path: Path) -> None:
+    old = ended(0, 4)
+    del old["saved_step"]
+    path = run(tmp_path / "r", (2,), [old])
+    with pytest.raises(DataError, match=r"its last checkpoint is not whole: .*step-4: no such directory") as refused:
+        choose(path, pytest.fail)
+    assert refused.value.hint == (
+        f"make it whole: tuner resume {path}      take an earlier one: {path / 'checkpoints' / 'step-2'}"
+    )
+
+
+def test_junk_beyond_the_last_step_is_passed_over_with_a_warning(tmp_path: Path) -> None:
+    path = run(tmp_path / "r", (2, 4), [ended(0, 4, saved_step=4)])
+    (path / "checkpoints" / "step-9").mkdir()
+    warnings: list[str] = []
+    chosen = choose(path, warnings.append)
+    assert chosen is not None
+    assert chosen.checkpoint.step == 4
+    (warning,) = warnings
+    assert "step-9 is not used" in warning
+
+
+def test_a_run_before_its_end_is_chosen_with_a_warning(tmp_path: Path) -> None:
+    path = run(tmp_path / "r", (2,), [killed(0)], "running")
+    warnings: list[str] = []
+    chosen = choose(path, warnings.append)
+    assert chosen is not None
+    assert (chosen.checkpoint.step, read_run(path).status) == (2, "killed")
+    assert warnings == [f"{path}: its newest checkpoint is that of step 2 of 4, before the end of the run"]
+
+
+def test_best_is_known_from_the_last_step_alone(tmp_path: Path) -> None:
+    path = run(tmp_path / "r", (2, 4), [ended(0, 4, saved_step=4)])
+    chosen = choose(path, pytest.fail, which="best")
+    assert chosen is not None
+    assert chosen.checkpoint.step == 2
+    shutil.rmtree(path / "checkpoints" / "step-2")
+    with pytest.raises(DataError, match="step-2") as gone:
+        choose(path, pytest.fail, which="best")
+    assert gone.value.hint == f"take another: {path / 'checkpoints' / 'step-4'}"
+    with pytest.raises(DataError, match="step-3: no such directory") as missing:
+        choose(path, pytest.fail, which=3)
+    assert missing.value.hint == "there are: step-4"
+    shutil.rmtree(path / "checkpoints" / "step-4")
+    with pytest.raises(DataError, match="its last checkpoint is not whole"):
+        choose(path, pytest.fail, which="best")
+    with pytest.raises(RecipeError, match="is one checkpoint"):
+        save(CheckpointDir(path / "checkpoints", "r"), 4, {"model/w": torch.zeros(8)}, {"step": 4}, {})
+        choose(path / "checkpoints" / "step-4", pytest.fail, which="best")
+
+
+def test_a_record_that_is_gone_or_damaged_is_not_what_makes_a_run(tmp_path: Path) -> None:
+    path = run(tmp_path / "r", (2, 4), [ended(0, 4, saved_step=4)])
+    (path / "run.json").write_text("{")
+    warnings: list[str] = []
+    assert choose(path, warnings.append) is not None
+    assert "run.json: not valid JSON" in warnings[0]
+    with pytest.raises(DataError, match="not valid JSON") as damaged:
+        read_run(path)
+    assert damaged.value.hint is not None and "tuner resume" in damaged.value.hint
+    (path / "run.json").unlink()
+    found = read_run(path)
+    assert found.status == "finished"
+    assert found.problems == [f"{path / 'run.json'} is gone: tuner resume {path} writes it again"]
+    assert read_run(path).record == found.record
+    manifest = path / "checkpoints" / "step-4" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"step": 5}))
+    assert read_run(path).status == "damaged"
+    assert choose(tmp_path, pytest.fail) is None

@@ -1,0 +1,117 @@
+"""Curves: columns of the metrics, thinned, drawn in the terminal and written as a page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.rundir import made
+from tuner.errors import RecipeError
+from tuner.rundir.curves import Chart, Curve, Points, charts, thinned
+from tuner.rundir.page import MARK, page, write_page
+from tuner.rundir.record import read_run
+from tuner.rundir.terminal import draw, number
+
+
+def points(values: list[float | None]) -> Points:
+    steps = [float(i) for i in range(1, len(values) + 1)]
+    return Points(steps, [s * 10 for s in steps], [s / 2 for s in steps], values)
+
+
+def test_the_charts_of_two_runs(tmp_path: Path) -> None:
+    lines = [made.eval_line(0, 3.0, a=2.5, b=3.5), made.step_line(1, extra=7), made.step_line(2, float("nan"))]
+    runs = [read_run(made.run(tmp_path / "r", lines)), read_run(made.run(tmp_path / "s"))]
+    found = {chart.key: chart for chart in charts(runs)}
+    assert list(found) == ["loss", "eval", "lr", "grad_norm", "tok_per_s", "extra"]
+    assert [(c.run, c.source, c.points.value) for c in found["eval"].curves] == [
+        (0, "", [3.0]), (0, "a", [2.5]), (0, "b", [3.5]), (1, "", [3.0, 0.75]),
+    ]  # fmt: skip
+    waiting = read_run(made.run(tmp_path / "w", [made.step_line(1, data_wait=0.25), made.step_line(2, data_wait=0)]))
+    share = {chart.key: chart for chart in charts([waiting])}["data_wait"].curves[0].points
+    assert (share.step, share.value) == ([1, 2], [0.25, 0])
+    loss = found["loss"].curves[0].points
+    assert (loss.step, loss.tokens, loss.seconds, loss.value) == ([1, 2], [100, 200], [2.5, 3.0], [2.0, None])
+
+
+def test_many_points_become_means_with_their_bounds() -> None:
+    fewer = thinned(points([float(i) for i in range(1, 11)]), 5)
+    assert (fewer.step, fewer.value) == ([2, 4, 6, 8, 10], [1.5, 3.5, 5.5, 7.5, 9.5])
+    assert (fewer.low, fewer.high) == ([1, 3, 5, 7, 9], [2, 4, 6, 8, 10])
+    assert fewer.tokens[-1], fewer.seconds[-1] == (100, 5)
+    gap = thinned(points([None, None, 1.0, None]), 2)
+    assert (gap.value, gap.low) == ([None, 1.0], [None, 1.0])
+    short = points([1.0, 2.0])
+    assert thinned(short, 2) is short
+
+
+def test_a_chart_in_the_terminal() -> None:
+    chart = Chart("loss", "training loss", [Curve(0, "", points([4.0, 3.0, 2.0, 1.0]))])
+    lines = ["".join(text for text, _ in spans) for spans in draw(chart, 31, 4)]
+    assert lines[0].strip() == "training loss"
+    assert [line[:11] for line in lines[1:-1]] == ["        4 ┤", "          │", "        2 ┤", "        1 ┤"]
+    assert lines[-1].endswith("step 4")
+    assert {len(line) for line in lines[1:]} == {31}
+    dots = [(x, y) for y, line in enumerate(lines[1:-1]) for x, cell in enumerate(line[11:]) if cell != " "]
+    assert min(dots)[1] == 0
+    assert max(dots)[1] == 3
+    assert {ord(lines[1 + y][11 + x]) >> 8 for x, y in dots} == {0x28}
+
+
+def test_runs_in_a_terminal_without_colour_have_letters() -> None:
+    flat = [Curve(0, "", points([1.0, 1.0])), Curve(1, "", points([2.0, 2.0])), Curve(1, "part", points([9.0, 9.0]))]
+    drawn = draw(Chart("eval", "evaluation loss", flat), 40, 5, letters=True)
+    cells = [{text for text, run in spans if run is not None} for spans in drawn[1:-1]]
+    assert (cells[0], cells[-1]) == ({"b"}, {"a"})
+    assert "2" in drawn[1][0][0]  # not 9: single sources are left out
+
+
+@pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [5.0] * 3, [None, 2.0]])
+def test_charts_without_a_slope_are_drawn(values: list[float | None]) -> None:
+    assert len(draw(Chart("lr", "learning rate", [Curve(0, "", points(values))]), 30, 4)) == 6
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.5, "0.5"), (1e-5, "1.00e-05"), (12345.6, "12,346"), (3.14159, "3.142"), (-2e9, "-2.00e+09")],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert number(value) == text
+    assert len(text) <= 9
+
+
+def test_the_page_holds_its_data_and_asks_for_nothing(tmp_path: Path) -> None:
+    hostile = "seed: 1\noptimizer: {lr: 0.002}\ndata: {train: '</script><script>alert(1)</script>'}\n"
+    lines = [made.eval_line(0, 3.0), made.step_line(1, float("inf"))]
+    runs = [read_run(made.run(tmp_path / "r", lines)), read_run(made.run(tmp_path / "<b>", recipe=hostile))]
+    text = page(runs, charts(runs), 0.5)
+    assert text.startswith(MARK.decode())
+    assert not re.findall(
+        r"(?:src|href)=\"(?!data:)|url\((?!#)|@import|fetch\(|https?://(?!www\.w3\.org/2000/svg)", text
+    )
+    assert "default-src 'none'" in text
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, flags=re.DOTALL)
+    assert match is not None
+    data = json.loads(match[1])
+    assert [run["name"] for run in data["runs"]] == ["r", "<b>"]
+    assert data["runs"][0]["loss"] == "inf"
+    assert data["runs"][0]["differs"] == {"optimizer.lr": "0.001", "data.train": ""}
+    assert data["smoothing"] == 0.5
+    assert data["charts"][0]["curves"][0]["points"]["value"] == [2.0, 1.0, 2 / 3, 0.5]
+
+
+def test_only_a_page_is_written_over(tmp_path: Path) -> None:
+    runs = [read_run(made.run(tmp_path / "r"))]
+    target = tmp_path / "curves.html"
+    for _ in range(2):
+        write_page(target, runs, charts(runs), 0.5)
+    assert target.read_bytes().startswith(MARK)
+    (tmp_path / "link.html").symlink_to(target)
+    (tmp_path / "mine.html").write_text("<!doctype html> mine")
+    for name in ("mine.html", "link.html", "r"):
+        with pytest.raises(RecipeError) as error:
+            write_page(tmp_path / name, runs, charts(runs), 0.5)
+        assert "--output" in str(error.value.hint)
+    assert (tmp_path / "mine.html").read_text() == "<!doctype html> mine"

@@ -1,0 +1,256 @@
+"""Optimizers of the user's own: what they are given, that they go on exactly, and how mistakes are answered."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.run.test_run import launch, lines
+from tools import resume_campaign
+from tuner.config.load import load_recipe
+from tuner.config.overrides import Override
+from tuner.config.recipe import Optimizer
+from tuner.errors import PluginError, RecipeError
+from tuner.parallel.shards import Layout
+from tuner.run.preflight import LaunchOptions
+from tuner.run.trial import try_optimizer
+from tuner.train.custom_optimizer import build_own_optimizer
+from tuner.train.optimizer import build_optimizer
+
+CODE = """\
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.optim import SGD, Adafactor, Adagrad, AdamW, LBFGS, NAdam, RMSprop
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, groups, lr, betas=(0.9, 0.99)):
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        self.betas = betas
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(torch.lerp(p.grad, average, self.betas[0]).sign(), alpha=group["lr"])
+                average.lerp_(p.grad, 1 - self.betas[1])
+
+class Plain(torch.optim.Optimizer):
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(self.update(p, group), alpha=group["lr"])
+
+    def update(self, p, group):
+        return p.grad
+
+class Counts(Plain):
+    def update(self, p, group):
+        state = self.state[p]
+        state["step"] = state.get("step", 0) + 1
+        return p.grad / state["step"]
+
+class Numbers(Plain):
+    def update(self, p, group):
+        self.state[p]["norm"] = float(p.grad.norm())
+        return p.grad
+
+class GroupCounter(Plain):
+    def update(self, p, group):
+        group["seen"] = group.get("seen", 0) + 1
+        return p.grad / group["seen"]
+
+class Hidden(Plain):
+    seen = 0
+    def __init__(self, groups, lr):
+        super().__init__(groups, lr)
+        self.seen = 0
+    def update(self, p, group):
+        self.seen += 1
+        return p.grad / self.seen
+
+class Later(Plain):
+    def update(self, p, group):
+        state = self.state[p]
+        if "first" in state:
+            state["second"] = torch.zeros_like(p)
+        state["first"] = torch.zeros_like(p)
+        return p.grad
+
+class Norms(Plain):
+    def update(self, p, group):
+        return p.grad / p.grad.norm()
+
+class Broken(Plain):
+    def update(self, p, group):
+        raise ValueError("no update")
+
+def some(groups, lr):
+    return torch.optim.SGD(groups[0]["params"][:1], lr=lr)
+
+def nothing(groups, lr):
+    return None
+
+def still(groups, lr):
+    optimizer = torch.optim.SGD(groups, lr=lr)
+    optimizer.step = lambda: None
+    return optimizer
+
+def split(groups, lr, share):
+    return torch.optim.SGD(
+        [{"params": [p], "lr": group["lr"] * (share if "norm" in name else 1)}
+         for group in groups for p, name in zip(group["params"], group["names"])], lr=lr)
+
+def unbuilt(groups, lr):
+    raise RuntimeError("not today")
+"""
+SECTIONS: TypeAdapter[Any] = TypeAdapter(Optimizer)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    resume_campaign.prepare(tmp_path, 1)
+    (tmp_path / "own.py").write_text(CODE)
+    return tmp_path
+
+
+def section(directory: Path, name: str, **values: Any) -> Any:
+    return SECTIONS.validate_python({"kind": "custom", "use": f"{directory}/own.py:{name}", "lr": 0.1, **values})
+
+
+def tried(directory: Path, name: str, **values: Any) -> None:
+    (directory / "own.py").write_text(CODE)
+    try_optimizer(section(directory, name, **values))
+
+
+def test_torchs_adamw_by_file_is_ours_with_its_groups(workplace: Path) -> None:
+    common = {"train__stop_after": "4 steps", "optimizer__lr": "1e-3", "optimizer__weight_decay": "0.1"}
+    common |= {"optimizer__groups": "[{match: q_proj, lr: 1e-2, weight_decay: 0}]"}
+    ours = lines(launch(workplace, name="ours", **common).run_dir)
+    own = {"optimizer__kind": "custom", "optimizer__use": "own.py:AdamW"}
+    options = "{betas: [0.9, 0.95], eps: 1e-8}"
+    theirs = lines(launch(workplace, name="theirs", **common, **own, optimizer__options=options).run_dir)
+    assert len(ours) == len(theirs) == 4
+    for a, b in zip(ours, theirs, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert (a["lr"], b["grad_norm"]) == (b["lr"], pytest.approx(a["grad_norm"], rel=1e-4))
+
+
+@pytest.mark.parametrize("name", ["Lion", "Counts", "NAdam"])
+def test_stopped_and_resumed_is_the_unbroken_run(workplace: Path, name: str) -> None:
+    flags = {"optimizer__kind": "custom", "optimizer__use": f"own.py:{name}", "optimizer__weight_decay": "0.1"}
+    whole = launch(workplace, name="whole", **flags)
+    launch(workplace, train__stop_after="5 steps", **flags)
+    again = launch(workplace, LaunchOptions(resume="auto"), **flags)
+    assert (again.status, again.step) == ("finished", whole.step)
+    assert resume_campaign.outcome(again.run_dir) == resume_campaign.outcome(whole.run_dir)
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop", "AdamW", "Adagrad", "Adafactor", "Counts"])
+def test_torchs_own_pass_the_trial(tmp_path: Path, name: str) -> None:
+    tried(tmp_path, name, options={"momentum": 0.9} if name in {"SGD", "RMSprop"} else {})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nothing", "gave a NoneType, not a torch.optim.Optimizer"),
+        ("some", "leaves out 1 of 2 parameters: model.norm.weight"),
+        ("still", "changes nothing"),
+        ("unbuilt", r"could not be built: RuntimeError: not today \(.*own.py:\d+\)"),
+        ("Broken", r"failed in a step: ValueError: no update \(.*own.py:\d+\)"),
+        ("LBFGS", "LBFGS failed in a step|LBFGS could not be built"),
+        ("Numbers", "keeps norm, a float, in its state"),
+        ("GroupCounter", "does not go on from its saved state"),
+        ("Hidden", "does not go on from its saved state"),
+        ("Later", "keeps second/.* only from a later step on"),
+        ("Lyon", "did you mean Lion"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_prepared(tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(PluginError) as caught:
+        tried(tmp_path, name)
+    assert re.search(said, f"{caught.value.message} {caught.value.hint}"), caught.value.message
+
+
+def test_options_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match="no option beta"):
+        tried(tmp_path, "Lion", options={"beta": 1})
+    with pytest.raises(ValueError, match="lr among the options; write optimizer.lr"):
+        tried(tmp_path, "Lion", options={"lr": 1})
+
+
+def test_a_mistake_costs_no_preparation(workplace: Path) -> None:
+    with pytest.raises(PluginError, match="does not go on"):
+        launch(workplace, optimizer__kind="custom", optimizer__use="own.py:Hidden")
+    assert not (workplace / "runs").exists()
+
+
+def test_only_elementwise_ones_may_be_sharded(tmp_path: Path) -> None:
+    tried(tmp_path, "Lion", elementwise=True)
+    with pytest.raises(PluginError, match="updates a part of a parameter otherwise than the whole"):
+        tried(tmp_path, "Norms", elementwise=True)
+    tried(tmp_path, "Norms")
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    groups = [{"params": [parameter], "names": ("w",), "lr": 0.1, "weight_decay": 0.0}]
+    sharded: Any = {parameter: Layout(torch.Size((4, 2)), object())}  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="parts of sharded parameters"):
+        build_own_optimizer(section(tmp_path, "Norms"), groups, sharded)
+    built = build_own_optimizer(section(tmp_path, "Lion", elementwise=True), groups, sharded)
+    parameter.grad = torch.ones(2, 2)
+    built.step()
+    assert built.state[parameter]["exp_avg"].shape == (2, 2)
+    built.state[parameter]["mean"] = torch.zeros(2)
+    with pytest.raises(PluginError, match="keeps mean in another shape"):
+        _ = built.state
+
+
+def test_rates_of_its_own_groups_follow_the_schedule(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(CODE)
+    parameters = {"norm.weight": nn.Parameter(torch.zeros(2)), "up.weight": nn.Parameter(torch.zeros(2, 2))}
+    updater = build_optimizer(section(tmp_path, "split", options={"share": 0.5}), parameters)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    updater.set_factor(0.5)
+    updater.step(torch.tensor(True))
+    assert not any(parameter.any() for parameter in parameters.values())
+    updater.step(torch.tensor(False), torch.tensor(2.0))
+    assert parameters["norm.weight"].tolist() == pytest.approx([-0.0125] * 2)
+    assert parameters["up.weight"][0].tolist() == pytest.approx([-0.025] * 2)
+
+
+def test_the_optimizer_in_the_docs_trains(workplace: Path, root: Path) -> None:
+    text = (root / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    code, schedule = (block.split("```")[0] for block in text.split("```python\n")[1:3])
+    (workplace / "my_optimizer.py").write_text(code)
+    (workplace / "my_schedule.py").write_text(schedule)
+    recipe = next(block.split("```")[0] for block in text.split("```yaml\n") if "my_optimizer.py" in block)
+    (workplace / "r.yaml").write_text((workplace / "r.yaml").read_text().replace("optimizer: {lr: 1e-3}\n", recipe))
+    overrides = [Override("train.stop_after", "3 steps")]
+    assert load_recipe(workplace / "r.yaml", overrides, cwd=workplace).recipe.optimizer.kind == "custom"
+    found = lines(launch(workplace, train__stop_after="3 steps").run_dir)
+    assert [line["step"] for line in found] == [1, 2, 3]
+    assert len({line["lr"] for line in found}) == 3
+
+
+def test_a_shard_that_one_process_holds_alone_is_whole() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        assert Layout.of(distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])) == Layout(torch.Size((4, 2)), None)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,79 @@
+"""The facts about a run in every checkpoint's manifest, and what must still be so when it goes on."""
+
+import json
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from tuner.checkpoint.load import CheckpointInfo, require_same_base
+from tuner.config.dump import recipe_dict
+from tuner.errors import DataError
+from tuner.model.licence import licence_of
+from tuner.run.setup import Assembly
+from tuner.runtime.files import json_bytes
+
+
+def run_meta(assembly: Assembly) -> dict[str, Any]:
+    """The facts that go into every checkpoint's manifest. Raises DataError, before any step, where they cannot."""
+    resolved = assembly.resolved
+    recipe = resolved.recipe
+    known = assembly.rank_info.is_main and recipe.model.init != "random"
+    meta = {
+        "recipe": recipe_dict(recipe),
+        "model": {
+            "name_or_path": recipe.model.name_or_path,
+            "revision": recipe.model.revision or getattr(resolved.config, "_commit_hash", None),
+            "init": recipe.model.init,
+            "config": _written(resolved.config),
+            "n_parameters": resolved.n_parameters,
+            "new_ids": [resolved.new_ids.start, resolved.new_ids.stop],
+            "licence": licence_of(recipe.model.name_or_path, recipe.model.revision) if known else None,
+        },
+        "adapter": None if recipe.adapter.kind == "none" else recipe_dict(recipe)["adapter"],
+        "frozen_hash": assembly.train_state.root.frozen_hash,
+        "tokenizer_hash": assembly.tokenizer.hash,
+        "data_key": assembly.prepared.key,
+        "data": {
+            split: {
+                "rows": len(rows),
+                "tokens": int(rows.tokens_per_row.sum()),
+                "trained_tokens": int(rows.trained_per_row.sum()),
+            }
+            for split, rows in (("train", assembly.prepared.train), ("eval", assembly.prepared.eval))
+            if rows is not None
+        },
+        "world_size": assembly.rank_info.world_size,
+        "precision": recipe.train.precision,
+    }
+    try:
+        json_bytes(meta)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{recipe.model.name_or_path}: its facts cannot be written into a checkpoint: {error}",
+            hint="look for a value in its config.json that is no text, number, list or mapping",
+        ) from error
+    return meta
+
+
+def _written(config: PretrainedConfig) -> dict[str, Any]:
+    """A config as transformers writes it: numbers that JSON does not have (infinity) as its own objects for them."""
+    facts: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return facts
+
+
+def require_same_data(found: CheckpointInfo, assembly: Assembly, is_anew: bool = False) -> None:
+    """Check that base model, data and tokenizer are those of a checkpoint's run. Raises DataError.
+
+    Data that `is_anew` may be other data.
+    """
+    require_same_base(found, assembly.train_state.root.frozen_hash)
+    meta = found.manifest["meta"]
+    for key, now, what in (
+        ("data_key", assembly.prepared.key, "data"),
+        ("tokenizer_hash", assembly.tokenizer.hash, "tokenizer"),
+    ):
+        if meta.get(key) != now and not (is_anew and key == "data_key"):
+            raise DataError(
+                f"{found.path}: the {what} changed since this checkpoint was saved ({meta.get(key)} -> {now})",
+                hint="restore it, or start a new run with --name",
+            )

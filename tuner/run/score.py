@@ -1,0 +1,121 @@
+"""The loss of a trained model on a recipe's held-out rows, outside of any run: what `tuner eval` does."""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tuner.checkpoint.load import CheckpointInfo, load_into, require_same_base
+from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.config.recipe import ModelSection, NoAdapter, Recipe
+from tuner.data.building.prepare import prepare
+from tuner.data.building.request import prepare_request
+from tuner.data.prepared import open_prepared
+from tuner.errors import DataError, DivergedError, RecipeError
+from tuner.model.root import trained_parameters
+from tuner.run.setup import assemble_model, check_fits, held_out_rows, resolve
+from tuner.rundir.chosen import choose
+from tuner.rundir.files import RESOLVED_RECIPE
+from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
+from tuner.runtime.process import process_group
+from tuner.train.evaluate import Evaluation, evaluate
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model to evaluate: the directory, and its checkpoint and run where it is one of a run's."""
+
+    path: Path
+    checkpoint: CheckpointInfo | None = None
+    run_dir: Path | None = None
+
+
+@dataclass(frozen=True)
+class Score:
+    """What was evaluated, and what came out."""
+
+    path: Path
+    step: int | None
+    """The checkpoint's step; None for a Hugging Face directory."""
+    evaluation: Evaluation
+    rows: int
+    seconds: float
+
+
+def find_trained(path: Path, console: Console) -> Trained:
+    """A run's last checkpoint, the checkpoint given, or a Hugging Face directory.
+
+    Raises RecipeError for a path that is none of them, and DataError for a checkpoint that is damaged or gone.
+    """
+    if not path.is_dir():
+        raise RecipeError(f"{path}: no such directory", hint="give a run, a checkpoint or a Hugging Face directory")
+    if (chosen := choose(path, console.warn)) is not None:
+        return Trained(chosen.checkpoint.path, chosen.checkpoint, chosen.run_dir)
+    if (path / "config.json").is_file():
+        return Trained(path)
+    if (path / "adapter_config.json").is_file():
+        raise RecipeError(
+            f"{path} holds an adapter without its model",
+            hint="evaluate the run itself, or what tuner export-hf RUN --adapter merge writes",
+        )
+    raise RecipeError(f"{path}: neither a run, a checkpoint nor a Hugging Face directory")
+
+
+def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: Console) -> Score:
+    """Evaluate the model on the recipe's held-out rows, preparing them where that is not done. Collective.
+
+    Model, adapter and tokenizer are the directory's own; rows, method, batch size and precision the recipe's, where
+    `auto` is what the run had. Raises RecipeError for a recipe without held-out rows, DivergedError where the loss is
+    not finite.
+    """
+    recipe = _recipe(trained, loaded)
+    if recipe.data.eval is None:
+        raise RecipeError("the recipe has no held-out rows", hint="name them: --data.eval FILE, or 2%")
+    request = prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, loaded.recipe.seed)
+    data = open_prepared(prepare(request, console).path)
+    resolved = resolve(recipe, request.max_length, rank_info, request.tokenizer.new_ids)
+    held = held_out_rows(resolved.recipe, data)
+    if held is None:
+        raise DataError(f"{data.path}: holds no held-out rows")
+    console.say("model", f"{trained.path} · {resolved.facts.kind}, {resolved.recipe.train.precision} compute")
+    with process_group(rank_info, resolved.facts.kind, recipe.parallel.timeout.seconds):
+        check_fits(request.tokenizer, resolved.config, data)
+        root, step_config = assemble_model(resolved, rank_info)
+        if trained.checkpoint is not None:
+            require_same_base(trained.checkpoint, root.frozen_hash)
+            tensors = {f"model/{name}": parameter.data for name, parameter in trained_parameters(root).items()}
+            load_into(trained.checkpoint, tensors, prefix="model/")
+        started = time.monotonic()
+        limits = resolved.recipe.train.micro_batch_size, resolved.recipe.eval.max_rows
+        result = evaluate(root, step_config, held, *limits, rank_info.world_size)
+        seconds = time.monotonic() - started
+    if not math.isfinite(result.loss):
+        raise DivergedError(f"{trained.path}: the loss is {result.loss}", hint="look at the run: tuner runs plot RUN")
+    step = None if trained.checkpoint is None else trained.checkpoint.step
+    rows = len(held.rows) if limits[1] is None else min(limits[1], len(held.rows))
+    return Score(trained.path, step, result, rows, seconds)
+
+
+def run_recipe(trained: Trained) -> Path:
+    """The resolved recipe of the run that the model belongs to. Raises RecipeError where it has none."""
+    path = None if trained.run_dir is None else trained.run_dir / RESOLVED_RECIPE
+    if path is None or not path.is_file():
+        raise RecipeError(f"{trained.path}: no recipe names held-out rows", hint="give one: tuner eval MODEL RECIPE")
+    return path
+
+
+def _recipe(trained: Trained, loaded: LoadedRecipe) -> Recipe:
+    """The recipe with the directory's own model in place of its own."""
+    plain = loaded.recipe.train.model_copy(update={"compile": False})  # no layer is compiled for evaluation
+    recipe = loaded.recipe.model_copy(update={"train": plain})
+    if trained.checkpoint is None:
+        model = ModelSection(name_or_path=str(trained.path), kernels=recipe.model.kernels)
+        tokenizer = recipe.tokenizer.model_copy(update={"add_tokens": ()})  # what was added is in its own by now
+        return recipe.model_copy(update={"model": model, "adapter": NoAdapter(), "tokenizer": tokenizer})
+    own = load_recipe(run_recipe(trained)).recipe
+    precision = own.train.precision if recipe.train.precision == "auto" else recipe.train.precision
+    train = recipe.train.model_copy(update={"precision": precision})
+    # The seed too: frozen weights may have been drawn from it.
+    sections = {"model": own.model, "adapter": own.adapter, "tokenizer": own.tokenizer, "seed": own.seed}
+    return recipe.model_copy(update={**sections, "train": train})

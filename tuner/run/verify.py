@@ -1,0 +1,176 @@
+"""Proof that a run goes on exactly: some of its steps without a break, and the same ones with a stop between them."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tuner.checkpoint.load import CheckpointInfo, content_sha256, newest, open_checkpoint, read_tensors
+from tuner.checkpoint.steps import step_dirs
+from tuner.config.dump import recipe_dict
+from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.errors import DataError, RecipeError, VerificationError
+from tuner.run.launch import launch
+from tuner.run.preflight import LaunchOptions, Resume, began, resume_source
+from tuner.run.resets import resets_of
+from tuner.rundir.directory import RunDir
+from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
+from tuner.runtime.files import TMP_PREFIX, sweep
+from tuner.runtime.lock import FileLock
+from tuner.train.figures import CLOCKED
+
+QUIET: dict[str, dict[str, Any]] = {
+    "checkpoint": {"every": "never", "at_end": True, "keep_best": None, "marks": []},
+    "eval": {"every": "never", "at_start": False, "at_end": False},
+    "export": {"every": "never", "at_end": False},
+    "logging": {"trackers": [], "level": "warning"},
+}
+"""Nothing but steps and the last checkpoint: no evaluations, exports, trackers or checkpoints between."""
+
+
+@dataclass(frozen=True)
+class ResumeProof:
+    """What was found equal: the steps behind `from_step`, and the hash of the tensors after the last of them."""
+
+    run_dir: Path
+    from_step: int
+    steps: int
+    tensors: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where the compared steps begin: a checkpoint, or the run's beginning."""
+
+    step: int
+    resume: Resume
+
+
+def verify_resume(run_dir: Path, steps: int, console: Console, apart: bool = True) -> ResumeProof:
+    """Train ``2 * steps`` steps of a run without a break, and with a stop and a resume after ``steps`` of them.
+
+    Both begin at the newest valid checkpoint with so many steps behind it, else at the run's beginning, in a temporary
+    directory beside the checkpoints; the run itself is only read, and locked meanwhile. ``apart`` gives every launch
+    processes of its own. Raises VerificationError with the first difference in the log, the state or the tensors.
+    """
+    if RankInfo.is_given():
+        raise RecipeError(
+            "verify-resume starts its processes itself",
+            hint="run it without torchrun or srun; parallel.processes counts",
+        )
+    loaded, run = resume_source(run_dir), RunDir(run_dir.absolute())
+    with FileLock(run.path / "lock", wait=False):
+        run.checkpoints.mkdir(exist_ok=True)
+        sweep(run.checkpoints)
+        start = _start(run, steps, console)
+        last = start.step + 2 * steps
+        console.say("verify", f"steps {start.step + 1} to {last} of {run.path}, without a break and with one")
+        place = Path(tempfile.mkdtemp(prefix=f"{TMP_PREFIX}verify-", dir=run.checkpoints))
+        try:
+            whole = _Trained(loaded, place / "whole", console, apart)
+            whole.train(start.resume, 2 * steps, last)
+            broken = _Trained(loaded, place / "broken", console, apart)
+            broken.train(start.resume, steps, last - steps)
+            broken.train("must", steps, last)
+            return _compared(run.path, start.step, whole.result(), broken.result())
+        finally:
+            shutil.rmtree(place)
+
+
+def _start(run: RunDir, steps: int, console: Console) -> _Start:
+    record = run.read_record()
+    assert record is not None
+    total = max((int(entry["total_steps"]) for entry in record["launches"] if entry.get("total_steps")), default=0)
+    origin = began(record)
+    for path in [*(path for _, path in step_dirs(run.checkpoints)), *([] if origin is None else [origin])]:
+        try:
+            found = open_checkpoint(path)
+        except DataError as error:
+            console.warn(f"{path} is not used: {error.message}")
+            continue
+        if resets_of(found.state) == resets_of(record) and found.step + 2 * steps <= total:
+            return _Start(found.step, path)
+    if origin is not None or 2 * steps > total or resets_of(record):
+        raise RecipeError(
+            f"{run.path}: no {2 * steps} steps of it are left to compare, behind any checkpoint or its beginning",
+            hint="ask for fewer: --steps 1",
+        )
+    return _Start(0, "never")
+
+
+class _Trained:
+    """A run in a directory of its own with the recipe of another one, launch by launch."""
+
+    def __init__(self, loaded: LoadedRecipe, directory: Path, console: Console, apart: bool) -> None:
+        self.path = directory
+        self._loaded, self._console, self._apart = loaded, console, apart
+
+    def train(self, resume: Resume, steps: int, last: int) -> None:
+        """Take so many steps, the last of which is `last`. Raises KeyboardInterrupt where a signal came between."""
+        wish = recipe_dict(self._loaded.recipe)
+        for section, values in QUIET.items():
+            wish[section] = {**wish[section], **values}
+        wish["train"] = {**wish["train"], "stop_after": f"{steps} steps"}
+        wish |= {"output_dir": str(self.path), "name": self.path.name, "hooks": []}
+        quiet = replace(self._loaded, recipe=load_recipe(wish).recipe)
+        result = launch(quiet, LaunchOptions(resume), "warning", apart=self._apart)
+        if result.step != last:
+            raise KeyboardInterrupt
+
+    def result(self) -> tuple[list[dict[str, Any]], CheckpointInfo]:
+        """Its lines without what the clock said, and its last checkpoint."""
+        found = newest(self.path / "checkpoints")
+        assert found is not None
+        lines = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+        return [{key: value for key, value in line.items() if key not in CLOCKED} for line in lines], found
+
+
+def _compared(
+    run_dir: Path,
+    first: int,
+    whole: tuple[list[dict[str, Any]], CheckpointInfo],
+    broken: tuple[list[dict[str, Any]], CheckpointInfo],
+) -> ResumeProof:
+    difference = next(_differences(whole, broken), None)
+    if difference is not None:
+        raise VerificationError(
+            f"{run_dir}: steps with a stop between them are not the steps without: {difference}",
+            hint="code of your own that keeps state, or kernels that are not deterministic? "
+            "try train.deterministic: true",
+        )
+    info = whole[1]
+    return ResumeProof(run_dir, first, len(whole[0]), len(info.index()), content_sha256(info))
+
+
+def _differences(
+    whole: tuple[list[dict[str, Any]], CheckpointInfo], broken: tuple[list[dict[str, Any]], CheckpointInfo]
+) -> Iterator[str]:
+    """In words: of the log, then of the JSON state, then of tensors, each in its order."""
+    if len(whole[0]) != len(broken[0]):
+        yield f"{len(whole[0])} lines in the log, {len(broken[0])} with a stop"
+    for before, after in zip(whole[0], broken[0], strict=False):
+        for key in sorted(before.keys() | after.keys()):
+            if before.get(key) != after.get(key):
+                yield f"step {before['step']}: {key} {before.get(key)}, {after.get(key)} with a stop"
+    one, other = whole[1], broken[1]
+    for key in sorted(one.state.keys() | other.state.keys()):
+        if one.state.get(key) != other.state.get(key):
+            yield f"state after step {one.step}: {key} {one.state.get(key)}, {other.state.get(key)} with a stop"
+    if one.index().keys() != other.index().keys():
+        yield f"{len(one.index())} tensors, {len(other.index())} with a stop"
+        return
+    for (name, tensor), (_, same) in zip(read_tensors(one), read_tensors(other), strict=True):
+        if not torch.equal(_bits(tensor), _bits(same)):
+            yield f"{name} after step {one.step}"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes, so that not-a-number equals itself and zero is not minus zero."""
+    return tensor.flatten().view(torch.uint8)

@@ -1,0 +1,167 @@
+"""Which checkpoint a path means: a run's last one, its best, that of a step, or the checkpoint that the path names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tuner.checkpoint.steps import STEP, step_dirs, step_name
+from tuner.errors import DataError, RecipeError
+from tuner.rundir.files import CHECKPOINTS, is_run, read_record
+from tuner.rundir.last import gone, last_step, way_to_whole
+
+if TYPE_CHECKING:
+    from tuner.checkpoint.load import CheckpointInfo
+
+Which = Literal["newest", "best"] | int
+"""Of a run's checkpoints: the last one, the one with the lowest loss, or that of a step."""
+Warn = Callable[[str], None]
+
+
+def unheard(text: str) -> None:
+    """For a caller that has nobody to tell of a warning, or told it before."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A checkpoint and the run directory that it belongs to."""
+
+    run_dir: Path
+    checkpoint: CheckpointInfo
+
+
+def names_checkpoint(path: Path) -> bool:
+    """Whether a path is a run directory or a checkpoint inside one."""
+    if not path.is_dir():
+        return False
+    return path.absolute().parent.name == CHECKPOINTS or (path / CHECKPOINTS).is_dir() or is_run(path)
+
+
+def choose(path: Path, warn: Warn, shards: bool = True, which: Which = "newest") -> Chosen | None:
+    """The checkpoint that `path` means, checked; None for a path that is neither a run nor a checkpoint of one.
+
+    Without ``shards`` the tensors' files are not hashed: for a reader that checks each tensor as it reads it, and
+    passes what it finds through `explained`. `warn` is told of damaged checkpoints beyond the last one, of a record
+    that cannot be read, and of a run that is not finished. Raises DataError, with the ways on, where the checkpoint
+    is damaged or gone, and RecipeError for a best one that was not kept.
+    """
+    path = path.absolute()
+    if not names_checkpoint(path):
+        return None
+    if path.parent.name == CHECKPOINTS:
+        if which != "newest":
+            raise RecipeError(f"{path}: is one checkpoint: --step chooses one of a run", hint="give the run directory")
+        return Chosen(path.parent.parent, _open(path, shards))
+    if isinstance(which, int):
+        there = dict(step_dirs(path / CHECKPOINTS))
+        if which not in there:
+            names = ", ".join(step_name(step) for step in sorted(there)) or "none"
+            raise DataError(gone(path / CHECKPOINTS, which), hint=f"there are: {names}")
+        return Chosen(path, _open(there[which], shards))
+    last = _last(path, warn, shards)
+    if which == "best":
+        best = _best_step(last)
+        return Chosen(path, last if best == last.step else _open(path / CHECKPOINTS / step_name(best), shards))
+    return Chosen(path, last)
+
+
+def explained(error: DataError, path: Path) -> DataError:
+    """The error of a damaged checkpoint in directory `path` with the ways on, where it has no hint yet."""
+    return DataError(error.message, hint=error.hint or _ways_on(path))
+
+
+def _open(path: Path, shards: bool) -> CheckpointInfo:
+    from tuner.checkpoint.load import open_checkpoint
+
+    try:
+        return open_checkpoint(path, shards=shards)
+    except DataError as error:
+        raise explained(error, path) from error
+
+
+def _last(run_dir: Path, warn: Warn, shards: bool) -> CheckpointInfo:
+    """The last checkpoint of a run. Raises DataError where it is not whole, and where there never was one."""
+    from tuner.checkpoint.load import open_checkpoint
+
+    checkpoints, record = run_dir / CHECKPOINTS, _record(run_dir, warn)
+    last = last_step(checkpoints, record)
+    if last is None:
+        raise _never_saved(run_dir, record)
+    problems: dict[int, str] = {last: gone(checkpoints, last)}
+    for step, path in step_dirs(checkpoints):
+        if step < last:
+            break
+        try:
+            found = open_checkpoint(path, shards=shards)
+        except DataError as error:
+            problems[step] = error.message
+            continue
+        for number, problem in problems.items():
+            if number > step:
+                warn(f"{checkpoints / step_name(number)} is not used: {problem}")
+        _tell_unfinished(run_dir, record, found, warn)
+        return found
+    raise DataError(
+        f"{run_dir}: its last checkpoint is not whole: {problems[last]}",
+        hint=_ways_on(checkpoints / step_name(last)),
+    )
+
+
+def _record(run_dir: Path, warn: Warn) -> Mapping[str, Any] | None:
+    """The run's record; None, and a warning, where it cannot be read: the checkpoints themselves tell what they are."""
+    if not is_run(run_dir):
+        return None
+    try:
+        return read_record(run_dir)
+    except DataError as error:
+        warn(error.message)
+        return None
+
+
+def _tell_unfinished(run_dir: Path, record: Mapping[str, Any] | None, found: CheckpointInfo, warn: Warn) -> None:
+    if found.state.get("finished") is not False:
+        return
+    totals = [launch.get("total_steps") for launch in (record or {}).get("launches", ())]
+    total = next((total for total in reversed(totals) if isinstance(total, int)), None)
+    if total is None or found.step < total:
+        of = "" if total is None else f" of {total}"
+        warn(f"{run_dir}: its newest checkpoint is that of step {found.step}{of}, before the end of the run")
+
+
+def _never_saved(run_dir: Path, record: Mapping[str, Any] | None) -> DataError:
+    hint = f"train it first: tuner resume {run_dir}"
+    if record is not None and record.get("status") == "finished":  # with checkpoint.at_end: false
+        hint = f"train it again and save its end: tuner resume {run_dir} --checkpoint.at_end true"
+    return DataError(f"{run_dir}: the run has no checkpoint", hint=hint)
+
+
+def _best_step(last: CheckpointInfo) -> int:
+    """The step of the lowest loss that the last checkpoint knows of."""
+    best = last.state.get("best")
+    if not isinstance(best, Mapping) or type(best.get("step")) is not int:
+        raise RecipeError(
+            f"{last.path}: no best checkpoint is known", hint="the recipe's checkpoint.keep_best: eval/loss keeps it"
+        )
+    return int(best["step"])
+
+
+def _ways_on(path: Path) -> str | None:
+    """What to type where the checkpoint in directory `path` is damaged or gone; None where nothing helps."""
+    from tuner.checkpoint.load import newest
+
+    checkpoints = path.parent
+    run_dir = checkpoints.parent
+    match = STEP.fullmatch(path.name)
+    if match is None or checkpoints.name != CHECKPOINTS:
+        return None
+    last = last_step(checkpoints, _record(run_dir, unheard))
+    other = newest(checkpoints)
+    ways = []
+    if (last is None or int(match[1]) >= last) and is_run(run_dir):
+        ways.append(way_to_whole(checkpoints, any_valid=other is not None))
+    if other is not None:
+        which = "take an earlier one" if other.step < int(match[1]) else "take another"
+        ways.append(f"{which}: {other.path}")
+    return "      ".join(ways) or None

@@ -1,0 +1,119 @@
+"""Curves of runs: the columns of metrics.jsonl over steps, tokens and time, thinned to what a screen can show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tuner.rundir.record import Line, Run
+
+LABELS = {
+    "loss": "training loss",
+    "eval": "evaluation loss",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "tok_per_s": "tokens per second",
+    "trained_per_s": "trained tokens per second",
+    "mfu": "arithmetic of the model (share of the device's peak)",
+    "mem_gib": "peak memory (GiB)",
+    "data_wait": "waiting for data (share of the step)",
+}
+"""Charts in the order in which they are shown; further metrics follow under their own names."""
+POSITIONS = frozenset({"kind", "step", "epoch", "tokens", "step_s", "data_s", "eval_s", "samples_s"})
+"""Numbers of a line that say where and when, and are no curves."""
+MAX_POINTS = 1500
+"""Points of one curve; longer ones are averaged, and keep their highest and lowest values."""
+
+
+@dataclass
+class Points:
+    """Places on the axes and a value at each: `None` where it is not finite or missing."""
+
+    step: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    value: list[float | None] = field(default_factory=list)
+    low: list[float | None] = field(default_factory=list)
+    high: list[float | None] = field(default_factory=list)
+    """The lowest and highest value that a point stands for; empty where each stands for one."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run's values of one metric; `source` is the evaluation source, or empty for all of them."""
+
+    run: int
+    source: str
+    points: Points
+
+
+@dataclass(frozen=True)
+class Chart:
+    """The curves of one metric."""
+
+    key: str
+    label: str
+    curves: list[Curve]
+
+
+def charts(runs: Sequence[Run], max_points: int = MAX_POINTS) -> list[Chart]:
+    """The charts of some runs; metrics without a finite value are left out. Raises DataError for unreadable files."""
+    found: dict[str, list[Curve]] = {}
+    for number, run in enumerate(runs):
+        for (key, source), points in _columns(run).items():
+            if any(value is not None for value in points.value):
+                found.setdefault(key, []).append(Curve(number, source, thinned(points, max_points)))
+    order = [*(key for key in LABELS if key in found), *sorted(found.keys() - LABELS)]
+    return [Chart(key, LABELS.get(key, key), found[key]) for key in order]
+
+
+def thinned(points: Points, most: int) -> Points:
+    """At most `most` points: means of neighbours, with the lowest and highest of each group."""
+    count = len(points.step)
+    if count <= most:
+        return points
+    fewer = Points()
+    bounds = [round(i * count / most) for i in range(most + 1)]
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        values = [value for value in points.value[start:stop] if value is not None]
+        for target, places in (
+            (fewer.step, points.step),
+            (fewer.tokens, points.tokens),
+            (fewer.seconds, points.seconds),
+        ):
+            target.append(places[stop - 1])
+        fewer.value.append(math.fsum(values) / len(values) if values else None)
+        fewer.low.append(min(values, default=None))
+        fewer.high.append(max(values, default=None))
+    return fewer
+
+
+def _columns(run: Run) -> dict[tuple[str, str], Points]:
+    """(metric, source) -> its values in the order of the file."""
+    columns: dict[tuple[str, str], Points] = {}
+    tokens = seconds = 0.0
+    for line in run.lines():
+        tokens = _number(line.get("tokens")) or tokens
+        seconds += (_number(line.get("step_s")) or 0.0) + (_number(line.get("eval_s")) or 0.0)
+        for name, value in line.items():
+            if name in POSITIONS or isinstance(value, (str, bool)) or value is None:
+                continue
+            points = columns.setdefault(_place(line, name), Points())
+            points.step.append(line["step"])
+            points.tokens.append(tokens)
+            points.seconds.append(round(seconds, 3))
+            points.value.append(_number(value))
+    return columns
+
+
+def _place(line: Line, name: str) -> tuple[str, str]:
+    """The chart and the source that a value belongs to."""
+    if line.get("kind") != "eval":
+        return name, ""
+    metric, _, source = name.partition("/")
+    return ("eval" if metric == "loss" else f"eval {metric}"), source
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -1,0 +1,189 @@
+"""The run directory: what it holds, and what is written down about its launches."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tuner.checkpoint.manifest import read_manifest
+from tuner.checkpoint.steps import step_dirs
+from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.errors import DataError, RecipeError
+from tuner.rundir.files import (
+    CHECKPOINTS,
+    RECORD,
+    RESOLVED_RECIPE,
+    SCHEMA,
+    other_contents,
+    read_record,
+    record_is_gone,
+)
+from tuner.rundir.record import utc_now
+from tuner.runtime.environment import command_line, environment
+from tuner.runtime.files import set_aside, sweep, unfinished, write_atomic, write_json
+from tuner.runtime.git import SourceTree, source_tree
+from tuner.runtime.versions import versions
+
+LAUNCHES = "launches"
+TOKENIZER = "tokenizer"
+MODEL_CONFIG = "model_config"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of a run directory."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Committed checkpoints, `step-N` each."""
+        return self.path / CHECKPOINTS
+
+    @property
+    def logs(self) -> Path:
+        """`rankN.log` of each process: what it said, with the time."""
+        return self.path / "logs"
+
+    @property
+    def record(self) -> Path:
+        """`run.json`: status, and of each launch its start and end, command, environment, versions and source trees."""
+        return self.path / RECORD
+
+    @property
+    def resolved_recipe(self) -> Path:
+        """The recipe without `auto`, with absolute paths."""
+        return self.path / RESOLVED_RECIPE
+
+    def read_record(self) -> dict[str, Any] | None:
+        """The run's record, or what its checkpoints tell in place of one that is gone; None where no run has started.
+
+        Raises RecipeError for a directory of something else.
+        """
+        if not self.path.exists():
+            return None
+        if not self.path.is_dir():
+            raise RecipeError(f"{self.path} is not a directory", hint="choose another output_dir")
+        if not self.record.is_file() and not record_is_gone(self.path):
+            others = other_contents(self.path)
+            if not others:
+                return None
+            raise RecipeError(
+                f"{self.path} holds something else than a run ({min(others)})",
+                hint="choose another name or output_dir; nothing was changed",
+            )
+        return read_record(self.path)
+
+    def sweep(self) -> None:
+        """Remove what killed launches left unfinished. Call it under the run's lock. Raises MachineError."""
+        for directory in self._written_to():
+            sweep(directory)
+
+    def set_aside(self, after: int, run_id: str) -> None:
+        """Rename the checkpoints after a step, none of which is valid: the steps are taken again from there.
+
+        Call it under the run's lock. Raises MachineError.
+        """
+        for step, path in step_dirs(self.checkpoints):
+            if step > after:
+                set_aside(path, run_id)
+
+    def leftovers(self) -> list[Path]:
+        """What `sweep` would remove."""
+        return [path for directory in self._written_to() for path in unfinished(directory)]
+
+    def _written_to(self) -> list[Path]:
+        launches = sorted((self.path / LAUNCHES).glob("*"))
+        return [self.path, self.checkpoints, self.path / TOKENIZER, self.path / MODEL_CONFIG, *launches]
+
+    def recipe(self, record: Mapping[str, Any] | None) -> LoadedRecipe | None:
+        """The recipe that its next launch goes on with; None where none was written down yet.
+
+        After a reset that is the one in its record, which changes in one piece with what was reset; where its file is
+        gone, the one that its newest checkpoint was saved with.
+        """
+        if record is not None and "recipe" in record:
+            return replace(load_recipe(record["recipe"]), path=self.resolved_recipe)
+        if self.resolved_recipe.is_file():
+            return load_recipe(self.resolved_recipe)
+        saved = self._recipe_of_checkpoint()
+        return None if record is None or saved is None else replace(load_recipe(saved), path=self.resolved_recipe)
+
+    def _recipe_of_checkpoint(self) -> dict[str, Any] | None:
+        for _, path in step_dirs(self.checkpoints):
+            with suppress(DataError):
+                recipe = read_manifest(path, verify=True)["meta"].get("recipe")
+                if isinstance(recipe, dict):
+                    return recipe
+        return None
+
+    def begin(
+        self,
+        record: dict[str, Any] | None,
+        launch_facts: Mapping[str, Any],
+        work_dirs: Sequence[Path],
+        changed: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Write down the start of a launch, and what it changed in the record itself; returns the record.
+
+        Its `git` is the first working tree that holds one of `work_dirs`: the user's own. What differs there from the
+        commit goes into `launches/N/git.diff`.
+        """
+        record = record or {"schema": SCHEMA, "status": "running", "run_id": os.urandom(8).hex(), "launches": []}
+        record |= {"status": "running", **(changed or {})}
+        record.pop("metrics", None)
+        record["launches"].append(
+            {
+                "started": utc_now(),
+                "command": command_line(),
+                "environment": environment(),
+                "versions": versions(),
+                "git": self._keep_source(work_dirs, len(record["launches"]) + 1),
+                **launch_facts,
+            }
+        )
+        write_json(self.record, record)
+        return record
+
+    def end(self, record: dict[str, Any], status: str, step: int, saved_step: int | None, why: str | None) -> None:
+        """Write down how a launch ended, after which step, and of which step its newest checkpoint is."""
+        record["status"] = status
+        record["launches"][-1] |= {
+            "ended": utc_now(),
+            "status": status,
+            "step": step,
+            "saved_step": saved_step,
+            "why": why,
+        }
+        write_json(self.record, record)
+
+    def close(self, record: dict[str, Any], step: int) -> None:
+        """Write down that a run is finished whose newest launch was killed before it could."""
+        record["status"] = "finished"
+        record["launches"][-1] |= {
+            "status": "finished",
+            "step": step,
+            "saved_step": step,
+            "why": "killed behind its last save",
+        }
+        write_json(self.record, record)
+
+    def _keep_source(self, work_dirs: Sequence[Path], launch: int) -> dict[str, Any] | None:
+        """The facts of the user's source tree, its diff kept beside them; None where there is none."""
+        trees = (source_tree(directory) for directory in work_dirs)
+        tree: SourceTree | None = next((tree for tree in trees if tree is not None), None)
+        if tree is None:
+            return None
+        kept: str | None = None
+        if tree.diff:
+            kept = f"{LAUNCHES}/{launch}/git.diff"
+            (self.path / kept).parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path / kept, tree.diff)
+        return {**tree.facts(), "diff": kept}
+
+    def write_recipe(self, text: str, resolved: str) -> None:
+        """Keep the recipe as given and as resolved."""
+        write_atomic(self.path / "recipe.yaml", text.encode())
+        write_atomic(self.resolved_recipe, resolved.encode())

@@ -1,0 +1,60 @@
+"""Curves as one HTML file that needs nothing else: no network, no library, nothing beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tuner.config.dump import flow
+from tuner.errors import RecipeError
+from tuner.rundir.curves import Chart
+from tuner.rundir.record import Run
+from tuner.rundir.summary import differing, summary
+from tuner.runtime.files import write_atomic
+
+MARK = b"<!doctype html><!-- tuner runs plot -->"
+"""How every page begins: only such a file is written over."""
+_TEMPLATE = Path(__file__).with_name("page.html")
+_PLACE = "@@DATA@@"
+
+
+def write_page(path: Path, runs: Sequence[Run], drawn: Sequence[Chart], smoothing: float) -> None:
+    """Write the page of some runs. Raises RecipeError where `path` holds something else, MachineError."""
+    if path.exists() or path.is_symlink():
+        if not path.is_file() or path.is_symlink():
+            raise RecipeError(f"{path} is not a file", hint="choose another one with --output")
+        with path.open("rb") as file:
+            if file.read(len(MARK)) != MARK:
+                raise RecipeError(f"{path} holds something else than curves", hint="choose another one with --output")
+    write_atomic(path, page(runs, drawn, smoothing).encode())
+
+
+def page(runs: Sequence[Run], drawn: Sequence[Chart], smoothing: float) -> str:
+    """The page's text; `smoothing` in [0, 1) is where its slider begins."""
+    recipes = [run.recipe for run in runs]
+    keys = differing(recipes)
+    data: dict[str, Any] = {
+        "smoothing": smoothing,
+        "runs": [
+            {**_finite(summary(run)), "differs": {key: flow(recipe[key]) if key in recipe else "" for key in keys}}
+            for run, recipe in zip(runs, recipes, strict=True)
+        ],
+        "charts": [asdict(chart) for chart in drawn],
+    }
+    # Inside a script element only `<` could end it; JSON knows an escape for it.
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    template = _TEMPLATE.read_text(encoding="utf-8")
+    before, after = template.split(_PLACE)
+    return f"{before}{text}{after}"
+
+
+def _finite(figures: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity and no NaN: they become text."""
+    return {
+        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in figures.items()
+    }

@@ -1,0 +1,285 @@
+"""A run directory as it is read: its record, its recipe and its metrics. Nothing here writes, or needs torch."""
+
+from __future__ import annotations
+
+import calendar
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tuner.checkpoint.steps import step_dirs, step_name
+from tuner.config.tree import Problems
+from tuner.config.yaml import read_yaml
+from tuner.errors import DataError, RecipeError
+from tuner.rundir.files import CHECKPOINTS, LOCK, METRICS, RECORD, RESOLVED_RECIPE, is_run, other_contents, read_record
+from tuner.rundir.last import any_valid, last_problem, last_state, last_step, way_to_whole
+from tuner.runtime.files import TMP_PREFIX, TRASH_PREFIX
+from tuner.runtime.lock import FileLock, is_locked
+
+TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+MAX_DEPTH = 4
+"""How deep below a directory runs are looked for."""
+
+Line = dict[str, Any]
+
+
+def utc_now() -> str:
+    """The time as records write it."""
+    return time.strftime(TIME_FORMAT, time.gmtime())
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory, with its record or with what its checkpoints tell in place of it."""
+
+    path: Path
+    record: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.path.name
+
+    @property
+    def launches(self) -> list[dict[str, Any]]:
+        """The launches, oldest first."""
+        return list(self.record["launches"])
+
+    @cached_property
+    def status(self) -> str:
+        """finished, stopped, failed, running, damaged, or killed: a launch that ended without writing how."""
+        said = str(self.record.get("status"))
+        if said == "running" and is_locked(self.path / LOCK):
+            return said
+        if self.damage is not None:
+            return "damaged"
+        if said == "running":
+            return "finished" if last_state(self.path / CHECKPOINTS, self.record).get("finished") else "killed"
+        return said
+
+    @cached_property
+    def damage(self) -> str | None:
+        """What is wrong with the last checkpoint by its manifest and sizes; its tensors are not read."""
+        return last_problem(self.path / CHECKPOINTS, self.record)
+
+    @property
+    def problems(self) -> list[str]:
+        """What of the run is damaged or gone, a line each, with what to type."""
+        found = []
+        if not (self.path / RECORD).is_file():
+            found.append(f"{self.path / RECORD} is gone: tuner resume {self.path} writes it again")
+        if self.status == "damaged":
+            checkpoints = self.path / CHECKPOINTS
+            way = way_to_whole(checkpoints, any_valid(checkpoints))
+            found.append(f"{self.path}: its last checkpoint is not whole: {self.damage}; {way}")
+        return found
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """The resolved recipe, one level deep with dotted keys; empty where the run has none."""
+        path = self.path / RESOLVED_RECIPE
+        if not path.is_file():
+            return {}
+        problems = Problems()
+        tree = read_yaml(path.read_text(encoding="utf-8"), path.name, self.path, problems).plain()
+        if problems.found:
+            raise DataError(f"{path}: not a readable recipe")
+        return flatten(tree)
+
+    def lines(self) -> Iterator[Line]:
+        """The lines of metrics.jsonl in order; a last one that was cut short is left out. Raises DataError."""
+        for raw in self._raw_lines():
+            line = _parsed(raw)
+            if line is not None:
+                yield line
+
+    @cached_property
+    def latest(self) -> Latest:
+        """The newest step and the evaluations, without reading every line's numbers."""
+        steps: deque[bytes] = deque(maxlen=2)  # the last one may be cut short
+        evaluations: list[Line] = []
+        for raw in self._raw_lines():
+            if b'"train"' in raw:
+                steps.append(raw)
+            elif (line := _parsed(raw)) is not None and line.get("kind") == "eval":
+                evaluations.append(line)
+        whole = [line for raw in steps if (line := _parsed(raw)) is not None]
+        return Latest(whole[-1] if whole else None, evaluations)
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The checkpoint directories, valid or not, oldest first."""
+        return [path for _, path in reversed(step_dirs(self.path / CHECKPOINTS))]
+
+    @property
+    def every_checkpoint(self) -> list[Path]:
+        """The checkpoint directories, and the last one's where that is gone, oldest first."""
+        last = last_step(self.path / CHECKPOINTS, self.record)
+        known = {path: step for step, path in step_dirs(self.path / CHECKPOINTS)}
+        if last is not None:
+            known.setdefault(self.path / CHECKPOINTS / step_name(last), last)
+        return sorted(known, key=lambda path: known[path])
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done, as far as they were written."""
+        line = self.latest.step
+        return (
+            int(line["step"]) if line is not None else max((int(x.get("step") or 0) for x in self.launches), default=0)
+        )
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the whole run; None where no launch has noted them."""
+        noted = [launch["total_steps"] for launch in self.launches if launch.get("total_steps")]
+        return int(noted[-1]) if noted else None
+
+    @property
+    def seconds(self) -> float:
+        """Time of all launches.
+
+        One that runs counts to now; one that was killed to the last line that was written, or to the next launch.
+        """
+        launches = self.launches
+        return sum(map(self._launch_seconds, launches, [*launches[1:], None]))
+
+    def _launch_seconds(self, launch: Mapping[str, Any], following: Mapping[str, Any] | None) -> float:
+        began, ended = _seconds(launch.get("started")), _seconds(launch.get("ended"))
+        if began is None:
+            return 0.0
+        if ended is None and following is None and self.status == "running":
+            ended = time.time()
+        if ended is None:
+            metrics = self.path / METRICS
+            ended = metrics.stat().st_mtime if metrics.is_file() else began
+            # The newest line may be a later launch's.
+            begun_again = None if following is None else _seconds(following.get("started"))
+            ended = ended if begun_again is None else min(ended, begun_again)
+        return max(0.0, ended - began)
+
+    def _raw_lines(self) -> Iterator[bytes]:
+        path = self.path / METRICS
+        if not path.is_file():
+            return
+        try:
+            with path.open("rb") as file:
+                yield from file
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True)
+class Latest:
+    """The newest line of a step, and every line of an evaluation."""
+
+    step: Line | None
+    evaluations: list[Line]
+
+    @property
+    def best(self) -> Line | None:
+        """The evaluation with the lowest loss, the first of equals."""
+        numbers = [line for line in self.evaluations if isinstance(line.get("loss"), (int, float))]
+        return min(numbers, key=lambda line: float(line["loss"]), default=None)
+
+
+def read_run(path: Path) -> Run:
+    """Open a run directory. Raises RecipeError for a path that is none and DataError for a damaged record."""
+    if not path.is_dir():
+        raise RecipeError(f"{path}: no such directory", hint="give a run directory, such as tuner runs list shows")
+    if not is_run(path):
+        place = path if next(_run_dirs(path, MAX_DEPTH), None) is not None else path.parent
+        raise RecipeError(
+            f"{path} is not a run: it has no {RECORD}", hint=f"see which there are: tuner runs list {place}"
+        )
+    return Run(path, read_record(path))
+
+
+def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
+    """Open run directories, and a line about each that is left out because its launch never started a run.
+
+    Raises what `read_run` raises for any other path that is no run, and where no run is left.
+    """
+    runs: list[Run] = []
+    left_out: list[Path] = []
+    for path in paths:
+        if path.is_dir() and not is_run(path) and not other_contents(path):
+            left_out.append(path)
+        else:
+            runs.append(read_run(path))
+    if left_out and not runs:
+        read_run(left_out[0])
+    return runs, [f"{path} is left out: its launch never started" for path in left_out]
+
+
+def find_runs(directory: Path) -> tuple[list[Run], list[str]]:
+    """The runs at or below `directory`, oldest first, and a line about each that is damaged or cannot be read.
+
+    Links are not followed, and nothing is looked for inside a run. Raises RecipeError where there is no such directory.
+    """
+    if not directory.is_dir():
+        raise RecipeError(f"{directory}: no such directory", hint="name the directory that holds your runs")
+    runs, damaged = [], []
+    for path in _run_dirs(directory, MAX_DEPTH):
+        try:
+            runs.append(Run(path, read_record(path)))
+            damaged += runs[-1].problems
+        except DataError as error:
+            damaged.append(error.message)
+    return sorted(runs, key=lambda run: (started(run), str(run.path))), damaged
+
+
+def started(run: Run) -> str:
+    """When the first launch started, as it was written; empty where none did."""
+    return str(run.launches[0].get("started", "")) if run.launches else ""
+
+
+def hold(path: Path) -> FileLock:
+    """The lock that whoever trains in, or removes, a run directory holds."""
+    return FileLock(path / LOCK, wait=False)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as one level with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _run_dirs(directory: Path, depth: int) -> Iterator[Path]:
+    if is_run(directory):
+        yield directory
+        return
+    if depth == 0:
+        return
+    try:
+        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False) and not entry.name.startswith((TMP_PREFIX, TRASH_PREFIX)):
+            yield from _run_dirs(directory / entry.name, depth - 1)
+
+
+def _parsed(raw: bytes) -> Line | None:
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
+
+
+def _seconds(text: object) -> float | None:
+    try:
+        return float(calendar.timegm(time.strptime(str(text), TIME_FORMAT))) if text else None
+    except ValueError:
+        return None

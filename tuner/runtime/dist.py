@@ -1,0 +1,93 @@
+"""Which process of how many this one is, as its launcher says."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tuner.errors import MachineError
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """This process's place: `rank` of `world_size` in all, `local_rank` of `local_world_size` on this machine."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that speaks and writes shared files."""
+        return self.rank == 0
+
+    @staticmethod
+    def is_given(env: Mapping[str, str] | None = None) -> bool:
+        """Whether torchrun, or srun with several tasks, started this process and says which one it is."""
+        values = os.environ if env is None else env
+        return ("RANK" in values and "WORLD_SIZE" in values) or _is_slurm_task(values)
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str] | None = None) -> RankInfo:
+        """Read torchrun's variables, else those of a SLURM step with several tasks; else a single process.
+
+        Raises MachineError when they contradict one another.
+        """
+        values = os.environ if env is None else env
+        if "RANK" in values and "WORLD_SIZE" in values:
+            local = _number(values, "LOCAL_RANK", 0)
+            info = cls(
+                rank=_number(values, "RANK"),
+                world_size=_number(values, "WORLD_SIZE"),
+                local_rank=local,
+                local_world_size=_number(values, "LOCAL_WORLD_SIZE", local + 1),
+            )
+        elif _is_slurm_task(values):
+            local = _number(values, "SLURM_LOCALID", 0)
+            info = cls(
+                rank=_number(values, "SLURM_PROCID"),
+                world_size=_number(values, "SLURM_NTASKS"),
+                local_rank=local,
+                local_world_size=_slurm_local_size(values, local),
+            )
+        else:
+            return cls()
+        info._check()
+        return info
+
+    def _check(self) -> None:
+        if not (0 <= self.rank < self.world_size and 0 <= self.local_rank < self.local_world_size <= self.world_size):
+            raise MachineError(
+                f"the launcher's numbers contradict each other: rank {self.rank} of {self.world_size}, "
+                f"local rank {self.local_rank} of {self.local_world_size}",
+                hint="unset RANK and WORLD_SIZE to run as a single process",
+            )
+
+
+def _is_slurm_task(values: Mapping[str, str]) -> bool:
+    return "SLURM_STEP_ID" in values and "SLURM_PROCID" in values and _number(values, "SLURM_NTASKS", 1) > 1
+
+
+def _number(values: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = values.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isascii() or not text.isdigit():
+        raise MachineError(f"environment variable {name}={text!r} is not a number")
+    return int(text)
+
+
+def _slurm_local_size(values: Mapping[str, str], local_rank: int) -> int:
+    """Tasks on this node, from a list such as `2(x3),1` and this node's place in it."""
+    text = values.get("SLURM_STEP_TASKS_PER_NODE") or values.get("SLURM_TASKS_PER_NODE") or ""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip())
+        if match is None:
+            return local_rank + 1
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = _number(values, "SLURM_NODEID", 0)
+    return counts[node] if node < len(counts) else local_rank + 1
