@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-SPIN_COUNT = "10000"
-"""Rounds of GNU OpenMP's waiting loop before a thread sleeps: about half a millisecond.
+SPIN_COUNT = "15000"
+"""Rounds of GNU OpenMP's waiting loop before a thread sleeps: somewhat less than a millisecond.
 
 Its own default of 300,000 outlasts a scheduler's time slice: where another program takes one of the cores, a thread
 that waits burns the core that the thread it waits for needs. Waking a sleeping thread costs tens of microseconds, so
