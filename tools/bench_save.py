@@ -106,12 +106,12 @@ def plain(model_dir: Path, work: Path, rounds: int) -> dict[str, Any]:
 def launch(model_dir: Path, work: Path, name: str, steps: int, checkpoint: dict[str, Any]) -> dict[str, float]:
     """One run of so many steps: the seconds between its first step and its last, and those its saves took of them."""
     from tuner.config.load import load_recipe
-    from tuner.run import loop
     from tuner.run.main import train
-    from tuner.run.preflight import LaunchOptions
-    from tuner.run.session import Session
+    from tuner.run.options import LaunchOptions
+    from tuner.run.tasks.save import SaveTask
     from tuner.runtime.console import Console
     from tuner.runtime.dist import RankInfo
+    from tuner.train import loop
 
     tree = {
         **RECIPE,
@@ -123,27 +123,27 @@ def launch(model_dir: Path, work: Path, name: str, steps: int, checkpoint: dict[
     tree["train"] = {**tree["train"], "duration": f"{steps} steps"}  # type: ignore[dict-item]
     began: list[float] = []
     stood, ended = [0.0], [0.0]
-    real_step, real_save, real_settle = loop.optimizer_step, Session.save, Session.settle_save
+    real_step, real_save, real_settle = loop.optimizer_step, SaveTask._save, SaveTask._settle
 
     def step(*args: Any) -> Any:
         began.append(time.perf_counter())
         return real_step(*args)
 
-    def save(session: Session, *args: Any, **options: Any) -> None:
+    def save(task: SaveTask, *args: Any, **options: Any) -> Any:
         started = time.perf_counter()
-        real_save(session, *args, **options)
+        yield from real_save(task, *args, **options)
         stood[0] += time.perf_counter() - started
 
-    def settle(session: Session) -> None:
-        if session.progress.step == steps and not ended[0]:
+    def settle(task: SaveTask) -> Any:
+        if task._progress.step == steps and not ended[0]:
             ended[0] = time.perf_counter()
-        real_settle(session)
+        return real_settle(task)
 
-    loop.optimizer_step, Session.save, Session.settle_save = step, save, settle  # type: ignore[method-assign]
+    loop.optimizer_step, SaveTask._save, SaveTask._settle = step, save, settle  # type: ignore[method-assign]
     try:
         train(load_recipe(tree), LaunchOptions(), RankInfo(), Console(main=False))
     finally:
-        loop.optimizer_step, Session.save, Session.settle_save = real_step, real_save, real_settle  # type: ignore[method-assign]
+        loop.optimizer_step, SaveTask._save, SaveTask._settle = real_step, real_save, real_settle  # type: ignore[method-assign]
     shutil.rmtree(work / name)
     gc.collect()  # a model's modules refer to each other: 1.6 GB a launch would wait for the collector
     # The first step pays for memory that later ones find again.

@@ -155,7 +155,7 @@ class Place:
         """Train the run and keep a copy. Raises RuntimeError where that fails."""
         from tools import resume_campaign
 
-        for name in ("attached.launch", "export.hf", "generate", "train.score", "train.ready"):
+        for name in ("run.launch", "export.hf", "generate", "run.score"):
             importlib.import_module(f"tuner.{name}")
         resume_campaign.prepare(self.directory, 1)
         recipe = self.directory / "r.yaml"

@@ -185,7 +185,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tuner/run/loop.py",
         "    session.settle_save()\n",
         "",
-        ("tests/run/test_saving.py",),
+        ("tests/run/tasks/test_save.py",),
     ),
     Mutant(
         "checkpoint-oldest-first",

@@ -28,7 +28,8 @@ from tools.predict_counted import Figures, count_spread, resolved_case, saved_be
 from tuner.data.batches import StepBatches  # noqa: E402
 from tuner.errors import TunerError  # noqa: E402
 from tuner.profile.tracing import Trace, trace_step  # noqa: E402
-from tuner.run.setup import Resolved, assemble_model  # noqa: E402
+from tuner.run.build import assemble_model  # noqa: E402
+from tuner.run.resolve import Resolved  # noqa: E402
 from tuner.runtime.dist import RankInfo  # noqa: E402
 
 PEAK_ALLOWED = 0.02

@@ -29,7 +29,8 @@ from tools.predict_cases import Case, seed_of  # noqa: E402
 from tuner.config.load import load_recipe  # noqa: E402
 from tuner.data.batches import Batch, StepBatches  # noqa: E402
 from tuner.model.attention import forget_documents  # noqa: E402
-from tuner.run.setup import Resolved, assemble_model, build_train_state, resolve  # noqa: E402
+from tuner.run.build import assemble_model, build_train_state  # noqa: E402
+from tuner.run.resolve import Resolved, resolve  # noqa: E402
 from tuner.runtime.dist import RankInfo  # noqa: E402
 from tuner.train.step import forward_backward, optimizer_step  # noqa: E402
 

@@ -39,7 +39,7 @@ logging: {level: warning}
 # Dies in place of the given optimizer step on the given rank (-1: every rank), by the signal that nothing can catch.
 KILLED = """
 import os, signal, sys
-import tuner.run.loop as loop
+import tuner.train.loop as loop
 step, rank = int(sys.argv[1]), int(sys.argv[2])
 real = loop.optimizer_step
 def dying(state, index, *rest):

@@ -14,7 +14,7 @@ from tuner.runtime.openmp import limit_spinning
 if TYPE_CHECKING:
     from tuner.data.building.prepare import PreparedInfo
     from tuner.export.hf import ExportReport
-    from tuner.run.preflight import RunResult
+    from tuner.run.options import RunResult
 
 __all__ = ["RecipeSource", "export_hf", "load_recipe", "prepare_data", "train"]
 
@@ -47,13 +47,14 @@ def train(
     `prepared` is a directory that `prepare_data` returned. Raises TunerError's children as `tuner train` reports them.
     """
     limit_spinning(os.environ)  # before torch is imported
-    from tuner.attached.launch import launch_attached
-    from tuner.run.preflight import LaunchOptions
+    from tuner.run.launch import launch
+    from tuner.run.options import LaunchOptions
 
     loaded = _loaded(recipe)
     wish = _path(resume) if isinstance(resume, Path) else resume
-    options = LaunchOptions(wish, None if prepared is None else _path(prepared), dry_run=dry_run)
-    return launch_attached(loaded, options, loaded.recipe.logging.level)
+    level = loaded.recipe.logging.level
+    options = LaunchOptions(wish, None if prepared is None else _path(prepared), dry_run=dry_run, level=level)
+    return launch(loaded, options)
 
 
 def export_hf(

@@ -18,13 +18,13 @@ from transformers import (
 )
 
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
-from tuner.export.card import LINEAGE
 from tuner.export.source import MODEL_CONFIG, TOKENIZER, resolve
 from tuner.export.weights import load_trained
 from tuner.export.write import quiet, turn_ends
 from tuner.model.tokens import grow
 from tuner.model.vetting import vet_config
 from tuner.rundir.chosen import Warn, names_checkpoint, unheard
+from tuner.rundir.exports import LINEAGE
 from tuner.runtime.files import read_json, sha256_file
 
 Message = dict[str, str]

@@ -19,7 +19,7 @@ from tuner.checkpoint.load import newest
 from tuner.cli.document import SCHEMA_PATH
 from tuner.config.load import load_recipe
 from tuner.run.changes import Changes, changes
-from tuner.run.setup import resolve
+from tuner.run.resolve import resolve
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.lock import FileLock
 

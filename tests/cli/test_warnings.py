@@ -113,8 +113,8 @@ def test_preparation_warns_of_rows_that_it_skips(place: Place) -> None:
 CONSOLES = {"console", "self.console", "self._console"}
 PARAMETERS = {
     "warn": {"checkpoint/load.py", "rundir/chosen.py"},
-    "self.warn": {"exporting/process.py"},
-    "self._warn": {"run/trackers/outbox.py"},
+    "self.warn": {"run/tasks/export_process.py"},
+    "self._warn": {"run/tasks/trackers/outbox.py"},
 }
 GIVEN = {"console.warn", "self.console.warn", "self.warn", "warn", "unheard", "hear"}
 """What is passed on as such a parameter."""
@@ -141,8 +141,8 @@ def test_every_place_that_warns_does_so_through_the_console_or_the_outcome() -> 
             if keyword.arg in ("warn", "warned"):
                 assert ast.unparse(keyword.value) in GIVEN, f"{name}:{call.lineno} gives {ast.unparse(keyword.value)}"
     assert places.keys() >= {
-        "data/building/documents.py", "exporting/exporter.py", "profile/watch.py", "run/preflight.py", "run/main.py",
-        "run/session.py", "run/verify.py",
+        "data/building/documents.py", "run/tasks/export.py", "profile/watch.py", "run/previous.py", "run/planned.py",
+        "run/tasks/save.py", "run/verify.py",
     }  # fmt: skip
     assert sum(places.values()) >= 15
 

@@ -32,7 +32,7 @@ def test_functions_and_classes_are_short(path: Path) -> None:
 
 
 def test_the_loop_is_one_screen_without_method_or_rank() -> None:
-    tree = ast.parse((ROOT / "tuner" / "run" / "loop.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "tuner" / "train" / "loop.py").read_text(encoding="utf-8"))
     loop = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "train_loop")
     assert loop.end_lineno is not None
     assert loop.end_lineno - loop.lineno + 1 <= SCREEN_LINES

@@ -269,7 +269,7 @@ def command_line(command: tuple[str, ...]) -> int:
 
 def note_order(path: Path) -> None:
     """Have this process append the rows of each step that it trains to `path`."""
-    from tuner.run import loop
+    from tuner.train import loop
 
     real: Callable[..., Any] = loop.optimizer_step
 

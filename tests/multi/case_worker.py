@@ -24,12 +24,13 @@ from tests.multi.launcher import bound_listener, open_store
 from tests.train.synthetic import assembly_for, recipe_for
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
-from tuner.run import loop, session
 from tuner.run.main import train
-from tuner.run.preflight import LaunchOptions
+from tuner.run.options import LaunchOptions
+from tuner.run.tasks import evaluate as evaluate_task
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
+from tuner.train import loop
 from tuner.train.step import TrainState, optimizer_step
 
 WORLD = 4
@@ -56,7 +57,7 @@ class CollectiveCounter(TorchDispatchMode):
 
 def run_whole(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
     """Train as the command does; what is counted lies between the beginnings of the third and the fourth step."""
-    real, answer, counter = loop.optimizer_step, session.answer_samples, CollectiveCounter()
+    real, answer, counter = loop.optimizer_step, evaluate_task.answer_samples, CollectiveCounter()
 
     def counted(train_state: TrainState, index: int, *rest: Any) -> Any:
         if index == 2:
@@ -73,12 +74,12 @@ def run_whole(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
     overrides = [Override(key, text) for key, text in case["flags"].items()]
     loop.optimizer_step = counted
     if rank_info.rank == case.get("signalled"):
-        session.answer_samples = signalled
+        evaluate_task.answer_samples = signalled
     try:
         loaded = load_recipe(recipe, overrides, recipe.parent)
         result = train(loaded, LaunchOptions(resume="auto"), rank_info, Console(main=False))
     finally:
-        loop.optimizer_step, session.answer_samples = real, answer
+        loop.optimizer_step, evaluate_task.answer_samples = real, answer
     if rank_info.is_main:
         found = {"collectives": counter.counts, "status": result.status, "step": result.step}
         (output / f"{case['name']}.json").write_text(json.dumps(found))

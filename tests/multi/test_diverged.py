@@ -12,7 +12,7 @@ from tuner.checkpoint.load import step_dirs
 # Layer 3 of 4 gives NaN on rank 1 from step 7 (index 6) on; the replay of the step meets it again.
 PLANTED = """
 import sys
-import tuner.run.loop as loop
+import tuner.train.loop as loop
 real = loop.optimizer_step
 def planted(state, index, *rest):
     if index == 6 and state.step_config.rank == 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,10 @@ from tuner.data.building.request import prepare_request
 from tuner.data.prepared import open_prepared
 from tuner.errors import MemoryLimitError, RecipeError
 from tuner.profile import measure as measuring
-from tuner.profile.launch import measure_recipe
+from tuner.profile.launch import MEASURED, Measured, measure_recipe
 from tuner.profile.measure import MeasureOptions, measure
-from tuner.profile.measurement import TIMES, Measurement, duration_text, from_plain
-from tuner.run.setup import resolve
+from tuner.profile.measurement import TIMES, Measurement, duration_text
+from tuner.run.resolve import resolve
 from tuner.runtime.dist import RankInfo
 from tuner.train.guard import WINDOW
 
@@ -122,7 +121,9 @@ def test_rates(recipe: Path) -> None:
     assert rates["mfu"] == pytest.approx(report.flops / report.step_s / report.peak_flops)
     assert "MFU" in report.time_text() and "datasheet" not in report.time_text()
     assert report.communication_s == 0
-    passed_on = from_plain(json.loads(json.dumps(asdict(report))))
+    plain = MEASURED.dump_python(Measured(1, report), mode="json")
+    passed_on = MEASURED.validate_python(json.loads(json.dumps(plain))).found
+    assert passed_on is not None
     assert json.dumps(passed_on.as_json()) == json.dumps(report.as_json())
 
 
@@ -149,7 +150,8 @@ def test_a_cap_on_counted_bytes_is_examined_where_it_is_passed(recipe: Path) -> 
     assert short.held_bytes == sum(short.parts.values()) > cap
     assert short.overrides == {"train.micro_batch_size": "1"}
     assert short.hint().startswith("--train.micro_batch_size 1 fits")
-    assert from_plain(json.loads(json.dumps(asdict(capped)))).shortage == short
+    passed_on = MEASURED.validate_python(MEASURED.dump_python(Measured(1, capped), mode="json")).found
+    assert passed_on is not None and passed_on.shortage == short
     assert measured(recipe, limit=cap, train__micro_batch_size="1").fits
     none = measured(recipe, limit=1000).shortage
     assert none is not None and "optimizer of model.layers.*.mlp" in none.line()
@@ -168,7 +170,7 @@ def test_failed_allocations_are_examined(recipe: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(measuring, "_timed_steps", failing)
     with pytest.raises(MemoryLimitError, match=r"longest row, .*1073741824.00 GiB more asked for"):
         measured(recipe)
-    monkeypatch.setattr(measuring, "assemble", lambda *given: torch.empty(2**60, dtype=torch.uint8))
+    monkeypatch.setattr(measuring, "build", lambda *given: torch.empty(2**60, dtype=torch.uint8))
     with pytest.raises(MemoryLimitError, match="while the model is built"):
         measured(recipe)
 

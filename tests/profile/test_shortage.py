@@ -14,7 +14,7 @@ from tests.caches import new_cache
 from tests.profile.test_watch import launch, workplace  # noqa: F401 - a fixture
 from tuner.errors import MemoryLimitError
 from tuner.profile import watch
-from tuner.run import loop
+from tuner.train import loop
 
 MODEL = """
 import json, resource, sys
@@ -34,16 +34,16 @@ tokenizer: {name_or_path: byte}
 data: {train: rows.jsonl, max_length: 256}
 train: {duration: 1 steps, global_batch_size: 16, micro_batch_size: 16, precision: fp32, device: cpu}
 ''')
-from tuner.attached.launch import launch_attached
+from tuner.run.launch import launch as launch_run
 from tuner.cli.main import main
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import MemoryLimitError
 from tuner.runtime import allocator
-from tuner.run import main as run_main, setup
-from tuner.run.preflight import LaunchOptions
+from tuner.run import build as run_build, main as run_main
+from tuner.run.options import LaunchOptions
 
-setup.keep_freed_memory = lambda size: None  # it reserves addresses
+run_build.keep_freed_memory = lambda size: None  # it reserves addresses
 steps = run_main.train_loop
 def capped(*given):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -55,7 +55,7 @@ def capped(*given):
 run_main.train_loop = capped
 def train(name, flags):
     overrides = [Override(*pair) for pair in {"name": name, **flags}.items()]
-    return launch_attached(load_recipe("r.yaml", overrides), LaunchOptions(), "error")
+    return launch_run(load_recipe("r.yaml", overrides), LaunchOptions(level="error"))
 try:
     train("first", {})
 except MemoryLimitError as error:

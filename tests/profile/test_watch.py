@@ -12,12 +12,12 @@ import torch
 
 from tests.caches import new_cache
 from tools import resume_campaign
-from tuner.attached.launch import launch_attached
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.profile import watch
 from tuner.profile.recorder import StepRecorder
-from tuner.run.preflight import LaunchOptions
+from tuner.run.launch import launch as launch_run
+from tuner.run.options import LaunchOptions
 from tuner.train.guard import WINDOW
 
 FLAGS = {"train.duration": "4 steps", "checkpoint.every": "never", "train.micro_batch_size": "4"}
@@ -35,7 +35,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def launch(directory: Path, name: str, **flags: str) -> Path:
     overrides = [Override(key.replace("__", "."), text) for key, text in (FLAGS | {"name": name} | flags).items()]
     loaded = load_recipe(directory / "r.yaml", overrides, cwd=directory)
-    return launch_attached(loaded, LaunchOptions(), "warning").run_dir
+    return launch_run(loaded, LaunchOptions(level="warning")).run_dir
 
 
 def read_trace(path: Path) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def test_a_failing_profile_is_a_warning(
 
 
 def test_a_step_that_fails_leaves_no_recording_behind(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tuner.run import loop
+    from tuner.train import loop
 
     def failing(train_state: Any, index: int, *rest: Any) -> None:
         assert watch.DIRECTORY == "profile"

@@ -13,7 +13,7 @@ from tools import resume_campaign
 from tuner.checkpoint.steps import step_dirs
 from tuner.data.batches import GlobalBatches
 from tuner.errors import DataError, RecipeError
-from tuner.run.preflight import LaunchOptions
+from tuner.run.options import LaunchOptions
 
 
 @pytest.fixture

@@ -10,9 +10,8 @@ from tests.run.test_run import launch
 from tools import resume_campaign
 from tuner.config.fields import fields
 from tuner.errors import RecipeError
-from tuner.run import setup
 from tuner.run.changes import ON_RESUME, UNTOLD, Changes, changes, effect
-from tuner.run.preflight import LaunchOptions
+from tuner.run.options import LaunchOptions
 from tuner.runtime.console import Console
 
 
@@ -70,6 +69,6 @@ def test_a_machine_without_the_compiled_kernels_goes_on_and_says_so(
     resume_campaign.prepare(tmp_path, 1)
     launch(tmp_path, train__stop_after="2 steps")
     monkeypatch.setattr(Console, "warn", lambda _, text: warned.append(text))
-    monkeypatch.setattr(setup, "native_problem", lambda: "there is no C compiler (cc, gcc, clang)")
+    monkeypatch.setattr("tuner.run.resolve.native_problem", lambda: "there is no C compiler (cc, gcc, clang)")
     assert launch(tmp_path, LaunchOptions(resume="auto"), train__stop_after="1 steps").step == 3
     assert [text.split(":")[0] for text in warned] == ["model.kernels native -> torch"]

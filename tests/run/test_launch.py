@@ -15,18 +15,19 @@ from tuner.checkpoint import manifest
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.run import launch as launching
-from tuner.run.launch import launch, plain_result, train_as_rank
-from tuner.run.preflight import LaunchOptions, RunResult
+from tuner.run.launch import launch, train_rank
+from tuner.run.options import LaunchOptions, RunResult
+from tuner.runtime.spawn import Work
 
 COMMAND = ["/lib/tuner/__main__.py", "train", "work/r.yaml", "--hooks.0.options.token", "secret"]
 
 
-def as_one_rank(module: str, work: Mapping[str, Any], processes: int, logs: Path) -> dict[str, Any]:
+def as_one_rank(work: Work, job: Mapping[str, Any], processes: int, logs: Path) -> dict[str, Any]:
     """Stands in for the ranks: one of them alone does the work, with a command line of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", [f"/lib/{module}.py", "/somewhere/job"])
+        patch.setattr("sys.argv", ["/lib/worker.py", "/somewhere/job"])
         assert processes == 2
-        result: dict[str, Any] = json.loads(json.dumps(plain_result(train_as_rank(json.loads(json.dumps(work))))))
+        result: dict[str, Any] = json.loads(json.dumps(work(json.loads(json.dumps(job)))))
         return result
 
 
@@ -49,7 +50,7 @@ def launched(work: Path, processes: int, resume: Any = "never", **flags: str) ->
     given = {"name": f"p{processes}", "parallel.processes": str(processes), "train.device": "cpu"}
     given |= {key.replace("__", "."): text for key, text in flags.items()}
     loaded = load_recipe(work / "r.yaml", [Override(key, text) for key, text in given.items()])
-    return launch(loaded, LaunchOptions(resume), "error")
+    return launch(loaded, LaunchOptions(resume, level="error"))
 
 
 def test_command_and_git_state_are_those_of_the_process_that_was_called(work: Path) -> None:
@@ -76,13 +77,16 @@ def test_the_chosen_checkpoint_is_hashed_once_and_goes_to_every_rank(
         real(path, entries, hash=hash)
 
     monkeypatch.setattr(manifest, "verify_entries", counting)
-    monkeypatch.setattr(launching, "run_ranks", lambda module, work, *_: {**work, "given": True})
-    monkeypatch.setattr(launching, "_result_of", lambda plain: plain)
-    given: Any = launched(work, 2, "auto")
-    assert given["checkpoint"] == str(first.checkpoint)
-    before = hashed.count(True)
-    assert before == 1
-    result = train_as_rank(given)
+    given: list[Any] = []
+
+    def hand_over(_: Work, job: Any, *rest: Any) -> Any:
+        given.append(job)
+        assert hashed.count(True) == 1
+        return train_rank(job)
+
+    monkeypatch.setattr(launching, "run_ranks", hand_over)
+    result = launched(work, 2, "auto")
+    assert given[0]["options"]["handed_over"]["checkpoint"] == str(first.checkpoint)
     assert (result.status, result.metrics["step"]) == ("finished", 18)
     assert json.loads((result.run_dir / "run.json").read_text())["launches"][1]["from_step"] == 3
-    assert hashed.count(True) == before
+    assert hashed.count(True) == 1

@@ -19,7 +19,8 @@ from tuner.checkpoint.manifest import sealed
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.config.load import load_recipe
 from tuner.errors import DataError
-from tuner.run.preflight import LaunchOptions, Preflight, agreed, preflight
+from tuner.run.options import LaunchOptions
+from tuner.run.preflight import Preflight, agreed, preflight
 from tuner.rundir.directory import RunDir
 from tuner.runtime.collective import Collective
 from tuner.runtime.console import Console

@@ -13,13 +13,14 @@ from tuner.checkpoint.load import CheckpointInfo, newest, read_tensors
 from tuner.config.overrides import Override
 from tuner.data.batches import GlobalBatches
 from tuner.errors import DataError, RecipeError
-from tuner.run import loop
 from tuner.run.main import train
-from tuner.run.preflight import LaunchOptions, RunResult, resume_source
+from tuner.run.options import LaunchOptions, RunResult
+from tuner.run.previous import resume_source
 from tuner.run.resets import Reset, parse_reset, resets_for
 from tuner.run.verify import verify_resume
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
+from tuner.train import loop
 
 
 @pytest.fixture
@@ -153,12 +154,12 @@ def test_a_branch_may_be_reset_and_its_origin_stays(workplace: Path) -> None:
     assert record["resets"] == [{"step": 6, "parts": parts, "updates": 6}]
     assert max(line["lr"] for line in lines(branch.run_dir)) == pytest.approx(5e-4)
     assert "resets" not in json.loads((workplace / "runs" / "r" / "run.json").read_text())
-    proof = verify_resume(branch.run_dir, 2, Console(main=False), apart=False)
+    proof = verify_resume(branch.run_dir, 2, Console(main=False), own_process=False)
     assert proof.from_step > 6
 
 
 def test_what_cannot_be_reset_is_refused(workplace: Path) -> None:
-    with pytest.raises(RecipeError, match="needs a run to go on with"):
+    with pytest.raises(RecipeError, match="needs a run to resume"):
         launch(workplace, LaunchOptions(reset=("data",)))
     with pytest.raises(RecipeError, match="no checkpoint to go on from"):
         launch(workplace, LaunchOptions("auto", reset=("data",)), name="new")

@@ -18,12 +18,15 @@ from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.data.batches import GlobalBatches
 from tuner.errors import DataError, DivergedError, MemoryLimitError, RecipeError
-from tuner.run import loop, mock, preflight, session
+from tuner.run import mock, preflight
 from tuner.run.main import train
-from tuner.run.preflight import LaunchOptions, RunResult, resume_source
+from tuner.run.options import LaunchOptions, RunResult
+from tuner.run.previous import resume_source
+from tuner.run.tasks import evaluate as evaluate_task
+from tuner.run.tasks.save import SaveTask
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
-from tuner.train import evaluate
+from tuner.train import evaluate, loop
 
 TOTAL = 18
 
@@ -181,7 +184,7 @@ def test_a_signal_in_an_evaluation_cuts_it_short_and_it_is_done_when_the_run_goe
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*args, **options)
 
-    monkeypatch.setattr(session, "answer_samples", signalled)
+    monkeypatch.setattr(evaluate_task, "answer_samples", signalled)
     for last, step in ((0, 0), (0, 5), (5, whole.step)):
         signal_at["evaluation"] = evaluated.index(step) - evaluated.index(last) + 1
         stopped = launch(workplace, LaunchOptions(resume="auto"), **flags)
@@ -202,14 +205,14 @@ def test_an_owed_evaluation_that_is_killed_is_written_once(workplace: Path, monk
     flags = {"data__eval": "7 documents", "eval__samples": "1", "train__duration": "3 steps"}
     flags |= {"eval__at_start": "false", "eval__every": "never"}
     cut = lambda *_: (_ for _ in ()).throw(evaluate.EvaluationCutError)  # noqa: E731 - raises in an expression
-    monkeypatch.setattr(session, "evaluate", cut)
+    monkeypatch.setattr(evaluate_task, "evaluate", cut)
     stopped = launch(workplace, **flags)
     assert (stopped.status, stopped.step) == ("stopped", 3)
     assert stopped.checkpoint is not None and (stopped.checkpoint / "probe.safetensors").is_file()
     monkeypatch.undo()
     dies = lambda *_, **__: (_ for _ in ()).throw(OSError("killed"))  # noqa: E731
     with monkeypatch.context() as patch:
-        patch.setattr(session.Session, "save", dies)
+        patch.setattr(SaveTask, "_save", dies)
         with pytest.raises(OSError, match="killed"):
             launch(workplace, LaunchOptions(resume="auto"), **flags)
     run = launch(workplace, LaunchOptions(resume="auto"), **flags).run_dir
@@ -285,7 +288,7 @@ def test_a_mock_batch_that_does_not_fit_ends_the_launch_before_the_first_step(
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(mock, "forward_backward", full)
-    with pytest.raises(MemoryLimitError, match="a micro-batch of 128 tokens does not fit"):
+    with pytest.raises(MemoryLimitError, match="out of memory in the largest micro-batch, forward"):
         launch(workplace, train__mock_batch="true")
     assert not (workplace / "runs" / "r" / "metrics.jsonl").exists()
 

@@ -11,7 +11,8 @@ from tests.run.test_run import launch
 from tools import resume_campaign
 from tuner.errors import MachineError, RecipeError, VerificationError
 from tuner.run import main as run_module
-from tuner.run.preflight import LaunchOptions
+from tuner.run.context import LaunchContext
+from tuner.run.options import LaunchOptions
 from tuner.run.verify import ResumeProof, verify_resume
 from tuner.runtime.console import Console
 from tuner.runtime.lock import FileLock
@@ -26,7 +27,7 @@ def finished(tmp_path: Path) -> Path:
 
 
 def proof(run: Path, steps: int) -> ResumeProof:
-    return verify_resume(run, steps, SILENT, apart=False)
+    return verify_resume(run, steps, SILENT, own_process=False)
 
 
 def files(run: Path) -> dict[Path, bytes]:
@@ -53,24 +54,24 @@ def test_a_branch_begins_where_it_began(finished: Path) -> None:
 
 
 def test_what_a_resume_loses_is_named(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = run_module.restore_position
+    real = run_module.restore
 
-    def forgets(assembly: Any, *rest: Any) -> None:
-        real(assembly, *rest)
-        assembly.train_state.optimizer.set_step_count(0)
+    def forgets(context: LaunchContext, found: Any) -> None:
+        real(context, found)
+        context.assembly.train_state.optimizer.set_step_count(0)
 
-    monkeypatch.setattr(run_module, "restore_position", forgets)
+    monkeypatch.setattr(run_module, "restore", forgets)
     with pytest.raises(VerificationError, match=r"without: step 12: \w+ .*, .* with a stop"):
         proof(finished, 2)
     with pytest.raises(VerificationError, match=r"without: \S*lora\S* after step 14$"):
         proof(finished, 1)
     monkeypatch.undo()
 
-    def miscounts(assembly: Any, progress: Any, state: Any) -> None:
-        real(assembly, progress, state)
-        progress.trained_tokens += 1
+    def miscounts(context: LaunchContext, found: Any) -> None:
+        real(context, found)
+        context.progress.trained_tokens += 1
 
-    monkeypatch.setattr(run_module, "restore_position", miscounts)
+    monkeypatch.setattr(run_module, "restore", miscounts)
     with pytest.raises(VerificationError, match="state after step 14: trained_tokens"):
         proof(finished, 1)
     assert not list((finished / "checkpoints").glob(".tmp-*"))

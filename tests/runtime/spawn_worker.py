@@ -11,7 +11,6 @@ from tuner.errors import DataError, LostRankError
 from tuner.runtime import phase
 from tuner.runtime.console import Console
 from tuner.runtime.stop import StopSignals
-from tuner.runtime.worker import main
 
 
 def listening(port: str) -> list[str]:
@@ -73,6 +72,3 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
             time.sleep(60)
     return {}
 
-
-if __name__ == "__main__":
-    main(work)

@@ -8,8 +8,8 @@ from tuner.runtime import phase
 
 
 @pytest.fixture(autouse=True)
-def _no_board(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phase, "_board", None)
+def _no_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phase, "_status", None)
     monkeypatch.setattr(phase, "_words", "")
 
 
@@ -25,5 +25,5 @@ def test_the_last_words_are_seen_in_the_file(tmp_path: Path) -> None:
 
 def test_words_too_long_are_cut_between_characters(tmp_path: Path) -> None:
     phase.publish(tmp_path / "board")
-    phase.enter("ä" * phase.BOARD_BYTES)
-    assert phase.at_last(tmp_path / "board") == " at " + "ä" * (phase.BOARD_BYTES // 2)
+    phase.enter("ä" * phase.STATUS_BYTES)
+    assert phase.at_last(tmp_path / "board") == " at " + "ä" * (phase.STATUS_BYTES // 2)

@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 
+from tests.runtime.spawn_worker import work
 from tuner.errors import DataError, LostRankError, MachineError, TunerError
 from tuner.runtime import spawn
 from tuner.runtime.process import cores
 from tuner.runtime.spawn import run_ranks
 from tuner.runtime.warned import Warned, collected
-
-WORKER = "tests.runtime.spawn_worker"
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +28,7 @@ def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(logs: Path, *actions: str, **job: Any) -> dict[str, Any]:
-    return run_ranks(WORKER, {"actions": actions, "ready": str(logs), **job}, len(actions), logs)
+    return run_ranks(work, {"actions": actions, "ready": str(logs), **job}, len(actions), logs)
 
 
 def failure(logs: Path, *actions: str) -> TunerError:
@@ -139,10 +138,10 @@ def test_a_signal_that_no_rank_could_heed_is_an_interruption(tmp_path: Path) -> 
 TWICE = """
 import sys
 from pathlib import Path
+from tests.runtime.spawn_worker import work
 from tuner.runtime.spawn import run_ranks
-from tuner.runtime.warned import Warned, collected
 job = {"actions": ["stops", "deaf"], "ready": sys.argv[1], "stop_s": 60}
-run_ranks("tests.runtime.spawn_worker", job, 2, Path(sys.argv[1]))
+run_ranks(work, job, 2, Path(sys.argv[1]))
 """
 
 

@@ -9,7 +9,8 @@ from tests.model.tiny import VOCAB, tiny_config
 from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe
 from tuner.data.prepared import PreparedData, Row
-from tuner.run.setup import Assembly, assemble, resolve
+from tuner.run.build import Assembly, build
+from tuner.run.resolve import resolve
 from tuner.runtime.dist import RankInfo
 
 MAX_LENGTH = 32
@@ -102,4 +103,4 @@ def assembly_for(
     rows: Any = SyntheticRows(trained) if packed else UnpackedRows(SyntheticRows(trained))
     prepared = PreparedData(Path("/none"), "key", {}, rows, None, [])
     tokenizer: Any = NoTokenizer()
-    return assemble(resolve(recipe, MAX_LENGTH, rank_info, new_ids), prepared, tokenizer, rank_info)
+    return build(resolve(recipe, MAX_LENGTH, rank_info, new_ids), prepared, tokenizer, rank_info)

@@ -18,7 +18,7 @@ from tuner.config.overrides import Override
 from tuner.config.recipe import Optimizer
 from tuner.errors import PluginError, RecipeError
 from tuner.parallel.shards import Layout
-from tuner.run.preflight import LaunchOptions
+from tuner.run.options import LaunchOptions
 from tuner.run.trial import try_optimizer
 from tuner.train.custom_optimizer import build_own_optimizer
 from tuner.train.optimizer import build_optimizer

@@ -11,7 +11,7 @@ from tests.run.test_run import launch, lines
 from tools import resume_campaign
 from tuner.errors import PluginError
 from tuner.model.logit_shape import LogitShape
-from tuner.run import setup
+from tuner.run import build
 from tuner.train.figures import CLOCKED
 
 LOSS = """
@@ -101,8 +101,8 @@ def test_mistakes_are_named(workplace: Path, use: str, said: str) -> None:
 def test_a_model_that_caps_its_logits_is_refused_before_it_is_loaded(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup.LogitShape, "of", staticmethod(lambda config: LogitShape(1.0, 30.0)))
-    monkeypatch.setattr(setup, "assemble_model", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr(build.LogitShape, "of", staticmethod(lambda config: LogitShape(1.0, 30.0)))
+    monkeypatch.setattr(build, "assemble_model", lambda *args: pytest.fail("loaded"))
     with pytest.raises(PluginError, match="my_loss.py:with_z_loss: this model caps its logits"):
         custom(workplace, "bad", "with_z_loss")
 

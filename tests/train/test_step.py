@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.train.synthetic import assembly_for, recipe_for, write_model
-from tuner.run.progress import run_tensors
+from tuner.run.state import run_tensors
 from tuner.runtime.dist import RankInfo
 from tuner.train.step import StepResult, microbatch_loss, optimizer_step
 

@@ -28,11 +28,6 @@ class Staged:
         if self.copied is not None:
             self.copied.synchronize()
 
-    def fence(self) -> None:
-        """Let no work that is queued from here on run before the copies are there. The host does not wait."""
-        if self.copied is not None:
-            torch.cuda.current_stream().wait_event(self.copied)
-
 
 class Staging:
     """One block of host memory that every save uses again; page-locked where the tensors are on a CUDA device.
@@ -73,7 +68,7 @@ class Staging:
     def stage(self, tensors: Mapping[str, torch.Tensor]) -> Staged:
         """Copy this process's part of each tensor; on CUDA the copies run beside what is queued next.
 
-        Between it and the next change of a tensor on the device, `fence` must be called.
+        Work that changes a tensor on the device must wait there for the event `copied` first.
         """
         self.reserve(tensors)
         parts = {name: _local(tensor.detach()) for name, tensor in tensors.items()}

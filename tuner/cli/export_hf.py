@@ -103,8 +103,8 @@ def _reported(report: ExportReport, console: Console) -> Outcome:
 
 def _remember_base(plan: ExportPlan) -> None:
     """Note on this machine which model an export outside its run came from: the export itself holds no local path."""
-    from tuner.export.card import LINEAGE
     from tuner.generate import base_record
+    from tuner.rundir.exports import LINEAGE
     from tuner.runtime.files import TMP_PREFIX, sha256_file, write_json
 
     facts = plan.source.model

@@ -159,9 +159,11 @@ def _measured(loaded: LoadedRecipe, wish: Wish, console: Console, level: Level) 
     from tuner.runtime.dist import RankInfo
 
     limit, steps = None if wish.memory is None else parse_memory("--memory", wish.memory), wish.measure or 1
-    total_steps, found = measure_recipe(loaded, MeasureOptions(steps, limit, wish.output), level, wish.dry_run)
+    output = None if wish.output is None else wish.output.absolute()
+    measured = measure_recipe(loaded, MeasureOptions(steps, limit, output), level, wish.dry_run)
+    found = measured.found
     if found is None:
-        metrics = {"total_steps": total_steps, "steps": steps, "dry_run": True}
+        metrics = {"total_steps": measured.total_steps, "steps": steps, "dry_run": True}
         return Outcome("not measured: --dry-run", metrics=metrics, is_text=True)
     console.say("memory", parts_table(found))
     console.say("time", found.time_text())

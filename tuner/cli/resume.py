@@ -35,7 +35,8 @@ def resume(  # noqa: PLR0913 - one parameter per option of the command
 
     def body() -> Outcome:
         path = input_path(run_dir)
-        from tuner.run.preflight import LaunchOptions, resume_source
+        from tuner.run.options import LaunchOptions
+        from tuner.run.previous import resume_source
         from tuner.run.resets import parse_reset
 
         options = LaunchOptions("must", dry_run=dry_run, reset=parse_reset(reset))

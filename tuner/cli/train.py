@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -25,7 +26,7 @@ from tuner.errors import RecipeError
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
-    from tuner.run.preflight import LaunchOptions, Resume, RunResult
+    from tuner.run.options import LaunchOptions, Resume, RunResult
     from tuner.runtime.console import Console
 
 WORDS = ("auto", "must", "never")
@@ -74,11 +75,10 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
             raise RecipeError("stdin is read once: only one of recipe, --prepared and --overrides can be -")
         typed = overrides_of(ctx)
         loaded = load_for_command(recipe, [*given_overrides(overrides, typed), *typed])
-        from tuner.run.preflight import LaunchOptions
+        from tuner.run.options import LaunchOptions
         from tuner.run.resets import parse_reset
 
         parts = parse_reset(reset)
-
         options = LaunchOptions(
             wish, input_path(prepared) if prepared is not None else None, no_prepare, dry_run, reset=parts
         )
@@ -108,12 +108,13 @@ def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool)
     from tuner.runtime.dist import RankInfo
 
     level = "debug" if verbose else loaded.recipe.logging.level
+    options = replace(options, level=level)
     try:
-        from tuner.attached.launch import launch_attached
+        from tuner.run.launch import launch
 
-        result = launch_attached(loaded, options, level)
+        result = launch(loaded, options)
     except KeyboardInterrupt:
-        from tuner.run.preflight import left_before
+        from tuner.run.previous import left_before
 
         left = left_before(loaded, options)
         if left is None:

@@ -14,7 +14,6 @@ from tuner.config.dump import flow
 from tuner.export.curve import curve
 from tuner.export.source import Source, hub_name
 
-LINEAGE = "tuner.json"
 CARD = "README.md"
 SCHEMA_VERSION = 1
 _SHOWN = ("method", "train", "optimizer", "schedule", "adapter", "seed")

@@ -19,7 +19,7 @@ from tuner.checkpoint.manifest import PROBE_NAME
 from tuner.checkpoint.readers import CheckpointHold
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export import verify
-from tuner.export.card import CARD, LINEAGE, card, lineage
+from tuner.export.card import CARD, card, lineage
 from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
 from tuner.export.rows import OpenFiles, read_all
 from tuner.export.shards import Output, plan_shards, write_one, write_shards
@@ -37,6 +37,7 @@ from tuner.export.write import (
     write_tokenizer,
 )
 from tuner.rundir.chosen import Warn, Which, explained, unheard
+from tuner.rundir.exports import LINEAGE
 from tuner.runtime.files import (
     MANIFEST_NAME,
     TMP_PREFIX,

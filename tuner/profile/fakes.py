@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from tuner.model.build import apply_liger
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import shard
-from tuner.run.setup import Resolved
+from tuner.run.resolve import Resolved
 
 
 def place_root(root: CausalLM, resolved: Resolved, mesh: DeviceMesh | None, device: torch.device) -> None:
-    """Put a model of :func:`tuner.run.setup.bare_root` on a device, sharded over a mesh as its first rank sees it.
+    """Put a model of :func:`tuner.run.build.bare_root` on a device, sharded over a mesh as its first rank sees it.
 
     In place; inside a fake tensor mode, and with a mesh inside a fake group.
     """

@@ -1,75 +1,93 @@
 """Where a profile measures: in this process, among those of torchrun or srun, or in local ranks, as training would."""
 
+from __future__ import annotations
+
 import shutil
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.config.dump import recipe_dict
-from tuner.config.load import LoadedRecipe, load_recipe
+from pydantic import TypeAdapter
+
+from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import Recipe
 from tuner.data.building.prepare import prepare
 from tuner.data.building.request import prepare_request
 from tuner.data.prepared import open_prepared
 from tuner.profile.measure import MeasureOptions, measure
-from tuner.profile.measurement import Measurement, from_plain
-from tuner.run.launch import local_processes
-from tuner.run.setup import check_division, resolve, timetable
+from tuner.profile.measurement import Measurement
+from tuner.run.launch import Placement
+from tuner.run.options import HandedOver, Job, LaunchOptions
+from tuner.run.resolve import resolve
+from tuner.run.timetable import timetable
 from tuner.runtime.console import Console, Level
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
 from tuner.runtime.spawn import run_ranks
 
-RANK_MODULE = "tuner.profile.rank"
+
+@dataclass(frozen=True)
+class MeasureJob:
+    """What each rank measures; the data was prepared by the process that started it."""
+
+    job: Job
+    options: MeasureOptions
 
 
-def measure_recipe(
-    loaded: LoadedRecipe, options: MeasureOptions, level: Level, dry_run: bool = False
-) -> tuple[int, Measurement | None]:
-    """The steps of the whole run, and what a few of them cost; nothing with `dry_run`. Data is prepared first.
+@dataclass(frozen=True)
+class Measured:
+    """The steps of the whole run, and what a few of them cost; None where that was only planned."""
+
+    total_steps: int
+    found: Measurement | None
+
+
+MEASURE_JOB: TypeAdapter[MeasureJob] = TypeAdapter(MeasureJob)
+MEASURED: TypeAdapter[Measured] = TypeAdapter(Measured)
+
+
+def measure_recipe(loaded: LoadedRecipe, options: MeasureOptions, level: Level, dry_run: bool = False) -> Measured:
+    """Prepare the data and measure a few steps; with `dry_run` only plan them.
 
     Raises TunerError children, with the failing rank's message and exit code, and KeyboardInterrupt.
     """
-    place, wish = RankInfo.from_environment(), loaded.recipe
-    console = Console(place.is_main, level)
-    processes = 1 if RankInfo.is_given() else local_processes(wish.parallel, wish.train.device)
-    request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
+    recipe, place = loaded.recipe, Placement.of(loaded.recipe)
+    console = Console(place.rank_info.is_main, level)
+    request = prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     directory = prepare(request, console).path
-    if processes == 1 or dry_run:
-        here = place if processes == 1 else RankInfo(0, processes, 0, processes)
-        return _measured(wish, directory, options, here, console, dry_run)
-    check_division(wish.train.global_batch_size, wish.train.micro_batch_size, processes)
+    if place.local == 1 or dry_run:
+        return _measured(recipe, directory, options, place.planned, console, dry_run)
+    given = HandedOver(directory.absolute(), None, ())
+    job = MeasureJob(Job.of(loaded, LaunchOptions(level=level, handed_over=given)), options)
     logs = Path(tempfile.mkdtemp(prefix="tuner-profile-"))
-    work = {
-        "recipe": recipe_dict(wish),
-        "prepared": str(directory.absolute()),
-        "steps": options.steps,
-        "limit_bytes": options.limit_bytes,
-        "output": None if options.output is None else str(options.output.absolute()),
-        "level": level,
-    }
-    plain = run_ranks(RANK_MODULE, work, processes, logs)
+    plain = run_ranks(measure_rank, MEASURE_JOB.dump_python(job, mode="json"), place.local, logs)
     shutil.rmtree(logs)  # after a failure they stay: the error names them
-    return plain["total_steps"], from_plain(plain["found"])
+    return MEASURED.validate_python(plain)
 
 
-def profile_as_rank(work: Mapping[str, Any]) -> dict[str, Any]:
-    """What each process started by `measure_recipe` does with the work given to it; its result as plain values."""
-    place, wish = RankInfo.from_environment(), load_recipe(work["recipe"]).recipe
-    output = None if work["output"] is None else Path(work["output"])
-    options, console = MeasureOptions(work["steps"], work["limit_bytes"], output), Console(place.is_main, work["level"])
-    total_steps, found = _measured(wish, Path(work["prepared"]), options, place, console)
-    return {"total_steps": total_steps, "found": None if found is None else asdict(found)}
+def measure_rank(work: dict[str, Any]) -> dict[str, Any]:
+    """What each rank that `measure_recipe` starts does."""
+    given = MEASURE_JOB.validate_python(work)
+    rank_info, handed_over = RankInfo.from_environment(), given.job.options.handed_over
+    assert handed_over is not None
+    console = Console(rank_info.is_main, given.job.options.level)
+    found = _measured(given.job.loaded().recipe, handed_over.prepared, given.options, rank_info, console)
+    plain: dict[str, Any] = MEASURED.dump_python(found, mode="json")
+    return plain
 
 
-def _measured(  # noqa: PLR0917 - what one process needs
-    wish: Recipe, directory: Path, options: MeasureOptions, rank_info: RankInfo, console: Console, dry_run: bool = False
-) -> tuple[int, Measurement | None]:
-    request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
+def _measured(
+    recipe: Recipe,
+    directory: Path,
+    options: MeasureOptions,
+    rank_info: RankInfo,
+    console: Console,
+    dry_run: bool = False,
+) -> Measured:
+    request = prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     prepared = open_prepared(directory)
-    resolved = resolve(wish, request.max_length, rank_info, request.tokenizer.new_ids)
+    resolved = resolve(recipe, request.max_length, rank_info, request.tokenizer.new_ids)
     plan, facts = timetable(resolved.recipe, prepared).plan, resolved.facts
     processes = f"{rank_info.world_size} process" + ("es" if rank_info.world_size > 1 else "")
     console.say(
@@ -78,8 +96,8 @@ def _measured(  # noqa: PLR0917 - what one process needs
         f"time · {facts.kind}, {resolved.recipe.train.precision} compute, {processes} of {facts.threads} threads",
     )
     if dry_run:
-        return plan.total_steps, None
-    with process_group(rank_info, facts.kind, wish.parallel.timeout.seconds):
+        return Measured(plan.total_steps, None)
+    with process_group(rank_info, facts.kind, recipe.parallel.timeout.seconds):
         if options.output is not None:
             options.output.mkdir(parents=True, exist_ok=True)
-        return plan.total_steps, measure(resolved, prepared, request.tokenizer, rank_info, options)
+        return Measured(plan.total_steps, measure(resolved, prepared, request.tokenizer, rank_info, options))

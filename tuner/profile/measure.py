@@ -20,7 +20,9 @@ from tuner.profile.devices import data_sheet_rate
 from tuner.profile.measurement import TIMES, MeasuredMemory, Measurement, of_all
 from tuner.profile.recorder import StepRecorder
 from tuner.profile.shortage import Shortage, examine, forget, shortage_at, with_way_out
-from tuner.run.setup import Assembly, Resolved, assemble
+from tuner.run.build import Assembly, build
+from tuner.run.resolve import Resolved
+from tuner.runtime import phase
 from tuner.runtime.collective import Collective
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
@@ -75,7 +77,7 @@ def measure(
         raise RecipeError(f"--measure {options.steps}: at least one step is measured")
     free = options.limit_bytes if options.limit_bytes is not None else _free_bytes(resolved, rank_info)
     with _memory_errors(free):
-        assembly = assemble(resolved, prepared, tokenizer, rank_info)
+        assembly = build(resolved, prepared, tokenizer, rank_info)
     device = assembly.train_state.step_config.device
     longest = _longest_step(assembly)
     with _examined(assembly, longest + 1):
@@ -84,8 +86,8 @@ def measure(
         record = _recorded_step(assembly, longest, options.output)
         clock, batches = _timed_steps(assembly, options.steps)
         communication_s, files = _traced_step(assembly, options)
-    steps, effort = options.steps, assembly.effort
-    asked = [effort.operations(one.micro) for one in batches]
+    steps, meter = options.steps, assembly.mfu
+    asked = [meter.operations(one.micro) for one in batches]
     found = Measurement(
         device=resolved.facts.name,
         precision=str(resolved.recipe.train.precision),
@@ -100,8 +102,8 @@ def measure(
         resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if device.type == "cpu" else None,
         times={part: seconds / steps for part, seconds in clock.seconds.items()},
         communication_s=communication_s,
-        flops=sum(one or 0.0 for one in asked) / steps if effort.flops.complete else None,
-        peak_flops=effort.peak,
+        flops=sum(one or 0.0 for one in asked) / steps if meter.flops.complete else None,
+        peak_flops=meter.peak,
         datasheet_flops=data_sheet_rate(resolved.facts.name) if resolved.recipe.train.precision == "bf16" else None,
         files=files,
         shortage=_shortage(assembly, record, free),
@@ -131,22 +133,17 @@ def _recorded_step(assembly: Assembly, longest: int, output: Path | None) -> Mem
 def _timed_steps(assembly: Assembly, steps: int) -> tuple[_Clock, list[StepBatches]]:
     """Steps as training takes them, batches made ready ahead included."""
     train_state = assembly.train_state
-    before = train_state.marks
     first = 1
     if assembly.resolved.recipe.train.compile is True:
         _take(assembly, assembly.batches.step(0), 0)  # the compilation is no part of a step's time
     clock = _Clock(train_state.step_config.device)
-    train_state.marks = clock.mark
     taken = []
-    try:
-        with Prefetcher(assembly.batches, first, first + steps) as feed:
-            for index in range(first, first + steps):
-                clock.mark("data")
-                taken.append(feed.next())
-                _take(assembly, taken[-1], index)
-                clock.mark("")
-    finally:
-        train_state.marks = before
+    with phase.observed(clock.mark), Prefetcher(assembly.batches, first, first + steps) as batches:
+        for index in range(first, first + steps):
+            clock.mark("data")
+            taken.append(batches.next())
+            _take(assembly, taken[-1], index)
+            clock.mark("")
     return clock, taken
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tuner.profile.blocks import Holding
-from tuner.profile.prediction import MemoryCourse, Moment, Part, Phase
+from tuner.profile.prediction import MemoryCourse, Part, Phase
 from tuner.profile.shortage import Shortage
 from tuner.runtime.files import gib
 
@@ -134,18 +134,6 @@ def of_all(found: Sequence[Measurement]) -> Measurement:
     shortest = max(found, key=lambda one: one.memory.peak_bytes / max(1, one.free_bytes))
     keys = ("memory", "free_bytes", "resident_bytes", "shortage")
     return replace(found[0], **{key: getattr(shortest, key) for key in keys})
-
-
-def from_plain(plain: Mapping[str, Any]) -> Measurement:
-    """The measurement whose ``asdict`` this is, after it went through JSON."""
-    memory = dict(plain["memory"])
-    course = memory["course"]
-    memory["course"] = MemoryCourse(tuple(Moment(**moment) for moment in course["timeline"]), course["layers"])
-    memory["largest"] = tuple(Holding(**holding) for holding in memory["largest"])
-    short = plain["shortage"]
-    if short is not None:
-        short = Shortage(**{**short, "largest": tuple(Holding(**holding) for holding in short["largest"])})
-    return Measurement(**{**plain, "memory": MeasuredMemory(**memory), "shortage": short})
 
 
 def duration_text(seconds: float) -> str:

@@ -14,7 +14,8 @@ from tuner.profile.estimate import estimate
 from tuner.profile.prediction import PARTS, MemoryCourse, Moment, Part, Phase, Prediction
 from tuner.profile.rows import Workload, added_ids, workload
 from tuner.profile.tracing import Trace, trace_step
-from tuner.run.setup import Resolved, check_division, resolve, timetable
+from tuner.run.resolve import Resolved, check_division, resolve
+from tuner.run.timetable import timetable
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
 

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from tuner.profile.blocks import MemoryRecord
 from tuner.profile.events import Owned, gradients, memory_record, resident
 from tuner.profile.marks import PhaseMarks, module_ranges
+from tuner.runtime import phase
 from tuner.train.step import TrainState
 
 
@@ -38,7 +39,7 @@ class StepRecorder:
 
     def start(self) -> None:
         """From here on; the wait for data comes first."""
-        train_state, before = self._learner, self._learner.marks
+        train_state = self._learner
         self._before = resident(train_state) if self._memory else []
         self._synchronize()
         if self._modules:
@@ -46,8 +47,7 @@ class StepRecorder:
         if self._snapshot is not None:
             torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", device=self._device)
             self._stack.callback(torch.cuda.memory._record_memory_history, None)
-        train_state.marks = self._mark
-        self._stack.callback(setattr, train_state, "marks", before)
+        self._stack.enter_context(phase.observed(self._mark))
         self._profile.start()
         self._phases.mark("data")
 

@@ -24,8 +24,8 @@ from tuner.profile.events import resident
 from tuner.profile.predict import Target, predict
 from tuner.profile.prediction import PARTS, Part
 from tuner.profile.recorder import StepRecorder
+from tuner.run.build import Assembly
 from tuner.run.mock import full_batches
-from tuner.run.setup import Assembly
 from tuner.runtime.files import gib
 from tuner.train.step import forward_backward, optimizer_step
 

@@ -26,7 +26,9 @@ from tuner.profile.ledger import Change, Entry, Ledger
 from tuner.profile.memory import gradient_tensors
 from tuner.profile.prediction import Phase
 from tuner.profile.stand_in import cuda_stand_in, unchanged_modules
-from tuner.run.setup import Resolved, bare_root, build_train_state, launch_mesh, step_config_of
+from tuner.run.build import bare_root, build_train_state, launch_mesh, step_config_of
+from tuner.run.resolve import Resolved
+from tuner.runtime import phase
 from tuner.runtime.dist import RankInfo
 from tuner.train.evaluate import batch_losses
 from tuner.train.step import TrainState, optimizer_step
@@ -114,8 +116,7 @@ def _step(ledger: Ledger, train_state: TrainState, batches: StepBatches) -> tupl
         if part != "done":
             ledger.phase = cast(Phase, part)
 
-    train_state.marks = mark
-    with ledger:
+    with ledger, phase.observed(mark):
         optimizer_step(train_state, 0, batches, 1.0)
     mark("done")
     ledger.assign_rest("batch")  # masks of documents and the step's scalars, kept for later steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from tuner.profile.blocks import MemoryRecord
 from tuner.profile.prediction import Part
 from tuner.profile.recorder import StepRecorder
 from tuner.profile.shortage import Shortage, examine, foreseen, forget, standing
-from tuner.run.setup import Assembly
+from tuner.run.build import Assembly
 from tuner.runtime.console import Console
 from tuner.runtime.files import TMP_PREFIX, gib
 
@@ -29,56 +29,80 @@ def watch_run(assembly: Assembly, run_dir: Path, console: Console) -> RunWatch:
     beyond = [str(step) for step in section.steps if step > last]
     if beyond:
         console.warn(f"profile.steps: {', '.join(beyond)} lies behind the last step, {last}")
-    return RunWatch(assembly, run_dir / DIRECTORY, console)
+    return RunWatch(StepWatch(assembly, run_dir / DIRECTORY, console), section.steps)
 
 
-class RunWatch:
-    """Records the steps of a section, and examines one whose memory does not suffice.
+class StepWatch:
+    """Records steps of a real run into a directory, and explains one whose memory did not suffice.
 
     What fails in a recording is a warning, and the run goes on.
     """
 
     def __init__(self, assembly: Assembly, directory: Path, console: Console) -> None:
         recipe = assembly.resolved.recipe
-        self._assembly, self._learner = assembly, assembly.train_state
-        self._section, self._rank = recipe.profile, assembly.rank_info.rank
-        self._modules = recipe.train.compile is not True  # what looks into compiled layers would compile them anew
+        self._assembly, self._section, self._rank = assembly, recipe.profile, assembly.rank_info.rank
+        self._modules = recipe.train.compile is not True  # hooks on compiled layers would compile them again
         self._directory, self._console = directory, console
 
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Around taking step ``number``: records it where the recipe says so, examines it where memory ran out."""
-        recorder = self._started(number) if number in self._section.steps else None
+    def start(self, number: int) -> StepRecorder | None:
+        """A recorder at work on step ``number``; None, with a warning, where it could not be started."""
+        snapshot = self._directory / f"memory-step-{number}-rank{self._rank}.pickle"
         try:
-            yield
-        except BaseException as error:
-            if recorder is not None:
-                self._tried("stopped", recorder.stop)
-            cause = error.__cause__ if isinstance(error, MemoryLimitError) else error
-            if cause is None or not is_out_of_memory(cause):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            recorder = StepRecorder(self._assembly.train_state, self._section.memory, self._modules, snapshot)
+            try:
+                recorder.start()
+            except BaseException:
+                recorder.abandon()
                 raise
-            told = str(cause)
-            forget(error)
-            raise self._out_of_memory(number, told) from None
-        if recorder is not None and self._tried("stopped", recorder.stop):
-            self._tried("written", lambda: self._write(number, recorder))
+        except Exception as error:
+            self._warn(f"begun for step {number}", error)
+            return None
+        return recorder
 
-    def _out_of_memory(self, number: int, told: str) -> MemoryLimitError:
-        """The error of a run that ends because its memory does not suffice: what held it, and what would fit."""
+    def stop(self, recorder: StepRecorder) -> bool:
+        """End a recording, also that of a step that failed; False, with a warning, where it is of no use."""
+        try:
+            recorder.stop()
+        except Exception as error:
+            self._warn("stopped", error)
+            return False
+        return True
+
+    def write(self, number: int, recorder: StepRecorder) -> None:
+        """Write what a stopped recorder saw of step ``number``: its trace and its memory, as the recipe says."""
+        try:
+            self._write(number, recorder)
+        except Exception as error:
+            self._warn("written", error)
+
+    def explain(self, number: int, error: BaseException, cause: BaseException) -> MemoryLimitError:
+        """The error with which a run ends whose memory did not suffice in step ``number`` (0: before the first).
+
+        ``cause`` is the allocator's own error within ``error``, whose frames are cleared: what they held is free again.
+        The step is taken once more to see what held the memory; a table on the console and a JSON file tell it.
+        """
+        message = str(cause)
+        forget(error)
         self._console.say("memory", "it does not suffice; looking at what holds it", "warning")
-        shortage = self._looked_at(number, told)
+        shortage = self._looked_at(number, message)
         if shortage is None:
             hint = "lower train.micro_batch_size or data.max_length"
-            return MemoryLimitError(f"out of memory: {told.splitlines()[0]}", hint=hint)
+            return MemoryLimitError(f"out of memory: {message.splitlines()[0]}", hint=hint)
         self._console.say("held", shortage.table(), "warning")
-        self._tried("written", lambda: self._write_shortage(shortage))
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with _whole(self._directory / f"out-of-memory-rank{self._rank}.json") as path:
+                path.write_text(json.dumps(shortage.as_json(), indent=1))
+        except Exception as failure:
+            self._warn("written", failure)
         return MemoryLimitError(shortage.line(), hint=shortage.hint())
 
-    def _looked_at(self, number: int, told: str) -> Shortage | None:
+    def _looked_at(self, number: int, message: str) -> Shortage | None:
         """The step taken again where this process is alone, else what lies there between steps."""
         for look in (examine, standing) if self._assembly.rank_info.world_size == 1 else (standing,):
             try:
-                found = look(self._assembly, number, told)
+                found = look(self._assembly, number, message)
                 return replace(found, predicted=self._foreseen())
             except Exception as error:
                 self._console.warn(f"looking at the memory failed: {type(error).__name__}: {error}")
@@ -91,48 +115,44 @@ class RunWatch:
             self._console.warn(f"there is no prediction: {type(error).__name__}: {error}")
             return {}
 
-    def _write_shortage(self, shortage: Shortage) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        with _whole(self._directory / f"out-of-memory-rank{self._rank}.json") as path:
-            path.write_text(json.dumps(shortage.as_json(), indent=1))
-
-    def _started(self, number: int) -> StepRecorder | None:
-        found: list[StepRecorder] = []
-
-        def start() -> None:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            snapshot = self._directory / f"memory-step-{number}-rank{self._rank}.pickle"
-            recorder = StepRecorder(self._learner, self._section.memory, self._modules, snapshot)
-            try:
-                recorder.start()
-            except BaseException:
-                recorder.abandon()
-                raise
-            found.append(recorder)
-
-        self._tried(f"begun for step {number}", start)
-        return found[0] if found else None
-
     def _write(self, number: int, recorder: StepRecorder) -> None:
-        name, told = f"step-{number}-rank{self._rank}", []
+        name, written = f"step-{number}-rank{self._rank}", []
         if self._section.time:
             with _whole(self._directory / f"trace-{name}.json.gz") as path:
                 recorder.write_trace(path)
-            told.append(f"trace-{name}.json.gz")
+            written.append(f"trace-{name}.json.gz")
         if self._section.memory:
             record = recorder.memory()
             with _whole(self._directory / f"memory-{name}.json") as path:
                 path.write_text(json.dumps({"step": number, "rank": self._rank, **memory_figures(record)}))
-            told.append(f"peak {gib(max(record.totals()))}")
-        self._console.say("profile", f"step {number}: {self._directory}, {', '.join(told)}")
+            written.append(f"peak {gib(max(record.totals()))}")
+        self._console.say("profile", f"step {number}: {self._directory}, {', '.join(written)}")
 
-    def _tried(self, what: str, work: Any) -> bool:
+    def _warn(self, what: str, error: Exception) -> None:
+        self._console.warn(f"the profile could not be {what}: {type(error).__name__}: {error}; the run goes on")
+
+
+class RunWatch:
+    """Records the steps of a run's section, and examines one whose memory does not suffice."""
+
+    def __init__(self, watch: StepWatch, steps: Sequence[int]) -> None:
+        self._watch, self._steps = watch, steps
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around taking step ``number``: records it where the recipe says so, explains it where memory ran out."""
+        recorder = self._watch.start(number) if number in self._steps else None
         try:
-            work()
-        except Exception as error:
-            self._console.warn(f"the profile could not be {what}: {type(error).__name__}: {error}; the run goes on")
-            return False
-        return True
+            yield
+        except BaseException as error:
+            if recorder is not None:
+                self._watch.stop(recorder)
+            cause = error.__cause__ if isinstance(error, MemoryLimitError) else error
+            if cause is None or not is_out_of_memory(cause):
+                raise
+            raise self._watch.explain(number, error, cause) from None
+        if recorder is not None and self._watch.stop(recorder):
+            self._watch.write(number, recorder)
 
 
 def memory_figures(record: MemoryRecord) -> dict[str, Any]:

@@ -1,49 +1,81 @@
-"""Where a run trains: in this process, among those that torchrun or srun started, or in local ranks started here."""
+"""Where a recipe runs: in this process, among those that torchrun or srun started, or in local ranks started here."""
 
-import dataclasses
+from __future__ import annotations
+
 import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuner.config.dump import recipe_dict
-from tuner.config.load import LoadedRecipe, load_recipe
-from tuner.config.recipe import ParallelSection
+from tuner.config.load import LoadedRecipe
+from tuner.config.recipe import ParallelSection, Recipe
 from tuner.errors import MachineError
 from tuner.run.main import train
-from tuner.run.observers import Attach
-from tuner.run.preflight import LaunchOptions, RunResult, preflight
-from tuner.run.setup import check_division
-from tuner.run.watch import MakeWatch
-from tuner.runtime.console import Console, Level
+from tuner.run.options import JOB, RESULT, HandedOver, Job, LaunchOptions, RunResult
+from tuner.run.preflight import preflight
+from tuner.run.resolve import check_division
+from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.environment import command_line
 from tuner.runtime.spawn import run_ranks
 
-RANK_MODULE = "tuner.run.rank"
+if TYPE_CHECKING:
+    from tuner.run.tasks.export import Exporter
 
 
-def launch(
-    loaded: LoadedRecipe, options: LaunchOptions, level: Level, module: str = RANK_MODULE, apart: bool = False
-) -> RunResult:
-    """Train the recipe, in as many processes as it asks for; messages of `level` and above go to stderr.
+@dataclass(frozen=True)
+class Placement:
+    """The processes of a command: this one is `rank_info` of them, or starts `local` ranks and takes no part."""
 
-    Below torchrun and srun this process is one of theirs. Else `parallel.processes` of them start here: this one
-    then checks the recipe and the run directory and prepares the data, and takes no part in training; each of them runs
-    `module`. A single one is this process, or with `apart` one of its own. Raises TunerError children, with the failing
-    rank's message and exit code, and KeyboardInterrupt.
+    rank_info: RankInfo
+    local: int = 1
+
+    @staticmethod
+    def of(recipe: Recipe) -> Placement:
+        """This process's part among those of torchrun or srun; else as many local ranks as the recipe asks for.
+
+        Raises RecipeError where the global batch does not divide into them.
+        """
+        if RankInfo.is_given():
+            return Placement(RankInfo.from_environment())
+        processes = local_processes(recipe.parallel, recipe.train.device)
+        if processes > 1:
+            check_division(recipe.train.global_batch_size, recipe.train.micro_batch_size, processes)
+        return Placement(RankInfo(), processes)
+
+    @property
+    def planned(self) -> RankInfo:
+        """The first of the processes, for what is only planned here."""
+        return self.rank_info if self.local == 1 else RankInfo(0, self.local, 0, self.local)
+
+
+def launch(loaded: LoadedRecipe, options: LaunchOptions, own_process: bool = False) -> RunResult:
+    """Train the recipe, in as many processes as it asks for, with its exports during and after the run.
+
+    Where ranks start here, this process checks the recipe and the run directory and prepares the data, and takes no
+    part in training. A single one is this process, or with ``own_process`` one of its own. Raises TunerError children,
+    with the failing rank's message and exit code; once the run is complete, the error of an export that failed; and
+    KeyboardInterrupt.
     """
-    place = RankInfo.from_environment()
-    console = Console(place.is_main, level)
-    processes = 1 if RankInfo.is_given() else local_processes(loaded.recipe.parallel, loaded.recipe.train.device)
-    if processes == 1 and not apart:
-        return train(loaded, options, place, console)
-    batch = loaded.recipe.train
-    check_division(batch.global_batch_size, batch.micro_batch_size, processes)
+    place = Placement.of(loaded.recipe)
+    main = place.rank_info.is_main
+    console = Console(main, options.level)
     if options.dry_run:
-        return train(loaded, options, RankInfo(0, processes, 0, processes), console)
+        return train(loaded, options, place.planned, console)
+    with _exports(loaded.recipe, console) as exporter:
+        if place.local == 1 and not own_process:
+            result = train(loaded, options, place.rank_info, console, exporter)
+        else:
+            result = _train_in_ranks(loaded, options, place.local, console)
+        if exporter is not None and main:
+            exporter.finish(result)
+    return result
+
+
+def _train_in_ranks(loaded: LoadedRecipe, options: LaunchOptions, processes: int, console: Console) -> RunResult:
     ready = preflight(loaded, options, console)
     if isinstance(ready, RunResult):
         return ready
@@ -52,45 +84,24 @@ def launch(
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MachineError(f"{logs}: {error.strerror}", hint="choose an output_dir that can be written") from error
-    work = {
-        "recipe": recipe_dict(loaded.recipe),
-        "text": loaded.text,
-        "recipe_path": None if loaded.path is None else str(loaded.path),
-        "command": command_line(),
-        "resume": str(options.resume),
-        "resume_is_path": isinstance(options.resume, Path),
-        "prepared": str(ready.data_dir.absolute()),
-        "checkpoint": None if ready.found is None else str(ready.found.path),
-        "reset": list(options.reset),
-        "level": level,
-    }
-    return _result_of(run_ranks(module, work, processes, logs))
+    checkpoint = None if ready.found is None else ready.found.path
+    given = HandedOver(ready.data_dir.absolute(), checkpoint, tuple(command_line()))
+    job = JOB.dump_python(Job.of(loaded, replace(options, handed_over=given)), mode="json")
+    return RESULT.validate_python(run_ranks(train_rank, job, processes, logs))
 
 
-def train_as_rank(
-    work: Mapping[str, Any], attach: Attach | None = None, watch: MakeWatch | None = None
-) -> RunResult:
-    """What each process started by `launch` does with the work given to it."""
-    path = _path(work["recipe_path"])
-    loaded = dataclasses.replace(load_recipe(work["recipe"]), text=work["text"], path=path)
-    options = LaunchOptions(
-        Path(work["resume"]) if work["resume_is_path"] else work["resume"],
-        Path(work["prepared"]),
-        checked=True,
-        checkpoint=_path(work["checkpoint"]),
-        command=tuple(work["command"]),
-        attach=attach,
-        watch=watch,
-        reset=tuple(work["reset"]),
-    )
-    place = RankInfo.from_environment()
-    return train(loaded, options, place, Console(place.is_main, work["level"]))
-
-
-def plain_result(result: RunResult) -> dict[str, Any]:
-    """A rank's result as plain values, for the process that started it."""
+def train_rank(work: dict[str, Any]) -> dict[str, Any]:
+    """What each rank that `launch` starts does; rank 0 exports while it trains, the process that started it after."""
+    job = JOB.validate_python(work)
+    loaded, rank_info = job.loaded(), RankInfo.from_environment()
+    console = Console(rank_info.is_main, job.options.level)
+    with _exports(loaded.recipe, console) as exporter:
+        result = train(loaded, job.options, rank_info, console, exporter)
+        if exporter is not None and rank_info.is_main:
+            exporter.finish(result, at_end=False)
     sys.stderr.flush()
-    return {key: str(value) if isinstance(value, Path) else value for key, value in vars(result).items()}
+    plain: dict[str, Any] = RESULT.dump_python(result, mode="json")
+    return plain
 
 
 def local_processes(section: ParallelSection, device: str) -> int:
@@ -103,10 +114,13 @@ def local_processes(section: ParallelSection, device: str) -> int:
     return 1 if device == "cpu" else max(1, torch.cuda.device_count())
 
 
-def _result_of(plain: dict[str, Any]) -> RunResult:
-    paths = {"run_dir": Path(plain["run_dir"]), "checkpoint": _path(plain["checkpoint"])}
-    return RunResult(**{**plain, **paths})
+@contextmanager
+def _exports(recipe: Recipe, console: Console) -> Iterator[Exporter | None]:
+    """What exports checkpoints of the run; None, and nothing imported, where the recipe asks for no exports."""
+    if recipe.export.every is None and not recipe.export.at_end:
+        yield None
+        return
+    from tuner.run.tasks.export import Exporter
 
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
+    with Exporter(recipe, console) as exporter:
+        yield exporter

@@ -9,7 +9,7 @@ from tuner.checkpoint.load import CheckpointInfo, require_same_base
 from tuner.config.dump import recipe_dict
 from tuner.errors import DataError
 from tuner.model.licence import licence_of
-from tuner.run.setup import Assembly
+from tuner.run.build import Assembly
 from tuner.runtime.files import json_bytes
 
 

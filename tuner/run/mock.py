@@ -5,7 +5,7 @@ import torch
 
 from tuner.data.batches import Batch, StepBatches
 from tuner.errors import MemoryLimitError
-from tuner.run.setup import Assembly
+from tuner.run.build import Assembly
 from tuner.runtime.console import Console
 from tuner.train.step import forward_backward
 

@@ -13,7 +13,8 @@ from tuner.data.building.request import prepare_request
 from tuner.data.prepared import open_prepared
 from tuner.errors import DataError, DivergedError, RecipeError
 from tuner.model.root import trained_parameters
-from tuner.run.setup import assemble_model, check_fits, held_out_rows, resolve
+from tuner.run.build import assemble_model, check_fits, held_out_rows
+from tuner.run.resolve import resolve
 from tuner.rundir.chosen import choose
 from tuner.rundir.files import RESOLVED_RECIPE
 from tuner.runtime.console import Console

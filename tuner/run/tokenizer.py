@@ -3,7 +3,7 @@
 from typing import Any
 
 from tuner.data.id_probes import ID_PROBES, read_probes, text_probes, write_probes
-from tuner.run.setup import Assembly
+from tuner.run.build import Assembly
 from tuner.rundir.directory import TOKENIZER, RunDir
 from tuner.runtime.files import file_entries, fsync_path, machine_error, regular_size, sha256_file
 

@@ -16,7 +16,8 @@ from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.run.launch import launch
-from tuner.run.preflight import LaunchOptions, Resume, began, resume_source
+from tuner.run.options import LaunchOptions, Resume
+from tuner.run.previous import began, resume_source
 from tuner.run.resets import resets_of
 from tuner.rundir.directory import RunDir
 from tuner.runtime.console import Console
@@ -53,12 +54,13 @@ class _Start:
     resume: Resume
 
 
-def verify_resume(run_dir: Path, steps: int, console: Console, apart: bool = True) -> ResumeProof:
+def verify_resume(run_dir: Path, steps: int, console: Console, own_process: bool = True) -> ResumeProof:
     """Train ``2 * steps`` steps of a run without a break, and with a stop and a resume after ``steps`` of them.
 
     Both begin at the newest valid checkpoint with so many steps behind it, else at the run's beginning, in a temporary
-    directory beside the checkpoints; the run itself is only read, and locked meanwhile. ``apart`` gives every launch
-    processes of its own. Raises VerificationError with the first difference in the log, the state or the tensors.
+    directory next to the checkpoints; the run itself is only read, and locked meanwhile. ``own_process`` gives every
+    launch processes of its own. Raises VerificationError with the first difference in the log, the state or the
+    tensors.
     """
     if RankInfo.is_given():
         raise RecipeError(
@@ -74,9 +76,9 @@ def verify_resume(run_dir: Path, steps: int, console: Console, apart: bool = Tru
         console.say("verify", f"steps {start.step + 1} to {last} of {run.path}, without a break and with one")
         place = Path(tempfile.mkdtemp(prefix=f"{TMP_PREFIX}verify-", dir=run.checkpoints))
         try:
-            whole = _Trained(loaded, place / "whole", console, apart)
+            whole = _Trained(loaded, place / "whole", console, own_process)
             whole.train(start.resume, 2 * steps, last)
-            broken = _Trained(loaded, place / "broken", console, apart)
+            broken = _Trained(loaded, place / "broken", console, own_process)
             broken.train(start.resume, steps, last - steps)
             broken.train("must", steps, last)
             return _compared(run.path, start.step, whole.result(), broken.result())
@@ -108,9 +110,9 @@ def _start(run: RunDir, steps: int, console: Console) -> _Start:
 class _Trained:
     """A run in a directory of its own with the recipe of another one, launch by launch."""
 
-    def __init__(self, loaded: LoadedRecipe, directory: Path, console: Console, apart: bool) -> None:
+    def __init__(self, loaded: LoadedRecipe, directory: Path, console: Console, own_process: bool) -> None:
         self.path = directory
-        self._loaded, self._console, self._apart = loaded, console, apart
+        self._loaded, self._console, self._own_process = loaded, console, own_process
 
     def train(self, resume: Resume, steps: int, last: int) -> None:
         """Take so many steps, the last of which is `last`. Raises KeyboardInterrupt where a signal came between."""
@@ -120,7 +122,7 @@ class _Trained:
         wish["train"] = {**wish["train"], "stop_after": f"{steps} steps"}
         wish |= {"output_dir": str(self.path), "name": self.path.name, "hooks": []}
         quiet = replace(self._loaded, recipe=load_recipe(wish).recipe)
-        result = launch(quiet, LaunchOptions(resume), "warning", apart=self._apart)
+        result = launch(quiet, LaunchOptions(resume, level="warning"), own_process=self._own_process)
         if result.step != last:
             raise KeyboardInterrupt
 

@@ -45,7 +45,7 @@ def clock(seconds: float) -> str:
     return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-class Progress:
+class ProgressBar:
     """One live bar; without a terminal every call does nothing."""
 
     def __init__(self, bar: RichProgress | None, label: str, total: int) -> None:
@@ -122,15 +122,15 @@ class Console:
         self._write(line)
 
     @contextmanager
-    def progress(self, label: str, total: int) -> Iterator[Progress]:
+    def progress(self, label: str, total: int) -> Iterator[ProgressBar]:
         """A bar for the length of the block; lines said meanwhile appear above it."""
         if not self.is_live:
-            yield Progress(None, label, total)
+            yield ProgressBar(None, label, total)
             return
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
         tail = (TextColumn("{task.fields[note]}", markup=False), TimeRemainingColumn())
         with RichProgress(*columns, *tail, console=self._rich, transient=True, redirect_stdout=False) as bar:
-            yield Progress(bar, label, total)
+            yield ProgressBar(bar, label, total)
 
     def _print(self, line: Text, level: Level) -> None:
         if _ORDER[level] >= min(self._level, _ORDER["info"]):

@@ -4,19 +4,39 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-BOARD_BYTES = 128
-_board: mmap.mmap | None = None
+STATUS_BYTES = 128
+_status: mmap.mmap | None = None
 _words = ""
+_observers: list[Callable[[str], None]] = []
 
 
 def enter(words: str) -> None:
-    """From here on the process does this, such as `step 7, backward`. Costs a write to memory."""
+    """From here on the process does this, such as `save of step 4`. Costs a write to memory."""
     global _words  # noqa: PLW0603 - a process does one thing at a time
     _words = words
-    if _board is not None:
-        _board[:] = words.encode()[:BOARD_BYTES].ljust(BOARD_BYTES, b"\0")
+    if _status is not None:
+        _status[:] = words.encode()[:STATUS_BYTES].ljust(STATUS_BYTES, b"\0")
+
+
+def enter_part(step: int, part: str) -> None:
+    """A part of a step begins, such as `backward` of step 7; instruments that observe steps are told of it."""
+    enter(f"step {step}, {part}")
+    for observer in _observers:
+        observer(part)
+
+
+@contextmanager
+def observed(observer: Callable[[str], None]) -> Iterator[None]:
+    """Have `observer` called with the name of each part of a step as it begins, for the length of the block."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
 
 
 def at() -> str:
@@ -26,11 +46,11 @@ def at() -> str:
 
 def publish(path: Path) -> None:
     """Show the words in a new file, too: the system keeps its pages, so a SIGKILL loses nothing. Raises OSError."""
-    global _board  # noqa: PLW0603 - one board a process
+    global _status  # noqa: PLW0603 - one status file a process
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.ftruncate(descriptor, BOARD_BYTES)
-        _board = mmap.mmap(descriptor, BOARD_BYTES)
+        os.ftruncate(descriptor, STATUS_BYTES)
+        _status = mmap.mmap(descriptor, STATUS_BYTES)
     finally:
         os.close(descriptor)
     enter(_words)

@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ GRACE_S = 3.0
 """What the others get to notice a failed rank and to end by themselves, before they are killed."""
 KILL_S = 10
 """What a killed process gets to be gone: one in the kernel's uninterruptible sleep is left behind."""
-JOB = "job.json"
+JOB, WORKER = "job.json", "tuner.runtime.worker"
 
 
 @dataclass(frozen=True)
@@ -65,23 +65,28 @@ class Report:
         return place / f"rank{rank}.phase"
 
 
-def run_ranks(module: str, work: Mapping[str, Any], processes: int, logs: Path) -> dict[str, Any]:
-    """Run `python -m MODULE` as `processes` ranks over `work` and return rank 0's result.
+Work = Callable[[dict[str, Any]], dict[str, Any]]
+"""What a rank does: a function of a module, from plain values to plain values."""
 
-    The module calls `tuner.runtime.worker.main`. All ranks but the first write stderr to `logs/rankN.log`; the first
-    one speaks for all, on this process's stderr. The first stop signal goes on to every rank; the second one kills
-    them and ends this process with 130.
+
+def run_ranks(work: Work, job: Mapping[str, Any], processes: int, logs: Path) -> dict[str, Any]:
+    """Call `work` with `job` in `processes` ranks and return rank 0's result.
+
+    Each rank is a fresh interpreter that imports `work` by its name. All ranks but the first write stderr to
+    `logs/rankN.log`; the first one speaks for all, on this process's stderr. The first stop signal goes on to every
+    rank; the second one kills them and ends this process with 130.
 
     Raises the first failing rank's error, MachineError naming a rank that was killed or stopped answering, and
     KeyboardInterrupt where a stop signal came before the ranks could heed it.
     """
     with tempfile.TemporaryDirectory(prefix="tuner-ranks-") as directory, _store() as port:
         place = Path(directory)
-        write_json(place / JOB, {"work": dict(work), "logs": str(logs), "parent": os.getpid()})
+        name = f"{work.__module__}:{work.__qualname__}"
+        write_json(place / JOB, {"work": name, "job": dict(job), "logs": str(logs), "parent": os.getpid()})
         ranks = _Ranks(place, logs)
         with StopSignals(at_once=ranks.kill) as signals:
             try:
-                ranks.start(module, processes, port)
+                ranks.start(processes, port)
                 ranks.watch(signals)
             finally:
                 ranks.close()
@@ -117,7 +122,7 @@ class _Ranks:
     stuck: tuple[int, ...] = ()
     """Ranks that still ran when the time after another one's failure was over."""
 
-    def start(self, module: str, processes: int, port: int) -> None:
+    def start(self, processes: int, port: int) -> None:
         """Start every rank in a session of its own, each with its share of the cores."""
         import logging
 
@@ -129,7 +134,7 @@ class _Ranks:
             self.context = start_processes(  # type: ignore[assignment]
                 name="tuner",
                 entrypoint=sys.executable,
-                args={rank: ("-m", module, str(self.place)) for rank in range(processes)},
+                args={rank: ("-m", WORKER, str(self.place)) for rank in range(processes)},
                 envs={rank: _environment(rank, processes, port) for rank in range(processes)},
                 logs_specs=DefaultLogsSpecs(str(self.place / "elastic")),  # nothing is redirected to it
             )

@@ -12,9 +12,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from tuner.errors import ExitCode, as_tuner_error
 from tuner.runtime import phase
@@ -26,8 +26,8 @@ from tuner.runtime.warned import Warned, collected
 WATCH_S = 1.0
 
 
-def main(work: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
-    """Do `work` on the job of `sys.argv[1]`, leave its result or its error as a report, and end the process.
+def main() -> NoReturn:
+    """Do the work that the job in directory `sys.argv[1]` names, leave its result or its error as a report, and end.
 
     stdout carries nothing: it goes where stderr goes, which on every rank but the first is `logs/rankN.log`.
     SIGUSR2 writes the stack of every thread to the log. A rank whose parent is gone asks itself to stop.
@@ -39,7 +39,8 @@ def main(work: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
     threading.Thread(target=_watch_parent, args=(int(job["parent"]),), daemon=True).start()
     try:
         with collected(Warned(Report.warned(place, rank)), _say):
-            result = work(job["work"])
+            module, _, function = job["work"].partition(":")
+            result = getattr(import_module(module), function)(job["job"])
         report = Report(rank, time.monotonic(), result=result)
     except BaseException as error:  # noqa: BLE001 - told to the parent, which tells the user
         at_s = time.monotonic()
@@ -76,3 +77,7 @@ def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(WATCH_S)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

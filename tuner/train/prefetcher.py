@@ -1,5 +1,6 @@
 """Batches made ready one step ahead, in a thread of their own."""
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
@@ -18,15 +19,19 @@ class Prefetcher:
         self._next = first
         self._total = total
         self._first_only = first_only
-        self._pool = ThreadPoolExecutor(1, "feed")
+        self._pool = ThreadPoolExecutor(1, "prefetch")
         self._ahead: Future[StepBatches] | None = None
+        self.waited_s = 0.0
+        """Seconds that the newest step waited for its batches."""
 
     def next(self) -> StepBatches:
         """The batches of the next step."""
+        started = time.monotonic()
         current = self._ahead or self._submit()
         self._next += 1
         self._ahead = None
         result = current.result()
+        self.waited_s = time.monotonic() - started
         if self._next < self._total:
             self._ahead = self._submit()
         return result

@@ -39,15 +39,8 @@ class TrainState:
     guard: Guard
     rng_start: int = 0
     """The steps behind which random numbers begin anew."""
-    marks: Callable[[str], None] = field(default=lambda part: None)
-    """Called as each part of a step begins: forward, backward, optimizer. Measuring tools set it."""
-    fence: Callable[[], None] = field(default=lambda: None)
-    """Called before each update: a save that still copies from the device has it wait there."""
-
-    def enter(self, index: int, part: str) -> None:
-        """Say that a part of step ``index`` (0-based) begins."""
-        phase.enter(f"step {index + 1}, {part}")
-        self.marks(part)
+    copied: torch.cuda.Event | None = None
+    """Recorded behind a save's copies on the device, for which the next update waits there."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +92,7 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     device, unless the optimizer cannot be told there to leave an update out.
     """
     loss_sum = forward_backward(state, index, batches)
-    state.enter(index, "optimizer")
+    phase.enter_part(index + 1, "optimizer")
     gradients = [local(p.grad) for p in state.parameters.values() if p.grad is not None]
     squares = sum_of_squares(gradients) / copies(state.root)
     figures = state.root.objective.take()
@@ -112,7 +105,9 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     limit = state.step_config.max_grad_norm
     divisor = None if limit is None else ((values[1] + 1e-6) / limit).clamp_min(1.0).float()
     state.optimizer.set_factor(factor)
-    state.fence()
+    if state.copied is not None:
+        torch.cuda.current_stream().wait_event(state.copied)
+        state.copied = None
     state.optimizer.step(skip, divisor)
     state.optimizer.zero_grad()
     return StepScalars(torch.cat([values, torch.stack([skip, halt]), means[1:]]), list(figures))
@@ -127,9 +122,9 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tor
         sync_gradients(root, number == len(batches.micro) - 1)
         # Dropout depends on the position in the run alone, so a resumed run needs no generator state.
         torch.manual_seed(_mixed(step_config.seed, index - state.rng_start, number, step_config.rank))
-        state.enter(index, "forward")
+        phase.enter_part(index + 1, "forward")
         loss = microbatch_loss(root, batch, step_config)
-        state.enter(index, "backward")
+        phase.enter_part(index + 1, "backward")
         (loss / max(1, batches.trained_count)).backward()
         loss_sum += loss.detach()
     return loss_sum

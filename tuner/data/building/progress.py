@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tuner.runtime.console import Console, Progress
+    from tuner.runtime.console import Console, ProgressBar
 
 PLAIN_EVERY_S = 30.0
 """Seconds between two lines where no bar can be drawn."""
@@ -17,7 +17,7 @@ class Pace:
     """Counts the bytes that are done, and says so: with a live bar on a terminal, else with a line now and then."""
 
     def __init__(
-        self, console: "Console", bar: "Progress", total: int, clock: Callable[[], float] = time.monotonic
+        self, console: "Console", bar: "ProgressBar", total: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console = console
         self._bar = bar

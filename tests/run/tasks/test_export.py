@@ -1,0 +1,236 @@
+"""Exports beside a run: made from its checkpoints, kept, cut short, made up for, and never the run's loss."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tuner.checkpoint.prune import prune
+from tuner.checkpoint.readers import CheckpointHold
+from tuner.config.load import load_recipe
+from tuner.errors import DataError, ExitCode, MachineError, VerificationError
+from tuner.run.options import RunResult
+from tuner.run.tasks.export import Exporter
+from tuner.run.tasks.export_process import ExportProcess
+from tuner.rundir.exports import LATEST, is_export, link_latest, newest_export, prune_exports
+from tuner.runtime.console import Console
+from tuner.runtime.files import json_bytes
+from tuner.train.plan import Cadence
+
+OPTIONS = {"dtype": "bf16", "adapter": "none", "shard_size": 5 * 10**9}
+# Stands for the command: writes what it is told to the target and reports it, fails, or takes its time.
+CHILD = """
+import json, pathlib, sys, time
+what, output, checkpoint = sys.argv[1:]
+if what == "slow":
+    print("here", file=sys.stderr, flush=True)
+    time.sleep(60)
+if what == "dies":
+    raise SystemExit("no document")
+if what == "wrong":
+    error = {"type": "VerificationError", "message": "not the trained model", "hint": "look"}
+    print(json.dumps({"status": "failed", "exit_code": 6, "warnings": ["a probe is odd"], "error": error}))
+    raise SystemExit(6)
+target = pathlib.Path(output)
+target.mkdir(parents=True)
+source = {"step": int(target.name.removeprefix("step-")), "checkpoint": checkpoint}
+facts = {"source": source, "export": {"dtype": "bf16", "adapter": "none", "shard_size": 5 * 10**9}}
+(target / "tuner.json").write_text(json.dumps(facts))
+print(json.dumps({"status": "ok", "metrics": {"bytes": 7, "seconds": 0.1}}))
+"""
+
+
+@pytest.fixture
+def behaviour(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the next exports do; the last word counts for all that follow."""
+    words: list[str] = []
+
+    def command(self: ExportProcess) -> list[str]:
+        what = words.pop(0) if len(words) > 1 else words[0]
+        return [sys.executable, "-S", "-c", CHILD, what, str(self.output), str(self.held.path)]
+
+    monkeypatch.setattr(ExportProcess, "_command", command)
+    return words
+
+
+class Run:
+    """A run directory as an exporter sees it."""
+
+    def __init__(self, directory: Path, **section: object) -> None:
+        self.path = directory / "run"
+        text = f"model: {{name_or_path: a/b}}\ndata: {{train: x}}\noutput_dir: {self.path}\nexport: {section}\n"
+        (directory / "r.yaml").write_text(text.replace("'", ""))
+        self.recipe = load_recipe(directory / "r.yaml", cwd=directory).recipe
+        self.warnings: list[str] = []
+
+    def exporter(self, every: int = 2) -> Exporter:
+        console = Console(main=False)
+        console.warn = self.warnings.append  # type: ignore[method-assign]
+        exporter = Exporter(self.recipe, console)
+        exporter.start(Cadence((every,)), console, self.path / "none")
+        return exporter
+
+    def saved(self, exporter: Exporter, step: int) -> None:
+        checkpoint = self.path / "checkpoints" / f"step-{step}"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        exporter.saved(checkpoint, step)
+
+    def started(self, exporter: Exporter, step: int) -> None:
+        """A launch begins with a checkpoint of `step` there."""
+        (self.path / "checkpoints" / f"step-{step}").mkdir(parents=True, exist_ok=True)
+        exporter.start(exporter._every, exporter.console, self.path / "checkpoints")
+
+    def result(self, step: int, status: str = "finished") -> RunResult:
+        return RunResult(self.path, status, step, 9, self.path / "checkpoints" / f"step-{step}", {})  # type: ignore[arg-type]
+
+    def exports(self) -> list[str]:
+        return sorted(path.name for path in (self.path / "exports").iterdir())
+
+
+def test_due_checkpoints_are_exported_linked_and_pruned(tmp_path: Path, behaviour: list[str]) -> None:
+    behaviour.append("right")
+    run = Run(tmp_path, every="2 steps", keep=2)
+    with run.exporter() as exporter:
+        for step in (2, 3, 4, 6):
+            run.saved(exporter, step)
+            exporter.finish(run.result(step), at_end=False)
+            if step % 2 == 0:
+                assert os.readlink(run.path / "exports" / LATEST) == f"step-{step}"
+    assert run.exports() == ["latest", "step-4", "step-6"]
+    assert run.warnings == []
+
+
+def test_the_last_checkpoint_is_exported_once(tmp_path: Path, behaviour: list[str]) -> None:
+    behaviour.append("right")
+    run = Run(tmp_path, at_end="true")
+    with run.exporter(2) as exporter:
+        run.saved(exporter, 2)
+        run.saved(exporter, 9)
+        exporter.finish(run.result(9, "stopped"))
+        exporter.finish(run.result(9))
+        exporter.finish(run.result(9))
+    assert run.exports() == ["latest", "step-2", "step-9"]
+    with run.exporter() as exporter:
+        behaviour[0] = "wrong"
+        exporter.finish(run.result(9))
+
+
+def test_a_failed_export_is_told_at_once_and_raised_when_the_run_is_complete(
+    tmp_path: Path, behaviour: list[str]
+) -> None:
+    behaviour += ["wrong", "right"]
+    run = Run(tmp_path, every="2 steps", at_end="true")
+    with run.exporter() as exporter:
+        run.saved(exporter, 2)
+        while len(run.warnings) < 2:
+            time.sleep(0.01)
+        assert run.warnings == [
+            "export of step-2: a probe is odd",
+            "export of step-2: not the trained model; training continues",
+        ]
+        run.saved(exporter, 9)
+        with pytest.raises(VerificationError, match="export of step-2: not the trained model") as failure:
+            exporter.finish(run.result(9))
+    assert (failure.value.exit_code, failure.value.hint) == (6, "look")
+    assert run.exports() == ["latest", "step-9"]
+
+
+def test_an_export_that_dies_names_its_log(tmp_path: Path, behaviour: list[str]) -> None:
+    behaviour.append("dies")
+    run = Run(tmp_path, every="2 steps")
+    with run.exporter() as exporter:
+        run.saved(exporter, 2)
+        with pytest.raises(MachineError, match="ended with code 1") as failure:
+            exporter.finish(run.result(2))
+    assert (run.path / "logs" / "export.log").read_text() == "no document\n"
+    assert str(run.path / "logs" / "export.log") in (failure.value.hint or "")
+
+
+def test_a_stopped_run_ends_its_export_and_makes_up_for_it(tmp_path: Path, behaviour: list[str]) -> None:
+    behaviour.append("slow")
+    run = Run(tmp_path, every="2 steps")
+    with run.exporter() as exporter:
+        for step in (2, 3):
+            run.saved(exporter, step)
+        log = run.path / "logs" / "export.log"
+        while not (log.exists() and log.read_text()):
+            time.sleep(0.01)
+        exporter.finish(run.result(3, "stopped"))
+    assert [warning for warning in run.warnings if "cut short" in warning]
+    behaviour[0] = "right"
+    with run.exporter() as exporter:
+        run.started(exporter, 3)
+        exporter.finish(run.result(9), at_end=False)
+    assert run.exports() == ["latest", "step-2"]
+    behaviour[0] = "wrong"
+    with run.exporter() as exporter:
+        run.started(exporter, 3)
+        exporter.finish(run.result(9), at_end=False)
+
+
+def test_one_that_waits_gives_way_and_what_is_read_is_not_pruned(tmp_path: Path, behaviour: list[str]) -> None:
+    behaviour.append("slow")
+    run = Run(tmp_path, every="2 steps")
+    checkpoints = run.path / "checkpoints"
+    with run.exporter() as exporter:
+        for step in (2, 4, 6):
+            run.saved(exporter, step)
+        while not any(process._process for process, _ in exporter._jobs):
+            time.sleep(0.01)
+        assert run.warnings == ["the export of step-4 is left out: the one before it is not done yet"]
+        (checkpoints / "step-9").mkdir()
+        removed = prune_all_but(checkpoints)
+        assert [path.name for path in removed] == ["step-4"]
+        end = time.monotonic() + 30
+        exporter._jobs[0][0].end()
+        while len(prune_all_but(checkpoints)) == 0 and time.monotonic() < end:
+            time.sleep(0.01)
+    assert sorted(path.name for path in checkpoints.iterdir())[-1] == "step-9"
+
+
+def prune_all_but(checkpoints: Path) -> list[Path]:
+    """Prune as if the newest checkpoint, which is empty here, were valid."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tuner.checkpoint.prune._is_valid", lambda path: True)
+        return prune(checkpoints, 1)
+
+
+def test_a_hold_ends_once(tmp_path: Path) -> None:
+    hold = CheckpointHold(tmp_path)
+    hold.release()
+    hold.release()
+    with pytest.raises(DataError, match="No such file"):
+        CheckpointHold(tmp_path / "none")
+
+
+def test_only_exports_with_the_same_options_are_counted_and_pruned(tmp_path: Path) -> None:
+    for step in range(4):
+        (tmp_path / f"step-{step}").mkdir()
+        options = OPTIONS if step < 3 else OPTIONS | {"dtype": "fp32"}
+        (tmp_path / f"step-{step}" / "tuner.json").write_bytes(
+            json_bytes({"source": {"step": step}, "export": options})
+        )
+    (tmp_path / "step-9").mkdir()
+    assert newest_export(tmp_path, OPTIONS) == 2
+    link_latest(tmp_path, "step-0")
+    prune_exports(tmp_path, 1, OPTIONS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-0", "step-2", "step-3", "step-9"]
+    assert is_export(tmp_path / LATEST, 0, OPTIONS)
+
+
+def test_a_link_that_cannot_be_made_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link_latest(tmp_path, "step-1")
+
+    def full(*paths: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "rename", full)
+    with pytest.raises(MachineError, match="No space") as failure:
+        link_latest(tmp_path, "step-2")
+    assert failure.value.exit_code == ExitCode.ENVIRONMENT
+    assert os.listdir(tmp_path) == ["latest"]
+    assert os.readlink(tmp_path / LATEST) == "step-1"

@@ -1,0 +1,84 @@
+"""Real runs with exports: the bytes of `tuner export-hf`, and a run that is complete although an export failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.caches import new_cache
+from tools import resume_campaign
+from tuner.config.load import load_recipe
+from tuner.config.overrides import Override
+from tuner.errors import RecipeError
+from tuner.export.hf import export_hf
+from tuner.run.launch import launch as launch_run
+from tuner.run.options import LaunchOptions
+from tuner.runtime.warned import Warned, collected
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def launch(directory: Path, **flags: str) -> Path:
+    flags = {"train__duration": "6 steps", "checkpoint__every": "500 steps", "export__dtype": "fp32"} | flags
+    overrides = [Override(key.replace("__", "."), value) for key, value in flags.items()]
+    loaded = load_recipe(directory / "r.yaml", overrides, cwd=directory)
+    return launch_run(loaded, LaunchOptions(level="error")).run_dir
+
+
+def test_exports_of_a_run_are_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNER_CACHE", str(new_cache(tmp_path / "cache")))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    resume_campaign.prepare(tmp_path, 1)
+    run = launch(tmp_path, export__every="4 steps", export__adapter="keep", export__shard_size="1MB")
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-4", "step-6"]
+    assert sorted(path.name for path in (run / "exports").iterdir()) == ["latest", "step-4"]
+    offline = export_hf(run / "checkpoints" / "step-4", tmp_path / "offline", "fp32", "keep", 10**6)
+    assert contents(run / "exports" / "latest") == contents(offline.path)
+    probes = [json.loads(line) for line in (run / "id_probes.jsonl").read_bytes().splitlines()]
+    assert offline.id_probes == len(probes) > 50
+    assert [probe["text"] for probe in probes[:2]] != ["", " "]  # rows come first
+    assert probes[-1]["framed_ids"]
+    (run / "exports" / "step-6").mkdir()
+    (run / "exports" / "step-6" / "mine.txt").write_text("mine")
+    warned = Warned()
+    with (
+        collected(warned, print),
+        pytest.raises(RecipeError, match="export of step-6: .*exists and is not this export") as failed,
+    ):
+        launch(tmp_path, export__at_end="true")
+    assert warned.texts == [f"{failed.value.message}; training continues"]
+    assert json.loads((run / "run.json").read_text())["status"] == "finished"
+    assert [path.name for path in (run / "exports" / "step-6").iterdir()] == ["mine.txt"]
+    assert os.readlink(run / "exports" / "latest") == "step-4"
+
+
+@pytest.mark.multi
+def test_rank_0_exports_once(tmp_path: Path) -> None:
+    resume_campaign.prepare(tmp_path, 1)
+    flags = ["--parallel.processes", "2", "--train.duration", "6 steps", "--checkpoint.every", "500 steps"]
+    flags += ["--export.every", "6 steps", "--export.at_end", "true", "--logging.level", "info"]
+    cache = str(new_cache(tmp_path / "cache"))
+    done = subprocess.run(
+        [sys.executable, "-m", "tuner", "train", "r.yaml", "--json", *flags],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TUNER_CACHE": cache},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    exports = tmp_path / "runs" / "r" / "exports"
+    assert json.loads(done.stdout)["artifacts"]["export"] == str(exports / "step-6")
+    assert sorted(path.name for path in exports.iterdir()) == ["latest", "step-6"]
+    assert [line.split()[1] for line in done.stderr.splitlines() if line.startswith("exported")] == [
+        str(exports / "step-6")
+    ]

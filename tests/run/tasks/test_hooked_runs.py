@@ -1,0 +1,208 @@
+"""Hooks and trackers in whole runs of the real command: what they are told, and what becomes of the run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import resume_campaign
+from tuner.checkpoint.load import newest
+from tuner.config.load import load_recipe
+from tuner.config.overrides import Override
+from tuner.errors import MachineError, PluginError, RecipeError
+from tuner.run.main import train
+from tuner.run.options import LaunchOptions, RunResult
+from tuner.run.previous import resume_source
+from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
+
+TOTAL = 18
+HOOK = """\
+import json
+from pathlib import Path
+
+class Notify:
+    def __init__(self, out, fail_at=None, fail_stage="step"):
+        self.out, self.fail_at, self.fail_stage = Path(out), fail_at, fail_stage
+
+    def __call__(self, report):
+        line = {
+            "stage": report.stage, "step": report.step, "tokens": report.tokens, "total": report.total_steps,
+            "loss": report.metrics.get("loss"), "path": report.path and report.path.name, "run_id": report.run_id,
+            "from_step": report.from_step, "status": report.status, "lr": report.recipe["optimizer"]["lr"],
+        }
+        with self.out.open("a") as file:
+            file.write(json.dumps(line) + "\\n")
+        if report.stage == self.fail_stage and report.step == self.fail_at:
+            raise ConnectionError("nobody listens")
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    resume_campaign.prepare(tmp_path, 1)
+    (tmp_path / "my_hooks.py").write_text(HOOK)
+    return tmp_path
+
+
+def launch(directory: Path, hooks: str, options: LaunchOptions | None = None, **flags: str) -> RunResult:
+    overrides = [Override(key.replace("__", "."), text) for key, text in flags.items()]
+    loaded = load_recipe(directory / "r.yaml", [Override("hooks", hooks), *overrides], cwd=directory)
+    return train(loaded, options or LaunchOptions(), RankInfo(), Console(main=False))
+
+
+def told(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "out").read_text().splitlines()]
+
+
+def hook(directory: Path, **options: Any) -> str:
+    return json.dumps({"use": "my_hooks.py:Notify", "options": {"out": str(directory / "out"), **options}})
+
+
+def test_a_hook_is_told_of_everything_in_order(workplace: Path) -> None:
+    flags = {"data__eval": "9 documents", "eval__every": "10 steps", "eval__samples": "0"}
+    flags |= {"checkpoint__every": "8 steps", "train__duration": "12 steps"}
+    result = launch(workplace, f"[{hook(workplace)}]", **flags)
+    reports = told(workplace)
+    assert [(r["stage"], r["step"]) for r in reports] == [
+        ("start", 0), ("evaluation", 0), *(("step", n) for n in range(1, 9)), ("save", 8), ("step", 9), ("step", 10),
+        ("evaluation", 10), ("step", 11), ("step", 12), ("evaluation", 12), ("save", 12), ("end", 12),
+    ]  # fmt: skip
+    lines = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [r["loss"] for r in reports if r["loss"] is not None] == [line["loss"] for line in lines]
+    tokens = [line["tokens"] for line in lines if line["kind"] == "train"]
+    assert [r["tokens"] for r in reports if r["stage"] == "step"] == tokens
+    assert [r["path"] for r in reports if r["path"]] == ["step-8", "step-12"]
+    assert {r["run_id"] for r in reports} == {json.loads((result.run_dir / "run.json").read_text())["run_id"]}
+    assert (reports[-1]["status"], {r["status"] for r in reports[:-1]}) == ("finished", {"running"})
+    assert {(r["total"], r["lr"], r["from_step"]) for r in reports} == {(12, 0.001, 0)}
+
+
+def test_a_resumed_launch_says_where_it_began_and_keeps_the_cadence(workplace: Path) -> None:
+    spec = json.loads(hook(workplace)) | {"every": "4 steps", "stages": ["start", "step", "end"]}
+    launch(workplace, json.dumps([spec]), train__stop_after="6 steps")
+    again = json.dumps([spec | {"every": "3 steps"}])
+    launch(workplace, again, LaunchOptions(resume="auto"), train__duration="3 epochs")
+    reports = told(workplace)
+    assert [(r["stage"], r["step"], r["from_step"], r["status"]) for r in reports] == [
+        ("start", 0, 0, "running"), ("step", 4, 0, "running"), ("end", 6, 0, "stopped"),
+        ("start", 6, 6, "running"), *(("step", n, 6, "running") for n in (9, 12, 15, 18)), ("end", 18, 6, "finished"),
+    ]  # fmt: skip
+    assert len({r["run_id"] for r in reports}) == 1
+
+
+def test_a_hook_that_fails_stops_the_run_with_its_state_saved(workplace: Path) -> None:
+    other = {"use": "my_hooks.py:Notify", "options": {"out": str(workplace / "other")}, "stages": ["end"]}
+    hooks = f"[{hook(workplace, fail_at=6)}, {json.dumps(other)}]"
+    with pytest.raises(PluginError) as caught:
+        launch(workplace, hooks, checkpoint__every="never")
+    place = f"{workplace}/my_hooks.py:17"
+    assert caught.value.message == (
+        f"hook my_hooks.py:Notify failed at step, step 6: ConnectionError: nobody listens ({place})"
+    )
+    run = workplace / "runs" / "r"
+    found = newest(run / "checkpoints")
+    assert found is not None
+    assert found.step == 6
+    record = json.loads((run / "run.json").read_text())
+    assert (record["status"], record["launches"][0]["why"]) == ("failed", f"PluginError: {caught.value.message}")
+    (end,) = [json.loads(line) for line in (workplace / "other").read_text().splitlines()]
+    assert (end["stage"], end["step"], end["status"]) == ("end", 6, "failed")
+    (workplace / "my_hooks.py").write_text(HOOK.replace("raise ", "pass; "))
+    whole = launch(workplace, "null", name="whole")
+    resumed = launch(workplace, "null", LaunchOptions(resume="auto"))
+    assert resume_campaign.outcome(resumed.run_dir) == resume_campaign.outcome(whole.run_dir)
+
+
+@pytest.mark.parametrize(("stage", "step"), [("start", 0), ("save", 4), ("end", TOTAL)])
+def test_a_failure_at_another_stage(stage: str, step: int, workplace: Path) -> None:
+    with pytest.raises(PluginError, match=f"failed at {stage}, step {step}: ConnectionError"):
+        launch(workplace, f"[{hook(workplace, fail_at=step, fail_stage=stage)}]")
+    run = workplace / "runs" / "r"
+    found = newest(run / "checkpoints")
+    assert (found.step if found else 0) == {"start": 0, "save": 5, "end": TOTAL}[stage]
+    status = json.loads((run / "run.json").read_text())["status"]
+    assert status == ("finished" if stage == "end" else "failed")
+
+
+def test_a_failed_run_is_told_to_hooks(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tuner.data.batches import GlobalBatches
+
+    def failing(self: GlobalBatches, i: int) -> Any:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(GlobalBatches, "step", failing)
+    with pytest.raises(OSError, match="disk is gone"):
+        launch(workplace, f"[{hook(workplace)}]")
+    assert [(r["stage"], r["status"]) for r in told(workplace)] == [("start", "running"), ("end", "failed")]
+
+
+@pytest.mark.parametrize(
+    ("hooks", "says"),
+    [
+        ("[my_hook.py:Notify]", "there is no file"),
+        ("[my_hooks.py:Notify]", "missing a required argument: 'out'"),
+        ("[nobody]", "no entry point of that name"),
+    ],
+)
+def test_a_hook_that_does_not_fit_is_refused_before_anything_is_done(hooks: str, says: str, workplace: Path) -> None:
+    with pytest.raises(PluginError, match=says):
+        launch(workplace, hooks)
+    assert not (workplace / "runs").exists()
+
+
+def test_a_tracker_without_its_library_is_refused_before_anything_is_done(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tuner.run.tasks.trackers import choose
+
+    monkeypatch.setitem(choose.MODULES, "mlflow", ("no_such_library",))
+    with pytest.raises(MachineError, match="mlflow needs the library no_such_library") as caught:
+        launch(workplace, "null", logging__trackers="[mlflow]")
+    assert caught.value.hint == "install it: pip install mlflow-skinny sqlalchemy alembic"
+    assert not (workplace / "runs").exists()
+
+
+def test_a_tracker_that_cannot_be_opened_stops_the_run_before_its_first_step(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tuner.run.tasks.trackers import choose
+
+    def unreachable(*arguments: Any) -> Any:
+        raise ConnectionError("no route\nto the host")
+
+    monkeypatch.setattr(choose, "open_tracker", unreachable)
+    monkeypatch.setitem(choose.MODULES, "mlflow", ())
+    with pytest.raises(MachineError, match="tracker mlflow cannot be opened: ConnectionError: no route$"):
+        launch(workplace, f"[{hook(workplace)}]", logging__trackers="[mlflow]")
+    assert [(r["stage"], r["status"]) for r in told(workplace)] == [("start", "running"), ("end", "failed")]
+    assert newest(workplace / "runs" / "r" / "checkpoints") is None
+
+
+def test_the_documented_hook_runs_as_documented(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "hooks.md").read_text()
+    blocks = dict(re.findall(r"^```(python|yaml)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
+    recipe = (workplace / "r.yaml").read_text() + blocks["yaml"].replace("below: 2.5", "below: 9")
+    (workplace / "my_hooks.py").write_text(blocks["python"])
+    (workplace / "r.yaml").write_text(recipe)
+    monkeypatch.chdir(workplace)
+    train(load_recipe(workplace / "r.yaml"), LaunchOptions(), RankInfo(), Console(main=False))
+    lines = [json.loads(line) for line in (workplace / "told.jsonl").read_text().splitlines()]
+    saves = [("save", step) for step in (4, 8, 12, 16)]
+    assert [(line["stage"], line["step"]) for line in lines] == [
+        *saves[:2], ("step", 10), *saves[2:], ("save", TOTAL), ("end", TOTAL)
+    ]  # fmt: skip
+    assert (lines[-1]["run"], lines[-1]["status"]) == ("r", "finished")
+
+
+def test_hooks_may_change_when_a_run_goes_on(workplace: Path) -> None:
+    stopped = launch(workplace, "null", train__stop_after="2 steps")
+    launch(workplace, f"[{hook(workplace)}]", LaunchOptions(resume="auto"))
+    assert told(workplace)[0]["from_step"] == 2
+    with pytest.raises(RecipeError, match="optimizer.lr"):
+        launch(workplace, "null", optimizer__lr="2e-3")
+    assert train(resume_source(stopped.run_dir), LaunchOptions(), RankInfo(), Console(main=False)).status == "finished"

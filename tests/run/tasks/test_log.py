@@ -1,0 +1,95 @@
+"""A step's line: what the recipe determines, and what the clock says; and the line of it that a person sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tuner.data.batches import Batch, StepBatches
+from tuner.model.flops import Flops
+from tuner.run.tasks import log
+from tuner.run.tasks.console import ConsoleTask
+from tuner.run.tasks.log import HaltedError, LogTask, StepClock
+from tuner.rundir.records import Records
+from tuner.runtime.console import Console
+from tuner.train.figures import CLOCKED
+from tuner.train.mfu import MfuMeter
+from tuner.train.plan import Plan
+from tuner.train.progress import Progress
+from tuner.train.step import StepScalars
+from tuner.train.tasks import Event, TakenStep
+
+FLOPS = Flops(products=100.0, output=1000.0, attention={None: 1.0})
+
+
+def batch(*lengths: int, trained: int) -> Batch:
+    ids = np.zeros(sum(lengths), dtype=np.int64)
+    return Batch(ids, ids, ids, lengths, np.arange(trained), np.arange(len(lengths)))
+
+
+def taken(index: int, batches: StepBatches, values: Sequence[float] = (1.5, 0.5, 0, 0)) -> TakenStep:
+    scalars = StepScalars(torch.tensor(values, dtype=torch.float64), [])
+    return TakenStep(index, batches, 0.25, 9, 1e-3, 1.0, scalars)
+
+
+def log_task(flops: Flops = FLOPS, step: int = 1) -> LogTask:
+    progress = Progress(Plan(4, 4, 1, 5), step=step)
+    return LogTask(progress, Records(None), StepClock(), MfuMeter(flops, peak=1e4), torch.device("cpu"))
+
+
+def test_figures_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = log_task()
+    times = iter([10.0, 14.0])
+    monkeypatch.setattr(log.time, "monotonic", lambda: next(times))
+    assert list(task.start()) == []
+    batches = StepBatches(np.arange(4), 6, 40, [batch(3, 2, trained=2), batch(4, trained=1)])
+    (event,) = task.step_taken(taken(0, batches))
+    line = event.metrics
+    assert (event.stage, event.step, event.tokens) == ("step", 1, 9)
+    assert list(line) == ["kind", "step", "epoch", "tokens", "loss", "lr", "grad_norm", *CLOCKED]
+    assert (line["step_s"], line["data_s"], line["data_wait"]) == (4.0, 1.0, 0.25)
+    assert (line["tok_per_s"], line["trained_per_s"]) == (10.0, 1.5)
+    operations = 100 * 9 + 1000 * 3 + (3**2 + 2**2 + 4**2)
+    assert line["mfu"] == round(operations / 4 / 1e4, 4) == 0.0982
+
+
+def test_a_share_that_is_not_known_is_left_out() -> None:
+    task = log_task(replace(FLOPS, complete=False))
+    (event,) = task.step_taken(taken(0, StepBatches(np.arange(4), 6, 40, [batch(4, trained=1)])))
+    assert "mfu" not in event.metrics
+    shown: list[str] = []
+    console = Console(main=False)
+    console.line = shown.append  # type: ignore[method-assign, assignment]
+    view = ConsoleTask(console, Records(None), 1.0, 5)
+    view.notify(event)
+    view.finish(True)
+    view.finish(True)
+    header, values = (text.split() for text in shown)
+    assert values[header.index("mfu") - 1] == "-"  # there is no evaluation in the line of a step
+
+
+def test_an_evaluation_is_shown_with_its_sources() -> None:
+    shown: list[str] = []
+    console = Console(main=False)
+    console.line = shown.append  # type: ignore[method-assign, assignment]
+    line: dict[str, Any] = {"kind": "eval", "step": 3, "loss": 1.25, "loss/a": 1.0, "loss/b": None, "eval_s": 0.1}
+    ConsoleTask(console, Records(None), 1.0, 5).notify(Event("evaluation", 3, 9, line))
+    assert [text.split() for text in shown[1:]] == [
+        ["3", "-", "1.2500", *["-"] * 6], ["1.0000", "a"], ["none", "b"]
+    ]  # fmt: skip
+
+
+def test_a_step_after_which_the_run_must_end_is_not_counted(tmp_path: Path) -> None:
+    task = log_task(step=2)
+    batches = StepBatches(np.arange(4), 6, 40, [batch(4, trained=1)])
+    with pytest.raises(HaltedError, match="step 2") as raised:
+        list(task.step_taken(taken(1, batches, (float("nan"), 1.0, 1, 1))))
+    assert raised.value.taken.index == 1 and raised.value.result.skipped
+    assert task._progress.step == 1 and task._progress.loss is None
+    assert list(task.finish(False)) == []

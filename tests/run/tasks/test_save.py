@@ -1,0 +1,170 @@
+"""Saves beside training are those at once, one at a time; their failures are the run's; nothing ends before them."""
+
+import errno
+import json
+import math
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run.test_run import launch, lines
+from tools import resume_campaign
+from tuner.checkpoint import storage
+from tuner.checkpoint.load import content_sha256, newest, open_checkpoint
+from tuner.checkpoint.steps import step_dirs
+from tuner.errors import DivergedError, MachineError
+from tuner.run.options import LaunchOptions
+from tuner.run.tasks import evaluate as evaluate_task
+from tuner.run.tasks.saver import Saver, Snapshot
+from tuner.train import loop
+from tuner.train.evaluate import Evaluation
+
+BESIDE = {"checkpoint__async_save": "true", "checkpoint__keep": "9"}
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    resume_campaign.prepare(tmp_path, 1)
+    return tmp_path
+
+
+def saved(run: Path) -> dict[int, tuple[str, dict[str, Any], set[str]]]:
+    """Of each checkpoint: the hash of its tensors, its JSON state and its files."""
+    found = {}
+    for step, path in step_dirs(run / "checkpoints"):
+        info = open_checkpoint(path)
+        found[step] = (content_sha256(info), info.state, set(info.manifest["files"]))
+    return found
+
+
+class Held:
+    """Holds every save in a thread until so many further steps were taken, or somebody waits for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: float) -> None:
+        self.steps_during: list[int] = []
+        taken, waited_for, in_flight = 0, False, 0
+        real_write, real_step = storage.SafetensorsWriter.write_data, loop.optimizer_step
+        real_begin, real_finish = Saver.begin, Saver.wait
+
+        def step(*args: Any) -> Any:
+            nonlocal taken
+            taken += 1
+            return real_step(*args)
+
+        def finish(saver: Saver) -> Any:
+            nonlocal waited_for
+            waited_for = True
+            snapshot = real_finish(saver)
+            waited_for = False
+            return snapshot
+
+        def begin(saver: Saver, snapshot: Snapshot) -> bool:
+            nonlocal taken
+            taken = 0
+            return real_begin(saver, snapshot)
+
+        def write(writer: Any, *args: Any) -> Any:
+            nonlocal in_flight
+            if threading.current_thread() is not threading.main_thread():
+                in_flight += 1
+                assert in_flight == 1
+                while taken < steps and not waited_for:
+                    time.sleep(0.001)
+                self.steps_during.append(taken)
+                in_flight -= 1
+            return real_write(writer, *args)
+
+        monkeypatch.setattr(loop, "optimizer_step", step)
+        monkeypatch.setattr(storage.SafetensorsWriter, "write_data", write)
+        monkeypatch.setattr(Saver, "begin", begin)
+        monkeypatch.setattr(Saver, "wait", finish)
+
+
+def test_what_is_saved_beside_training_is_what_is_saved_at_once(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {"data__eval": "7 documents", "eval__every": "4 steps", "eval__samples": "0"}
+    flags |= {"checkpoint__keep_best": "eval/loss", "checkpoint__marks": "[9 steps]"}
+    at_once = launch(workplace, name="at-once", **{**BESIDE, **flags, "checkpoint__async_save": "false"})
+    held = Held(monkeypatch, steps=3)
+    beside = launch(workplace, name="beside", **BESIDE, **flags)
+    assert held.steps_during[:1] == [3]  # training went on, and changed every tensor
+    assert saved(beside.run_dir) == saved(at_once.run_dir)
+    assert {"probe.safetensors"} <= saved(beside.run_dir)[9][2]
+    assert resume_campaign.outcome(beside.run_dir) == resume_campaign.outcome(at_once.run_dir)
+
+
+def test_the_next_save_and_a_stop_wait_for_the_one_before(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch, steps=math.inf)
+    stopped = launch(workplace, train__stop_after="6 steps", **{**BESIDE, "checkpoint__every": "2 steps"})
+    assert held.steps_during == [2, 2]
+    assert [step for step, _ in step_dirs(stopped.run_dir / "checkpoints")] == [6, 4, 2]
+    assert stopped.checkpoint == stopped.run_dir / "checkpoints" / "step-6"
+
+
+def test_a_failed_save_ends_the_run_at_the_next_step_with_its_own_error(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = storage.write_all
+
+    def full(descriptor: int, data: bytes) -> None:
+        if threading.current_thread() is not threading.main_thread() and newest(run / "checkpoints") is not None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor, data)
+
+    run = workplace / "runs" / "r"
+    monkeypatch.setattr(storage, "write_all", full)
+    ended = Saver.ended
+    # The thread's end is looked for after every step; here it has always ended by then.
+    monkeypatch.setattr(Saver, "ended", property(lambda saver: saver._thread.in_flight or ended.fget(saver)))
+    with pytest.raises(MachineError, match=r"rank-0000-of-0001.safetensors: No space left .*needed [\d,]+ bytes"):
+        launch(workplace, **BESIDE)
+    monkeypatch.undo()
+    record = json.loads((run / "run.json").read_text())
+    assert (record["status"], record["launches"][0]["step"]) == ("failed", 9)
+    assert [step for step, _ in step_dirs(run / "checkpoints")] == [4]
+    assert not list((run / "checkpoints").glob(".tmp-*"))
+    whole = launch(workplace, name="whole")
+    again = launch(workplace, LaunchOptions(resume="auto"), **BESIDE)
+    assert resume_campaign.outcome(again.run_dir) == resume_campaign.outcome(whole.run_dir)
+
+
+def test_an_error_leaves_the_save_before_it_whole(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Saver.begin
+
+    def begin(saver: Saver, snapshot: Snapshot) -> bool:
+        begun = real(saver, snapshot)
+        weights = next(iter(saver._assembly.train_state.parameters.values()))
+        weights.data.fill_(float("nan"))
+        return begun
+
+    monkeypatch.setattr(Saver, "begin", begin)
+    with pytest.raises(DivergedError) as raised:
+        launch(workplace, **BESIDE)
+    assert "step-4" in (raised.value.hint or "")
+    monkeypatch.undo()
+    assert launch(workplace, LaunchOptions(resume="auto"), **BESIDE).status == "finished"
+
+
+def test_a_disk_without_room_is_told_before_the_first_step(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuner.checkpoint.save.free_bytes", lambda path: 1000)
+    with pytest.raises(
+        MachineError, match=r"checkpoints: no room for a checkpoint \(needed [\d,]+ bytes, free 1,000 b"
+    ):
+        launch(workplace)
+    run = workplace / "runs" / "r"
+    assert not (run / "metrics.jsonl").exists() or not lines(run)
+
+
+def test_an_evaluation_that_is_not_finite_is_saved_as_none(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate_task, "evaluate", lambda *args: Evaluation(math.nan, 5))
+    flags = {"data__eval": "7 documents", "eval__samples": "0", "train__duration": "4 steps"}
+    done = launch(workplace, checkpoint__keep_best="eval/loss", **flags)
+    assert (done.metrics["eval_loss"], done.metrics["best"]) == (None, None)
+    assert saved(done.run_dir)[4][1]["eval_loss"] is None
+    assert "NaN" not in (done.run_dir / "metrics.jsonl").read_text()
+    assert launch(workplace, checkpoint__keep_best="eval/loss", **flags) == done

@@ -1,0 +1,77 @@
+"""What becomes of `auto`, given the device and what is installed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.model.tiny import tiny_config
+from tests.train.synthetic import MAX_LENGTH, recipe_for
+from tuner.errors import ExitCode, MachineError
+from tuner.run.resolve import Resolved, resolve
+from tuner.runtime.device import DeviceFacts
+from tuner.runtime.dist import RankInfo
+
+GIB = 2**30
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tiny_config("llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def resolved_on(
+    kind: Any, directory: Path, monkeypatch: pytest.MonkeyPatch, problem: str | None = None, **sections: dict[str, Any]
+) -> Resolved:
+    facts = DeviceFacts(kind, "a device", 8 * GIB, 8 * GIB, True, 1)
+    monkeypatch.setattr("tuner.run.resolve.device_facts", lambda *_: facts)
+    monkeypatch.setattr("tuner.run.resolve.compiler_problem", lambda kind: problem)
+    monkeypatch.setattr("tuner.run.resolve.has_liger", lambda kind: True)
+    sections["train"] = {"device": "auto", **sections.get("train", {})}
+    return resolve(recipe_for(directory, **sections), MAX_LENGTH, RankInfo())
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem", "sections", "compiled", "kernels", "why"),
+    [
+        ("cpu", None, {}, False, "native", "cpu"),
+        ("cuda", None, {}, True, "liger", "cuda"),
+        ("cuda", "there is no C++ compiler (g++)", {}, False, "liger", "there is no C++ compiler (g++)"),
+        ("cuda", None, {"data": {"packing": False}}, False, "liger", "rows of many lengths"),
+        ("cuda", None, {"train": {"compile": False}}, False, "liger", None),
+        ("cpu", None, {"train": {"compile": True}}, True, "native", None),
+    ],
+)
+def test_layers_are_compiled_where_that_can_be(
+    kind: str,
+    problem: str | None,
+    sections: dict[str, dict[str, Any]],
+    compiled: bool,
+    kernels: str,
+    why: str | None,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = resolved_on(kind, model, monkeypatch, problem, **sections)
+    assert (found.recipe.train.compile, found.recipe.model.kernels) == (compiled, kernels)
+    assert found.reasons.get("train.compile") == why
+
+
+def test_a_missing_compiler_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MachineError, match=r"train.compile: there is no C\+\+ compiler \(g\+\+\)") as caught:
+        resolved_on("cpu", model, monkeypatch, "there is no C++ compiler (g++)", train={"compile": True})
+    assert caught.value.exit_code == ExitCode.ENVIRONMENT
+    assert caught.value.hint == "install what is missing, or write compile: false"
+
+
+def test_a_cpu_without_a_c_compiler_computes_with_torch(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuner.run.resolve.native_problem", lambda: "there is no C compiler (cc, gcc, clang)")
+    found = resolved_on("cpu", model, monkeypatch, None)
+    assert found.recipe.model.kernels == "torch"
+    assert found.reasons["model.kernels"] == "there is no C compiler (cc, gcc, clang)"
+
+
+def test_native_kernels_are_for_the_cpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MachineError, match="native kernels are for the CPU"):
+        resolved_on("cuda", model, monkeypatch, None, model={"kernels": "native"})

@@ -1,0 +1,116 @@
+"""Which checkpoints are kept for good."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.run.test_run import TOTAL, launch
+from tools import resume_campaign
+from tuner.checkpoint.steps import step_dirs
+from tuner.config.duration import Duration
+from tuner.errors import RecipeError
+from tuner.run.options import LaunchOptions
+from tuner.run.tasks import evaluate as evaluate_task
+from tuner.train.best import Best, best_after, best_of, mark_steps
+from tuner.train.evaluate import Evaluation
+from tuner.train.plan import Plan
+
+HELD = {"data__eval": "7 documents", "eval__every": "2 steps", "eval__samples": "0", "train__duration": "12 steps"}
+SPARSE = {"checkpoint__every": "6 steps", "checkpoint__keep": "1"}
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    resume_campaign.prepare(tmp_path, 1)
+    return tmp_path
+
+
+def losses(monkeypatch: pytest.MonkeyPatch, by_step: dict[int, float]) -> None:
+    """Evaluations give these losses in the order of their steps."""
+    left = iter([loss for _, loss in sorted(by_step.items())])
+    monkeypatch.setattr(evaluate_task, "evaluate", lambda *_: Evaluation(next(left), 1))
+
+
+def steps(run: Path) -> list[int]:
+    return sorted(step for step, _ in step_dirs(run / "checkpoints"))
+
+
+def test_marks_are_steps_of_the_run() -> None:
+    plan, tokens = Plan(rows=40, global_batch_size=4, steps_per_epoch=10, total_steps=20), np.full(40, 100)
+    marks = [Duration.parse(text) for text in ("3 steps", "1 epoch", "50%", "6000 tokens", "100%")]
+    assert mark_steps(marks, plan, tokens) == {3, 10, 15, 20}
+    assert mark_steps([], plan, tokens) == frozenset()
+    with pytest.raises(RecipeError, match=r"checkpoint.marks: 3 epochs is step 30, the run ends at 20"):
+        mark_steps([*marks, Duration.parse("3 epochs")], plan, tokens)
+
+
+def test_the_best_is_the_lowest_and_the_earlier_of_equals() -> None:
+    assert best_after(None, None, 4, {"loss": 1.0}) is None
+    assert best_after(None, "eval/loss", 0, {"loss": 1.0}) is None
+    first = best_after(None, "eval/loss", 4, {"loss": 1.0})
+    assert first == Best("eval/loss", 4, 1.0)
+    assert best_after(first, "eval/loss", 8, {"loss": 1.0}) is first
+    assert best_after(first, "eval/loss", 8, {"loss": float("nan")}) is first
+    assert best_after(first, "eval/loss", 8, {"loss": 0.5}) == Best("eval/loss", 8, 0.5)
+    assert best_after(None, "eval/loss/b", 4, {"loss": 1.0, "loss/b": 3.0}) == Best("eval/loss/b", 4, 3.0)
+    assert first is not None
+    assert best_of(json.loads(json.dumps(first.as_state())), "eval/loss") == first
+    assert best_of(first.as_state(), "eval/loss/b") is None
+
+
+def test_marked_steps_are_saved_and_never_pruned(workplace: Path) -> None:
+    flags = {"checkpoint__marks": "[3 steps, 5 steps, 50%]", "checkpoint__at_end": "false", **SPARSE}
+    assert steps(launch(workplace, **flags).run_dir) == [3, 5, 9, 12]
+    late = {"checkpoint__marks": "[100%]", "checkpoint__at_end": "false", "checkpoint__every": "never"}
+    assert steps(launch(workplace, name="late", **late).run_dir) == [TOTAL]
+
+
+def test_the_best_evaluation_is_saved_and_stays(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"checkpoint__keep_best": "eval/loss", **HELD, **SPARSE}
+    losses(monkeypatch, {0: 1.0, 2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5, 10: 3.0, 12: 9.0})
+    result = launch(workplace, **flags)
+    assert steps(result.run_dir) == [4, 12]
+    record = json.loads((result.run_dir / "run.json").read_text())
+    assert record["best"] == result.metrics["best"] == {"metric": "eval/loss", "step": 4, "loss": 3.0}
+
+
+def test_the_last_evaluation_is_saved_where_it_is_the_best(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"checkpoint__keep_best": "eval/loss", "checkpoint__at_end": "false", "checkpoint__keep": "1", **HELD}
+    losses(monkeypatch, {step: 20.0 - step for step in range(0, 14, 2)})
+    assert steps(launch(workplace, checkpoint__every="never", **flags).run_dir) == [10, 12]
+
+
+def test_a_run_that_goes_on_remembers_its_best(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"checkpoint__keep_best": "eval/loss", **HELD, **SPARSE}
+
+    def stopped_at_7(name: str) -> Path:
+        losses(monkeypatch, {0: 1.0, 2: 5.0, 4: 3.0, 6: 4.0})
+        return launch(workplace, name=name, train__stop_after="7 steps", **flags).run_dir
+
+    def go_on(name: str, **more: Any) -> list[int]:
+        losses(monkeypatch, {8: 3.5, 10: 3.2, 12: 9.0})
+        return steps(launch(workplace, LaunchOptions(resume="auto"), name=name, **(flags | more)).run_dir)
+
+    assert steps(stopped_at_7("a")) == [4, 7]
+    assert go_on("a") == [4, 7, 12]  # 7 is what it went on from
+    shutil.rmtree(stopped_at_7("b") / "checkpoints" / "step-4")
+    assert go_on("b") == [7, 10, 12]
+    stopped_at_7("c")
+    assert go_on("c", checkpoint__keep_best="null") == [7, 12]
+
+
+def test_a_loss_that_nothing_measures_is_refused(workplace: Path) -> None:
+    with pytest.raises(RecipeError, match="no evaluation measures eval/loss/orders") as refused:
+        launch(workplace, checkpoint__keep_best="eval/loss/orders", **HELD)
+    assert refused.value.hint == "write eval/loss"
+    with pytest.raises(RecipeError, match=r"keep_best  needs held-out rows"):
+        launch(workplace, checkpoint__keep_best="eval/loss")
+    never = {"eval__every": "never", "eval__at_end": "false"}
+    with pytest.raises(RecipeError, match=r"keep_best  needs evaluations"):
+        launch(workplace, checkpoint__keep_best="eval/loss", **(HELD | never))

@@ -1,1 +1,0 @@
-"""Training with what commands attach to it: exports beside it, and a look at its steps."""

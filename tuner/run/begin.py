@@ -1,0 +1,86 @@
+"""The beginning of a launch in the run directory: what every later command reads of it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tuner.config.dump import recipe_dict, recipe_yaml
+from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.errors import DataError, MachineError
+from tuner.run.build import Assembly
+from tuner.run.options import LaunchOptions
+from tuner.run.preflight import Preflight
+from tuner.run.resolve import Resolved
+from tuner.run.tokenizer import write_tokenizer
+from tuner.rundir.directory import MODEL_CONFIG, TOKENIZER
+from tuner.runtime.files import fsync_path, machine_error, write_atomic, write_json
+
+
+def begin_launch(ready: Preflight, loaded: LoadedRecipe, assembly: Assembly, options: LaunchOptions) -> dict[str, Any]:
+    """Fill the run directory and note the launch in its record, which is returned. Rank 0, under the run's lock."""
+    run, record, found = ready.run, ready.record, ready.found
+    if run.read_record() != record:
+        raise MachineError(f"{run.path}: another launch used it meanwhile", hint="run the same command again")
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    run.logs.mkdir(exist_ok=True)
+    run.sweep()
+    if record is not None:
+        is_own = found is not None and found.path.parent == run.checkpoints
+        run.set_aside(found.step if found is not None and is_own else -1, str(record["run_id"]))
+    resolved = assembly.resolved
+    # How long and on how many processes is each launch's own affair.
+    of_run = {
+        "train": resolved.recipe.train.model_copy(update={"stop_after": None}),
+        "parallel": loaded.recipe.parallel,
+    }
+    kept = resolved.recipe.model_copy(update=of_run)
+    begins = found is None or record is None
+    if begins or not run.resolved_recipe.is_file():
+        run.write_recipe(loaded.text, recipe_yaml(kept))
+    if begins or not (run.path / TOKENIZER).is_dir():
+        write_tokenizer(run, assembly)
+    if begins or not (run.path / MODEL_CONFIG).is_dir():
+        write_model_config(run.path / MODEL_CONFIG, resolved)
+    # Where the user works, before where the recipe is: a resumed run reads it from its own directory.
+    work_dirs = [Path.cwd(), *([loaded.path.parent] if loaded.path is not None else [])]
+    changed: dict[str, Any] = {"resets": [reset.as_state() for reset in ready.resets]} if ready.resets else {}
+    if options.reset and record is not None:
+        changed["recipe"] = recipe_dict(kept)
+    record = run.begin(record, _facts(ready, assembly, options), work_dirs, changed)
+    if "recipe" in record:  # for people and other commands; launches read the record
+        write_atomic(run.resolved_recipe, recipe_yaml(load_recipe(record["recipe"]).recipe).encode())
+    return record
+
+
+def _facts(ready: Preflight, assembly: Assembly, options: LaunchOptions) -> dict[str, Any]:
+    """What the record notes of this launch besides its command and versions."""
+    found, given = ready.found, options.handed_over
+    return {
+        "world_size": assembly.rank_info.world_size,
+        "threads": torch.get_num_threads(),
+        "device": assembly.resolved.facts.name,
+        "cuda": torch.version.cuda,
+        "from_step": 0 if found is None else found.step,
+        "began_from": str(found.path) if found is not None and ready.record is None else None,
+        "total_steps": assembly.timetable.plan.total_steps,
+        **({} if given is None else {"command": list(given.command)}),
+    }
+
+
+def write_model_config(directory: Path, resolved: Resolved) -> None:
+    """Write the model's config and its generation config. Raises MachineError, DataError for what is no JSON."""
+    config = directory / "config.json"
+    try:
+        resolved.config.save_pretrained(directory)
+        fsync_path(config)
+    except OSError as error:
+        raise machine_error(config, error) from error
+    # Its own save refuses settings that published models ship, such as a temperature without sampling.
+    try:
+        write_json(directory / "generation_config.json", resolved.generation.to_dict())
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{resolved.recipe.model.name_or_path}/generation_config.json: cannot be written again: {error}",
+            hint="take what is no plain value (Infinity, NaN) out of it",
+        ) from error

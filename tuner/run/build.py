@@ -1,0 +1,241 @@
+"""What training works with, built from a resolved recipe: the model, the optimizer, the batches."""
+
+import contextlib
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PretrainedConfig
+
+from tuner.config.recipe import LowRankAdapter, Recipe
+from tuner.data.batches import GlobalBatches
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.prepared import PreparedData
+from tuner.errors import RecipeError
+from tuner.model.adapter import LoraSpec
+from tuner.model.build import apply_liger, apply_native, build_model, build_skeleton, decoder_blocks
+from tuner.model.choice import Choice
+from tuner.model.compile import compile_blocks
+from tuner.model.flops import training_flops
+from tuner.model.freeze import frozen_hash
+from tuner.model.logit_shape import LogitShape
+from tuner.model.padding import Padding
+from tuner.model.probe import require_isolation
+from tuner.model.recompute import apply_recompute
+from tuner.model.root import CausalLM, outer_parameters, trained_parameters
+from tuner.parallel.fsdp import data_mesh, materialise, shard, shard_size
+from tuner.run.probes import probe_inputs
+from tuner.run.resets import Starts
+from tuner.run.resolve import Resolved, check_division, model_spec
+from tuner.run.timetable import Timetable, timetable
+from tuner.runtime.allocator import keep_freed_memory
+from tuner.runtime.collective import Collective
+from tuner.runtime.device import DeviceFacts
+from tuner.runtime.dist import RankInfo
+from tuner.runtime.peak import measured_peak
+from tuner.runtime.process import gloo_group
+from tuner.train.best import check_metric
+from tuner.train.evaluate import HeldOut, held_out
+from tuner.train.guard import Guard, GuardPolicy
+from tuner.train.methods import build_objective, check_logits
+from tuner.train.mfu import MfuMeter
+from tuner.train.optimizer import build_optimizer
+from tuner.train.step import StepConfig, TrainState
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Everything that the loop needs, built."""
+
+    resolved: Resolved
+    train_state: TrainState
+    batches: GlobalBatches
+    timetable: Timetable
+    prepared: PreparedData
+    tokenizer: TextTokenizer
+    rank_info: RankInfo
+    probes: list[torch.Tensor]
+    held_out: HeldOut | None
+    mfu: MfuMeter
+
+
+def build(
+    resolved: Resolved,
+    prepared: PreparedData,
+    tokenizer: TextTokenizer,
+    rank_info: RankInfo,
+    starts: Starts = Starts(),  # noqa: B008 - frozen
+) -> Assembly:
+    """Build model, optimizer, batches and schedule. Collective where there are several processes."""
+    recipe = resolved.recipe
+    _check_sizes(recipe, tokenizer, resolved.config, prepared, rank_info)
+    table, held = timetable(recipe, prepared, starts), held_out_rows(recipe, prepared)
+    check_metric(recipe.checkpoint.keep_best, held)
+    peak = measured_peak(resolved.facts.kind, recipe.train.precision, rank_info.local_rank)  # while the memory is free
+    train_state = build_train_state(recipe, *assemble_model(resolved, rank_info))
+    train_state.rng_start = starts.rng
+    batches = GlobalBatches(
+        prepared.train,
+        seed=recipe.seed,
+        shuffle=recipe.data.shuffle,
+        global_batch_size=recipe.train.global_batch_size,
+        micro_batch_size=recipe.train.micro_batch_size,
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
+    )
+    probes = probe_inputs(prepared.train)
+    mfu = MfuMeter(training_flops(train_state.root.model), peak)
+    return Assembly(resolved, train_state, batches, table, prepared, tokenizer, rank_info, probes, held, mfu)
+
+
+def build_train_state(recipe: Recipe, root: CausalLM, step_config: StepConfig) -> TrainState:
+    """What a step changes, around the model of a resolved recipe: the loss, the optimizer and the guard."""
+    parameters = trained_parameters(root)
+    optimizer = build_optimizer(recipe.optimizer, parameters, outer_parameters(root))
+    policy = GuardPolicy(recipe.train.nonfinite, recipe.train.skip_spikes)
+    root.objective = build_objective(recipe.method, recipe.model.kernels)
+    return TrainState(root, parameters, optimizer, step_config, Guard(policy, step_config.device))
+
+
+def assemble_model(resolved: Resolved, rank_info: RankInfo) -> tuple[CausalLM, StepConfig]:
+    """The model as a training starts with it, and how it computes. Collective where there are several processes."""
+    recipe = resolved.recipe
+    if resolved.facts.kind == "cpu":
+        keep_freed_memory(resolved.facts.free_bytes // 2)
+    root = _build_root(resolved, rank_info, packed=recipe.data.packing or recipe.train.micro_batch_size > 1)
+    return root, step_config_of(recipe, _device(resolved.facts, rank_info), rank_info.rank)
+
+
+def step_config_of(recipe: Recipe, device: torch.device, rank: int) -> StepConfig:
+    """How a resolved recipe computes on a device."""
+    autocast = _autocast(device, recipe.train.precision)
+    return StepConfig(device, autocast, recipe.train.max_grad_norm, recipe.seed, rank)
+
+
+def held_out_rows(recipe: Recipe, prepared: PreparedData) -> HeldOut | None:
+    """The held-out rows with the names of their sources: those of `data.eval`, or of what it is split from."""
+    if prepared.eval is None:
+        return None
+    sources = recipe.data.eval if isinstance(recipe.data.eval, tuple) else recipe.data.train
+    return held_out(prepared.eval, prepared.eval_documents, [source.path for source in sources])
+
+
+def check_fits(tokenizer: TextTokenizer, config: PretrainedConfig, prepared: PreparedData) -> None:
+    """Check that the model has an embedding for every id and a position for every token. Raises RecipeError."""
+    text = config.get_text_config()
+    if tokenizer.vocab_size > text.vocab_size:
+        beyond = tokenizer.added_tokens_from(text.vocab_size)
+        named = f" ({', '.join(beyond[:3])}{', ...' if len(beyond) > 3 else ''})" if beyond else ""
+        hint = f"take the model's own tokenizer, or init: random with config: {{vocab_size: {tokenizer.vocab_size}}}"
+        if tokenizer.special_tokens.get("pad_token") in beyond:
+            hint = "name a pad_token in tokenizer_config.json that the model has, such as its eos_token"
+        raise RecipeError(
+            f"tokenizer: its {tokenizer.vocab_size:,} ids are more than the model's {text.vocab_size:,} "
+            f"embeddings{named}",
+            hint=hint,
+        )
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and prepared.train.max_length > longest:
+        raise RecipeError(f"data.max_length: {prepared.train.max_length} is above the model's {longest:,} positions")
+
+
+def _check_sizes(
+    recipe: Recipe, tokenizer: TextTokenizer, config: PretrainedConfig, prepared: PreparedData, rank_info: RankInfo
+) -> None:
+    check_fits(tokenizer, config, prepared)
+    check_logits(recipe.method, LogitShape.of(config))
+    check_division(recipe.train.global_batch_size, recipe.train.micro_batch_size, rank_info.world_size)
+
+
+def _choice(resolved: Resolved) -> Choice:
+    recipe = resolved.recipe
+    lora = lora_spec(recipe.adapter) if isinstance(recipe.adapter, LowRankAdapter) else None
+    return Choice(lora, recipe.model.freeze, resolved.new_ids, recipe.model.init == "random")
+
+
+def lora_spec(adapter: LowRankAdapter) -> LoraSpec:
+    """The adapter section as the model package takes it."""
+    return LoraSpec(
+        adapter.r,
+        adapter.alpha,
+        adapter.dropout,
+        adapter.target_modules,
+        adapter.use_rslora,
+        adapter.kind == "dora",
+        adapter.modules_to_save,
+    )
+
+
+def _build_root(resolved: Resolved, rank_info: RankInfo, packed: bool) -> CausalLM:
+    """The whole model on rank 0, or one process; with several, shards everywhere filled from rank 0's."""
+    recipe = resolved.recipe
+    dtype = DTYPES[recipe.model.dtype]
+    device, chosen = _device(resolved.facts, rank_info), _choice(resolved)
+    built: list[CausalLM] = []  # on rank 0 alone; a failure there is raised on every rank, so that none waits for it
+
+    def build() -> str | None:
+        built.append(CausalLM(build_model(model_spec(recipe, resolved.new_ids), dtype, recipe.seed)))
+        chosen.apply(built[0].model, recipe.seed)
+        if recipe.model.kernels == "native":
+            apply_native(built[0].model)
+        vocab_size, longest = resolved.config.get_text_config().vocab_size, int(recipe.data.max_length)
+        require_isolation(built[0], vocab_size, packed, longest, recipe.train.micro_batch_size)
+        return frozen_hash(built[0].model)
+
+    frozen = Collective(gloo_group()).on_rank0(build)
+    if rank_info.world_size == 1:
+        root = built[0].to(device)
+        _adapt_blocks(root, recipe)
+    else:
+        root = bare_root(resolved)
+        shard(root, launch_mesh(recipe, rank_info, device.type), recipe.parallel.reshard_after_forward)
+        materialise(root, built[0] if built else None, device)
+    root.frozen_hash = frozen
+    if recipe.model.kernels == "liger" and recipe.train.compile is not True:  # the compiler makes kernels of its own
+        apply_liger(root.model)
+    return root
+
+
+def bare_root(resolved: Resolved) -> CausalLM:
+    """The model as it is trained, but for its values and before it is sharded: on the meta device, without storage."""
+    root = CausalLM(build_skeleton(resolved.config, DTYPES[resolved.recipe.model.dtype]))
+    _choice(resolved).apply(root.model, resolved.recipe.seed)
+    if resolved.recipe.model.kernels == "native":
+        apply_native(root.model)
+    _adapt_blocks(root, resolved.recipe)
+    return root
+
+
+def launch_mesh(recipe: Recipe, rank_info: RankInfo, device: str) -> DeviceMesh:
+    """The processes of a launch as `parallel.shard` arranges them. Collective."""
+    return data_mesh(device, rank_info.world_size, shard_size(recipe.parallel.shard, rank_info))
+
+
+def _adapt_blocks(root: CausalLM, recipe: Recipe) -> None:
+    """Have decoder layers computed again in the backward pass, and compiled, as the recipe wants."""
+    level, wish = recipe.train.gradient_checkpointing, recipe.train.gradient_checkpointing_layers
+    if level != "none":
+        there = len(decoder_blocks(root.model))
+        wanted = math.ceil(wish.share * there) if wish.unit == "%" else int(wish.count)
+        if wanted > there:
+            raise RecipeError(f"train.gradient_checkpointing_layers: {wish}, but the model has {there}")
+        apply_recompute(root, level, wanted)
+    if recipe.train.compile is True:
+        longest = int(recipe.data.max_length)
+        compile_blocks(root, Padding(longest * recipe.train.micro_batch_size, longest))
+
+
+def _device(facts: DeviceFacts, rank_info: RankInfo) -> torch.device:
+    return torch.device("cuda", rank_info.local_rank) if facts.kind == "cuda" else torch.device("cpu")
+
+
+def _autocast(device: torch.device, precision: str) -> Callable[[], AbstractContextManager[object]]:
+    if precision == "fp32":
+        return contextlib.nullcontext
+    # A pass uses each weight once: kept, the bf16 copies of all layers would outlive what recomputing frees.
+    return lambda: torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)

@@ -1,0 +1,84 @@
+"""What a launch is asked for besides the recipe, and what it gives back: plain values that cross to its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from tuner.config.dump import recipe_dict
+from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.runtime.console import Level
+
+Resume = Literal["auto", "must", "never"] | Path
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """What the process that started the ranks has checked and prepared a moment ago, so that they need not."""
+
+    prepared: Path
+    checkpoint: Path | None
+    """The checkpoint to resume from, whose files it hashed."""
+    command: tuple[str, ...]
+    """Its command line, which the run records."""
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What a launch is asked for besides the recipe."""
+
+    resume: Resume = "never"
+    """auto resumes where there is a run to resume, must fails without one, never refuses to touch one.
+
+    A path, of a checkpoint or of a run with one, begins a new run there, and resumes the run that began so.
+    """
+    prepared: Path | None = None
+    """Prepared data to use instead of the cache's."""
+    no_prepare: bool = False
+    """Fail where the data is not prepared yet."""
+    dry_run: bool = False
+    """Say what would be done and stop; only prepared data may be written."""
+    reset: tuple[str, ...] = ()
+    """Parts of the run that start afresh where it is resumed, as `tuner.run.resets.parse_reset` gives them."""
+    level: Level = "info"
+    """Messages of this level and above go to stderr."""
+    handed_over: HandedOver | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work of a rank that a launch starts: the recipe, and the options."""
+
+    recipe: dict[str, Any]
+    text: str
+    recipe_path: Path | None
+    options: LaunchOptions
+
+    @staticmethod
+    def of(loaded: LoadedRecipe, options: LaunchOptions) -> Job:
+        """The job of every rank of a launch."""
+        return Job(recipe_dict(loaded.recipe), loaded.text, loaded.path, options)
+
+    def loaded(self) -> LoadedRecipe:
+        """The recipe as the command loaded it."""
+        return replace(load_recipe(self.recipe), text=self.text, path=self.recipe_path)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a launch ended."""
+
+    run_dir: Path
+    status: Literal["finished", "stopped", "planned"]
+    step: int
+    total_steps: int
+    checkpoint: Path | None
+    metrics: dict[str, Any]
+
+
+JOB: TypeAdapter[Job] = TypeAdapter(Job)
+RESULT: TypeAdapter[RunResult] = TypeAdapter(RunResult)
+"""How they are written as JSON and read again."""

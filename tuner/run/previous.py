@@ -1,0 +1,227 @@
+"""What earlier launches of a run left: the checkpoint to resume from, or the result of a run that is finished."""
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tuner.checkpoint.load import CheckpointInfo, newest, open_checkpoint
+from tuner.checkpoint.steps import step_dirs, step_name
+from tuner.config.dump import recipe_dict
+from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.config.overrides import Override
+from tuner.errors import DataError, MachineError, RecipeError
+from tuner.run.changes import Changes, changes
+from tuner.run.options import LaunchOptions, RunResult
+from tuner.run.resets import freed_keys, pending, resets_of
+from tuner.run.state import outcome
+from tuner.rundir.chosen import choose
+from tuner.rundir.directory import RunDir
+from tuner.rundir.last import last_step, way_to_whole
+from tuner.runtime.console import Console
+from tuner.runtime.lock import FileLock
+from tuner.train.progress import METRICS
+
+
+def find_checkpoint(
+    run: RunDir,
+    record: dict[str, Any] | None,
+    loaded: LoadedRecipe,
+    options: LaunchOptions,
+    console: Console,
+    hashes: bool,
+) -> CheckpointInfo | None:
+    """The checkpoint to resume from, after checking that the directory, the recipe and the options agree.
+
+    Without `hashes` its tensors are not read. Raises RecipeError and DataError.
+    """
+    if record is None:
+        if options.resume == "must":
+            raise RecipeError(f"{run.path} holds no run to resume", hint="leave out --resume must")
+        if isinstance(options.resume, Path):
+            return _given_checkpoint(options.resume, loaded, options, console, hashes)
+        return None
+    origin = began(record)
+    if isinstance(options.resume, Path) and (origin is None or options.resume not in (origin, origin.parent.parent)):
+        raise RecipeError(
+            f"{run.path} holds a run that did not begin from {options.resume}",
+            hint=f"new run: --name NEW-NAME      resume this one: tuner resume {run.path}",
+        )
+    before = run.recipe(record)
+    if before is not None:
+        freed = freed_keys(options.reset, before.recipe.optimizer.kind, loaded.recipe.optimizer.kind)
+        changed = changes(recipe_dict(before.recipe), recipe_dict(loaded.recipe), freed)
+        if changed.refuse:
+            raise RecipeError(
+                f"{run.path} holds a run with another recipe ({changed.shown()})",
+                hint=f"new run: --name NEW-NAME      throw it away: tuner runs rm {run.path}      it was not touched",
+            )
+        if options.resume != "never":
+            _say_changed(changed, console)
+    return _own_checkpoint(run, record, loaded, options, console, hashes)
+
+
+def _own_checkpoint(
+    run: RunDir,
+    record: dict[str, Any],
+    loaded: LoadedRecipe,
+    options: LaunchOptions,
+    console: Console,
+    hashes: bool,
+) -> CheckpointInfo | None:
+    """The newest valid checkpoint of a run, or the one that it began from."""
+    at_end = loaded.recipe.checkpoint.at_end
+    found = newest(run.checkpoints, console.warn, shards=hashes)
+    if found is not None and not hashes and _is_finished(record, found, at_end):
+        found = newest(run.checkpoints, console.warn)  # every rank must say the same of it
+    if found is None and step_dirs(run.checkpoints):
+        raise DataError(
+            f"{run.checkpoints}: none of its checkpoints is valid",
+            hint=f"{way_to_whole(run.checkpoints, any_valid=False)}      new run: --name NEW-NAME",
+        )
+    origin = began(record)
+    if found is None and origin is not None:
+        found = open_checkpoint(origin, shards=hashes)  # it ended before it saved one of its own, or lost them
+    if options.resume == "never" and not _is_finished(record, found, at_end) and not options.dry_run:
+        at = f"at step {found.step}" if found is not None else "without a checkpoint"
+        raise RecipeError(
+            f"{run.path} holds an unfinished run, {at}",
+            hint=f"resume it: tuner resume {run.path}      new run: --name NEW-NAME",
+        )
+    _warn_of_losses(run, record, found, console)
+    return found
+
+
+def finished_result(
+    run: RunDir,
+    record: dict[str, Any],
+    found: CheckpointInfo | None,
+    loaded: LoadedRecipe,
+    options: LaunchOptions,
+    console: Console,
+) -> RunResult | None:
+    """The result of a run of which nothing is left to train; None of any other."""
+    if not _is_finished(record, found, loaded.recipe.checkpoint.at_end):
+        return None
+    step = int(record["launches"][-1].get("step") or (found.step if found is not None else 0))
+    console.say("finished", f"{run.path} is already trained: {step} steps")
+    state = record.get("metrics") or ({"step": step} if found is None else found.state)
+    if not options.dry_run:
+        _close(run, record, found)
+    return run_result(run, "finished", found, step, state)
+
+
+def resume_source(run_dir: Path, overrides: Sequence[Override] = ()) -> LoadedRecipe:
+    """The recipe that a run directory is resumed with. Raises RecipeError for a directory that holds no run."""
+    run = RunDir(run_dir.absolute())
+    if not run.path.is_dir():
+        raise RecipeError(f"{run_dir}: no such directory", hint="give the run directory that tuner train printed")
+    record = run.read_record()
+    loaded = None if record is None else run.recipe(record)
+    if loaded is None:
+        raise RecipeError(f"{run_dir} holds no run that could be resumed", hint="start it with tuner train")
+    if overrides:
+        loaded = replace(load_recipe(recipe_dict(loaded.recipe), overrides), path=loaded.path, text=loaded.text)
+    return replace(loaded, recipe=loaded.recipe.model_copy(update={"output_dir": str(run.path)}))
+
+
+def left_before(loaded: LoadedRecipe, options: LaunchOptions) -> RunResult | None:
+    """What an earlier launch left to resume, for a launch that ends before its first step; None without any."""
+    run = RunDir(Path(loaded.recipe.output_dir))
+    record, found = run.read_record(), newest(run.checkpoints, verify=False)
+    total = record["launches"][-1].get("total_steps") if record is not None and record["launches"] else None
+    if options.resume == "never" or found is None or total is None:
+        return None
+    return run_result(run, "stopped", found, int(total), found.state)
+
+
+def run_result(
+    run: RunDir,
+    status: Literal["finished", "stopped"],
+    saved: CheckpointInfo | None,
+    total_steps: int,
+    state: Mapping[str, Any],
+) -> RunResult:
+    """How a launch ended, from the state of its progress: its own, or what an earlier one left."""
+    metrics = {key: state.get(key) for key in METRICS}
+    return RunResult(run.path, status, int(state["step"]), total_steps, saved.path if saved else None, metrics)
+
+
+def began(record: Mapping[str, Any]) -> Path | None:
+    """The checkpoint of another run that a run's first launch resumed from, if it did."""
+    path = record["launches"][0].get("began_from") if record["launches"] else None
+    return None if path is None else Path(path)
+
+
+def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any], reset: Collection[str]) -> Changes:
+    """What differs from the recipe that a checkpoint was saved with. Raises RecipeError where it is another run's."""
+    before = found.meta["recipe"]
+    changed = changes(before, recipe, freed_keys(reset, before["optimizer"]["kind"], recipe["optimizer"]["kind"]))
+    if changed.refuse:
+        raise RecipeError(
+            f"{found.path} was saved with another recipe ({changed.shown()})",
+            hint="take the values of its run, which recipe.resolved.yaml there holds",
+        )
+    return changed
+
+
+def warn_of_changes(changed: Sequence[str], console: Console) -> None:
+    """Warn of each changed key after which a run is resumed less exactly."""
+    for line in changed:
+        console.warn(f"{line}: from here on not the same bits, or not the same measure")
+
+
+def _say_changed(changed: Changes, console: Console) -> None:
+    """Print what differs from the recipe of the run that is resumed."""
+    if changed.safe:
+        console.say("changed", "\n".join(changed.safe))
+    warn_of_changes(changed.warn, console)
+
+
+def _warn_of_losses(run: RunDir, record: Mapping[str, Any], found: CheckpointInfo | None, console: Console) -> None:
+    """Warn of what of a run is not there any more, and from where it is made again."""
+    at = 0 if found is None else found.step
+    if not run.record.is_file():
+        console.warn(f"{run.record} is gone: it is written again, from step {at} on")
+    last = last_step(run.checkpoints, record)
+    if last is not None and last > at and not (run.checkpoints / step_name(last)).is_dir():
+        console.warn(f"{run.checkpoints / step_name(last)}, the last checkpoint, is gone: trained again from step {at}")
+
+
+def _given_checkpoint(
+    path: Path, loaded: LoadedRecipe, options: LaunchOptions, console: Console, hashes: bool
+) -> CheckpointInfo:
+    """The checkpoint at a path that the user gave, of a run its last one: a damaged one is fatal."""
+    if not path.is_dir():
+        raise RecipeError(f"--resume {path}: no such directory", hint="give a checkpoint, auto, must or never")
+    chosen = choose(path, console.warn, shards=hashes)
+    found = open_checkpoint(path, shards=hashes) if chosen is None else chosen.checkpoint
+    _say_changed(require_recipe_of(found, recipe_dict(loaded.recipe), options.reset), console)
+    return found
+
+
+def _is_finished(record: Mapping[str, Any], found: CheckpointInfo | None, at_end: bool) -> bool:
+    """Whether nothing is left to train: by a final checkpoint, or by the record where what it kept is there.
+
+    A launch may have been killed before it could write down that it finished; a run that was reset after that
+    checkpoint has steps left. So has a finished run whose last checkpoint is damaged or gone: `found` is the newest
+    that is valid. With `at_end`, `checkpoint.at_end` of the recipe, that is the one of the last step.
+    """
+    if found is not None and found.state.get("finished") and not pending(resets_of(record), found.step):
+        return True
+    if record["status"] != "finished":
+        return False
+    newest_launch = record["launches"][-1]
+    last = newest_launch.get("step") if at_end else newest_launch.get("saved_step")
+    return last is None or (found is not None and found.step >= last)
+
+
+def _close(run: RunDir, record: dict[str, Any], found: CheckpointInfo | None) -> None:
+    """Do what a launch that was killed after its last save left undone, unless another process holds the run."""
+    if record["status"] == "finished" and not run.leftovers():
+        return
+    with suppress(MachineError), FileLock(run.path / "lock", wait=False):
+        run.sweep()
+        if record["status"] != "finished" and found is not None and run.read_record() == record:
+            run.close(record | outcome(found.state), found.step)

@@ -1,0 +1,157 @@
+"""A recipe resolved for a machine: every `auto` replaced by a value, with the reason."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PretrainedConfig
+
+from tuner.config.optimizers import MuonOptimizer
+from tuner.config.recipe import Recipe, rows_method
+from tuner.errors import MachineError, RecipeError
+from tuner.model.build import ModelSpec, build_skeleton, generation_config, has_liger, model_config
+from tuner.model.compile import compiler_problem
+from tuner.model.native.library import native_problem
+from tuner.runtime.device import DeviceFacts, device_facts, host_memory
+from tuner.runtime.dist import RankInfo
+
+SMALL_MODEL_PARAMETERS = 500_000_000
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe without `auto`, the facts that decided, and the reason for each decision by key path."""
+
+    recipe: Recipe
+    facts: DeviceFacts
+    config: PretrainedConfig
+    generation: GenerationConfig
+    n_parameters: int
+    reasons: Mapping[str, str]
+    new_ids: range = range(0)
+    """Of the tokens that the recipe adds."""
+
+
+def resolve(
+    recipe: Recipe, max_length: int, rank_info: RankInfo, new_ids: range = range(0), facts: DeviceFacts | None = None
+) -> Resolved:
+    """Replace every `auto` of the recipe by a value, with the reason; looks at the device and the model's config.
+
+    ``new_ids`` are those that the tokenizer gave to the tokens that the recipe adds: the config has room for them. With
+    ``facts`` it is resolved for a device that need not be here.
+    """
+    facts = facts or device_facts(recipe.train.device, rank_info.local_rank)
+    spec = model_spec(recipe, new_ids)
+    config = model_config(spec)
+    n_parameters = sum(p.numel() for p in build_skeleton(config, torch.float32).parameters())
+    reasons: dict[str, str] = {}
+    values: dict[str, dict[str, Any]] = {}
+
+    def settle(section: str, key: str, value: object, reason: str) -> None:
+        if getattr(getattr(recipe, section), key) == "auto":
+            values.setdefault(section, {})[key] = value
+            reasons[f"{section}.{key}"] = reason
+
+    settle("train", "device", facts.kind, facts.name)
+    settle("train", "mock_batch", facts.kind == "cuda", facts.kind)
+    settle("checkpoint", "async_save", *_saves_beside(recipe, facts, n_parameters, rank_info))
+    precision = recipe.train.precision
+    if precision == "auto":
+        precision = "bf16" if facts.bf16_fast else "fp32"
+        settle("train", "precision", precision, f"bf16 is {'fast' if facts.bf16_fast else 'slow'} on this {facts.kind}")
+    frozen = recipe.adapter.kind != "none"
+    settle("model", "dtype", precision if frozen else "fp32", "frozen weights" if frozen else "trained weights")
+    settle("train", "compile", *_compiled(recipe, facts))
+    if recipe.model.kernels == "auto":
+        settle("model", "kernels", *_kernels(config.model_type, facts))
+    settle("optimizer", "lr", *_default_lr(recipe, n_parameters))
+    if isinstance(recipe.optimizer, MuonOptimizer):
+        lr = values.get("optimizer", {}).get("lr", recipe.optimizer.lr)
+        settle("optimizer", "adamw_lr", lr, "that of lr")
+    settle("parallel", "processes", rank_info.world_size, "as started")
+    machines = rank_info.world_size > rank_info.local_world_size
+    settle("parallel", "shard", "hybrid" if machines else "full", "several machines" if machines else "one machine")
+    settle("data", "max_length", max_length, "as prepared")
+    kind = rows_method(recipe.method).kind
+    settle("data", "too_long", "drop" if kind == "sft" else "split", kind)
+    changed = {section: getattr(recipe, section).model_copy(update=update) for section, update in values.items()}
+    done = recipe.model_copy(update=changed)
+    _check_numerics(done, facts)
+    return Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons, new_ids)
+
+
+def model_spec(recipe: Recipe, new_ids: range) -> ModelSpec:
+    """The model section as the model package takes it."""
+    model = recipe.model
+    return ModelSpec(model.name_or_path, model.revision, model.init == "random", model.config, new_ids)
+
+
+def _kernels(model_type: str, facts: DeviceFacts) -> tuple[str, str]:
+    """Whose kernels compute, and why."""
+    if facts.kind == "cuda":
+        return "liger" if has_liger(model_type) else "torch", f"{model_type} on {facts.kind}"
+    problem = native_problem()
+    return ("native", "compiled for this CPU") if problem is None else ("torch", problem)
+
+
+def _saves_beside(recipe: Recipe, facts: DeviceFacts, n_parameters: int, rank_info: RankInfo) -> tuple[bool, str]:
+    """Whether saves are written beside the steps, and why. On a CPU they would take the cores that training uses."""
+    if facts.kind == "cpu" or recipe.adapter.kind != "none":
+        return facts.kind != "cpu", facts.kind
+    state = 3 * 4 * n_parameters * rank_info.local_world_size // rank_info.world_size  # weights and moments in float32
+    fits = state < host_memory()[1] // 2
+    return fits, facts.kind if fits else "too little memory of the host for copies"
+
+
+def _compiled(recipe: Recipe, facts: DeviceFacts) -> tuple[bool, str]:
+    """Whether decoder layers are compiled, and why. Raises MachineError where they shall be and cannot."""
+    problem = compiler_problem(facts.kind)
+    if recipe.train.compile == "auto":
+        if facts.kind != "cuda" or problem is not None:
+            return False, problem or facts.kind
+        return recipe.data.packing, facts.kind if recipe.data.packing else "rows of many lengths"
+    if recipe.train.compile and problem is not None:
+        raise MachineError(f"train.compile: {problem}", hint="install what is missing, or write compile: false")
+    return recipe.train.compile, "as written"
+
+
+def _default_lr(recipe: Recipe, n_parameters: int) -> tuple[float, str]:
+    if recipe.adapter.kind != "none":
+        return 2e-4, "adapter"
+    if recipe.model.init == "random":
+        return 3e-4, "random weights"
+    if n_parameters < SMALL_MODEL_PARAMETERS:
+        return 1e-4, f"full, {n_parameters / 1e6:,.0f} M parameters"
+    return 2e-5, f"full, {n_parameters / 1e9:,.1f} B parameters"
+
+
+def _check_numerics(recipe: Recipe, facts: DeviceFacts) -> None:
+    """Raise MachineError or RecipeError where a resolved recipe wants kernels or types that are not to be had."""
+    frozen = recipe.adapter.kind != "none"
+    if recipe.model.kernels == "liger" and facts.kind != "cuda":
+        raise MachineError("model.kernels: liger needs a CUDA device", hint="write kernels: auto or torch")
+    if recipe.model.kernels == "native" and facts.kind != "cpu":
+        raise MachineError("model.kernels: native kernels are for the CPU", hint="write kernels: auto, liger or torch")
+    if not frozen and recipe.model.dtype != "fp32":
+        raise RecipeError(
+            "model.dtype: trained weights are kept in fp32",
+            hint="write dtype: auto; train.precision sets the computation",
+        )
+    if frozen and recipe.model.dtype == "bf16" and recipe.train.precision == "fp32":
+        raise RecipeError(
+            "model.dtype: bf16 weights cannot be computed with in train.precision: fp32",
+            hint="write dtype: auto, or precision: bf16",
+        )
+
+
+def check_division(global_batch_size: int, micro_batch_size: int, processes: int) -> None:
+    """Raise RecipeError, listing what would do, where a global batch does not divide into whole micro-batches."""
+    if global_batch_size % (micro_batch_size * processes):
+        numbers = range(1, min(global_batch_size, 64) + 1)
+        allowed = [n for n in numbers if global_batch_size % (micro_batch_size * n) == 0]
+        raise RecipeError(
+            f"train.global_batch_size: {global_batch_size} rows do not divide into {processes} processes of "
+            f"{micro_batch_size} rows",
+            hint=f"numbers of processes (parallel.processes) that divide it: {', '.join(map(str, allowed))}",
+        )

@@ -1,0 +1,60 @@
+"""A run as its checkpoints hold it: named tensors, and a JSON state."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tuner.checkpoint.load import CheckpointInfo, load_into
+from tuner.run.build import Assembly
+from tuner.run.context import LaunchContext
+from tuner.run.resets import STATE, pending, resets_of, starts_of, updates_of
+from tuner.train.progress import METRICS
+
+MODEL = "model/"
+"""Names of a checkpoint's tensors that are weights begin so."""
+
+
+def run_tensors(assembly: Assembly) -> dict[str, Any]:
+    """The tensors of a checkpoint by name: trained parameters and the optimizer's state."""
+    state = assembly.train_state
+    model = {f"{MODEL}{name}": parameter.data for name, parameter in state.parameters.items()}
+    return model | state.optimizer.state_tensors()
+
+
+def run_state(context: LaunchContext, finished: bool) -> dict[str, Any]:
+    """The JSON state of a checkpoint."""
+    resets = {"resets": [reset.as_state() for reset in context.resets]}
+    return context.progress.as_state() | resets | {"finished": finished}
+
+
+def outcome(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the record says of a whole run by its last state: the best evaluation and, once it is finished, metrics."""
+    metrics = {"metrics": {key: state[key] for key in METRICS}} if state["finished"] else {}
+    return {"best": state["best"]} | metrics
+
+
+def restore(context: LaunchContext, found: CheckpointInfo) -> None:
+    """Put the run where a checkpoint says it was: this run's, or the one that it branches off from. Collective."""
+    assembly, progress, resets = context.assembly, context.progress, context.resets
+    reset_here = pending(resets, found.step)
+    if STATE in reset_here:
+        tensors = run_tensors(assembly)
+        load_into(found, {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}, MODEL)
+    else:
+        _make_room(assembly, found.state)
+        load_into(found, run_tensors(assembly))
+    progress.restore(found.state, assembly.resolved.recipe.checkpoint.keep_best)
+    assembly.train_state.guard.restore(found.state["guard"])
+    assembly.train_state.optimizer.set_step_count(updates_of(found.state) - starts_of(resets).updates)
+    origin = ""
+    if found.path.parent != context.run.checkpoints:  # another run's, which this one neither counts nor prunes
+        progress.saved_step = progress.best = None
+        origin = f", from {found.path}"
+    context.console.say("resume", f"step {progress.step} of {progress.plan.total_steps}{origin}")
+    if reset_here:
+        context.console.say("reset", f"{', '.join(reset_here)}, after step {progress.step}")
+
+
+def _make_room(assembly: Assembly, state: Mapping[str, Any]) -> None:
+    """Allocate what a checkpoint with this JSON state holds: the optimizer's state, once there was an update of it."""
+    if updates_of(state) > starts_of(resets_of(state)).updates:
+        assembly.train_state.optimizer.allocate()

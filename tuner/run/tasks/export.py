@@ -1,0 +1,169 @@
+"""The task that exports checkpoints in the background of training, as the `export:` section of a recipe says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tuner.checkpoint.readers import CheckpointHold
+from tuner.checkpoint.steps import step_dirs, step_name
+from tuner.config.recipe import Recipe
+from tuner.errors import ExitCode, TunerError
+from tuner.export.hf import sweep_unfinished
+from tuner.run.context import LaunchContext
+from tuner.run.options import RunResult
+from tuner.run.tasks.export_process import LOG, ExportProcess
+from tuner.rundir.exports import EXPORTS, is_export, link_latest, newest_export, prune_exports
+from tuner.runtime.console import Console
+from tuner.runtime.files import gib, machine_error
+from tuner.train.plan import Cadence
+from tuner.train.tasks import Event, Task
+
+
+@dataclass
+class Exporter:
+    """Exports of one run, one at a time and at most one waiting, none of which training waits for.
+
+    As a context manager it ends on leaving what still runs: a stopped run makes that export when it is resumed.
+    """
+
+    recipe: Recipe
+    console: Console
+    _every: Cadence = Cadence()
+    _asked_at: float = field(default_factory=time.monotonic)
+    _jobs: list[tuple[ExportProcess, Future[None]]] = field(default_factory=list)
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="export"))
+
+    @property
+    def exports(self) -> Path:
+        """Where they go."""
+        return Path(self.recipe.output_dir) / EXPORTS
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What tells this run's exports from others, as their `tuner.json` has it."""
+        section = self.recipe.export
+        adapter = "none" if self.recipe.adapter.kind == "none" else section.adapter
+        return {"dtype": section.dtype, "adapter": adapter, "shard_size": section.shard_size}
+
+    def start(self, every: Cadence, console: Console, checkpoints: Path) -> None:
+        """Exports are due at `every`; begin with one that an earlier launch owed."""
+        self.console, self._every, self._asked_at = console, every, time.monotonic()
+        self._add_owed(checkpoints)
+
+    def saved(self, checkpoint: Path, step: int) -> None:
+        """A checkpoint was saved after `step`: export it where that is due."""
+        if self._every.due_at(step) or self._every.due_after(time.monotonic() - self._asked_at):
+            self._asked_at = time.monotonic()
+            self._add(checkpoint)
+
+    def finish(self, result: RunResult, at_end: bool = True) -> None:
+        """Wait for a finished run's exports; with `at_end` export its last checkpoint, too, where the recipe says so.
+
+        Raises the first export's error: by now the run itself is complete. A run that was stopped raises nothing.
+        """
+        if result.status != "finished":
+            return
+        if at_end and self.recipe.export.at_end and result.checkpoint is not None:
+            self._add_missing(result.checkpoint, result.step)
+        for _, future in self._jobs:
+            future.exception()
+        for _, future in self._jobs:
+            future.result()
+
+    def __enter__(self) -> Exporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process, future in self._jobs:
+            future.cancel()
+            process.end()
+        self._pool.shutdown()
+
+    def _add_owed(self, checkpoints: Path) -> None:
+        """The newest checkpoint of an earlier launch whose export was due and cut short, or never begun."""
+        due = [(step, path) for step, path in step_dirs(checkpoints) if step > 0 and self._every.due_at(step)]
+        if due and due[0][0] > newest_export(self.exports, self.options):
+            self._add(due[0][1])
+
+    def _add_missing(self, checkpoint: Path, step: int) -> None:
+        asked = any(process.held.path == checkpoint for process, _ in self._jobs)
+        if not asked and not is_export(self.exports / step_name(step), step, self.options):
+            self._add(checkpoint)
+
+    def _add(self, checkpoint: Path) -> None:
+        """Queue one; one that still waits gives way, so that slow exports neither pile up nor keep checkpoints."""
+        for process, future in self._jobs:
+            if future.cancel():
+                process.held.release()
+                name = process.output.name
+                self.console.warn(f"the export of {name} is left out: the one before it is not done yet")
+        self._jobs = [job for job in self._jobs if not job[1].cancelled()]
+        log = Path(self.recipe.output_dir) / "logs" / LOG
+        hold = CheckpointHold(checkpoint)
+        output = self.exports / checkpoint.name
+        process = ExportProcess(hold, output, self.recipe.export, log, self.console.warn)
+        future = self._pool.submit(self._export, process)
+        future.add_done_callback(self._say_failure)
+        self._jobs.append((process, future))
+
+    def _export(self, process: ExportProcess) -> None:
+        try:
+            self.exports.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise machine_error(self.exports, error) from error
+        sweep_unfinished(self.exports, "step-")
+        figures = process.run()
+        link_latest(self.exports, process.output.name)
+        prune_exports(self.exports, self.recipe.export.keep, self.options)
+        self.console.say("exported", f"{process.output} ({gib(figures['bytes'])} in {figures['seconds']:.1f} s)")
+
+    def _say_failure(self, future: Future[None]) -> None:
+        try:
+            error = future.exception()
+        except CancelledError:
+            return
+        if isinstance(error, TunerError) and error.exit_code == ExitCode.INTERRUPTED:
+            self.console.warn(f"{error.message}; it is made when the run is resumed")
+        elif isinstance(error, TunerError):
+            self.console.warn(f"{error.message}; training continues")
+        elif error is not None:
+            self.console.warn(f"an export failed: {type(error).__name__}: {error}; training continues")
+
+
+class ExportTask(Task):
+    """Hands saved checkpoints to the exporter of the run. Rank 0 alone has one; on the others it does nothing."""
+
+    def __init__(self, exporter: Exporter, context: LaunchContext) -> None:
+        self._exporter, self._context = exporter, context
+        self._every = context.assembly.timetable.exporting
+        self._is_on = context.assembly.rank_info.is_main and self._every != Cadence()
+
+    def start(self) -> Iterable[Event]:
+        """Make up for an export that an earlier launch owed."""
+        if self._is_on:
+            with self._warned():
+                self._exporter.start(self._every, self._context.console, self._context.run.checkpoints)
+        return ()
+
+    def notify(self, event: Event) -> None:
+        """Export a checkpoint where that is due."""
+        if self._is_on and event.stage == "save" and event.path is not None:
+            with self._warned():
+                self._exporter.saved(event.path, event.step)
+
+    @contextmanager
+    def _warned(self) -> Iterator[None]:
+        """An export is never the run's loss: what keeps it from being made is a warning."""
+        try:
+            yield
+        except TunerError as error:
+            self._context.console.warn(f"{error.message}; training continues")

@@ -1,0 +1,110 @@
+"""The tasks of a launch, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tuner.checkpoint.load import CheckpointInfo
+from tuner.checkpoint.save import CheckpointDir
+from tuner.config.dump import recipe_dict
+from tuner.config.recipe import HookSection, LoggingSection
+from tuner.run.context import LaunchContext
+from tuner.run.meta import run_meta
+from tuner.run.tasks.console import ConsoleTask
+from tuner.run.tasks.evaluate import EvaluateTask
+from tuner.run.tasks.hooks import Hooks, Registration, RunFacts, check_hooks, user_hook
+from tuner.run.tasks.log import LogTask, StepClock
+from tuner.run.tasks.record import RecordTask
+from tuner.run.tasks.save import SaveTask
+from tuner.run.tasks.saver import Saver
+from tuner.run.tasks.stop import StopTask
+from tuner.run.tasks.trackers.choose import check_trackers, tracker_hooks
+from tuner.run.tokenizer import tokenizer_meta
+from tuner.rundir.records import Records
+from tuner.runtime.collective import Collective
+from tuner.runtime.process import gloo_group
+from tuner.train.plan import cadence
+from tuner.train.tasks import Task, Tasks
+
+if TYPE_CHECKING:
+    from tuner.run.tasks.export import Exporter
+
+
+@dataclass(frozen=True)
+class LaunchTasks:
+    """The tasks, and those of them that the end of a launch asks."""
+
+    tasks: Tasks
+    hooks: Hooks
+    stop: StopTask
+    records: Sequence[Records]
+
+    def cut_back(self, step: int, evaluates: bool) -> None:
+        """Drop what the records say of later steps; with ``evaluates``, of this one's evaluation, too."""
+        for records in self.records:
+            records.cut_back(step, evaluates)
+
+
+def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter: Exporter | None) -> LaunchTasks:
+    """Build the tasks of a launch that resumes from the checkpoint ``found``; rank 0 exports with ``exporter``.
+
+    Between two steps each runs after the one before it in this list. Collective; raises PluginError and MachineError
+    on every rank.
+    """
+    assembly, progress, console = context.assembly, context.progress, context.console
+    recipe, main, run = assembly.resolved.recipe, assembly.rank_info.is_main, context.run
+    metrics, samples = (Records(run.path / name if main else None) for name in ("metrics.jsonl", "samples.jsonl"))
+    from_step = 0 if found is None else found.step
+    facts = RunFacts(run.path, context.run_id, progress.plan.total_steps, recipe_dict(recipe), from_step)
+    hooks = Hooks(_registrations(context), facts, progress)
+    meta = run_meta(assembly) | (tokenizer_meta(run) if main else {"tokenizer_files": {}})
+    log = LogTask(progress, metrics, StepClock(), assembly.mfu, assembly.train_state.step_config.device)
+    saver = Saver(assembly, CheckpointDir(run.checkpoints, context.run_id), meta, (metrics, samples))
+    is_own = found is not None and found.path.parent == run.checkpoints
+    resumed_from = found.path if found is not None and is_own else None
+    stop = StopTask(context)
+    refresh_s = recipe.logging.console_every.seconds
+    tasks: list[Task] = [
+        hooks,
+        *_exports(context, exporter),
+        RecordTask(assembly, run.path, console),
+        saver,
+        log,
+        stop,
+        EvaluateTask(context, log, samples),
+        SaveTask(context, saver, log, samples, resumed_from),
+        ConsoleTask(console, metrics, refresh_s, progress.plan.total_steps),
+    ]
+    return LaunchTasks(Tasks(tasks), hooks, stop, (metrics, samples))
+
+
+def check_observers(hooks: Sequence[HookSection], logging: LoggingSection) -> None:
+    """Check user code and trackers' libraries. Raises PluginError, MachineError; calls no user code but its import."""
+    check_hooks(hooks)
+    check_trackers(logging.trackers)
+
+
+def _registrations(context: LaunchContext) -> list[Registration]:
+    """Trackers first, then the user's hooks in their order; none on ranks other than 0. Collective."""
+    assembly, console = context.assembly, context.console
+    recipe, tokens = assembly.resolved.recipe, assembly.prepared.train.tokens_per_row
+    built: list[Registration] = []
+
+    def build() -> None:
+        built.extend(tracker_hooks(recipe.logging, console.say, console.warn))
+        plan = assembly.timetable.plan
+        built.extend(user_hook(section, cadence(section.every, plan, tokens)) for section in recipe.hooks)
+
+    Collective(gloo_group()).on_rank0(build)
+    return built
+
+
+def _exports(context: LaunchContext, exporter: Exporter | None) -> list[Task]:
+    """The task that exports during the run, where the recipe asks for it: training knows no export otherwise."""
+    if exporter is None:
+        return []
+    from tuner.run.tasks.export import ExportTask
+
+    return [ExportTask(exporter, context)]

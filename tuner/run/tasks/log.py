@@ -1,0 +1,129 @@
+"""The task that turns steps into lines of metrics.jsonl."""
+
+import math
+import resource
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tuner.rundir.records import Records
+from tuner.train.mfu import MfuMeter
+from tuner.train.progress import Progress, finite
+from tuner.train.step import StepResult
+from tuner.train.tasks import Event, TakenStep, Task
+
+
+class HaltedError(Exception):
+    """A step after which the run must end: too many in a row were not finite. Raised alike on every rank."""
+
+    def __init__(self, taken: TakenStep, result: StepResult) -> None:
+        super().__init__(f"step {taken.step}")
+        self.taken, self.result = taken, result
+
+
+class StepClock:
+    """Seconds from one step's end to the next, without what is not the step's own."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def begin(self) -> None:
+        """The first step begins now."""
+        self._last = time.monotonic()
+
+    def lap(self) -> float:
+        """Seconds since the last step's end, which is now."""
+        now = time.monotonic()
+        seconds, self._last = now - self._last, now
+        return seconds
+
+    def leave_out(self, seconds: float) -> None:
+        """Do not count the last ``seconds`` as part of the next step."""
+        self._last += seconds
+
+
+class LogTask(Task):
+    """Writes a line for every step, in order: what the recipe determines first, what the clock says last.
+
+    A step's numbers are read at once where that is free, and one step late on a CUDA device, which by then has the
+    next step queued and never runs dry. Raises HaltedError where the guard ends the run.
+    """
+
+    def __init__(
+        self, progress: Progress, metrics: Records, clock: StepClock, mfu: MfuMeter, device: torch.device
+    ) -> None:
+        self.metrics, self.clock = metrics, clock
+        self._progress, self._mfu, self._device = progress, mfu, device
+        self._unread: deque[TakenStep] = deque()
+
+    def start(self) -> Iterator[Event]:
+        """Start the clock."""
+        self.clock.begin()
+        yield from ()
+
+    def step_taken(self, taken: TakenStep) -> Iterator[Event]:
+        """Lines of steps before this one, or its own, may become known."""
+        self._unread.append(taken)
+        while self._unread and (len(self._unread) > 1 or self._unread[0].scalars.at_hand):
+            yield self._read()
+
+    def settle(self) -> Iterator[Event]:
+        """Read every step: before an evaluation, a save, and the end."""
+        while self._unread:
+            yield self._read()
+
+    def finish(self, finished: bool) -> Iterator[Event]:
+        """Read what is left."""
+        return self.settle()
+
+    def _read(self) -> Event:
+        taken = self._unread.popleft()
+        result = taken.scalars.read()
+        if result.halted:
+            self._unread.clear()
+            self._progress.step = taken.index
+            raise HaltedError(taken, result)
+        if math.isfinite(result.loss):
+            self._progress.loss = result.loss
+        line = _determined(taken, result) | self._measured(taken)
+        self.metrics.add(line)
+        return Event("step", taken.step, taken.tokens, line)
+
+    def _measured(self, taken: TakenStep) -> dict[str, Any]:
+        """What the clock says of a step; ``mfu`` is left out where the model's arithmetic is not known."""
+        step_s, batches = self.clock.lap(), taken.batches
+        mfu = self._mfu.mfu(batches.micro, step_s)
+        return {
+            "step_s": round(step_s, 4),
+            "data_s": round(taken.data_s, 4),
+            "tok_per_s": round(batches.tokens / step_s, 1),
+            "trained_per_s": round(batches.trained_count / step_s, 1),
+            "mem_gib": round(peak_memory_bytes(self._device) / 2**30, 3),
+            "data_wait": round(taken.data_s / step_s, 4),
+            **({} if mfu is None else {"mfu": round(mfu, 4)}),
+        }
+
+
+def _determined(taken: TakenStep, result: StepResult) -> dict[str, Any]:
+    """The part of a line that the recipe determines."""
+    facts = {
+        "kind": "train",
+        "step": taken.step,
+        "epoch": round(taken.epoch, 6),
+        "tokens": taken.tokens,
+        "loss": finite(result.loss),
+        "lr": taken.lr,
+        "grad_norm": finite(result.grad_norm),
+        **{name: finite(value) for name, value in result.figures.items()},
+    }
+    return facts | {"skipped": True} if result.skipped else facts
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak of allocated device memory, or of the process's resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,122 @@
+"""The task that saves checkpoints."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tuner.checkpoint.steps import step_name
+from tuner.run.context import LaunchContext
+from tuner.run.probes import record_probes
+from tuner.run.state import run_state
+from tuner.run.tasks.log import LogTask
+from tuner.run.tasks.saver import Saver, Snapshot
+from tuner.rundir.records import Records
+from tuner.runtime import phase
+from tuner.runtime.collective import Collective
+from tuner.runtime.process import gloo_group
+from tuner.train.tasks import Event, Request, Task
+
+
+class SaveTask(Task):
+    """Saves where it is due, in the background of the steps that follow, and at the end of the launch at once.
+
+    Records reach the disk before the checkpoint, so that they never lack a committed step. ``resumed_from`` is a
+    checkpoint of this run that pruning leaves alone.
+    """
+
+    def __init__(
+        self, context: LaunchContext, saver: Saver, log: LogTask, samples: Records, resumed_from: Path | None
+    ) -> None:
+        self._context, self._assembly, self._progress = context, context.assembly, context.progress
+        self._console = context.console
+        self._saver, self._log, self._samples = saver, log, samples
+        self._protected = () if resumed_from is None else (resumed_from,)
+        self._saved_at = time.monotonic()
+
+    def start(self) -> Iterator[Event]:
+        """Check that the best checkpoint so far is still there. Collective."""
+        best = self._progress.best
+        if best is not None and not Collective(gloo_group()).on_rank0(lambda: self._path_of(best.step).is_dir()):
+            self._console.warn(f"{self._path_of(best.step)}, the best so far, is gone: the next evaluation is the best")
+            self._progress.best = None
+        self._saved_at = time.monotonic()
+        yield from ()
+
+    def request(self) -> Request:
+        """A save, where the clock says so; and to take note of one that has ended in the background."""
+        is_due = self._assembly.timetable.saving.due_after(time.monotonic() - self._saved_at)
+        asked = Request.SAVE if is_due else Request.NONE
+        return asked | Request.SETTLE if self._saver.ended else asked
+
+    def between_steps(self, agreed: Request) -> Iterator[Event]:
+        """Save where any rank's clock or the step says so; the last step's save is `finish`'s."""
+        if Request.SETTLE in agreed:
+            yield from self._settle()
+        progress = self._progress
+        if Request.STOP in agreed or progress.is_over or progress.is_last_step:
+            return
+        is_due = self._assembly.timetable.saving.due_at(progress.step)
+        if Request.SAVE in agreed or is_due or self._is_kept():
+            yield from self._save(finished=False, last=False)
+
+    def finish(self, finished: bool) -> Iterator[Event]:
+        """Save what no checkpoint holds yet, unless a finished run is to have none at its end."""
+        yield from self._settle()
+        at_end = self._assembly.resolved.recipe.checkpoint.at_end
+        if (at_end or self._is_kept()) if finished else self._progress.saved_step != self._progress.step:
+            yield from self._save(finished, last=True)
+
+    def close(self) -> Iterator[Event]:
+        """Leave no save half done behind an error; warn of one that fails, too."""
+        try:
+            yield from self._settle()
+        except Exception as error:  # noqa: BLE001 - another error is being raised
+            self._console.warn(f"a save failed, too: {error}")
+
+    def _is_kept(self) -> bool:
+        """Whether the step just taken is one of which pruning leaves the checkpoint alone."""
+        step, best = self._progress.step, self._progress.best
+        return step in self._assembly.timetable.marks or (best is not None and best.step == step)
+
+    def _save(self, finished: bool, last: bool) -> Iterator[Event]:
+        """Save the run as it is: at once if the launch ends here, ``last``, else in the background. Collective."""
+        phase.enter(f"save of step {self._progress.step}")
+        yield from self._log.settle()  # the wait for steps that still run is theirs
+        started = time.monotonic()
+        yield from self._settle()
+        self._log.metrics.flush()
+        self._samples.flush()
+        snapshot = self._snapshot(finished)
+        if last or not self._saver.begin(snapshot):
+            yield self._saved(self._saver.save(snapshot))
+        self._saved_at = time.monotonic()
+        self._log.clock.leave_out(self._saved_at - started)
+
+    def _settle(self) -> Iterator[Event]:
+        """Wait for a save in the background, if there is one, and tell of it. Raises what any rank raised in it."""
+        snapshot = self._saver.wait()
+        if snapshot is not None:
+            yield self._saved(snapshot)
+
+    def _snapshot(self, finished: bool) -> Snapshot:
+        assembly, progress = self._assembly, self._progress
+        state, table = assembly.train_state, assembly.timetable
+        kept = {*table.marks, *([] if progress.best is None else [progress.best.step])}
+        is_probed = progress.is_last_step or self._is_kept() or table.exporting.due_at(progress.step)
+        return Snapshot(
+            progress.step,
+            progress.tokens,
+            run_state(self._context, finished) | {"guard": state.guard.as_state()},
+            record_probes(state.root, assembly.probes, state.step_config.device) if is_probed else None,
+            (*self._protected, *map(self._path_of, kept)),
+            progress.best is not None and progress.best.step == progress.step,
+        )
+
+    def _saved(self, snapshot: Snapshot) -> Event:
+        path = self._path_of(snapshot.step)
+        self._progress.saved_step = snapshot.step
+        self._console.say("saved", f"{path}{' (best so far)' if snapshot.is_best else ''}")
+        return Event("save", snapshot.step, snapshot.tokens, path=path)
+
+    def _path_of(self, step: int) -> Path:
+        return self._saver.checkpoints.path / step_name(step)

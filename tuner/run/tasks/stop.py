@@ -1,0 +1,53 @@
+"""The task that ends a launch before its run is over."""
+
+import time
+from collections.abc import Iterable
+
+from tuner.config.recipe import TIMES
+from tuner.run.build import Assembly
+from tuner.run.context import LaunchContext
+from tuner.train.plan import steps_of
+from tuner.train.tasks import Event, Request, Task
+
+STOP_FILE = "STOP"
+"""A file of this name in the run directory asks the run to save and stop; it is removed when that is done."""
+
+
+class StopTask(Task):
+    """Asks for a stop on a signal, for a file named STOP in the run directory, and after `train.stop_after`."""
+
+    def __init__(self, context: LaunchContext) -> None:
+        self._progress, self._signals = context.progress, context.signals
+        self._file = context.run.path / STOP_FILE
+        self._steps, self._seconds = _limits(context.assembly)
+        self._first_step, self._started = self._progress.step, time.monotonic()
+
+    def start(self) -> Iterable[Event]:
+        """This launch begins here and now."""
+        self._first_step, self._started = self._progress.step, time.monotonic()
+        return ()
+
+    def request(self) -> Request:
+        """A stop, for whichever reason."""
+        steps, seconds = self._progress.step - self._first_step, time.monotonic() - self._started
+        is_due = (self._steps is not None and steps >= self._steps) or (
+            self._seconds is not None and seconds >= self._seconds
+        )
+        return Request.STOP if self._signals.requested or is_due or self._file.exists() else Request.NONE
+
+    def reason(self, is_main: bool) -> str:
+        """What asked for the stop; a stop file has done its work then, and ``is_main`` removes it."""
+        asked = self._file.exists()
+        if asked and is_main:
+            self._file.unlink(missing_ok=True)
+        return self._signals.signal_name or (STOP_FILE if asked else "stop_after")
+
+
+def _limits(assembly: Assembly) -> tuple[int | None, float | None]:
+    """`train.stop_after` as steps of this launch, or as seconds; None for what does not limit it."""
+    limit = assembly.resolved.recipe.train.stop_after
+    if limit is None:
+        return None, None
+    if limit.unit in TIMES:
+        return None, limit.seconds
+    return steps_of(limit, assembly.timetable.plan, assembly.prepared.train.tokens_per_row), None

@@ -1,0 +1,118 @@
+"""The trackers that a recipe may name: what each needs, how it is opened, and the hook that feeds it."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from tuner.config.recipe import STAGES, LoggingSection
+from tuner.errors import MachineError, TunerError
+from tuner.run.tasks.hooks import Registration, Report
+from tuner.run.tasks.trackers.outbox import Memory, Outbox
+from tuner.run.tasks.trackers.tracker import TrackedRun, Tracker, point_of, points_of_file
+from tuner.train.plan import Cadence
+
+MODULES = {"tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny sqlalchemy alembic"}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Check that every tracker's library is installed, and its key at hand. Raises MachineError. No network is used."""
+    for name in names:
+        missing = [module for module in MODULES[name] if not _installed(module)]
+        if missing:
+            raise MachineError(
+                f"logging.trackers: {name} needs the library {', '.join(missing)}",
+                hint=f"install it: pip install {PACKAGES[name]}",
+            )
+        if name == "wandb":
+            from tuner.run.tasks.trackers.wandb import require_login
+
+            require_login()
+
+
+def open_tracker(name: str, run: TrackedRun, known_id: str | None) -> Tracker:
+    """Start the tracker's run, or go on with the one of an earlier launch. Raises MachineError."""
+    if name == "tensorboard":
+        from tuner.run.tasks.trackers.tensorboard import TensorBoard
+
+        return TensorBoard(run, known_id)
+    if name == "wandb":
+        from tuner.run.tasks.trackers.wandb import Wandb
+
+        return Wandb(run, known_id)
+    # MLflow would otherwise report its use to its makers, over the network; it reads this when it is imported.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    from tuner.run.tasks.trackers.mlflow import Mlflow
+
+    return Mlflow(run, known_id)
+
+
+@dataclass
+class TrackerHook:
+    """Opens a tracker when a launch starts, feeds it every line, and closes it at the end."""
+
+    name: str
+    logging: LoggingSection
+    say: Callable[[str, str], None]
+    warn: Callable[[str], None]
+    outbox: Outbox | None = None
+
+    def __call__(self, report: Report) -> None:
+        """Take note of the report. Raises MachineError where the tracker cannot be opened."""
+        if report.stage == "start":
+            try:
+                self.outbox = self._open(report)
+            except TunerError:
+                raise
+            except Exception as error:  # of a foreign library, or of its server
+                first = next(iter(str(error).splitlines()), "")
+                raise MachineError(
+                    f"tracker {self.name} cannot be opened: {type(error).__name__}: {first}",
+                    hint="mend it, or leave it out with --logging.trackers",
+                ) from error
+        elif self.outbox is not None and report.stage in ("step", "evaluation"):
+            self.outbox.put([point_of(report.metrics)])
+        elif self.outbox is not None and report.stage == "end":
+            self.outbox.close(report.status)
+
+    def _open(self, report: Report) -> Outbox:
+        first_new_step = report.from_step + 1 if report.from_step else 0
+        run = TrackedRun(
+            report.run_dir,
+            report.run_id,
+            str(report.recipe["name"]),
+            self.logging.project,
+            self.logging.tags,
+            report.recipe,
+            first_new_step,
+        )
+        memory = Memory(report.run_dir / "trackers" / f"{self.name}.json")
+        known_id, sent = memory.read()
+        if self.name == "tensorboard":  # alone of the three it can take points back
+            sent = {kind: min(step, first_new_step - 1) for kind, step in sent.items()}
+        tracker = open_tracker(self.name, run, known_id)
+        held = tracker.held()
+        if held is not None:
+            newest = max(held.values(), default=-1)
+            sent = {kind: min(step, newest) for kind, step in sent.items()} | dict(held)
+        self.say("tracker", f"{self.name}: {tracker.place}")
+        outbox = Outbox(self.name, tracker, memory, sent, self.warn)
+        outbox.put(points_of_file(Path(report.run_dir / "metrics.jsonl")))
+        return outbox
+
+
+def tracker_hooks(
+    section: LoggingSection, say: Callable[[str, str], None], warn: Callable[[str], None]
+) -> list[Registration]:
+    """The hooks of the recipe's trackers. They are told of every step."""
+    every_step = Cadence((1,))
+    names = dict.fromkeys(section.trackers)
+    return [Registration(TrackerHook(name, section, say, warn), frozenset(STAGES), every_step) for name in names]
+
+
+def _installed(module: str) -> bool:
+    """Whether a real package is there: a directory of that name, such as `./wandb`, is none."""
+    found = find_spec(module)
+    return found is not None and found.origin is not None

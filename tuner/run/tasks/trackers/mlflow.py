@@ -1,0 +1,71 @@
+"""MLflow: one run over all launches, on the server of MLFLOW_TRACKING_URI, else in a database beside the run."""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mlflow.entities import Metric, Param
+from mlflow.tracking import MlflowClient
+
+from tuner.run.tasks.trackers.tracker import Point, TrackedRun
+from tuner.rundir.record import flatten
+
+STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+EVERY_LINE = {"train": "train/tokens", "eval": "eval/loss"}
+# MLflow's own limits of one call, and of one value in characters.
+CALL_METRICS, CALL_PARAMS, LONGEST_PARAM = 1000, 100, 6000
+
+
+class Mlflow:
+    """A tracker whose run MLflow names; its id is kept for the next launch."""
+
+    def __init__(self, run: TrackedRun, known_id: str | None) -> None:
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        self.place = tracking_uri(run.run_dir)
+        self._client = MlflowClient(self.place)
+        if known_id is None:
+            self.id = self._create(run)
+        else:
+            self.id = known_id
+            self._client.update_run(known_id, status="RUNNING")
+
+    def held(self) -> Mapping[str, int]:
+        """The newest steps that MLflow has, by a number that every line of the kind holds."""
+        found = {kind: self._client.get_metric_history(self.id, name) for kind, name in EVERY_LINE.items()}
+        return {kind: max(item.step for item in history) for kind, history in found.items() if history}
+
+    def send(self, points: Sequence[Point]) -> None:
+        """Log every number of the points at its step."""
+        metrics = [
+            Metric(name, value, round(point.time_s * 1000), point.step)
+            for point in points
+            for name, value in point.values.items()
+        ]
+        for start in range(0, len(metrics), CALL_METRICS):
+            self._client.log_batch(self.id, metrics=metrics[start : start + CALL_METRICS])
+
+    def close(self, status: str) -> None:
+        """Say how the launch ended."""
+        self._client.set_terminated(self.id, STATUS[status])
+
+    def _create(self, run: TrackedRun) -> str:
+        found = self._client.get_experiment_by_name(run.project)
+        if found is not None:
+            experiment = found.experiment_id
+        else:
+            local = None if "MLFLOW_TRACKING_URI" in os.environ else (run.run_dir.parent / "mlartifacts").as_uri()
+            experiment = self._client.create_experiment(run.project, artifact_location=local)
+        tags = {"tuner.run_id": run.run_id, "tuner.tags": ", ".join(run.tags)}
+        created = self._client.create_run(experiment, run_name=run.name, tags=tags)
+        id_ = str(created.info.run_id)
+        params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in flatten(run.recipe).items()]
+        for start in range(0, len(params), CALL_PARAMS):
+            self._client.log_batch(id_, params=params[start : start + CALL_PARAMS])
+        return id_
+
+
+def tracking_uri(run_dir: Path) -> str:
+    """Where the run is tracked: the environment's server, else a database that all runs of a directory share."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run_dir.parent / 'mlflow.db'}"

@@ -1,0 +1,57 @@
+"""The steps of a run and what is due at each: the plan, the schedule and the cadences."""
+
+from dataclasses import dataclass, replace
+
+from tuner.config.recipe import Recipe
+from tuner.data.prepared import PreparedData
+from tuner.errors import RecipeError
+from tuner.run.resets import Starts
+from tuner.train.best import mark_steps
+from tuner.train.plan import Cadence, Plan, cadence, plan_steps
+from tuner.train.schedule import Schedule, StartedLater, build_schedule
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """The computed course of a run."""
+
+    plan: Plan
+    schedule: Schedule
+    peak_lr: float
+    evaluation: Cadence
+    saving: Cadence
+    marks: frozenset[int]
+    """Steps whose checkpoints are never pruned."""
+    exporting: Cadence
+    """An export needs a checkpoint: each of its steps is one of `saving`, too."""
+    data_start: int = 0
+    """The steps behind which the rows began anew."""
+
+
+def timetable(recipe: Recipe, prepared: PreparedData, starts: Starts = Starts()) -> Timetable:  # noqa: B008 - frozen
+    """The steps of a resolved recipe over prepared data; a schedule that was reset runs over the steps behind that.
+
+    Raises RecipeError for a duration that cannot be.
+    """
+    tokens = prepared.train.tokens_per_row
+    plan = plan_steps(recipe.train.duration, tokens, recipe.train.global_batch_size)
+    if plan.total_steps <= max(starts.schedule, starts.data, starts.rng):
+        raise RecipeError(f"train.duration: no steps of {plan.total_steps} are left", hint="lengthen it")
+    schedule: Schedule
+    if starts.schedule:
+        rest = replace(plan, total_steps=plan.total_steps - starts.schedule)
+        schedule = StartedLater(build_schedule(recipe.schedule, rest, tokens), starts.schedule)
+    else:
+        schedule = build_schedule(recipe.schedule, plan, tokens)
+    evaluated = prepared.eval is not None
+    exporting = cadence(recipe.export.every, plan, tokens)
+    return Timetable(
+        plan,
+        schedule,
+        float(recipe.optimizer.lr),
+        cadence(recipe.eval.every if evaluated else None, plan, tokens),
+        cadence(recipe.checkpoint.every, plan, tokens).or_of(exporting),
+        mark_steps(recipe.checkpoint.marks, plan, tokens),
+        exporting,
+        starts.data,
+    )

@@ -1,0 +1,63 @@
+"""A run's `exports` directory: the link to the newest export, and which older ones go."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tuner.checkpoint.steps import step_dirs
+from tuner.errors import DataError
+from tuner.runtime.files import TMP_PREFIX, discard_dir, fsync_dir, machine_error, read_json
+
+EXPORTS = "exports"
+LINEAGE = "tuner.json"
+"""What an export says of its origin."""
+LATEST = "latest"
+
+
+def link_latest(directory: Path, name: str) -> None:
+    """Have the link `latest` in a directory point to `name`; a reader finds the old or the new export, never none.
+
+    Raises MachineError.
+    """
+    link = directory / LATEST
+    fresh = directory / f"{TMP_PREFIX}{LATEST}-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        os.symlink(name, fresh)
+        os.rename(fresh, link)
+        fsync_dir(directory)
+    except OSError as error:
+        raise machine_error(link, error) from error
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def is_export(path: Path, step: int, options: Mapping[str, Any]) -> bool:
+    """Whether a directory is a published export of this step with these options, by its `tuner.json`."""
+    try:
+        facts = read_json(path / LINEAGE)
+    except DataError:
+        return False
+    source = facts.get("source")
+    return facts.get("export") == options and isinstance(source, Mapping) and source.get("step") == step
+
+
+def newest_export(directory: Path, options: Mapping[str, Any]) -> int:
+    """The newest step exported with these options; -1 without any."""
+    return max((step for step, path in step_dirs(directory) if is_export(path, step, options)), default=-1)
+
+
+def prune_exports(directory: Path, keep: int, options: Mapping[str, Any]) -> None:
+    """Keep the newest exports with these options; others, and the one that `latest` leads to, are not touched.
+
+    Raises MachineError.
+    """
+    link = directory / LATEST
+    latest = os.readlink(link) if link.is_symlink() else None
+    made = [path for step, path in step_dirs(directory) if is_export(path, step, options)]
+    for path in made[keep:]:
+        if path.name != latest:
+            discard_dir(path)
