@@ -41,6 +41,7 @@ from tuner.data.prepared import Row  # noqa: E402
 from tuner.errors import RecipeError, TunerError  # noqa: E402
 from tuner.model.attention import withdrawn  # noqa: E402
 from tuner.model.flops import training_flops  # noqa: E402
+from tuner.parallel.mesh import Mesh  # noqa: E402
 from tuner.run.build import assemble_model, build_train_state  # noqa: E402
 from tuner.run.main import write_model_config  # noqa: E402
 from tuner.run.resolve import resolve  # noqa: E402
@@ -150,7 +151,7 @@ def our_step(directory: Path, mode: str, draws: bool) -> tuple[TrainState, float
     }  # fmt: skip
     recipe = load_recipe(_tree(given)).recipe
     resolved = resolve(recipe, 64, RankInfo())
-    train_state = build_train_state(resolved.recipe, *assemble_model(resolved, RankInfo()))
+    train_state = build_train_state(resolved.recipe, *assemble_model(resolved, RankInfo(), Mesh()))
     write_model_config(directory / mode, resolved)
     training_flops(train_state.root.model)
     if draws:

@@ -28,7 +28,7 @@ from tools.predict_counted import Figures, count_spread, resolved_case, saved_be
 from tuner.data.batches import StepBatches  # noqa: E402
 from tuner.errors import TunerError  # noqa: E402
 from tuner.profile.tracing import Trace, trace_step  # noqa: E402
-from tuner.run.build import assemble_model  # noqa: E402
+from tuner.run.build import assemble_model, mesh_of  # noqa: E402
 from tuner.run.resolve import Resolved  # noqa: E402
 from tuner.runtime.dist import RankInfo  # noqa: E402
 
@@ -86,7 +86,7 @@ def drawn_types(seed: int, count: int, directory: Path) -> tuple[list[str], dict
         try:
             for case in drawn_cases(model_type):
                 resolved, rank_info, _ = resolved_case(case, directory)
-                assemble_model(resolved, rank_info)
+                assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
             chosen.append(model_type)
         except (TunerError, Exception) as error:  # noqa: BLE001 - small numbers do not suit every config
             passed[model_type] = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"

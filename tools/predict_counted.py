@@ -29,7 +29,7 @@ from tools.predict_cases import Case, seed_of  # noqa: E402
 from tuner.config.load import load_recipe  # noqa: E402
 from tuner.data.batches import Batch, StepBatches  # noqa: E402
 from tuner.model.attention import forget_documents  # noqa: E402
-from tuner.run.build import assemble_model, build_train_state  # noqa: E402
+from tuner.run.build import assemble_model, build_train_state, mesh_of  # noqa: E402
 from tuner.run.resolve import Resolved, resolve  # noqa: E402
 from tuner.runtime.dist import RankInfo  # noqa: E402
 from tuner.train.step import forward_backward, optimizer_step  # noqa: E402
@@ -98,7 +98,7 @@ def counted(resolved: Resolved, rank_info: RankInfo, step: StepBatches) -> Figur
     with marks:
         forget_documents()
         marks("empty")
-        root, step_config = assemble_model(resolved, rank_info)
+        root, step_config = assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
         forget_documents()
         gc.collect()
         marks("parameters")

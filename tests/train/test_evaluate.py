@@ -16,6 +16,7 @@ from tuner.data.prepared import Row
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.linear_cross_entropy import position_losses
 from tuner.model.root import CausalLM
+from tuner.parallel.mesh import Mesh
 from tuner.train.evaluate import HeldOut, evaluate, held_out, source_names
 from tuner.train.step import StepConfig, microbatch_loss
 
@@ -59,11 +60,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     return CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, 5))
 
 
-def step_config(bf16: bool = False) -> StepConfig:
+def step_config(bf16: bool = False, mesh: Mesh = Mesh()) -> StepConfig:  # noqa: B008 - frozen
     import contextlib
 
     autocast: Any = (lambda: torch.autocast("cpu", dtype=torch.bfloat16)) if bf16 else contextlib.nullcontext
-    return StepConfig(torch.device("cpu"), autocast, None, 0, 0)
+    return StepConfig(torch.device("cpu"), autocast, None, 0, mesh)
 
 
 def expected(root: CausalLM, rows: Rows) -> dict[int, tuple[float, int]]:
@@ -86,7 +87,7 @@ def expected(root: CausalLM, rows: Rows) -> dict[int, tuple[float, int]]:
 def test_losses_by_source_are_those_of_the_documents_alone(root: CausalLM, micro: int) -> None:
     rows: Any = Rows()
     documents = expected(root, rows)
-    result = evaluate(root, step_config(), HeldOut(rows, ("a", "b", "c"), (1, 4, 3)), micro, None, 1)
+    result = evaluate(root, step_config(), HeldOut(rows, ("a", "b", "c"), (1, 4, 3)), micro, None)
     for name, numbers in (("a", [0]), ("b", [1, 2, 3, 4]), ("c", [5, 6, 7])):
         total, count = (sum(documents[i][k] for i in numbers) for k in (0, 1))
         assert result.sources[name].tokens == count
@@ -97,13 +98,22 @@ def test_losses_by_source_are_those_of_the_documents_alone(root: CausalLM, micro
     assert result.line() == {"loss": result.loss, **{f"loss/{k}": result.sources[k].loss for k in "abc"}}
 
 
+def test_rows_are_shared_out_by_data_rank(root: CausalLM) -> None:
+    rows: Any = Rows()
+    held = HeldOut(rows, ("a",), (8,))
+    meshes = [Mesh({"shard": 2, "tensor": 2}, rank) for rank in range(4)]
+    found = [evaluate(root, step_config(mesh=mesh), held, 1, None) for mesh in meshes]
+    assert found[0] == found[1] != found[2] == found[3]  # those along `tensor` compute the same
+    assert found[0].tokens + found[2].tokens == evaluate(root, step_config(), held, 1, None).tokens
+
+
 def test_one_source_has_no_parts_and_max_rows_bounds_it(root: CausalLM) -> None:
     rows: Any = Rows()
     documents = expected(root, rows)
-    whole = evaluate(root, step_config(), HeldOut(rows, ("a",), (8,)), 2, None, 1)
+    whole = evaluate(root, step_config(), HeldOut(rows, ("a",), (8,)), 2, None)
     assert whole.line() == {"loss": whole.loss}
     assert whole.loss == pytest.approx(sum(x for x, _ in documents.values()) / whole.tokens, rel=1e-6)
-    first = evaluate(root, step_config(), HeldOut(rows, ("a", "b"), (2, 6)), 2, 1, 1)
+    first = evaluate(root, step_config(), HeldOut(rows, ("a", "b"), (2, 6)), 2, 1)
     assert first.tokens == documents[0][1] + documents[1][1]
     assert list(first.sources) == ["a"]  # no row of the other was read
 
@@ -113,7 +123,7 @@ def test_the_loss_is_the_one_that_training_computes(root: CausalLM, bf16: bool) 
     rows: Any = Rows()
     batch: Batch = collate([rows.row(i) for i in range(4)])
     held = HeldOut(rows, ("a", "b"), (3, 5))
-    result = evaluate(root, step_config(bf16), held, 4, None, 1)
+    result = evaluate(root, step_config(bf16), held, 4, None)
     with torch.no_grad():
         trained = float(microbatch_loss(root, batch, step_config(bf16)))
     assert result.loss * result.tokens == pytest.approx(trained, rel=1e-6)
@@ -121,7 +131,7 @@ def test_the_loss_is_the_one_that_training_computes(root: CausalLM, bf16: bool) 
 
 def test_rows_without_a_trained_token(root: CausalLM) -> None:
     rows: Any = Rows(0.0)
-    result = evaluate(root, step_config(), HeldOut(rows, ("a", "b"), (3, 5)), 2, None, 1)
+    result = evaluate(root, step_config(), HeldOut(rows, ("a", "b"), (3, 5)), 2, None)
     assert (result.loss, result.tokens, result.sources) == (0.0, 0, {})
 
 

@@ -3,53 +3,12 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tuner.errors import MachineError
 from tuner.model.build import decoder_blocks
 from tuner.model.root import FORWARD_METHODS, CausalLM
-from tuner.runtime.dist import RankInfo
-
-
-def shard_size(kind: str, rank_info: RankInfo) -> int:
-    """Over how many processes one copy of the model is split: `full`, `hybrid` and `none` of `parallel.shard`.
-
-    Raises MachineError where `hybrid` meets machines with unequal numbers of processes.
-    """
-    if kind == "none":
-        return 1
-    if kind == "full":
-        return rank_info.world_size
-    if rank_info.world_size % rank_info.local_world_size:
-        raise MachineError(
-            f"parallel.shard: hybrid needs as many processes on every machine; {rank_info.world_size} are not a "
-            f"multiple of the {rank_info.local_world_size} here",
-            hint="write shard: full",
-        )
-    return rank_info.local_world_size
-
-
-def data_mesh(device: str, world_size: int, shard_size: int) -> DeviceMesh:
-    """All processes: one axis to shard over or, with fewer than all to a copy, replicas x shards.
-
-    Neighbouring ranks share a copy: launchers number the processes of a machine one after the other.
-    """
-    if shard_size == world_size:
-        return init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
-    names = ("replicate", "shard")
-    return init_device_mesh(device, (world_size // shard_size, shard_size), mesh_dim_names=names)
-
-
-def copies(root: nn.Module) -> int:
-    """How many processes hold the same shard of a gradient once it is reduced: 1 without replicas.
-
-    A sum over all processes counts each shard so often. Divided by it, a sum of squares is that of the whole gradient,
-    to the last bit where it is a power of two, since all replicas hold the same values.
-    """
-    sharded = next((p for p in root.parameters() if isinstance(p, DTensor)), None)
-    return 1 if sharded is None or sharded.device_mesh.ndim == 1 else sharded.device_mesh.size(0)
 
 
 def shard(root: CausalLM, mesh: DeviceMesh, reshard_after_forward: bool) -> None:

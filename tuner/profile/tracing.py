@@ -26,7 +26,7 @@ from tuner.profile.ledger import Change, Entry, Ledger
 from tuner.profile.memory import gradient_tensors
 from tuner.profile.prediction import Phase
 from tuner.profile.stand_in import cuda_stand_in, unchanged_modules
-from tuner.run.build import bare_root, build_train_state, launch_mesh, step_config_of
+from tuner.run.build import bare_root, build_train_state, mesh_of, step_config_of
 from tuner.run.resolve import Resolved
 from tuner.runtime import phase
 from tuner.runtime.dist import RankInfo
@@ -63,7 +63,7 @@ def trace_step(
 
     ``samples`` are prompts that are answered then: the tokens of each, and the most that its answer may have.
     """
-    device = torch.device("cpu")
+    device, mesh = torch.device("cpu"), mesh_of(resolved.recipe, rank_info)
     root = bare_root(resolved)
     largest = max(parameter.numel() * parameter.element_size() for parameter in root.parameters())
     flops = training_flops(root.model)
@@ -72,16 +72,15 @@ def trace_step(
         if resolved.facts.kind == "cuda":
             stack.enter_context(cuda_stand_in())
             stack.enter_context(unchanged_modules(root))
-        mesh = None
         if rank_info.world_size > 1:
             stack.enter_context(_fake_group(rank_info))
-            mesh = launch_mesh(resolved.recipe, rank_info, device.type)
+        device_mesh = mesh.device_mesh(device.type)
         stack.enter_context(_fakes())
         ledger = Ledger(resolved.facts.kind)
-        place_root(root, resolved, mesh, device)
+        place_root(root, resolved, device_mesh, device)
         ledger.assign([*root.parameters(), *root.buffers()], "parameters")
         with ledger:
-            train_state = build_train_state(resolved.recipe, root, step_config_of(resolved.recipe, device, rank=0))
+            train_state = build_train_state(resolved.recipe, root, step_config_of(resolved.recipe, device, mesh))
             train_state.optimizer.allocate()
         ledger.assign_rest("optimizer")
         stack.enter_context(ledger.watching(root))

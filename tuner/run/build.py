@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
 from tuner.config.recipe import LowRankAdapter, Recipe
@@ -26,7 +25,8 @@ from tuner.model.padding import Padding
 from tuner.model.probe import require_isolation
 from tuner.model.recompute import apply_recompute
 from tuner.model.root import CausalLM, outer_parameters, trained_parameters
-from tuner.parallel.fsdp import data_mesh, materialise, shard, shard_size
+from tuner.parallel.fsdp import materialise, shard
+from tuner.parallel.mesh import Mesh
 from tuner.run.probes import probe_inputs
 from tuner.run.resets import Starts
 from tuner.run.resolve import Resolved, check_division, model_spec
@@ -59,6 +59,7 @@ class Assembly:
     prepared: PreparedData
     tokenizer: TextTokenizer
     rank_info: RankInfo
+    mesh: Mesh
     probes: list[torch.Tensor]
     held_out: HeldOut | None
     mfu: MfuMeter
@@ -73,11 +74,14 @@ def build(
 ) -> Assembly:
     """Build model, optimizer, batches and schedule. Collective where there are several processes."""
     recipe = resolved.recipe
-    _check_sizes(recipe, tokenizer, resolved.config, prepared, rank_info)
+    mesh = mesh_of(recipe, rank_info)
+    check_fits(tokenizer, resolved.config, prepared)
+    check_logits(recipe.method, LogitShape.of(resolved.config))
+    check_division(recipe.train.global_batch_size, recipe.train.micro_batch_size, mesh.data_size)
     table, held = timetable(recipe, prepared, starts), held_out_rows(recipe, prepared)
     check_metric(recipe.checkpoint.keep_best, held)
     peak = measured_peak(resolved.facts.kind, recipe.train.precision, rank_info.local_rank)  # while the memory is free
-    train_state = build_train_state(recipe, *assemble_model(resolved, rank_info))
+    train_state = build_train_state(recipe, *assemble_model(resolved, rank_info, mesh))
     train_state.rng_start = starts.rng
     batches = GlobalBatches(
         prepared.train,
@@ -85,12 +89,22 @@ def build(
         shuffle=recipe.data.shuffle,
         global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=recipe.train.micro_batch_size,
-        rank=rank_info.rank,
-        world_size=rank_info.world_size,
+        rank=mesh.data_rank,
+        world_size=mesh.data_size,
     )
-    probes = probe_inputs(prepared.train)
-    mfu = MfuMeter(training_flops(train_state.root.model), peak)
-    return Assembly(resolved, train_state, batches, table, prepared, tokenizer, rank_info, probes, held, mfu)
+    return Assembly(
+        resolved=resolved,
+        train_state=train_state,
+        batches=batches,
+        timetable=table,
+        prepared=prepared,
+        tokenizer=tokenizer,
+        rank_info=rank_info,
+        mesh=mesh,
+        probes=probe_inputs(prepared.train),
+        held_out=held,
+        mfu=MfuMeter(training_flops(train_state.root.model), peak),
+    )
 
 
 def build_train_state(recipe: Recipe, root: CausalLM, step_config: StepConfig) -> TrainState:
@@ -102,19 +116,24 @@ def build_train_state(recipe: Recipe, root: CausalLM, step_config: StepConfig) -
     return TrainState(root, parameters, optimizer, step_config, Guard(policy, step_config.device))
 
 
-def assemble_model(resolved: Resolved, rank_info: RankInfo) -> tuple[CausalLM, StepConfig]:
+def assemble_model(resolved: Resolved, rank_info: RankInfo, mesh: Mesh) -> tuple[CausalLM, StepConfig]:
     """The model as a training starts with it, and how it computes. Collective where there are several processes."""
     recipe = resolved.recipe
     if resolved.facts.kind == "cpu":
         keep_freed_memory(resolved.facts.free_bytes // 2)
-    root = _build_root(resolved, rank_info, packed=recipe.data.packing or recipe.train.micro_batch_size > 1)
-    return root, step_config_of(recipe, _device(resolved.facts, rank_info), rank_info.rank)
+    root = _build_root(resolved, rank_info, mesh)
+    return root, step_config_of(recipe, _device(resolved.facts, rank_info), mesh)
 
 
-def step_config_of(recipe: Recipe, device: torch.device, rank: int) -> StepConfig:
+def mesh_of(recipe: Recipe, rank_info: RankInfo) -> Mesh:
+    """The processes of a launch as a resolved recipe lays them out."""
+    return Mesh.of(rank_info, recipe.parallel.shard)
+
+
+def step_config_of(recipe: Recipe, device: torch.device, mesh: Mesh) -> StepConfig:
     """How a resolved recipe computes on a device."""
     autocast = _autocast(device, recipe.train.precision)
-    return StepConfig(device, autocast, recipe.train.max_grad_norm, recipe.seed, rank)
+    return StepConfig(device, autocast, recipe.train.max_grad_norm, recipe.seed, mesh)
 
 
 def held_out_rows(recipe: Recipe, prepared: PreparedData) -> HeldOut | None:
@@ -144,14 +163,6 @@ def check_fits(tokenizer: TextTokenizer, config: PretrainedConfig, prepared: Pre
         raise RecipeError(f"data.max_length: {prepared.train.max_length} is above the model's {longest:,} positions")
 
 
-def _check_sizes(
-    recipe: Recipe, tokenizer: TextTokenizer, config: PretrainedConfig, prepared: PreparedData, rank_info: RankInfo
-) -> None:
-    check_fits(tokenizer, config, prepared)
-    check_logits(recipe.method, LogitShape.of(config))
-    check_division(recipe.train.global_batch_size, recipe.train.micro_batch_size, rank_info.world_size)
-
-
 def _choice(resolved: Resolved) -> Choice:
     recipe = resolved.recipe
     lora = lora_spec(recipe.adapter) if isinstance(recipe.adapter, LowRankAdapter) else None
@@ -171,7 +182,7 @@ def lora_spec(adapter: LowRankAdapter) -> LoraSpec:
     )
 
 
-def _build_root(resolved: Resolved, rank_info: RankInfo, packed: bool) -> CausalLM:
+def _build_root(resolved: Resolved, rank_info: RankInfo, mesh: Mesh) -> CausalLM:
     """The whole model on rank 0, or one process; with several, shards everywhere filled from rank 0's."""
     recipe = resolved.recipe
     dtype = DTYPES[recipe.model.dtype]
@@ -183,17 +194,19 @@ def _build_root(resolved: Resolved, rank_info: RankInfo, packed: bool) -> Causal
         chosen.apply(built[0].model, recipe.seed)
         if recipe.model.kernels == "native":
             apply_native(built[0].model)
+        packed = recipe.data.packing or recipe.train.micro_batch_size > 1
         vocab_size, longest = resolved.config.get_text_config().vocab_size, int(recipe.data.max_length)
         require_isolation(built[0], vocab_size, packed, longest, recipe.train.micro_batch_size)
         return frozen_hash(built[0].model)
 
     frozen = Collective(gloo_group()).on_rank0(build)
-    if rank_info.world_size == 1:
+    device_mesh = mesh.device_mesh(device.type)
+    if device_mesh is None:
         root = built[0].to(device)
         _adapt_blocks(root, recipe)
     else:
         root = bare_root(resolved)
-        shard(root, launch_mesh(recipe, rank_info, device.type), recipe.parallel.reshard_after_forward)
+        shard(root, device_mesh, recipe.parallel.reshard_after_forward)
         materialise(root, built[0] if built else None, device)
     root.frozen_hash = frozen
     if recipe.model.kernels == "liger" and recipe.train.compile is not True:  # the compiler makes kernels of its own
@@ -209,11 +222,6 @@ def bare_root(resolved: Resolved) -> CausalLM:
         apply_native(root.model)
     _adapt_blocks(root, resolved.recipe)
     return root
-
-
-def launch_mesh(recipe: Recipe, rank_info: RankInfo, device: str) -> DeviceMesh:
-    """The processes of a launch as `parallel.shard` arranges them. Collective."""
-    return data_mesh(device, rank_info.world_size, shard_size(recipe.parallel.shard, rank_info))
 
 
 def _adapt_blocks(root: CausalLM, recipe: Recipe) -> None:

@@ -43,8 +43,8 @@ def full_batches(assembly: Assembly) -> StepBatches:
     """
     recipe = assembly.resolved.recipe
     vocab_size = assembly.resolved.config.get_text_config().vocab_size
-    rows, processes = recipe.train.micro_batch_size, assembly.rank_info.world_size
-    per_step = recipe.train.global_batch_size // (rows * processes)
+    rows, data_size = recipe.train.micro_batch_size, assembly.mesh.data_size
+    per_step = recipe.train.global_batch_size // (rows * data_size)
     batch = _full(assembly.prepared.train.max_length, rows, vocab_size)
     return StepBatches(np.empty(0, np.int64), 1, 0, [batch] * min(2, per_step))
 

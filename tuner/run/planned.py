@@ -7,6 +7,7 @@ from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError
 from tuner.model.vetting import ignored_code, ignored_losses
+from tuner.run.build import mesh_of
 from tuner.run.changes import changes
 from tuner.run.options import LaunchOptions
 from tuner.run.preflight import Preflight
@@ -70,7 +71,7 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info:
         f"{facts.threads} thread{'s' if facts.threads != 1 else ''}",
     )
     micro = recipe.train.micro_batch_size
-    accumulated = -(-plan.global_batch_size // (micro * rank_info.world_size))
+    accumulated = -(-plan.global_batch_size // (micro * mesh_of(recipe, rank_info).data_size))
     console.say(
         "plan",
         f"{plan.derivation(recipe.train.duration)} · micro-batch {micro} x {accumulated} x {processes} · "

@@ -13,7 +13,7 @@ from tuner.data.building.request import prepare_request
 from tuner.data.prepared import open_prepared
 from tuner.errors import DataError, DivergedError, RecipeError
 from tuner.model.root import trained_parameters
-from tuner.run.build import assemble_model, check_fits, held_out_rows
+from tuner.run.build import assemble_model, check_fits, held_out_rows, mesh_of
 from tuner.run.resolve import resolve
 from tuner.rundir.chosen import choose
 from tuner.rundir.files import RESOLVED_RECIPE
@@ -82,19 +82,19 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
     console.say("model", f"{trained.path} · {resolved.facts.kind}, {resolved.recipe.train.precision} compute")
     with process_group(rank_info, resolved.facts.kind, recipe.parallel.timeout.seconds):
         check_fits(request.tokenizer, resolved.config, data)
-        root, step_config = assemble_model(resolved, rank_info)
+        root, step_config = assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
         if trained.checkpoint is not None:
             require_same_base(trained.checkpoint, root.frozen_hash)
             tensors = {f"model/{name}": parameter.data for name, parameter in trained_parameters(root).items()}
             load_into(trained.checkpoint, tensors, prefix="model/")
         started = time.monotonic()
-        limits = resolved.recipe.train.micro_batch_size, resolved.recipe.eval.max_rows
-        result = evaluate(root, step_config, held, *limits, rank_info.world_size)
+        micro_batch_size, max_rows = resolved.recipe.train.micro_batch_size, resolved.recipe.eval.max_rows
+        result = evaluate(root, step_config, held, micro_batch_size, max_rows)
         seconds = time.monotonic() - started
     if not math.isfinite(result.loss):
         raise DivergedError(f"{trained.path}: the loss is {result.loss}", hint="look at the run: tuner runs plot RUN")
     step = None if trained.checkpoint is None else trained.checkpoint.step
-    rows = len(held.rows) if limits[1] is None else min(limits[1], len(held.rows))
+    rows = len(held.rows) if max_rows is None else min(max_rows, len(held.rows))
     return Score(trained.path, step, result, rows, seconds)
 
 

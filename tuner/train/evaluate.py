@@ -97,7 +97,6 @@ def evaluate(
     held: HeldOut,
     micro_batch_size: int,
     max_rows: int | None,
-    world_size: int,
     between: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Mean losses over the held-out rows, every process taking its share in one pass. Collective.
@@ -111,10 +110,10 @@ def evaluate(
         held.rows,
         seed=0,
         shuffle=False,
-        global_batch_size=micro_batch_size * world_size,
+        global_batch_size=micro_batch_size * step_config.mesh.data_size,
         micro_batch_size=micro_batch_size,
-        rank=step_config.rank,
-        world_size=world_size,
+        rank=step_config.mesh.data_rank,
+        world_size=step_config.mesh.data_size,
         max_rows=max_rows,
     )
     sums = torch.zeros(len(held.sources), dtype=torch.float64, device=step_config.device)

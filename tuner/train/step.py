@@ -10,7 +10,8 @@ from torch import nn
 
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.root import CausalLM
-from tuner.parallel.fsdp import copies, local, sync_gradients
+from tuner.parallel.fsdp import local, sync_gradients
+from tuner.parallel.mesh import Mesh
 from tuner.runtime import phase
 from tuner.train.guard import Guard
 from tuner.train.norm import sum_of_squares
@@ -25,7 +26,7 @@ class StepConfig:
     autocast: Callable[[], AbstractContextManager[object]]
     max_grad_norm: float | None
     seed: int
-    rank: int
+    mesh: Mesh
 
 
 @dataclass
@@ -94,7 +95,7 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     loss_sum = forward_backward(state, index, batches)
     phase.enter_part(index + 1, "optimizer")
     gradients = [local(p.grad) for p in state.parameters.values() if p.grad is not None]
-    squares = sum_of_squares(gradients) / copies(state.root)
+    squares = sum_of_squares(gradients) / state.step_config.mesh.copies
     figures = state.root.objective.take()
     sums = torch.stack([tensor.double() for tensor in (squares, loss_sum, *figures.values())])
     if dist.is_initialized():
@@ -121,7 +122,7 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tor
     for number, batch in enumerate(batches.micro):
         sync_gradients(root, number == len(batches.micro) - 1)
         # Dropout depends on the position in the run alone, so a resumed run needs no generator state.
-        torch.manual_seed(_mixed(step_config.seed, index - state.rng_start, number, step_config.rank))
+        torch.manual_seed(_mixed(step_config.seed, index - state.rng_start, number, step_config.mesh.data_rank))
         phase.enter_part(index + 1, "forward")
         loss = microbatch_loss(root, batch, step_config)
         phase.enter_part(index + 1, "backward")

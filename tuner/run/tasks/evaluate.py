@@ -53,7 +53,6 @@ class EvaluateTask(Task):
                 held,
                 recipe.train.micro_batch_size,
                 self._settings.max_rows,
-                assembly.rank_info.world_size,
                 self._heed_signals,
             )
             measured = time.monotonic()
