@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
-from transformers.modeling_utils import LoadStateDictConfig
 
 from tuner.errors import DataError
+from tuner.model import transformers_private
 
 
 @dataclass(frozen=True)
@@ -37,14 +34,14 @@ def state_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def published(skeleton: PreTrainedModel) -> list[Published]:
     """All tensors of a model on the meta device in the order of its state, with their published names."""
     state = {name: tensor.detach() for name, tensor in state_names(skeleton).items()}
-    whole = revert_weight_conversion(skeleton, dict(state))
+    whole = transformers_private.revert_weight_conversion(skeleton, dict(state))
     renamed = {id(tensor): name for name, tensor in whole.items()}
     found = []
     for name, tensor in state.items():
         if id(tensor) in renamed:
             found.append(Published(name, {renamed[id(tensor)]: tuple(tensor.shape)}, is_itself=True))
             continue
-        parts = revert_weight_conversion(skeleton, {name: tensor})
+        parts = transformers_private.revert_weight_conversion(skeleton, {name: tensor})
         found.append(Published(name, {key: tuple(part.shape) for key, part in parts.items()}, is_itself=False))
     names = [key for entry in found for key in entry.targets]
     if sorted(names) != sorted(whole):
@@ -56,25 +53,21 @@ def converter(skeleton: PreTrainedModel, name: str) -> Callable[[torch.Tensor], 
     """What turns the model's tensor of this name into its published ones."""
 
     def convert(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        return dict(revert_weight_conversion(skeleton, {name: tensor}))
+        return dict(transformers_private.revert_weight_conversion(skeleton, {name: tensor}))
 
     return convert
 
 
 def assembled(skeleton: PreTrainedModel, name: str, parts: dict[str, torch.Tensor]) -> torch.Tensor:
     """The model's tensor of this name from its published ones, as transformers makes it when it loads them."""
-    conversions = getattr(skeleton, "_weight_conversions", None)
     owner, _, last = name.rpartition(".")
     module = skeleton.get_submodule(owner)
     before = getattr(module, last)
-    conversion: Any = get_model_conversion_mapping(skeleton)
-    settings = LoadStateDictConfig(dtype=before.dtype, weight_mapping=conversion)
     try:
-        report, _ = convert_and_load_state_dict_in_model(skeleton, parts, settings)
+        report = transformers_private.load_published(skeleton, parts, before.dtype)
         made: torch.Tensor = getattr(module, last).detach()
     finally:
         setattr(module, last, before)
-        skeleton._weight_conversions = conversions  # type: ignore[assignment] # it noted those that it used alone
     if made.is_meta or report.unexpected_keys or report.conversion_errors:
         raise DataError(f"{name} cannot be made of {', '.join(parts)}")
     return made.to(next(iter(parts.values())).dtype)

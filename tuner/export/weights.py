@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from tuner.checkpoint.load import read_tensors
 from tuner.errors import DataError
 from tuner.export.published import state_names
 from tuner.export.source import MODEL_CONFIG, MODEL_PREFIX, Source
+from tuner.model import transformers_private
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.choice import Choice
@@ -72,7 +72,7 @@ def read_config(source: Source) -> PretrainedConfig:
 def plain_model(config: PretrainedConfig) -> PreTrainedModel:
     """A float32 model of this config with stock attention, whose parameters are allocated and hold nothing yet."""
     auto: Any = AutoModelForCausalLM
-    with no_init_weights():
+    with transformers_private.no_init_weights():
         model: PreTrainedModel = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
     model.tie_weights()
     model.train(False)

@@ -20,6 +20,7 @@ from tuner.model.blocked_attention import attend_documents, plan_blocks
 from tuner.model.documents import Documents, GrowingDocuments
 from tuner.model.native.attention import TYPES, document_bounds, native_attention
 from tuner.model.target import target
+from tuner.model.transformers_private import attention_of, registered
 
 PACKED = "tuner_packed"
 NATIVE = "tuner_native"
@@ -217,13 +218,13 @@ def forget_documents() -> None:
 
 def is_ours(config: PretrainedConfig) -> bool:
     """Whether a model of this config attends by the functions of this module."""
-    return config.get_text_config()._attn_implementation in (PACKED, NATIVE)
+    return attention_of(config) in (PACKED, NATIVE)
 
 
 @contextmanager
 def withdrawn() -> Iterator[None]:
     """Within, transformers does not know the functions: a model that would use them cannot run."""
-    known: dict[str, Any] = AttentionInterface._global_mapping
+    known = registered(AttentionInterface)
     ours = {name: known.pop(name) for name in (PACKED, NATIVE) if name in known}
     try:
         yield

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tuner.runtime.torch_private import softmax_backward
+
 BLOCK_QUERIES = 192
 BLOCK_SCORES = 1 << 24
 """Scores of one block over all heads, at most: what bounds memory for long documents."""
@@ -141,7 +143,7 @@ def _backward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors 
             share, bent = work.share(block, queries)
             grad_value.narrow(1, *seen).add_(torch.bmm(share.to(dtype).mT, up))
             grad_share = torch.bmm(exact_up, exact_value.narrow(1, *seen).mT)
-            grad_scores = torch._softmax_backward_data(grad_share, share, -1, exact)
+            grad_scores = softmax_backward(grad_share, share)
             if bent is not None:
                 grad_scores = torch.ops.aten.tanh_backward(grad_scores, bent)
             grad_scores = grad_scores.to(dtype)

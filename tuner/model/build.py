@@ -23,6 +23,7 @@ from tuner.model.native.rotary import apply_native_rotation
 from tuner.model.native.swiglu import apply_native_gates
 from tuner.model.reference import plain_config, takes_our_attention
 from tuner.model.tokens import grow, grow_config
+from tuner.model.transformers_private import compute_buffers, decoder_classes, forget_attention, from_config
 from tuner.model.vetting import vet_config
 from tuner.runtime.files import inside, read_json
 
@@ -78,7 +79,7 @@ def _own_config(spec: ModelSpec) -> PretrainedConfig:
         except Exception as error:  # configs validate themselves, each with exceptions of its own
             raise RecipeError(f"model.config: {_reason(error)}", hint="these values do not go together") from error
     config.use_cache = False
-    config._attn_implementation = None  # what the file names is for whoever wrote it
+    forget_attention(config)  # what the file names is for whoever wrote it
     return config
 
 
@@ -131,7 +132,7 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
 
 def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated decoder layers in order, as transformers names them for sharding (``_no_split_modules``)."""
-    names = set(model._no_split_modules or ())
+    names = decoder_classes(model)
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
         raise RecipeError(f"{type(model).__name__} names no decoder layers, so it cannot be sharded over processes")
@@ -205,7 +206,7 @@ def _attending(config: PretrainedConfig, make: Callable[..., Any]) -> Any:
         except KeyError as error:
             if error.args != (attention.PACKED,):
                 raise
-            config._attn_implementation = None
+            forget_attention(config)
     return make()
 
 
@@ -227,15 +228,12 @@ def _exact_constants(model: PreTrainedModel) -> None:
     if not rounded:
         return
     with torch.device("meta"):
-        kind: Any = type(model)
-        always = _half_constants(kind._from_config(plain_config(model.config), dtype=torch.float32))
+        always = _half_constants(from_config(model, plain_config(model.config), dtype=torch.float32))
     for name in sorted(rounded.keys() - always.keys()):
         rounded[name].data = rounded[name].data.float()
         module = model.get_submodule(name.rpartition(".")[0])
         if not rounded[name].is_meta:
-            for parameter in module.parameters(recurse=False):
-                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-            model._init_weights(module)
+            compute_buffers(model, module)
 
 
 def _half_constants(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -5,9 +5,9 @@ from itertools import accumulate, chain
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import Cache, DynamicCache, DynamicLayer, PretrainedConfig
 
+from tuner.model import transformers_private
 from tuner.model.documents import GrowingDocuments
 from tuner.model.root import CausalLM
 
@@ -156,5 +156,6 @@ def _of_length(states: torch.Tensor, length: int) -> torch.Tensor:
 def _takes_several(root: CausalLM) -> bool:
     """Whether layers keep keys and values of each token and nothing else, and our attention keeps documents apart."""
     layers = DynamicCache(config=root.model.config).layers
-    plain = bool(layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+    known = (DynamicLayer, transformers_private.DynamicSlidingWindowLayer)
+    plain = bool(layers) and all(type(layer) in known for layer in layers)
     return root.takes_documents and plain

@@ -1,11 +1,12 @@
 """Where the documents of one packed microbatch lie: made once on the CPU, read by every layer without a wait."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+
+from tuner.runtime.torch_private import mark_dynamic
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ class Documents:
         on_device = host
         if device.type == "cuda":
             on_device = host.pin_memory().to(device, non_blocking=True)
-        if "torch._dynamo" in sys.modules:  # a compiled block is the same one for any number of documents
-            for bounds in (host, on_device):
-                torch._dynamo.maybe_mark_dynamic(bounds, 0)
+        for bounds in (host, on_device):  # a compiled block is the same one for any number of documents
+            mark_dynamic(bounds, 0)
         return Documents(host, on_device, max(lengths) if longest is None else longest)

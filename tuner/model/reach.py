@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
 
 from tuner.errors import RecipeError
+from tuner.model import transformers_private
 from tuner.model.attention import packed_attention
 from tuner.model.root import CausalLM
+from tuner.model.transformers_private import attention_of, registered
 
 _NOTING = "tuner_noting"
 
@@ -69,7 +70,7 @@ class _Masks:
 
     def make(self, **options: Any) -> torch.Tensor:
         """A mask, and what its function says of the last token of the longest document."""
-        mask = sdpa_mask(**{**options, "allow_is_causal_skip": False})
+        mask: torch.Tensor | None = transformers_private.sdpa_mask(**{**options, "allow_is_causal_skip": False})
         assert mask is not None  # what it may be where it may be skipped
         try:
             last, keys = torch.tensor(self._longest - 1), torch.arange(self._longest)
@@ -109,7 +110,7 @@ def _itself(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, Non
 @contextmanager
 def _noting(model: PreTrainedModel) -> Iterator[list[int | None]]:
     """Within, the model attends by what is registered under the noting name; a list for what that notes."""
-    chosen = model.config.get_text_config()._attn_implementation
+    chosen = attention_of(model.config)
     AttentionInterface.register(_NOTING, packed_attention)
     model.set_attn_implementation(_NOTING)
     try:
@@ -117,7 +118,7 @@ def _noting(model: PreTrainedModel) -> Iterator[list[int | None]]:
     finally:
         model.set_attn_implementation(chosen)
         for interface in (AttentionInterface, AttentionMaskInterface):
-            interface._global_mapping.pop(_NOTING, None)
+            registered(interface).pop(_NOTING, None)
 
 
 def _bounds(config: PretrainedConfig) -> list[int]:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tuner.model.build import decoder_blocks
 from tuner.model.root import CausalLM
+from tuner.runtime.torch_private import schema
 
 Level = Literal["selective", "full"]
 _KEPT = {
@@ -72,10 +73,10 @@ def _wrap(block: nn.Module, run: Callable[..., Any]) -> None:
 
 def _policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep matrix products and attention. What draws random numbers is made again, so that every draw is repeated."""
-    schema = operation._schema
-    if schema.name not in _KEPT:
+    declared = schema(operation)
+    if declared.name not in _KEPT:
         return CheckpointPolicy.PREFER_RECOMPUTE
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    given = dict(zip((argument.name for argument in declared.arguments), args, strict=False)) | kwargs
     if given.get("dropout_p", 0.0) > 0:
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE

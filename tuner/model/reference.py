@@ -7,11 +7,13 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
+from tuner.model.transformers_private import forget_attention, from_config, takes_attention
+
 
 def plain_config(config: PretrainedConfig) -> PretrainedConfig:
     """A copy of the config in which each class chooses its attention, as for someone who only loads the model."""
     plain = copy.deepcopy(config)
-    plain._attn_implementation = None
+    forget_attention(plain)
     return plain
 
 
@@ -23,7 +25,7 @@ def takes_our_attention(config: PretrainedConfig) -> bool:
     """
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     kinds = kind if isinstance(kind, tuple) else (kind,)
-    return all(each is None or each._can_set_attn_implementation() for each in kinds)
+    return all(each is None or takes_attention(each) for each in kinds)
 
 
 @torch.no_grad()
@@ -33,9 +35,8 @@ def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
     Parameters and buffers are those of ``model``, not copies. Modules that training put there (adapters, rows of new
     tokens) are copied around the same tensors. Kernels that were swapped in are not: they are held to the originals.
     """
-    kind: Any = type(model)
     with torch.device("meta"):
-        twin: PreTrainedModel = kind._from_config(plain_config(model.config), dtype=model.dtype)
+        twin = from_config(model, plain_config(model.config), dtype=model.dtype)
     shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     _share(twin, model, {**shared, id(model.config): twin.config})
     twin.config.use_cache = False

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from tuner.profile.ledger import Change, Entry
 from tuner.profile.prediction import PARTS, MemoryCourse, Moment, Part, Phase
 from tuner.profile.segments import Block, CachingAllocator, is_small
 from tuner.profile.tracing import Trace
+
+if TYPE_CHECKING:
+    from tuner.profile.ledger import Change, Entry
 
 ROOT = "model."
 """The model's name in the module that is trained, which is left out."""

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._profiler import RecordScope, _EventType
 from torch.profiler import profile
 
 from tuner.parallel.fsdp import local
 from tuner.profile.blocks import Block, Change, MemoryRecord
 from tuner.profile.marks import MODULE, PHASE
 from tuner.profile.prediction import Part, Phase
+from tuner.runtime import torch_private
 from tuner.train.step import TrainState
 
 _GATHERED, _REDUCED = "FSDP::all_gather", "FSDP::post_backward"
@@ -173,7 +173,7 @@ def _walk(roots: Iterable[Any]) -> Iterator[tuple[Any, _Place]]:
     waiting = [(event, _Place()) for event in sorted(roots, key=lambda event: -event.start_time_ns)]
     while waiting:
         event, place = waiting.pop()
-        if event.tag == _EventType.TorchOp:
+        if event.tag == torch_private.EventType.TorchOp:
             number, scope = event.extra_fields.sequence_number, event.extra_fields.scope
             if event.name.startswith(MODULE):
                 again = place.until if place.until is not None else event.end_time_ns
@@ -182,7 +182,7 @@ def _walk(roots: Iterable[Any]) -> Iterator[tuple[Any, _Place]]:
                 place = _Place(place.module, "gathered", place.until)
             elif event.name.startswith(_REDUCED):
                 place = _Place(place.module, "reduced", place.until)
-            elif scope == RecordScope.BACKWARD_FUNCTION:
+            elif scope == torch_private.RecordScope.BACKWARD_FUNCTION:
                 place = _Place(modules.get(number, place.module), place.part, place.until)
             elif number >= 0:
                 modules[number] = place.module
@@ -191,11 +191,12 @@ def _walk(roots: Iterable[Any]) -> Iterator[tuple[Any, _Place]]:
 
 
 def _is_mark(event: Any) -> bool:
-    return bool(event.tag == _EventType.TorchOp and event.name.startswith(PHASE) and not event.name.startswith(MODULE))
+    is_ours = event.name.startswith(PHASE) and not event.name.startswith(MODULE)
+    return bool(event.tag == torch_private.EventType.TorchOp and is_ours)
 
 
 def _told(events: Iterable[tuple[Any, _Place]], device: str) -> Iterator[_Told]:
     for event, place in events:
-        if event.tag == _EventType.Allocation and event.extra_fields.device.type == device:
+        if event.tag == torch_private.EventType.Allocation and event.extra_fields.device.type == device:
             fields = event.extra_fields
             yield _Told(event.start_time_ns, int(fields.ptr or 0), int(fields.alloc_size), place)

@@ -10,7 +10,8 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from tuner.runtime import torch_private
 
 ALIGNED_BYTES = 16
 """To which the rows of a grouped product are rounded up."""
@@ -35,7 +36,7 @@ _MATRIX_PRODUCTS = {
     torch.ops.aten.addmm.default,
     torch.ops.aten.baddbmm.default,
 }
-_GROUPED = torch.ops.aten._grouped_mm.default
+_GROUPED = torch_private.operation("_grouped_mm")
 _COPIED_BY_GLOO = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}
 """Which of the tensors given to an operation gloo has a second one of while it is at work."""
 _LONGEST, _ASKED = (8192, 4096, 2048), 1 << 33
@@ -54,7 +55,7 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
         return 0
     if torch.Tag.pointwise in func.tags:
         return _converted_bytes([arg for arg in args if isinstance(arg, torch.Tensor)])
-    if (place := _COPIED_BY_GLOO.get(func._schema.name)) is not None:
+    if (place := _COPIED_BY_GLOO.get(func.name())) is not None:
         return int(args[place].numel() * args[place].element_size())
     if func not in _MATRIX_PRODUCTS and func is not _GROUPED:
         return 0
@@ -97,7 +98,7 @@ def _layout(tensor: torch.Tensor, longest: int) -> _Layout:
 def _asked(func: Any, layouts: tuple[_Layout, ...]) -> int:
     """What one real product of such matrices has the allocator give out at its fullest, less its result."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it tells of every start and stop on stderr
-    with _disable_current_modes(), torch.autocast("cpu", enabled=False), torch.no_grad():
+    with torch_private.disable_current_modes(), torch.autocast("cpu", enabled=False), torch.no_grad():
         given = [_zeros(*layout) for layout in layouts]
         func(*given)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:

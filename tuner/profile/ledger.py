@@ -16,15 +16,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._library.custom_ops import OPDEFS
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tuner.profile.kernels import IN_PLACE_OF_FAKES, NUMBER_BYTES, keeps_number, scratch_bytes
 from tuner.profile.prediction import Part, Phase
+from tuner.runtime import torch_private
 
 OWN_NAMESPACE = "tuner"
+READ_NUMBER = torch_private.operation("_local_scalar_dense")
+"""What the host calls to read a number off a tensor."""
 
 
 COUNTED = 1 << 62
@@ -60,7 +59,7 @@ class Change:
     module: str
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(torch_private.TorchDispatchMode):  # type: ignore[misc]  # its type is not known
     """Follows every storage that operations make while the mode is on, of fakes or not, all on the CPU.
 
     ``target`` is the kind of device that they stand for; ``phase`` is set by who drives the step. Host tensors of whole
@@ -68,7 +67,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, target: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.target = target
         self.phase: Phase = "build"
         self.entries: list[Entry] = []
@@ -90,24 +89,24 @@ class Ledger(TorchDispatchMode):
         """Run the operation on fakes and enter what it made."""
         kwargs = dict(kwargs or {})
         self._settle_sum()
-        if func.namespace == OWN_NAMESPACE and (own := OPDEFS.get(func._schema.name)) is not None:
+        if func.namespace == OWN_NAMESPACE and (body := torch_private.custom_body(func)) is not None:
             with self:
-                return own._init_fn(*args, **kwargs)
+                return body(*args, **kwargs)
         before = len(self.entries)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         for tensor in given:
             if (made := self._enter(tensor)) is not None and made >= before:
                 self.entries[made].part = "batch"
                 self.entries[made].given = not tensor.untyped_storage().resizable()
         if _stays_real(func, given, kwargs):
-            with unset_fake_temporarily():
+            with torch_private.unset_fake_temporarily():
                 result = func(*args, **kwargs)
-        elif func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        elif func is READ_NUMBER and isinstance(args[0], torch_private.FakeTensor):
             return _plausible(args[0])
         else:
             result = IN_PLACE_OF_FAKES.get(func, func)(*args, **kwargs)
         before = len(self.entries)
-        for leaf in tree_leaves(result):
+        for leaf in torch_private.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._enter(leaf)
         if func.namespace in COMMUNICATION:
@@ -172,8 +171,8 @@ class Ledger(TorchDispatchMode):
             return self._modules[-1]
         if self.phase != "backward":
             return ""
-        node = torch._C._current_autograd_node()
-        if node is not None and (number := node._sequence_nr()) < COUNTED:
+        node = torch_private.current_autograd_node()
+        if node is not None and (number := torch_private.node_number(node)) < COUNTED:
             place = bisect_right(self._nodes, (number, "\uffff")) - 1
             self._last = self._nodes[place][1] if place >= 0 else ""
         return self._last
@@ -192,11 +191,11 @@ class Ledger(TorchDispatchMode):
                 self.entries[serial].part = part
 
     def _enter(self, tensor: torch.Tensor) -> int | None:
-        local = getattr(tensor, "_local_tensor", tensor)
+        local = torch_private.local_tensor(tensor)
         if local.device.type != "cpu":
             return None
         storage = local.untyped_storage()
-        key = storage._cdata
+        key = torch_private.storage_key(storage)
         known = self._living.get(key)
         if known is not None and known[0]() is not None:
             return known[1]
@@ -220,7 +219,7 @@ class Ledger(TorchDispatchMode):
             self._change(serial, -self.entries[serial].size)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        known = self._living.get(storage._cdata)
+        known = self._living.get(torch_private.storage_key(storage))
         if known is not None:
             entry = self.entries[known[1]]
             self._change(known[1], storage.nbytes() - entry.size)
@@ -228,7 +227,7 @@ class Ledger(TorchDispatchMode):
 
     def _communicated(self, func: Any, tensors: Iterable[torch.Tensor]) -> None:
         """Name the buffers of FSDP2 and of collectives, which are made by operations like any other."""
-        part: Part | None = COMMUNICATION[func.namespace].get(func._schema.name)
+        part: Part | None = COMMUNICATION[func.namespace].get(func.name())
         for tensor in tensors if part is not None else ():
             serial = self._enter(tensor)
             if serial is not None and self.entries[serial].part is None:
@@ -236,7 +235,7 @@ class Ledger(TorchDispatchMode):
 
     def _watch_sum(self, args: tuple[Any, ...], result: int) -> None:
         """Note an addition in the backward pass: autograd makes it in place where it holds the last reference."""
-        if torch._C._current_autograd_node() is None or not isinstance(args[0], torch.Tensor):
+        if torch_private.current_autograd_node() is None or not isinstance(args[0], torch.Tensor):
             return
         for term in args[:2]:
             serial = self._enter(term)
@@ -262,18 +261,18 @@ class Ledger(TorchDispatchMode):
     def _entering(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any) -> None:
             self._modules.append(name)
-            self._nodes.append((torch._C._autograd._get_sequence_nr(), name))
+            self._nodes.append((torch_private.sequence_number(), name))
 
         return hook
 
     def _leaving(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._modules.pop()
-        self._nodes.append((torch._C._autograd._get_sequence_nr(), self._modules[-1] if self._modules else ""))
+        self._nodes.append((torch_private.sequence_number(), self._modules[-1] if self._modules else ""))
 
 
 def _stays_real(func: Any, given: list[torch.Tensor], kwargs: Mapping[str, Any]) -> bool:
     """Whether all that an operation is given is real, and what it makes shall be."""
-    if not given or any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in given):
+    if not given or any(isinstance(tensor, torch_private.FakeTensor) or tensor.is_meta for tensor in given):
         return False
     device = kwargs.get("device")
     return device is None or torch.device(device).type == "cpu"

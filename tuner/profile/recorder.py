@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from tuner.profile.blocks import MemoryRecord
 from tuner.profile.events import Owned, gradients, memory_record, resident
 from tuner.profile.marks import PhaseMarks, module_ranges
-from tuner.runtime import phase
+from tuner.runtime import phase, torch_private
 from tuner.train.step import TrainState
 
 
@@ -45,8 +45,8 @@ class StepRecorder:
         if self._modules:
             self._stack.enter_context(module_ranges(train_state.root.model))
         if self._snapshot is not None:
-            torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", device=self._device)
-            self._stack.callback(torch.cuda.memory._record_memory_history, None)
+            torch_private.record_memory_history("all", context="alloc", stacks="python", device=self._device)
+            self._stack.callback(torch_private.record_memory_history, None)
         self._stack.enter_context(phase.observed(self._mark))
         self._profile.start()
         self._phases.mark("data")
@@ -58,7 +58,7 @@ class StepRecorder:
             self._synchronize()
             self._profile.stop()
             if self._snapshot is not None:
-                torch.cuda.memory._dump_snapshot(str(self._snapshot))
+                torch_private.dump_snapshot(str(self._snapshot))
         finally:
             self._stack.close()
 

@@ -21,7 +21,6 @@ from tuner.model.recompute import apply_recompute
 from tuner.profile.blocks import Holding, MemoryRecord, alike
 from tuner.profile.devices import Device
 from tuner.profile.events import resident
-from tuner.profile.predict import Target, predict
 from tuner.profile.prediction import PARTS, Part
 from tuner.profile.recorder import StepRecorder
 from tuner.run.build import Assembly
@@ -126,6 +125,8 @@ def with_way_out(assembly: Assembly, shortage: Shortage, limit: int | None = Non
 
 def foreseen(assembly: Assembly) -> dict[Part, int]:
     """What is predicted for the fullest moment of a step of this run, as its allocator would count it."""
+    from tuner.profile.predict import Target, predict
+
     facts = assembly.resolved.facts
     here = Device("here", facts.kind, facts.free_bytes, None, facts.name)
     target = Target(here, assembly.rank_info, facts.free_bytes)

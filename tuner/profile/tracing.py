@@ -6,11 +6,10 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tuner.checkpoint.staging import staged_bytes
 from tuner.data.batches import Batch, StepBatches
@@ -22,16 +21,18 @@ from tuner.model.flops import Flops, training_flops
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import local, sync_gradients
 from tuner.profile.fakes import place_root, quiet_kernels
-from tuner.profile.ledger import Change, Entry, Ledger
 from tuner.profile.memory import gradient_tensors
 from tuner.profile.prediction import Phase
 from tuner.profile.stand_in import cuda_stand_in, unchanged_modules
 from tuner.run.build import bare_root, build_train_state, mesh_of, step_config_of
 from tuner.run.resolve import Resolved
-from tuner.runtime import phase
+from tuner.runtime import phase, torch_private
 from tuner.runtime.dist import RankInfo
 from tuner.train.evaluate import batch_losses
 from tuner.train.step import TrainState, optimizer_step
+
+if TYPE_CHECKING:
+    from tuner.profile.ledger import Change, Entry, Ledger
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ def trace_step(
 
     ``samples`` are prompts that are answered then: the tokens of each, and the most that its answer may have.
     """
+    from tuner.profile.ledger import Ledger
+
     device, mesh = torch.device("cpu"), mesh_of(resolved.recipe, rank_info)
     root = bare_root(resolved)
     largest = max(parameter.numel() * parameter.element_size() for parameter in root.parameters())
@@ -147,7 +150,7 @@ def _fakes() -> Iterator[None]:
     gc.disable()  # as in training, where it hardly ever runs: a cycle holds its tensors
     forget_documents()
     try:
-        with quiet_kernels(), FakeTensorMode(allow_non_fake_inputs=True):
+        with quiet_kernels(), torch_private.FakeTensorMode(allow_non_fake_inputs=True):
             yield
     finally:
         forget_documents()  # what it kept were fakes
@@ -157,9 +160,8 @@ def _fakes() -> Iterator[None]:
 
 @contextmanager
 def _fake_group(rank_info: RankInfo) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank_info.rank, world_size=rank_info.world_size)
+    store = torch_private.FakeStore()
+    dist.init_process_group("fake", store=store, rank=rank_info.rank, world_size=rank_info.world_size)
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ from tuner.checkpoint.load import CheckpointInfo, require_same_base
 from tuner.config.dump import recipe_dict
 from tuner.errors import DataError
 from tuner.model.licence import licence_of
+from tuner.model.transformers_private import commit_of
 from tuner.run.build import Assembly
 from tuner.runtime.files import json_bytes
 
@@ -22,7 +23,7 @@ def run_meta(assembly: Assembly) -> dict[str, Any]:
         "recipe": recipe_dict(recipe),
         "model": {
             "name_or_path": recipe.model.name_or_path,
-            "revision": recipe.model.revision or getattr(resolved.config, "_commit_hash", None),
+            "revision": recipe.model.revision or commit_of(resolved.config),
             "init": recipe.model.init,
             "config": _written(resolved.config),
             "n_parameters": resolved.n_parameters,

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from tuner.runtime.torch_private import each_norm
+
 _CHUNK = 4096
 
 
@@ -17,7 +19,7 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     in float64, in less time. On CUDA one fused launch for all tensors already adds in chunks, as a tree.
     """
     if tensors[0].is_cuda:
-        return torch.stack(torch._foreach_norm(list(tensors))).double().square().sum()
+        return torch.stack(list(each_norm(tensors))).double().square().sum()
     norms = [norm for tensor in tensors for norm in _chunk_norms(tensor.reshape(-1))]
     return torch.cat(norms).double().square().sum()
 

@@ -21,6 +21,7 @@ from tuner.errors import RecipeError
 from tuner.model.select import select
 from tuner.parallel.fsdp import local
 from tuner.parallel.shards import Layout
+from tuner.runtime.torch_private import divide_
 from tuner.train.adafactor import ShardedAdafactor, moment_shape
 from tuner.train.custom_optimizer import OptimizerLike, build_own_optimizer
 from tuner.train.muon import ShardedMuon
@@ -85,7 +86,7 @@ class OptimizerSet:
                 optimizer.grad_scale = None if divisor is None else divisor.float()  # type: ignore[attr-defined]
             elif divisor is not None:
                 grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-                torch._foreach_div_(grads, divisor.float())
+                divide_(grads, divisor.float())
             optimizer.step()
 
     def zero_grad(self) -> None:

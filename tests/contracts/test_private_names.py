@@ -1,0 +1,152 @@
+"""Names that torch and transformers do not promise: in the two adapter modules alone, and missed by nobody else."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ADAPTERS = {"tuner/runtime/torch_private.py", "tuner/model/transformers_private.py"}
+LIBRARIES = ("torch", "transformers")
+# All of transformers that is imported outside its adapter; anything deeper has no promise.
+PROMISED = {"transformers", "transformers.utils"}
+# Of nn.Module, which subclasses share with it, of peft's layers, of namedtuple, and of the interpreter.
+OTHERS = {"_parameters", "_buffers", "_modules", "_cache_clear", "_replace", "_exit"}
+
+
+def private_parts(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """Every private name of the two libraries that a module imports or reaches, or that an object of another's has."""
+    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    own |= {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            if node.module and node.module.startswith("transformers.") and node.module not in PROMISED:
+                yield f"line {node.lineno}: {node.module}"
+        else:
+            if isinstance(node, ast.Attribute) and private_parts(node.attr) and node.attr not in own | OTHERS:
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+            continue
+        yield from (f"line {node.lineno}: {n}" for n in names if n.startswith(LIBRARIES) and private_parts(n))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tuner").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_private_names_are_in_the_adapters_alone(path: Path) -> None:
+    found = list(private_names(ast.parse(path.read_text(encoding="utf-8"))))
+    assert path.relative_to(ROOT).as_posix() in ADAPTERS or found == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch._dynamo", "from torch._C import _profiler", "from torch import _foreach_norm",
+        "torch.utils._pytree.tree_leaves", "x = torch.ops.aten._grouped_mm.default", "storage._cdata",
+        "from transformers.core_model_loading import revert_weight_conversion", "config._attn_implementation = None",
+    ],
+)  # fmt: skip
+def test_a_private_name_is_seen(line: str) -> None:
+    assert list(private_names(ast.parse(f"def f() -> None:\n    {line}")))
+    assert not list(private_names(ast.parse("from torch import nn\nself._names = tuple(x)\ny._names")))
+
+
+def test_every_name_is_there_with_the_tested_versions() -> None:
+    from tuner.model import transformers_private
+    from tuner.runtime import torch_private
+
+    for adapter in (torch_private, transformers_private):
+        assert all(getattr(adapter, name) is not None for name in adapter.NAMES)
+        with pytest.raises(AttributeError):
+            getattr(adapter, "another")  # noqa: B009 - as an expression it is said to be useless
+
+
+def test_the_public_ways_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from tuner.runtime.torch_private import divide_, each_norm, softmax_backward
+
+    torch.manual_seed(0)
+    scores, upstream = torch.randn(3, 5, 7), torch.randn(3, 5, 7)
+
+    def computed() -> list[torch.Tensor]:
+        divided = [scores.clone(), upstream.clone()]
+        divide_(divided, torch.tensor(3.0))
+        return [*divided, *each_norm(divided), softmax_backward(upstream, scores.softmax(-1))]
+
+    private = computed()
+    for name in ("_foreach_norm", "_foreach_div_", "_softmax_backward_data"):
+        monkeypatch.delattr(torch, name)
+    for one, other in zip(private, computed(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+# Command lines, one after the other, where torch and transformers have lost every name of the tables, and torch those
+# that have a public way beside them.
+POORER = """
+import json, sys, torch
+from tuner.model import transformers_private
+from tuner.runtime import torch_private
+for name in ("_foreach_norm", "_foreach_div_", "_softmax_backward_data"):
+    delattr(torch, name)
+for adapter in (torch_private, transformers_private):
+    adapter.NAMES = {name: (f"{path}_renamed", *rest) for name, (path, *rest) in adapter.NAMES.items()}
+from tuner.cli.main import main
+for words in json.loads(sys.argv[1]):
+    print("$", *words, file=sys.stderr, flush=True)
+    try:
+        main(words)
+    except SystemExit as end:
+        print("ended with", end.code, file=sys.stderr, flush=True)
+"""
+RECIPE = """
+model: {name_or_path: ./base, init: random}
+tokenizer: {name_or_path: byte}
+data: {train: rows.jsonl, max_length: 64}
+train: {duration: 2 steps, global_batch_size: 4, micro_batch_size: 2, precision: fp32, device: cpu}
+"""
+
+
+def test_training_goes_on_without_them_and_profile_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.caches import new_cache
+    from tests.model.tiny import tiny_config
+
+    monkeypatch.setenv("TUNER_CACHE", str(new_cache(tmp_path / "cache")))
+    config = tiny_config("llama")
+    config.vocab_size = 300
+    config.save_pretrained(tmp_path / "base")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a ", "completion": "b"}\n' * 16)
+    (tmp_path / "r.yaml").write_text(RECIPE)
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    lines = [
+        ["train", "r.yaml", "--profile.steps", "[1]"], ["profile", "r.yaml"], ["profile", "r.yaml", "--measure", "1"],
+        ["export-hf", "runs/r"],
+    ]  # fmt: skip
+    command = [sys.executable, "-c", POORER, json.dumps(lines)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    trained, predicted, measured, exported = done.stderr.split("$ ")[1:]
+    assert "done      2 steps" in trained and trained.endswith("ended with 0\n"), trained
+    assert "the profile could not be written" in trained and "torch._C._profiler" in trained
+    for text, path in (
+        (predicted, "torch.utils._python_dispatch.TorchDispatchMode"), (measured, "torch._C._profiler._EventType"),
+        (exported, "transformers.core_model_loading.revert_weight_conversion"),
+    ):  # fmt: skip
+        assert f"has no {path}_renamed, which" in text and "training goes on without it" in text, text
+        assert "docs/versions.md" in text and text.endswith("ended with 4\n"), text

@@ -1,0 +1,94 @@
+"""Every name of transformers that it does not promise and this package uses, each looked up when it is used.
+
+Where transformers lost one, what needs it says so. A contract test finds such names anywhere else.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from tuner.runtime.private import private_attribute, private_name
+
+_EXPORT = ("exporting (`tuner export-hf`, `export.every`)", "training goes on without it")
+_WINDOWS = ("checking how far a model with windows looks back", "models without windows train without it")
+_SAMPLES = ("decoding sample answers", "`--eval.samples 0` trains without it")
+_BUILDING = ("building a model", "exported directories load without tuner")
+NAMES = {
+    "revert_weight_conversion": ("transformers.core_model_loading.revert_weight_conversion", *_EXPORT),
+    "load_converted": ("transformers.core_model_loading.convert_and_load_state_dict_in_model", *_EXPORT),
+    "conversion_mapping": ("transformers.conversion_mapping.get_model_conversion_mapping", *_EXPORT),
+    "LoadStateDictConfig": ("transformers.modeling_utils.LoadStateDictConfig", *_EXPORT),
+    "no_init_weights": ("transformers.initialization.no_init_weights", *_EXPORT),
+    "sdpa_mask": ("transformers.masking_utils.sdpa_mask", *_WINDOWS),
+    "DynamicSlidingWindowLayer": ("transformers.cache_utils.DynamicSlidingWindowLayer", *_SAMPLES),
+}
+"""By the name here: where transformers has it, what needs it, and what works without."""
+
+
+def __getattr__(name: str) -> Any:
+    """One of ``NAMES``. Raises MachineError where this transformers has it no more."""
+    if name not in NAMES:
+        raise AttributeError(name)
+    found = globals()[name] = private_name(*NAMES[name])
+    return found
+
+
+def load_published(model: PreTrainedModel, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:
+    """Load tensors of published files into a model, laid out as it wants them; the loader's report."""
+    here: Any = sys.modules[__name__]
+    conversions = getattr(model, "_weight_conversions", None)
+    settings = here.LoadStateDictConfig(dtype=dtype, weight_mapping=here.conversion_mapping(model))
+    try:
+        return here.load_converted(model, tensors, settings)[0]
+    finally:
+        model._weight_conversions = conversions  # type: ignore[assignment]  # it noted those that it used alone
+
+
+def attention_of(config: PretrainedConfig) -> str:
+    """The name of the attention that a model of this config computes with."""
+    found: str = private_attribute(config.get_text_config(), "_attn_implementation", *_BUILDING)
+    return found
+
+
+def forget_attention(config: PretrainedConfig) -> None:
+    """Have each class choose its attention, as for someone who only loads the model."""
+    config._attn_implementation = None
+
+
+def takes_attention(kind: Any) -> bool:
+    """Whether a class of models computes attention through transformers' interface."""
+    return bool(private_attribute(kind, "_can_set_attn_implementation", *_BUILDING)())
+
+
+def registered(interface: Any) -> dict[str, Any]:
+    """What all models find in one of transformers' interfaces, by name; a change is a change for all."""
+    found: dict[str, Any] = private_attribute(interface, "_global_mapping", *_BUILDING)
+    return found
+
+
+def decoder_classes(model: PreTrainedModel) -> set[str]:
+    """Names of the classes of a model's decoder layers, as transformers notes them for sharding."""
+    return set(private_attribute(model, "_no_split_modules", *_BUILDING) or ())
+
+
+def from_config(model: PreTrainedModel, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """A new model of the same class."""
+    made: PreTrainedModel = private_attribute(type(model), "_from_config", *_BUILDING)(config, **options)
+    return made
+
+
+def compute_buffers(model: PreTrainedModel, module: nn.Module) -> None:
+    """Compute a module's constants as its class does when it is made; its parameters stay as they are."""
+    for parameter in module.parameters(recurse=False):
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    private_attribute(model, "_init_weights", *_BUILDING)(module)
+
+
+def commit_of(config: PretrainedConfig) -> str | None:
+    """The commit on the hub that a config came from; None of a local one."""
+    return getattr(config, "_commit_hash", None)

@@ -1,0 +1,116 @@
+"""Every private name of torch that this package uses, each looked up when it is used.
+
+Where torch lost one, what needs it says so; training needs none: it has a public way beside each. A contract test finds
+private names of torch anywhere else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tuner.runtime.private import private_attribute, private_name
+
+if TYPE_CHECKING:
+    import torch
+
+_PREDICTION = ("predicting memory (`tuner profile` without --measure)", "training goes on without it")
+_RECORDING = ("recording a step (`tuner profile --measure`, `profile.steps`)", "training goes on without it")
+_SELECTIVE = ("`train.gradient_checkpointing: selective`", "`none` and `full` train without it")
+NAMES = {
+    "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", *_PREDICTION),
+    "disable_current_modes": ("torch.utils._python_dispatch._disable_current_modes", *_PREDICTION),
+    "tree_leaves": ("torch.utils._pytree.tree_leaves", *_PREDICTION),
+    "FakeTensor": ("torch._subclasses.fake_tensor.FakeTensor", *_PREDICTION),
+    "FakeTensorMode": ("torch._subclasses.fake_tensor.FakeTensorMode", *_PREDICTION),
+    "unset_fake_temporarily": ("torch._subclasses.fake_tensor.unset_fake_temporarily", *_PREDICTION),
+    "FakeStore": ("torch.testing._internal.distributed.fake_pg.FakeStore", *_PREDICTION),
+    "OPDEFS": ("torch._library.custom_ops.OPDEFS", *_PREDICTION),
+    "current_autograd_node": ("torch._C._current_autograd_node", *_PREDICTION),
+    "sequence_number": ("torch._C._autograd._get_sequence_nr", *_PREDICTION),
+    "RecordScope": ("torch._C._profiler.RecordScope", *_RECORDING),
+    "EventType": ("torch._C._profiler._EventType", *_RECORDING),
+    "record_memory_history": ("torch.cuda.memory._record_memory_history", *_RECORDING),
+    "dump_snapshot": ("torch.cuda.memory._dump_snapshot", *_RECORDING),
+}
+"""By the name here: where torch has it, what needs it, and what works without."""
+
+
+def __getattr__(name: str) -> Any:
+    """One of ``NAMES``. Raises MachineError where this torch has it no more."""
+    if name not in NAMES:
+        raise AttributeError(name)
+    found = globals()[name] = private_name(*NAMES[name])
+    return found
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What tells one living storage from another; it may be given again after the storage's end."""
+    return int(private_attribute(storage, "_cdata", *_PREDICTION))
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor itself, or this process's shard of it, with no operation of its own."""
+    shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return shard
+
+
+def node_number(node: Any) -> int:
+    """The number that autograd gave to one of its nodes, in the order of the forward pass."""
+    return int(private_attribute(node, "_sequence_nr", *_PREDICTION)())
+
+
+def schema(function: Any) -> Any:
+    """Name and arguments of an operation as it was declared."""
+    return private_attribute(function, "_schema", *_SELECTIVE)
+
+
+def custom_body(function: Any) -> Callable[..., Any] | None:
+    """The Python function behind a custom operation; None of one that torch does not know as such."""
+    found = __getattr__("OPDEFS").get(function.name())
+    body: Callable[..., Any] | None = None if found is None else private_attribute(found, "_init_fn", *_PREDICTION)
+    return body
+
+
+def operation(name: str) -> Any:
+    """The default overload of an ATen operation that torch does not document."""
+    import torch
+
+    return private_attribute(torch.ops.aten, name, *_PREDICTION).default
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Tell the compiler that a side changes from step to step; without the name it finds out and compiles once more."""
+    if mark := getattr(sys.modules.get("torch._dynamo"), "maybe_mark_dynamic", None):
+        mark(tensor, dim)
+
+
+def each_norm(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The norm of each tensor: on CUDA one launch for all of them, where torch has its private one."""
+    import torch
+
+    fused = getattr(torch, "_foreach_norm", None)
+    return fused(list(tensors)) if fused else [torch.linalg.vector_norm(tensor) for tensor in tensors]
+
+
+def divide_(tensors: Sequence[torch.Tensor], divisor: torch.Tensor) -> None:
+    """Divide each tensor in place: on CUDA one launch for all of them, where torch has its private one."""
+    import torch
+
+    if fused := getattr(torch, "_foreach_div_", None):
+        fused(tensors, divisor)
+    else:
+        for tensor in tensors:
+            tensor.div_(divisor)
+
+
+def softmax_backward(upstream: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """The gradient of the scores along the last dimension, given that of their softmax ``share``; of its type."""
+    import torch
+
+    if fused := getattr(torch, "_softmax_backward_data", None):
+        gradient: torch.Tensor = fused(upstream, share, -1, share.dtype)
+        return gradient
+    weighted = upstream * share
+    return weighted - share * weighted.sum(-1, keepdim=True)
