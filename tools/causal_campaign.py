@@ -42,8 +42,8 @@ from tuner.errors import RecipeError, TunerError  # noqa: E402
 from tuner.model.attention import withdrawn  # noqa: E402
 from tuner.model.flops import training_flops  # noqa: E402
 from tuner.parallel.mesh import Mesh  # noqa: E402
+from tuner.run.begin import write_model_config
 from tuner.run.build import assemble_model, build_train_state  # noqa: E402
-from tuner.run.main import write_model_config  # noqa: E402
 from tuner.run.resolve import resolve  # noqa: E402
 from tuner.runtime.dist import RankInfo  # noqa: E402
 from tuner.train.step import TrainState, forward_backward  # noqa: E402

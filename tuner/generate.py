@@ -18,13 +18,14 @@ from transformers import (
 )
 
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
-from tuner.export.source import MODEL_CONFIG, TOKENIZER, resolve
+from tuner.export.source import Source, resolve
 from tuner.export.weights import load_trained
 from tuner.export.write import quiet, turn_ends
 from tuner.model.tokens import grow
 from tuner.model.vetting import vet_config
-from tuner.rundir.chosen import Warn, names_checkpoint, unheard
 from tuner.rundir.exports import LINEAGE
+from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
+from tuner.rundir.model_path import RunCheckpoint, Warn, ignore_warning, is_run_path, resolve_model_path
 from tuner.runtime.files import read_json, sha256_file
 
 Message = dict[str, str]
@@ -116,7 +117,7 @@ class Generator:
 
 
 def load_generator(
-    name_or_path: str, revision: str | None = None, base: str | None = None, warn: Warn = unheard
+    name_or_path: str, revision: str | None = None, base: str | None = None, warn: Warn = ignore_warning
 ) -> Generator:
     """Load a run, a checkpoint, a Hugging Face directory or a hub name, on CUDA (bf16) or else the CPU (float32).
 
@@ -125,12 +126,10 @@ def load_generator(
     load, MachineError for a name that cannot be fetched.
     """
     path = Path(name_or_path)
-    if names_checkpoint(path):
-        return _from_run(path, warn)
-    if path.is_dir() and not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise RecipeError(f"{path}: neither a run, a checkpoint nor a Hugging Face directory")
-    if not path.is_dir() and (path.is_absolute() or name_or_path.startswith(("./", "../", "~"))):
-        raise RecipeError(f"{name_or_path}: no such directory")
+    if path.is_dir() or path.is_absolute() or name_or_path.startswith(("./", "../", "~")):
+        found = resolve_model_path(path, warn)
+        if isinstance(found, RunCheckpoint):
+            return _from_run(Source(found.run_dir, found.checkpoint))
     device, dtype = _device()
     with _readable_errors(name_or_path), quiet():
         if (path / "adapter_config.json").is_file():
@@ -155,8 +154,7 @@ def make_generator(
     return Generator(model.to(device).eval(), tokenizer, tuple(dict.fromkeys(ends)), device)
 
 
-def _from_run(path: Path, warn: Warn) -> Generator:
-    source = resolve(path, warn)
+def _from_run(source: Source) -> Generator:
     with quiet():
         model = load_trained(source).model
         model.set_attn_implementation("sdpa")
@@ -231,7 +229,7 @@ def base_of(name_or_path: str) -> tuple[str, str | None]:
     RecipeError where nobody knows.
     """
     path = Path(name_or_path).absolute()
-    run = next((place for place in (path, path.parent.parent) if names_checkpoint(place)), None)
+    run = next((place for place in (path, path.parent.parent) if is_run_path(place)), None)
     if run is not None:
         facts = resolve(run).model
         if facts.get("init") == "random":

@@ -21,7 +21,8 @@ from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import DataError, DivergedError, RecipeError
 from tuner.export.hf import export_hf
-from tuner.run.main import LaunchOptions, train
+from tuner.run.main import train
+from tuner.run.options import LaunchOptions
 from tuner.run.score import Score, find_trained, run_recipe, score
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo

@@ -18,7 +18,6 @@ from tuner.runtime.lock import FileLock
 HOLD = """
 import sys, time
 from pathlib import Path
-from tuner.runtime.lock import FileLock
 with FileLock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -18,8 +18,6 @@ from tuner.runtime.process import any_rank, gloo_group, process_group
 SCRIPT = """
 import os, sys
 import torch, torch.distributed as dist
-from tuner.runtime.dist import RankInfo
-from tuner.runtime.process import any_rank, gloo_group, process_group
 launch = RankInfo.from_environment()
 with process_group(launch, "cpu", 30.0):
     group = gloo_group()
@@ -84,8 +82,6 @@ def test_nowhere_to_meet_is_one_clear_line() -> None:
 FAIL = """
 import sys, time
 from tuner.errors import DataError, LostRankError
-from tuner.runtime.dist import RankInfo
-from tuner.runtime.process import any_rank, gloo_group, process_group
 launch = RankInfo.from_environment()
 try:
     with process_group(launch, "cpu", float(sys.argv[2])):

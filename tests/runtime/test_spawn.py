@@ -139,7 +139,6 @@ TWICE = """
 import sys
 from pathlib import Path
 from tests.runtime.spawn_worker import work
-from tuner.runtime.spawn import run_ranks
 job = {"actions": ["stops", "deaf"], "ready": sys.argv[1], "stop_s": 60}
 run_ranks(work, job, 2, Path(sys.argv[1]))
 """

@@ -113,9 +113,7 @@ def _refuse_others(tensors: Mapping[str, torch.Tensor]) -> None:
             raise TypeError(f"{name}: only tensors can be saved, got {type(tensor).__name__}")
 
 
-def _is_saved(
-    final: Path, run_id: str, state: Mapping[str, Any], probe: Mapping[str, torch.Tensor] | None
-) -> bool:
+def _is_saved(final: Path, run_id: str, state: Mapping[str, Any], probe: Mapping[str, torch.Tensor] | None) -> bool:
     """Whether the step is saved already, with this state and a probe where there is one. Sets an invalid one aside."""
     if not os.path.lexists(final):
         return False

@@ -124,13 +124,14 @@ def plot(
     def body() -> Outcome:
         from tuner.errors import DataError
         from tuner.rundir.curves import charts
+        from tuner.rundir.layout import CURVES
         from tuner.rundir.page import write_page
 
         found, left_out = _open(runs)
         drawn = charts(found)
         if not drawn:
             raise DataError("there is nothing to draw yet: no step was written", hint="wait for the first steps")
-        default = found[0].path / "curves.html" if len(found) == 1 else Path("curves.html")
+        default = found[0].path / CURVES if len(found) == 1 else Path(CURVES)
         page = input_path(output) if output is not None else default.absolute()
         write_page(page, found, drawn, smoothing)
         _draw(drawn, _names(found))

@@ -104,6 +104,7 @@ def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool)
 
     A signal before the first step stops a run that has a checkpoint as one after it does: with 75, to go on from there.
     """
+    from tuner.rundir.layout import export_dir
     from tuner.runtime.console import Console
     from tuner.runtime.dist import RankInfo
 
@@ -120,7 +121,7 @@ def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool)
         if left is None:
             raise
         result = left
-    export = result.run_dir / "exports" / f"step-{result.step}" if loaded.recipe.export.at_end else None
+    export = export_dir(result.run_dir, result.step) if loaded.recipe.export.at_end else None
     return outcome_of(result, Console(RankInfo.from_environment().is_main, level), export)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import jsonlines
 
-METRICS = "metrics.jsonl"
+from tuner.rundir.layout import METRICS
+
 POINTS = 12
 _DETERMINED = ("step", "epoch", "tokens", "loss", "lr", "grad_norm")
 

@@ -36,8 +36,9 @@ from tuner.export.write import (
     write_generation_config,
     write_tokenizer,
 )
-from tuner.rundir.chosen import Warn, Which, explained, unheard
 from tuner.rundir.exports import LINEAGE
+from tuner.rundir.layout import export_dir
+from tuner.rundir.model_path import Warn, Which, ignore_warning, with_remedies
 from tuner.runtime.files import (
     MANIFEST_NAME,
     TMP_PREFIX,
@@ -107,7 +108,7 @@ def plan_export(
     dtype: Literal["bf16", "fp32"] = "bf16",
     adapter: Literal["merge", "keep"] = "merge",
     shard_size: int = DEFAULT_SHARD_BYTES,
-    warn: Warn = unheard,
+    warn: Warn = ignore_warning,
     step: Which = "newest",
 ) -> ExportPlan:
     """Find the checkpoint and the target without writing anything; `warn` is told of a run that is not finished.
@@ -120,7 +121,7 @@ def plan_export(
     source = resolve(path, warn, shards=False, step=step)
     if adapter == "keep" and source.adapter is None:
         raise RecipeError("--adapter keep: the run trained all parameters, it has no adapter to keep")
-    final = (output or source.run_dir / "exports" / f"step-{source.step}").absolute()
+    final = (output or export_dir(source.run_dir, source.step)).absolute()
     plan = ExportPlan(
         source=source,
         output=final,
@@ -159,7 +160,7 @@ def run_export(plan: ExportPlan) -> ExportReport:
     try:
         return _written_and_proven(plan, started)
     except DataError as error:  # its tensors are checked only now, as they are read
-        raise explained(error, checkpoint) if error.message.startswith(f"{checkpoint}/") else error from error
+        raise with_remedies(error, checkpoint) if error.message.startswith(f"{checkpoint}/") else error from error
 
 
 def _written_and_proven(plan: ExportPlan, started: float) -> ExportReport:

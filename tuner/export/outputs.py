@@ -28,12 +28,13 @@ from tuner.export.rows import (
     read_all,
 )
 from tuner.export.shards import Output
-from tuner.export.source import MODEL_PREFIX, Source
+from tuner.export.source import Source
 from tuner.export.weights import choice_of, lora_spec, read_config, some
 from tuner.export.write import peft_name, saved_twin
 from tuner.model.adapter import ADAPTER, lora_layers
 from tuner.model.build import build_skeleton
 from tuner.model.tokens import new_rows
+from tuner.rundir.layout import MODEL_PREFIX
 
 
 @dataclass(frozen=True)

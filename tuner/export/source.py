@@ -10,11 +10,8 @@ from typing import Any
 
 from tuner.checkpoint.load import CheckpointInfo
 from tuner.errors import DataError, RecipeError
-from tuner.rundir.chosen import Warn, Which, choose, unheard
+from tuner.rundir.model_path import HfDirectory, Warn, Which, ignore_warning, resolve_model_path
 
-MODEL_CONFIG = "model_config"
-TOKENIZER = "tokenizer"
-MODEL_PREFIX = "model/"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -72,23 +69,17 @@ class Source:
         return hub_name(str(self.model.get("name_or_path", "")))
 
 
-def resolve(path: Path, warn: Warn = unheard, shards: bool = True, step: Which = "newest") -> Source:
+def resolve(path: Path, warn: Warn = ignore_warning, shards: bool = True, step: Which = "newest") -> Source:
     """The checkpoint directory given, or one of a run directory: its last one, the best, or that of a step.
 
     Without ``shards`` the tensors' files are not hashed: for a reader that checks each tensor as it reads it. Raises
     RecipeError for a path that is neither and for a best one that was not kept, and DataError, with the ways on, for a
     checkpoint that is damaged or gone.
     """
-    path = path.absolute()
-    if not path.is_dir():
-        raise RecipeError(f"{path}: no such directory", hint="give a run directory, or one of its checkpoints")
-    chosen = choose(path, warn, shards, step)
-    if chosen is not None:
-        return Source(chosen.run_dir, chosen.checkpoint)
-    raise RecipeError(
-        f"{path}: neither a run directory nor a checkpoint inside one",
-        hint="a run directory holds checkpoints/; a checkpoint is <run>/checkpoints/step-N",
-    )
+    found = resolve_model_path(path, warn, shards, step)
+    if isinstance(found, HfDirectory):
+        raise RecipeError(f"{found.path}: neither a run nor a checkpoint, but a Hugging Face directory already")
+    return Source(found.run_dir, found.checkpoint)
 
 
 def hub_name(name: str) -> str | None:

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from tuner.errors import DataError, VerificationError
-from tuner.export.source import TOKENIZER, Source
+from tuner.export.source import Source
+from tuner.rundir.layout import ID_PROBES, TOKENIZER
 from tuner.runtime.files import verify_entries
 
-ID_PROBES = "id_probes.jsonl"
 _TEXTS = ("", " ", "a", " a ", "  a  b", "\n", "a\n b\n", "Hello, world! 12345", "\u00e9 \u4e2d\u6587 \U0001f642")
 """What is encoded for a run that recorded no probes."""
 _CLOCK = "strftime_now"

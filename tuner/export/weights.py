@@ -14,13 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from tuner.checkpoint.load import read_tensors
 from tuner.errors import DataError
 from tuner.export.published import state_names
-from tuner.export.source import MODEL_CONFIG, MODEL_PREFIX, Source
+from tuner.export.source import Source
 from tuner.model import transformers_private
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.choice import Choice
 from tuner.model.tokens import grow
 from tuner.model.vetting import vet_config
+from tuner.rundir.layout import MODEL_CONFIG, MODEL_PREFIX
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -60,9 +61,7 @@ def read_config(source: Source) -> PretrainedConfig:
     """The model's config as the run saved it, with the key-value cache on again. Raises DataError."""
     directory = source.run_dir / MODEL_CONFIG
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+        config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{directory}: no readable model config: {_first_line(error)}") from error
     config.use_cache = True

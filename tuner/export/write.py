@@ -16,9 +16,10 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from tuner.errors import DataError, RecipeError
-from tuner.export.source import MODEL_CONFIG, TOKENIZER, Source
+from tuner.export.source import Source
 from tuner.model.adapter import ADAPTER, LoraSpec, saved_modules
 from tuner.model.tokens import new_rows
+from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
 from tuner.runtime.files import inside, json_bytes, read_json, regular_size, write_new
 from tuner.runtime.turn_end import Exchange, turn_end
 

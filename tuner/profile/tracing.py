@@ -26,6 +26,7 @@ from tuner.profile.prediction import Phase
 from tuner.profile.stand_in import cuda_stand_in, unchanged_modules
 from tuner.run.build import bare_root, build_train_state, mesh_of, step_config_of
 from tuner.run.resolve import Resolved
+from tuner.rundir.layout import MODEL_PREFIX
 from tuner.runtime import phase, torch_private
 from tuner.runtime.dist import RankInfo
 from tuner.train.evaluate import batch_losses
@@ -139,7 +140,7 @@ def _evaluate(ledger: Ledger, train_state: TrainState, batch: Batch, samples: Se
 
 def _state(train_state: TrainState) -> dict[str, torch.Tensor]:
     """What a checkpoint holds of this process, as plain tensors."""
-    model = {f"model/{name}": local(parameter.data) for name, parameter in train_state.parameters.items()}
+    model = {f"{MODEL_PREFIX}{name}": local(parameter.data) for name, parameter in train_state.parameters.items()}
     return model | {name: local(tensor) for name, tensor in train_state.optimizer.state_tensors().items()}
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tuner.errors import MemoryLimitError, is_out_of_memory
+from tuner.errors import MemoryLimitError
 from tuner.profile.blocks import MemoryRecord
 from tuner.profile.prediction import Part
 from tuner.profile.recorder import StepRecorder
@@ -18,18 +18,6 @@ from tuner.profile.shortage import Shortage, examine, foreseen, forget, standing
 from tuner.run.build import Assembly
 from tuner.runtime.console import Console
 from tuner.runtime.files import TMP_PREFIX, gib
-
-DIRECTORY = "profile"
-
-
-def watch_run(assembly: Assembly, run_dir: Path, console: Console) -> RunWatch:
-    """What looks on at the steps of a run."""
-    section = assembly.resolved.recipe.profile
-    last = assembly.timetable.plan.total_steps
-    beyond = [str(step) for step in section.steps if step > last]
-    if beyond:
-        console.warn(f"profile.steps: {', '.join(beyond)} lies behind the last step, {last}")
-    return RunWatch(StepWatch(assembly, run_dir / DIRECTORY, console), section.steps)
 
 
 class StepWatch:
@@ -130,29 +118,6 @@ class StepWatch:
 
     def _warn(self, what: str, error: Exception) -> None:
         self._console.warn(f"the profile could not be {what}: {type(error).__name__}: {error}; the run goes on")
-
-
-class RunWatch:
-    """Records the steps of a run's section, and examines one whose memory does not suffice."""
-
-    def __init__(self, watch: StepWatch, steps: Sequence[int]) -> None:
-        self._watch, self._steps = watch, steps
-
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Around taking step ``number``: records it where the recipe says so, explains it where memory ran out."""
-        recorder = self._watch.start(number) if number in self._steps else None
-        try:
-            yield
-        except BaseException as error:
-            if recorder is not None:
-                self._watch.stop(recorder)
-            cause = error.__cause__ if isinstance(error, MemoryLimitError) else error
-            if cause is None or not is_out_of_memory(cause):
-                raise
-            raise self._watch.explain(number, error, cause) from None
-        if recorder is not None and self._watch.stop(recorder):
-            self._watch.write(number, recorder)
 
 
 def memory_figures(record: MemoryRecord) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tuner.run.options import LaunchOptions
 from tuner.run.preflight import Preflight
 from tuner.run.resolve import Resolved
 from tuner.run.tokenizer import write_tokenizer
-from tuner.rundir.directory import MODEL_CONFIG, TOKENIZER
+from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
 from tuner.runtime.files import fsync_path, machine_error, write_atomic, write_json
 
 

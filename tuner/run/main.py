@@ -27,10 +27,11 @@ from tuner.run.state import outcome, restore, run_state
 from tuner.run.tasks.launch_tasks import LaunchTasks, launch_tasks
 from tuner.run.tasks.log import HaltedError
 from tuner.rundir.directory import RunDir
+from tuner.rundir.record import hold
 from tuner.runtime import phase
 from tuner.runtime.collective import Collective
 from tuner.runtime.console import Console
-from tuner.runtime.dist import RankInfo
+from tuner.runtime.dist import RankInfo, log_name
 from tuner.runtime.files import make_dirs
 from tuner.runtime.lock import FileLock
 from tuner.runtime.memory import calm_collector
@@ -65,7 +66,7 @@ def train(
     if options.dry_run:
         return RunResult(ready.run.path, "planned", 0, total_steps, None, {"total_steps": total_steps})
     with (
-        _main_holds(FileLock(ready.run.path / "lock", wait=False), ready.run, rank_info),
+        _main_holds(hold(ready.run.path), ready.run, rank_info),
         StopSignals(lambda name: console.say("stopping", f"{name}: after this step; again to stop at once")) as signals,
         process_group(rank_info, resolved.facts.kind, loaded.recipe.parallel.timeout.seconds),
         deterministic(resolved.recipe.train.deterministic),
@@ -77,7 +78,7 @@ def train(
         if ready.found is not None:
             require_same_data(ready.found, assembly, "data" in pending(ready.resets, ready.found.step))
         record = Collective(gloo_group()).on_rank0(lambda: begin_launch(ready, loaded, assembly, options))
-        console.keep(ready.run.logs / f"rank{rank_info.rank}.log")
+        console.keep(ready.run.logs / log_name(rank_info.rank))
         table = assembly.timetable
         progress = Progress(table.plan, table.data_start)
         context = LaunchContext(

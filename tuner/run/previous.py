@@ -16,11 +16,11 @@ from tuner.run.changes import Changes, changes
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.run.resets import freed_keys, pending, resets_of
 from tuner.run.state import outcome
-from tuner.rundir.chosen import choose
 from tuner.rundir.directory import RunDir
 from tuner.rundir.last import last_step, way_to_whole
+from tuner.rundir.model_path import find_checkpoint as find_run_checkpoint
+from tuner.rundir.record import hold
 from tuner.runtime.console import Console
-from tuner.runtime.lock import FileLock
 from tuner.train.progress import METRICS
 
 
@@ -195,7 +195,7 @@ def _given_checkpoint(
     """The checkpoint at a path that the user gave, of a run its last one: a damaged one is fatal."""
     if not path.is_dir():
         raise RecipeError(f"--resume {path}: no such directory", hint="give a checkpoint, auto, must or never")
-    chosen = choose(path, console.warn, shards=hashes)
+    chosen = find_run_checkpoint(path, console.warn, shards=hashes)
     found = open_checkpoint(path, shards=hashes) if chosen is None else chosen.checkpoint
     _say_changed(require_recipe_of(found, recipe_dict(loaded.recipe), options.reset), console)
     return found
@@ -221,7 +221,7 @@ def _close(run: RunDir, record: dict[str, Any], found: CheckpointInfo | None) ->
     """Do what a launch that was killed after its last save left undone, unless another process holds the run."""
     if record["status"] == "finished" and not run.leftovers():
         return
-    with suppress(MachineError), FileLock(run.path / "lock", wait=False):
+    with suppress(MachineError), hold(run.path):
         run.sweep()
         if record["status"] != "finished" and found is not None and run.read_record() == record:
             run.close(record | outcome(found.state), found.step)

@@ -15,8 +15,8 @@ from tuner.errors import DataError, DivergedError, RecipeError
 from tuner.model.root import trained_parameters
 from tuner.run.build import assemble_model, check_fits, held_out_rows, mesh_of
 from tuner.run.resolve import resolve
-from tuner.rundir.chosen import choose
-from tuner.rundir.files import RESOLVED_RECIPE
+from tuner.rundir.layout import MODEL_PREFIX, RESOLVED_RECIPE
+from tuner.rundir.model_path import RunCheckpoint, resolve_model_path
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
@@ -49,18 +49,15 @@ def find_trained(path: Path, console: Console) -> Trained:
 
     Raises RecipeError for a path that is none of them, and DataError for a checkpoint that is damaged or gone.
     """
-    if not path.is_dir():
-        raise RecipeError(f"{path}: no such directory", hint="give a run, a checkpoint or a Hugging Face directory")
-    if (chosen := choose(path, console.warn)) is not None:
-        return Trained(chosen.checkpoint.path, chosen.checkpoint, chosen.run_dir)
-    if (path / "config.json").is_file():
-        return Trained(path)
-    if (path / "adapter_config.json").is_file():
+    found = resolve_model_path(path, console.warn)
+    if isinstance(found, RunCheckpoint):
+        return Trained(found.checkpoint.path, found.checkpoint, found.run_dir)
+    if found.is_adapter:
         raise RecipeError(
             f"{path} holds an adapter without its model",
             hint="evaluate the run itself, or what tuner export-hf RUN --adapter merge writes",
         )
-    raise RecipeError(f"{path}: neither a run, a checkpoint nor a Hugging Face directory")
+    return Trained(path)
 
 
 def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: Console) -> Score:
@@ -85,8 +82,8 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
         root, step_config = assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
         if trained.checkpoint is not None:
             require_same_base(trained.checkpoint, root.frozen_hash)
-            tensors = {f"model/{name}": parameter.data for name, parameter in trained_parameters(root).items()}
-            load_into(trained.checkpoint, tensors, prefix="model/")
+            tensors = {f"{MODEL_PREFIX}{name}": parameter.data for name, parameter in trained_parameters(root).items()}
+            load_into(trained.checkpoint, tensors, prefix=MODEL_PREFIX)
         started = time.monotonic()
         micro_batch_size, max_rows = resolved.recipe.train.micro_batch_size, resolved.recipe.eval.max_rows
         result = evaluate(root, step_config, held, micro_batch_size, max_rows)

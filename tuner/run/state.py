@@ -7,16 +7,14 @@ from tuner.checkpoint.load import CheckpointInfo, load_into
 from tuner.run.build import Assembly
 from tuner.run.context import LaunchContext
 from tuner.run.resets import STATE, pending, resets_of, starts_of, updates_of
+from tuner.rundir.layout import MODEL_PREFIX
 from tuner.train.progress import METRICS
-
-MODEL = "model/"
-"""Names of a checkpoint's tensors that are weights begin so."""
 
 
 def run_tensors(assembly: Assembly) -> dict[str, Any]:
     """The tensors of a checkpoint by name: trained parameters and the optimizer's state."""
     state = assembly.train_state
-    model = {f"{MODEL}{name}": parameter.data for name, parameter in state.parameters.items()}
+    model = {f"{MODEL_PREFIX}{name}": parameter.data for name, parameter in state.parameters.items()}
     return model | state.optimizer.state_tensors()
 
 
@@ -38,7 +36,8 @@ def restore(context: LaunchContext, found: CheckpointInfo) -> None:
     reset_here = pending(resets, found.step)
     if STATE in reset_here:
         tensors = run_tensors(assembly)
-        load_into(found, {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}, MODEL)
+        weights = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL_PREFIX)}
+        load_into(found, weights, MODEL_PREFIX)
     else:
         _make_room(assembly, found.state)
         load_into(found, run_tensors(assembly))

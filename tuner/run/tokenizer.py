@@ -3,8 +3,10 @@
 from typing import Any
 
 from tuner.data.id_probes import ID_PROBES, read_probes, text_probes, write_probes
+from tuner.data.id_probes import ID_PROBES as PREPARED_PROBES
 from tuner.run.build import Assembly
-from tuner.rundir.directory import TOKENIZER, RunDir
+from tuner.rundir.directory import RunDir
+from tuner.rundir.layout import TOKENIZER
 from tuner.runtime.files import file_entries, fsync_path, machine_error, regular_size, sha256_file
 
 
@@ -14,7 +16,7 @@ def write_tokenizer(run: RunDir, assembly: Assembly) -> None:
     Raises MachineError.
     """
     assembly.tokenizer.save(run.path / TOKENIZER)
-    rows, path = assembly.prepared.path / ID_PROBES, run.path / ID_PROBES
+    rows, path = assembly.prepared.path / PREPARED_PROBES, run.path / ID_PROBES
     kept = read_probes(rows) if rows.is_file() else []
     try:
         write_probes(path, [*kept, *text_probes(assembly.tokenizer)])

@@ -20,10 +20,11 @@ from tuner.run.options import LaunchOptions, Resume
 from tuner.run.previous import began, resume_source
 from tuner.run.resets import resets_of
 from tuner.rundir.directory import RunDir
+from tuner.rundir.layout import CHECKPOINTS, METRICS
+from tuner.rundir.record import hold
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import TMP_PREFIX, sweep
-from tuner.runtime.lock import FileLock
 from tuner.train.figures import CLOCKED
 
 QUIET: dict[str, dict[str, Any]] = {
@@ -68,7 +69,7 @@ def verify_resume(run_dir: Path, steps: int, console: Console, own_process: bool
             hint="run it without torchrun or srun; parallel.processes counts",
         )
     loaded, run = resume_source(run_dir), RunDir(run_dir.absolute())
-    with FileLock(run.path / "lock", wait=False):
+    with hold(run.path):
         run.checkpoints.mkdir(exist_ok=True)
         sweep(run.checkpoints)
         start = _start(run, steps, console)
@@ -128,9 +129,9 @@ class _Trained:
 
     def result(self) -> tuple[list[dict[str, Any]], CheckpointInfo]:
         """Its lines without what the clock said, and its last checkpoint."""
-        found = newest(self.path / "checkpoints")
+        found = newest(self.path / CHECKPOINTS)
         assert found is not None
-        lines = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (self.path / METRICS).read_text().splitlines()]
         return [{key: value for key, value in line.items() if key not in CLOCKED} for line in lines], found
 
 

@@ -11,24 +11,23 @@ from tuner.checkpoint.manifest import read_manifest
 from tuner.checkpoint.steps import step_dirs
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.errors import DataError, RecipeError
-from tuner.rundir.files import (
+from tuner.rundir.files import SCHEMA, other_contents, read_record, record_is_gone
+from tuner.rundir.layout import (
     CHECKPOINTS,
+    LAUNCHES,
+    LOGS,
+    MODEL_CONFIG,
+    RECIPE,
     RECORD,
     RESOLVED_RECIPE,
-    SCHEMA,
-    other_contents,
-    read_record,
-    record_is_gone,
+    SOURCE_DIFF,
+    TOKENIZER,
 )
 from tuner.rundir.record import utc_now
 from tuner.runtime.environment import command_line, environment
 from tuner.runtime.files import set_aside, sweep, unfinished, write_atomic, write_json
 from tuner.runtime.git import SourceTree, source_tree
 from tuner.runtime.versions import versions
-
-LAUNCHES = "launches"
-TOKENIZER = "tokenizer"
-MODEL_CONFIG = "model_config"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class RunDir:
     @property
     def logs(self) -> Path:
         """`rankN.log` of each process: what it said, with the time."""
-        return self.path / "logs"
+        return self.path / LOGS
 
     @property
     def record(self) -> Path:
@@ -178,12 +177,12 @@ class RunDir:
             return None
         kept: str | None = None
         if tree.diff:
-            kept = f"{LAUNCHES}/{launch}/git.diff"
+            kept = f"{LAUNCHES}/{launch}/{SOURCE_DIFF}"
             (self.path / kept).parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self.path / kept, tree.diff)
         return {**tree.facts(), "diff": kept}
 
     def write_recipe(self, text: str, resolved: str) -> None:
         """Keep the recipe as given and as resolved."""
-        write_atomic(self.path / "recipe.yaml", text.encode())
+        write_atomic(self.path / RECIPE, text.encode())
         write_atomic(self.resolved_recipe, resolved.encode())

@@ -10,12 +10,11 @@ from typing import Any
 
 from tuner.checkpoint.steps import step_dirs
 from tuner.errors import DataError
+from tuner.rundir.layout import LATEST
 from tuner.runtime.files import TMP_PREFIX, discard_dir, fsync_dir, machine_error, read_json
 
-EXPORTS = "exports"
 LINEAGE = "tuner.json"
 """What an export says of its origin."""
-LATEST = "latest"
 
 
 def link_latest(directory: Path, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The files of a run directory: their names, and its record. Nothing here writes, or needs torch.
+"""The record of a run, `run.json`. Nothing here writes, or needs torch.
 
 `run.json` holds `schema`, `status`, `run_id`, `launches` and, once the run is finished, its `metrics`; each launch its
 `started`, `from_step`, and once it ended `ended`, `status`, `step`, `saved_step` and `why`. Where it is gone, what can
@@ -15,20 +15,11 @@ from typing import Any
 from tuner.checkpoint.manifest import SEAL, STATE_NAME, read_manifest
 from tuner.checkpoint.steps import step_dirs
 from tuner.errors import DataError
+from tuner.rundir.layout import CHECKPOINTS, LEFTOVERS, METRICS, RECORD, RESOLVED_RECIPE
 from tuner.runtime.files import MANIFEST_NAME, TMP_PREFIX, read_json
 
 SCHEMA = "tuner.run/1"
 """The `schema` of `run.json`."""
-RECORD = "run.json"
-RESOLVED_RECIPE = "recipe.resolved.yaml"
-METRICS = "metrics.jsonl"
-LOCK = "lock"
-CHECKPOINTS = "checkpoints"
-LEFTOVERS = frozenset(
-    {LOCK, CHECKPOINTS, RESOLVED_RECIPE, "recipe.yaml", "logs", "launches"}
-    | {"tokenizer", "model_config", "id_probes.jsonl"}
-)
-"""What a launch that died before it wrote its record may leave behind."""
 
 
 def other_contents(path: Path) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from tuner.checkpoint.manifest import STATE_NAME, read_manifest
 from tuner.checkpoint.steps import step_dirs, step_name
 from tuner.errors import DataError
+from tuner.rundir.layout import DAMAGED_CHECKPOINTS
 from tuner.runtime.files import read_json
 
 
@@ -79,7 +80,7 @@ def way_to_whole(checkpoints: Path, any_valid: bool) -> str:
     run_dir = checkpoints.parent
     if any_valid or not step_dirs(checkpoints):
         return f"make it whole: tuner resume {run_dir}"
-    aside = run_dir / "damaged-checkpoints"
+    aside = run_dir / DAMAGED_CHECKPOINTS
     return f"none is valid; begin at step 0: mv {checkpoints} {aside} && tuner resume {run_dir}"
 
 

@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from tuner.errors import MachineError
 
 
+def log_name(rank: int) -> str:
+    """The file in which a process says what it does, in the directory of logs."""
+    return f"rank{rank}.log"
+
+
 @dataclass(frozen=True)
 class RankInfo:
     """This process's place: `rank` of `world_size` in all, `local_rank` of `local_world_size` on this machine."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.errors import ExitCode, LostRankError, MachineError, TunerError, rebuilt
 from tuner.runtime import phase
+from tuner.runtime.dist import log_name
 from tuner.runtime.files import read_json, write_json
 from tuner.runtime.process import cores
 from tuner.runtime.stop import COUNTED_ABOVE, StopSignals
@@ -207,7 +208,7 @@ def _result(ranks: _Ranks) -> dict[str, Any]:
         named = "rank " + ", ".join(f"{rank}{ranks.at(rank)}" for rank in ranks.stuck)
         raise MachineError(
             f"{named} stopped answering, and the others waited for parallel.timeout",
-            hint=f"what it was doing is at the end of {ranks.logs / f'rank{ranks.stuck[0]}.log'}",
+            hint=f"what it was doing is at the end of {ranks.logs / log_name(ranks.stuck[0])}",
         )
     raise _told(ranks, min(failed, key=lambda report: report.at_s), failed)
 
@@ -219,12 +220,12 @@ def _told(ranks: _Ranks, report: Report, failed: list[Report]) -> TunerError:
     message = report.message if is_named else f"rank {report.rank}{ranks.at(report.rank)}: {report.message}"
     hint = report.hint
     if report.exit_code == ExitCode.BUG:
-        hint = f"a bug in tuner; its traceback is at the end of {ranks.logs / f'rank{report.rank}.log'}"
+        hint = f"a bug in tuner; its traceback is at the end of {ranks.logs / log_name(report.rank)}"
     return rebuilt(report.kind, message, hint, report.exit_code)
 
 
 def _died(ranks: _Ranks, end: _End) -> MachineError:
-    log, named = ranks.logs / f"rank{end.rank}.log", f"rank {end.rank}"
+    log, named = ranks.logs / log_name(end.rank), f"rank {end.rank}"
     if end.code >= 0:
         told = f"{named} ended with code {end.code}{ranks.at(end.rank)} and said nothing"
         return MachineError(told, hint=f"see the end of {log}")

@@ -19,6 +19,7 @@ from typing import NoReturn
 from tuner.errors import ExitCode, as_tuner_error
 from tuner.runtime import phase
 from tuner.runtime.console import escape
+from tuner.runtime.dist import log_name
 from tuner.runtime.files import read_json, write_atomic
 from tuner.runtime.spawn import JOB, Report
 from tuner.runtime.warned import Warned, collected
@@ -63,7 +64,7 @@ def _say(line: str) -> None:
 
 
 def _open_log(logs: Path, rank: int) -> int:
-    log = os.open(logs / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(logs / log_name(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     if rank != 0:
         os.dup2(log, 2)
     os.dup2(2, 1)

@@ -327,9 +327,6 @@ def test_without_the_datasets_library_a_hub_name_says_what_to_install(
 
 SPOOL = """
 import sys
-from tuner.config.recipe import DataSource
-from tuner.data.reading.blocks import blocks, rows_of
-from tuner.data.reading.sources import expand
 from tuner.errors import TunerError
 sources = [DataSource(path="-", format=sys.argv[1])]
 try:

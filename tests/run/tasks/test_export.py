@@ -16,7 +16,7 @@ from tuner.errors import DataError, ExitCode, MachineError, VerificationError
 from tuner.run.options import RunResult
 from tuner.run.tasks.export import Exporter
 from tuner.run.tasks.export_process import ExportProcess
-from tuner.rundir.exports import LATEST, is_export, link_latest, newest_export, prune_exports
+from tuner.rundir.exports import is_export, link_latest, newest_export, prune_exports
 from tuner.runtime.console import Console
 from tuner.runtime.files import json_bytes
 from tuner.train.plan import Cadence
@@ -99,7 +99,7 @@ def test_due_checkpoints_are_exported_linked_and_pruned(tmp_path: Path, behaviou
             run.saved(exporter, step)
             exporter.finish(run.result(step), at_end=False)
             if step % 2 == 0:
-                assert os.readlink(run.path / "exports" / LATEST) == f"step-{step}"
+                assert os.readlink(run.path / "exports" / "latest") == f"step-{step}"
     assert run.exports() == ["latest", "step-4", "step-6"]
     assert run.warnings == []
 
@@ -219,7 +219,7 @@ def test_only_exports_with_the_same_options_are_counted_and_pruned(tmp_path: Pat
     link_latest(tmp_path, "step-0")
     prune_exports(tmp_path, 1, OPTIONS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-0", "step-2", "step-3", "step-9"]
-    assert is_export(tmp_path / LATEST, 0, OPTIONS)
+    assert is_export(tmp_path / "latest", 0, OPTIONS)
 
 
 def test_a_link_that_cannot_be_made_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,4 +233,4 @@ def test_a_link_that_cannot_be_made_leaves_the_old_one(tmp_path: Path, monkeypat
         link_latest(tmp_path, "step-2")
     assert failure.value.exit_code == ExitCode.ENVIRONMENT
     assert os.listdir(tmp_path) == ["latest"]
-    assert os.readlink(tmp_path / LATEST) == "step-1"
+    assert os.readlink(tmp_path / "latest") == "step-1"

@@ -18,8 +18,9 @@ from tuner.errors import ExitCode, TunerError
 from tuner.export.hf import sweep_unfinished
 from tuner.run.context import LaunchContext
 from tuner.run.options import RunResult
-from tuner.run.tasks.export_process import LOG, ExportProcess
-from tuner.rundir.exports import EXPORTS, is_export, link_latest, newest_export, prune_exports
+from tuner.run.tasks.export_process import ExportProcess
+from tuner.rundir.exports import is_export, link_latest, newest_export, prune_exports
+from tuner.rundir.layout import EXPORT_LOG, EXPORTS, LOGS
 from tuner.runtime.console import Console
 from tuner.runtime.files import gib, machine_error
 from tuner.train.plan import Cadence
@@ -107,7 +108,7 @@ class Exporter:
                 name = process.output.name
                 self.console.warn(f"the export of {name} is left out: the one before it is not done yet")
         self._jobs = [job for job in self._jobs if not job[1].cancelled()]
-        log = Path(self.recipe.output_dir) / "logs" / LOG
+        log = Path(self.recipe.output_dir) / LOGS / EXPORT_LOG
         hold = CheckpointHold(checkpoint)
         output = self.exports / checkpoint.name
         process = ExportProcess(hold, output, self.recipe.export, log, self.console.warn)

@@ -18,7 +18,6 @@ from tuner.config.numbers import byte_text
 from tuner.config.recipe import ExportSection
 from tuner.errors import ExitCode, MachineError, TunerError, rebuilt
 
-LOG = "export.log"
 NICENESS = 10
 """Training goes first."""
 

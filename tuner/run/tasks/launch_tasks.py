@@ -22,6 +22,7 @@ from tuner.run.tasks.saver import Saver
 from tuner.run.tasks.stop import StopTask
 from tuner.run.tasks.trackers.choose import check_trackers, tracker_hooks
 from tuner.run.tokenizer import tokenizer_meta
+from tuner.rundir.layout import METRICS, SAMPLES
 from tuner.rundir.records import Records
 from tuner.runtime.collective import Collective
 from tuner.runtime.process import gloo_group
@@ -55,7 +56,7 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     """
     assembly, progress, console = context.assembly, context.progress, context.console
     recipe, main, run = assembly.resolved.recipe, assembly.rank_info.is_main, context.run
-    metrics, samples = (Records(run.path / name if main else None) for name in ("metrics.jsonl", "samples.jsonl"))
+    metrics, samples = (Records(run.path / name if main else None) for name in (METRICS, SAMPLES))
     from_step = 0 if found is None else found.step
     facts = RunFacts(run.path, context.run_id, progress.plan.total_steps, recipe_dict(recipe), from_step)
     hooks = Hooks(_registrations(context), facts, progress)

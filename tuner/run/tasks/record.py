@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING
 
 from tuner.errors import MemoryLimitError, is_out_of_memory
 from tuner.run.build import Assembly
+from tuner.rundir.layout import PROFILE
 from tuner.runtime.console import Console
 from tuner.train.tasks import Task
 
 if TYPE_CHECKING:
     from tuner.profile.watch import StepWatch
 
-DIRECTORY = "profile"
-
 
 class RecordTask(Task):
     """Its instruments are imported when they are needed: a training that records nothing does not depend on them."""
 
     def __init__(self, assembly: Assembly, run_dir: Path, console: Console) -> None:
-        self._assembly, self._directory, self._console = assembly, run_dir / DIRECTORY, console
+        self._assembly, self._directory, self._console = assembly, run_dir / PROFILE, console
         self._steps = assembly.resolved.recipe.profile.steps
         last = assembly.timetable.plan.total_steps
         beyond = [str(step) for step in self._steps if step > last]

@@ -6,11 +6,9 @@ from collections.abc import Iterable
 from tuner.config.recipe import TIMES
 from tuner.run.build import Assembly
 from tuner.run.context import LaunchContext
+from tuner.rundir.layout import STOP
 from tuner.train.plan import steps_of
 from tuner.train.tasks import Event, Request, Task
-
-STOP_FILE = "STOP"
-"""A file of this name in the run directory asks the run to save and stop; it is removed when that is done."""
 
 
 class StopTask(Task):
@@ -18,7 +16,7 @@ class StopTask(Task):
 
     def __init__(self, context: LaunchContext) -> None:
         self._progress, self._signals = context.progress, context.signals
-        self._file = context.run.path / STOP_FILE
+        self._file = context.run.path / STOP
         self._steps, self._seconds = _limits(context.assembly)
         self._first_step, self._started = self._progress.step, time.monotonic()
 
@@ -40,7 +38,7 @@ class StopTask(Task):
         asked = self._file.exists()
         if asked and is_main:
             self._file.unlink(missing_ok=True)
-        return self._signals.signal_name or (STOP_FILE if asked else "stop_after")
+        return self._signals.signal_name or (STOP if asked else "stop_after")
 
 
 def _limits(assembly: Assembly) -> tuple[int | None, float | None]:

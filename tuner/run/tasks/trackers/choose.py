@@ -4,13 +4,13 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
 from tuner.config.recipe import STAGES, LoggingSection
 from tuner.errors import MachineError, TunerError
 from tuner.run.tasks.hooks import Registration, Report
 from tuner.run.tasks.trackers.outbox import Memory, Outbox
 from tuner.run.tasks.trackers.tracker import TrackedRun, Tracker, point_of, points_of_file
+from tuner.rundir.layout import METRICS
 from tuner.train.plan import Cadence
 
 MODULES = {"tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
@@ -99,7 +99,7 @@ class TrackerHook:
             sent = {kind: min(step, newest) for kind, step in sent.items()} | dict(held)
         self.say("tracker", f"{self.name}: {tracker.place}")
         outbox = Outbox(self.name, tracker, memory, sent, self.warn)
-        outbox.put(points_of_file(Path(report.run_dir / "metrics.jsonl")))
+        outbox.put(points_of_file(report.run_dir / METRICS))
         return outbox
 
 

@@ -13,8 +13,8 @@ import torch
 from tests.rundir import made
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, RecipeError
-from tuner.rundir.chosen import choose
 from tuner.rundir.last import last_step
+from tuner.rundir.model_path import find_checkpoint
 from tuner.rundir.record import read_run
 
 
@@ -63,7 +63,7 @@ def test_records_that_do_not_tell_what_was_saved_mean_their_last_step(tmp_path: 
     del old["saved_step"]
     path = run(tmp_path / "r", (2,), [old])
     with pytest.raises(DataError, match=r"its last checkpoint is not whole: .*step-4: no such directory") as refused:
-        choose(path, pytest.fail)
+        find_checkpoint(path, pytest.fail)
     assert refused.value.hint == (
         f"make it whole: tuner resume {path}      take an earlier one: {path / 'checkpoints' / 'step-2'}"
     )
@@ -73,7 +73,7 @@ def test_junk_beyond_the_last_step_is_passed_over_with_a_warning(tmp_path: Path)
     path = run(tmp_path / "r", (2, 4), [ended(0, 4, saved_step=4)])
     (path / "checkpoints" / "step-9").mkdir()
     warnings: list[str] = []
-    chosen = choose(path, warnings.append)
+    chosen = find_checkpoint(path, warnings.append)
     assert chosen is not None
     assert chosen.checkpoint.step == 4
     (warning,) = warnings
@@ -83,7 +83,7 @@ def test_junk_beyond_the_last_step_is_passed_over_with_a_warning(tmp_path: Path)
 def test_a_run_before_its_end_is_chosen_with_a_warning(tmp_path: Path) -> None:
     path = run(tmp_path / "r", (2,), [killed(0)], "running")
     warnings: list[str] = []
-    chosen = choose(path, warnings.append)
+    chosen = find_checkpoint(path, warnings.append)
     assert chosen is not None
     assert (chosen.checkpoint.step, read_run(path).status) == (2, "killed")
     assert warnings == [f"{path}: its newest checkpoint is that of step 2 of 4, before the end of the run"]
@@ -91,29 +91,29 @@ def test_a_run_before_its_end_is_chosen_with_a_warning(tmp_path: Path) -> None:
 
 def test_best_is_known_from_the_last_step_alone(tmp_path: Path) -> None:
     path = run(tmp_path / "r", (2, 4), [ended(0, 4, saved_step=4)])
-    chosen = choose(path, pytest.fail, which="best")
+    chosen = find_checkpoint(path, pytest.fail, which="best")
     assert chosen is not None
     assert chosen.checkpoint.step == 2
     shutil.rmtree(path / "checkpoints" / "step-2")
     with pytest.raises(DataError, match="step-2") as gone:
-        choose(path, pytest.fail, which="best")
+        find_checkpoint(path, pytest.fail, which="best")
     assert gone.value.hint == f"take another: {path / 'checkpoints' / 'step-4'}"
     with pytest.raises(DataError, match="step-3: no such directory") as missing:
-        choose(path, pytest.fail, which=3)
+        find_checkpoint(path, pytest.fail, which=3)
     assert missing.value.hint == "there are: step-4"
     shutil.rmtree(path / "checkpoints" / "step-4")
     with pytest.raises(DataError, match="its last checkpoint is not whole"):
-        choose(path, pytest.fail, which="best")
+        find_checkpoint(path, pytest.fail, which="best")
     with pytest.raises(RecipeError, match="is one checkpoint"):
         save(CheckpointDir(path / "checkpoints", "r"), 4, {"model/w": torch.zeros(8)}, {"step": 4}, {})
-        choose(path / "checkpoints" / "step-4", pytest.fail, which="best")
+        find_checkpoint(path / "checkpoints" / "step-4", pytest.fail, which="best")
 
 
 def test_a_record_that_is_gone_or_damaged_is_not_what_makes_a_run(tmp_path: Path) -> None:
     path = run(tmp_path / "r", (2, 4), [ended(0, 4, saved_step=4)])
     (path / "run.json").write_text("{")
     warnings: list[str] = []
-    assert choose(path, warnings.append) is not None
+    assert find_checkpoint(path, warnings.append) is not None
     assert "run.json: not valid JSON" in warnings[0]
     with pytest.raises(DataError, match="not valid JSON") as damaged:
         read_run(path)
@@ -126,4 +126,4 @@ def test_a_record_that_is_gone_or_damaged_is_not_what_makes_a_run(tmp_path: Path
     manifest = path / "checkpoints" / "step-4" / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"step": 5}))
     assert read_run(path).status == "damaged"
-    assert choose(tmp_path, pytest.fail) is None
+    assert find_checkpoint(tmp_path, pytest.fail) is None

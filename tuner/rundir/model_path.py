@@ -1,4 +1,4 @@
-"""Which checkpoint a path means: a run's last one, its best, that of a step, or the checkpoint that the path names."""
+"""What the path of a model is: a run, of which one checkpoint is meant, a checkpoint, or a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.checkpoint.steps import STEP, step_dirs, step_name
 from tuner.errors import DataError, RecipeError
-from tuner.rundir.files import CHECKPOINTS, is_run, read_record
+from tuner.rundir.files import is_run, read_record
 from tuner.rundir.last import gone, last_step, way_to_whole
+from tuner.rundir.layout import CHECKPOINTS
 
 if TYPE_CHECKING:
     from tuner.checkpoint.load import CheckpointInfo
@@ -20,56 +21,85 @@ Which = Literal["newest", "best"] | int
 Warn = Callable[[str], None]
 
 
-def unheard(text: str) -> None:
-    """For a caller that has nobody to tell of a warning, or told it before."""
+def ignore_warning(text: str) -> None:
+    """For a caller that shows no warnings, or has shown them before."""
 
 
 @dataclass(frozen=True)
-class Chosen:
+class RunCheckpoint:
     """A checkpoint and the run directory that it belongs to."""
 
     run_dir: Path
     checkpoint: CheckpointInfo
 
 
-def names_checkpoint(path: Path) -> bool:
+@dataclass(frozen=True)
+class HfDirectory:
+    """A Hugging Face directory, of a whole model or of an adapter alone."""
+
+    path: Path
+    is_adapter: bool
+
+
+def is_run_path(path: Path) -> bool:
     """Whether a path is a run directory or a checkpoint inside one."""
     if not path.is_dir():
         return False
     return path.absolute().parent.name == CHECKPOINTS or (path / CHECKPOINTS).is_dir() or is_run(path)
 
 
-def choose(path: Path, warn: Warn, shards: bool = True, which: Which = "newest") -> Chosen | None:
+def resolve_model_path(
+    path: Path, warn: Warn = ignore_warning, shards: bool = True, which: Which = "newest"
+) -> RunCheckpoint | HfDirectory:
+    """What a path given to export, eval or generate is; of a run, one checkpoint, as `find_checkpoint` finds it.
+
+    Raises RecipeError for a path that is no model at all, and what `find_checkpoint` raises.
+    """
+    path = path.absolute()
+    if not path.is_dir():
+        raise RecipeError(f"{path}: no such directory", hint="give a run, a checkpoint or a Hugging Face directory")
+    found = find_checkpoint(path, warn, shards, which)
+    if found is not None:
+        return found
+    if (path / "adapter_config.json").is_file() or (path / "config.json").is_file():
+        return HfDirectory(path, is_adapter=not (path / "config.json").is_file())
+    raise RecipeError(
+        f"{path}: neither a run, a checkpoint nor a Hugging Face directory",
+        hint=f"a run holds {CHECKPOINTS}/; a checkpoint is RUN/{CHECKPOINTS}/step-N; a model directory has config.json",
+    )
+
+
+def find_checkpoint(path: Path, warn: Warn, shards: bool = True, which: Which = "newest") -> RunCheckpoint | None:
     """The checkpoint that `path` means, checked; None for a path that is neither a run nor a checkpoint of one.
 
     Without ``shards`` the tensors' files are not hashed: for a reader that checks each tensor as it reads it, and
-    passes what it finds through `explained`. `warn` is told of damaged checkpoints beyond the last one, of a record
+    passes what it finds through `with_remedies`. `warn` is told of damaged checkpoints beyond the last one, of a record
     that cannot be read, and of a run that is not finished. Raises DataError, with the ways on, where the checkpoint
     is damaged or gone, and RecipeError for a best one that was not kept.
     """
     path = path.absolute()
-    if not names_checkpoint(path):
+    if not is_run_path(path):
         return None
     if path.parent.name == CHECKPOINTS:
         if which != "newest":
             raise RecipeError(f"{path}: is one checkpoint: --step chooses one of a run", hint="give the run directory")
-        return Chosen(path.parent.parent, _open(path, shards))
+        return RunCheckpoint(path.parent.parent, _open(path, shards))
     if isinstance(which, int):
         there = dict(step_dirs(path / CHECKPOINTS))
         if which not in there:
             names = ", ".join(step_name(step) for step in sorted(there)) or "none"
             raise DataError(gone(path / CHECKPOINTS, which), hint=f"there are: {names}")
-        return Chosen(path, _open(there[which], shards))
+        return RunCheckpoint(path, _open(there[which], shards))
     last = _last(path, warn, shards)
     if which == "best":
         best = _best_step(last)
-        return Chosen(path, last if best == last.step else _open(path / CHECKPOINTS / step_name(best), shards))
-    return Chosen(path, last)
+        return RunCheckpoint(path, last if best == last.step else _open(path / CHECKPOINTS / step_name(best), shards))
+    return RunCheckpoint(path, last)
 
 
-def explained(error: DataError, path: Path) -> DataError:
+def with_remedies(error: DataError, path: Path) -> DataError:
     """The error of a damaged checkpoint in directory `path` with the ways on, where it has no hint yet."""
-    return DataError(error.message, hint=error.hint or _ways_on(path))
+    return DataError(error.message, hint=error.hint or _remedies(path))
 
 
 def _open(path: Path, shards: bool) -> CheckpointInfo:
@@ -78,7 +108,7 @@ def _open(path: Path, shards: bool) -> CheckpointInfo:
     try:
         return open_checkpoint(path, shards=shards)
     except DataError as error:
-        raise explained(error, path) from error
+        raise with_remedies(error, path) from error
 
 
 def _last(run_dir: Path, warn: Warn, shards: bool) -> CheckpointInfo:
@@ -105,7 +135,7 @@ def _last(run_dir: Path, warn: Warn, shards: bool) -> CheckpointInfo:
         return found
     raise DataError(
         f"{run_dir}: its last checkpoint is not whole: {problems[last]}",
-        hint=_ways_on(checkpoints / step_name(last)),
+        hint=_remedies(checkpoints / step_name(last)),
     )
 
 
@@ -147,7 +177,7 @@ def _best_step(last: CheckpointInfo) -> int:
     return int(best["step"])
 
 
-def _ways_on(path: Path) -> str | None:
+def _remedies(path: Path) -> str | None:
     """What to type where the checkpoint in directory `path` is damaged or gone; None where nothing helps."""
     from tuner.checkpoint.load import newest
 
@@ -156,7 +186,7 @@ def _ways_on(path: Path) -> str | None:
     match = STEP.fullmatch(path.name)
     if match is None or checkpoints.name != CHECKPOINTS:
         return None
-    last = last_step(checkpoints, _record(run_dir, unheard))
+    last = last_step(checkpoints, _record(run_dir, ignore_warning))
     other = newest(checkpoints)
     ways = []
     if (last is None or int(match[1]) >= last) and is_run(run_dir):

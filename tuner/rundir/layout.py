@@ -1,0 +1,57 @@
+"""Every name in a run directory. No other module writes one of them; a test reads the whole package for that.
+
+RUN/
+  run.json                the record: status, launches and, of a finished run, its metrics
+  recipe.yaml             the recipe as it was given
+  recipe.resolved.yaml    the recipe without `auto`, with absolute paths
+  metrics.jsonl           a line for each step and each evaluation
+  samples.jsonl           answers to held-out prompts
+  checkpoints/step-N/     what training resumes from (tuner.checkpoint.steps names them)
+  tokenizer/              the tokenizer's files
+  model_config/           the base model's config
+  id_probes.jsonl         texts with the ids that training sees of them
+  logs/rankN.log          what each process said (tuner.runtime.dist.log_name); logs/export.log of the exports
+  launches/N/git.diff     the source tree's changes at each launch
+  exports/step-N/         Hugging Face directories; exports/latest leads to the newest
+  profile/                recorded steps
+  curves.html             the page of `tuner runs plot`
+  lock                    held by whoever trains in the directory or removes it
+  STOP                    made by the user: the run saves and stops
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tuner.checkpoint.steps import step_name
+
+RECORD = "run.json"
+RECIPE = "recipe.yaml"
+RESOLVED_RECIPE = "recipe.resolved.yaml"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+CHECKPOINTS = "checkpoints"
+DAMAGED_CHECKPOINTS = "damaged-checkpoints"
+"""Where messages have the user move checkpoints of which none is valid."""
+TOKENIZER = "tokenizer"
+MODEL_CONFIG = "model_config"
+ID_PROBES = "id_probes.jsonl"
+LOGS = "logs"
+EXPORT_LOG = "export.log"
+LAUNCHES = "launches"
+SOURCE_DIFF = "git.diff"
+EXPORTS = "exports"
+LATEST = "latest"
+PROFILE = "profile"
+CURVES = "curves.html"
+LOCK = "lock"
+STOP = "STOP"
+MODEL_PREFIX = "model/"
+"""Before the names of the model's tensors in a checkpoint; those of the optimizer have others."""
+LEFTOVERS = frozenset({LOCK, CHECKPOINTS, RESOLVED_RECIPE, RECIPE, LOGS, LAUNCHES, TOKENIZER, MODEL_CONFIG, ID_PROBES})
+"""What a launch that died before it wrote its record may leave."""
+
+
+def export_dir(run_dir: Path, step: int) -> Path:
+    """Where the export of a step is written unless the user names another place."""
+    return run_dir / EXPORTS / step_name(step)
