@@ -100,7 +100,7 @@ def list_of(path: tuple[str | int, ...]) -> str:
 
 def _field(key: str, info: FieldInfo, kinds: tuple[str, ...] = ()) -> Field:
     default = None if info.is_required() else info.default
-    return Field(key, info.description or "", default, leaf_of(info.metadata), info.is_required(), kinds)
+    return Field(key, info.description or "", default, leaf_of(info), info.is_required(), kinds)
 
 
 def _add_member(table: dict[str, Field], section: str, kind: str, member: type[Section]) -> None:

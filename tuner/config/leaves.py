@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fractions import Fraction
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import GetCoreSchemaHandler, PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
 
 from tuner.config.numbers import parse_number
@@ -39,11 +41,23 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class Leaf(ABC):
-    """A value that is read and checked in one place; `null` and `words` are allowed beside the rest."""
+    """A value that is read and checked in one place; an alias is a word that stands for a value.
+
+    `null` and `words` are allowed, too: those of the annotation, such as ``str | None`` or ``int | Literal["auto"]``.
+    """
 
     null: bool = False
     words: tuple[str, ...] = ()
     aliases: tuple[tuple[str, Any], ...] = ()
+
+    def of(self, annotation: Any) -> Self:
+        """The leaf of a field with this annotation."""
+        if get_origin(annotation) not in {Union, UnionType}:
+            return self
+        members = get_args(annotation)
+        null = NoneType in members and all(meaning is not None for _, meaning in self.aliases)
+        words = tuple(word for member in members if get_origin(member) is Literal for word in get_args(member))
+        return replace(self, null=null, words=words)
 
     @property
     def allowed(self) -> str:
@@ -97,18 +111,14 @@ class Leaf(ABC):
         return value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            self.check, serialization=core_schema.plain_serializer_function_ser_schema(self.write)
+        leaf = self.of(source)
+        schema = leaf.schema()
+        constants: list[Any] = [*leaf.words, *(word for word, _ in leaf.aliases), *([None] if leaf.null else [])]
+        if constants:
+            schema = {"anyOf": [schema, {"enum": constants}]}
+        return handler.generate_schema(
+            Annotated[Any, PlainValidator(leaf.check), PlainSerializer(leaf.write), WithJsonSchema(schema)]
         )
-
-    def __get_pydantic_json_schema__(
-        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        own = self.schema()
-        constants: list[Any] = [*self.words, *(word for word, _ in self.aliases), *([None] if self.null else [])]
-        if not constants:
-            return own
-        return {"anyOf": [own, {"enum": constants}]}
 
 
 @dataclass(frozen=True)
@@ -197,9 +207,13 @@ class Switch(Leaf):
 
 @dataclass(frozen=True)
 class Choice(Leaf):
-    """One of a few words."""
+    """One of a few words: those of the annotation, a `Literal`."""
 
     values: tuple[Any, ...] = ()
+
+    def of(self, annotation: Any) -> Self:
+        """The leaf of a field with this annotation."""
+        return replace(self, values=get_args(annotation))
 
     @property
     def what(self) -> str:
@@ -253,6 +267,13 @@ class Several(Leaf):
     item: Leaf | None = None
     length: int | None = None
     empty: bool = False
+
+    def of(self, annotation: Any) -> Self:
+        """The leaf of a field with this annotation; its item's is that of the tuple's members."""
+        assert self.item is not None
+        members = (annotation, *get_args(annotation))
+        inner = next(get_args(member)[0] for member in members if get_origin(member) is tuple)
+        return replace(super().of(annotation), item=self.item.of(inner))
 
     @property
     def what(self) -> str:
@@ -373,6 +394,13 @@ def _number(value: Any) -> Fraction:
         raise TypeError from None
 
 
-def leaf_of(metadata: list[Any]) -> Leaf | None:
-    """Return the leaf type among a field's metadata, if its value is one leaf."""
-    return next((item for item in metadata if isinstance(item, Leaf)), None)
+def leaf_of(info: FieldInfo) -> Leaf | None:
+    """Return the leaf type of a field, if its value is one leaf."""
+    return next((item.of(info.annotation) for item in info.metadata if isinstance(item, Leaf)), None)
+
+
+T = TypeVar("T")
+NEVER: tuple[tuple[str, Any], ...] = (("never", None),)
+"""The alias of a value that turns something off."""
+Word = Annotated[T, Choice()]
+"""One of the words of a `Literal`."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from tuner.config.leaves import Choice, Real, Several, Text, Whole, refuse, shown
+from tuner.config.leaves import Real, Several, T, Text, Whole, Word, refuse, shown
 from tuner.config.section import Auto, Bool, Options, Section, Use
 
-Lr = Annotated[float | Auto, Real(gt=0, words=("auto",))]
+Lr = Annotated[float | Auto, Real(gt=0)]
 Betas = Annotated[tuple[float, float], Several(item=Real(ge=0, lt=1), length=2)]
 Eps = Annotated[float, Real(gt=0)]
 Share = Annotated[float, Real(ge=0, lt=1)]
@@ -21,9 +21,9 @@ class ParameterGroup(Section):
 
     match: Annotated[tuple[str, ...], Several(item=Text(kind="names or globs"))]
     """Parameters of the group: names or globs; one that several groups mean is in the first of them."""
-    lr: Annotated[float | None, Real(null=True, gt=0)] = None
+    lr: Annotated[float | None, Real(gt=0)] = None
     """Their peak learning rate; null takes the optimizer's."""
-    weight_decay: Annotated[float | None, Real(null=True, ge=0)] = None
+    weight_decay: Annotated[float | None, Real(ge=0)] = None
     """Their decay, of the matrices among them; null takes the optimizer's."""
 
     @model_validator(mode="after")
@@ -44,31 +44,36 @@ def read_groups(value: Any) -> Any:
     ]
 
 
-Groups = Annotated[tuple[ParameterGroup, ...], BeforeValidator(read_groups, json_schema_input_type=Any)]
+_OPTIMIZER_KIND = (
+    "adamw, sgd, adafactor, muon for hidden matrices with adamw for the rest, or custom for one of your own."
+)
+OptimizerKind = Annotated[Word[T], Field(description=_OPTIMIZER_KIND)]
+_DECOUPLED_DECAY = "Share of the weights taken off per unit of learning rate; never on norms, biases and other vectors."
+DecoupledDecay = Annotated[Decay, Field(description=_DECOUPLED_DECAY)]
+_GROUPS = "Parameters with settings of their own: {match, lr, weight_decay} each."
+Groups = Annotated[
+    tuple[ParameterGroup, ...], BeforeValidator(read_groups, json_schema_input_type=Any), Field(description=_GROUPS)
+]
 
 
 class AdamwOptimizer(Section):
     """AdamW with decoupled weight decay."""
 
-    kind: Annotated[Literal["adamw"], Choice(values=("adamw",))] = "adamw"
-    """adamw, sgd, adafactor, muon for hidden matrices with adamw for the rest, or custom for one of your own."""
+    kind: OptimizerKind[Literal["adamw"]] = "adamw"
     lr: Lr = "auto"
     """Peak learning rate; auto: 2e-4 adapter, 3e-4 random weights, else 1e-4 below 500M parameters, 2e-5 above."""
     betas: Betas = (0.9, 0.95)
     """Decay rates of the two running averages."""
     eps: Eps = 1e-8
     """Added to the denominator for stability."""
-    weight_decay: Decay = 0.0
-    """Share of the weights taken off per unit of learning rate; never on norms, biases and other vectors."""
+    weight_decay: DecoupledDecay = 0.0
     groups: Groups = ()
-    """Parameters with settings of their own: {match, lr, weight_decay} each."""
 
 
 class SgdOptimizer(Section):
     """Gradient descent with momentum; no learning rate suits every model, so it must be given."""
 
-    kind: Annotated[Literal["sgd"], Choice(values=("sgd",))] = "sgd"
-    """adamw, sgd, adafactor, muon for hidden matrices with adamw for the rest, or custom for one of your own."""
+    kind: OptimizerKind[Literal["sgd"]] = "sgd"
     lr: Annotated[float, Real(gt=0)]
     """Peak learning rate; sgd has no auto."""
     momentum: Share = 0.9
@@ -78,14 +83,12 @@ class SgdOptimizer(Section):
     weight_decay: Decay = 0.0
     """Share of the weights added to the gradient; never on norms, biases and other vectors."""
     groups: Groups = ()
-    """Parameters with settings of their own: {match, lr, weight_decay} each."""
 
 
 class AdafactorOptimizer(Section):
     """Adafactor: second moments of matrices as a row and a column."""
 
-    kind: Annotated[Literal["adafactor"], Choice(values=("adafactor",))] = "adafactor"
-    """adamw, sgd, adafactor, muon for hidden matrices with adamw for the rest, or custom for one of your own."""
+    kind: OptimizerKind[Literal["adafactor"]] = "adafactor"
     lr: Lr = "auto"
     """Peak learning rate; auto as for adamw."""
     decay_rate: Annotated[float, Real(gt=-1, lt=0)] = -0.8
@@ -94,24 +97,19 @@ class AdafactorOptimizer(Section):
     """Root mean square of a parameter's update above which it is scaled down, before the learning rate."""
     scale_parameter: Bool = False
     """Take learning rates relative to the root mean square of each parameter, at least 1e-3; needs an lr of its own."""
-    weight_decay: Decay = 0.0
-    """Share of the weights taken off per unit of learning rate; never on norms, biases and other vectors."""
+    weight_decay: DecoupledDecay = 0.0
     groups: Groups = ()
-    """Parameters with settings of their own: {match, lr, weight_decay} each."""
 
 
 class MuonOptimizer(Section):
     """Muon for hidden matrices, AdamW for embeddings, the output layer, norms and biases."""
 
-    kind: Annotated[Literal["muon"], Choice(values=("muon",))] = "muon"
-    """adamw, sgd, adafactor, muon for hidden matrices with adamw for the rest, or custom for one of your own."""
+    kind: OptimizerKind[Literal["muon"]] = "muon"
     lr: Lr = "auto"
     """Peak learning rate of the hidden matrices; auto as for adamw."""
     adamw_lr: Lr = "auto"
     """Peak learning rate of the parameters that muon leaves to adamw; auto takes that of lr."""
-    adjust_lr: Annotated[Literal["match_rms_adamw", "original"], Choice(values=("match_rms_adamw", "original"))] = (
-        "match_rms_adamw"
-    )
+    adjust_lr: Word[Literal["match_rms_adamw", "original"]] = "match_rms_adamw"
     """Factor by shape: match_rms_adamw makes updates as large as AdamW's; original, sqrt(max(1, rows / columns))."""
     momentum: Share = 0.95
     """Decay rate of the running average of the gradients."""
@@ -123,17 +121,14 @@ class MuonOptimizer(Section):
     """Decay rates of adamw's two running averages."""
     eps: Eps = 1e-8
     """Added to adamw's denominator for stability."""
-    weight_decay: Decay = 0.0
-    """Share of the weights taken off per unit of learning rate; never on norms, biases and other vectors."""
+    weight_decay: DecoupledDecay = 0.0
     groups: Groups = ()
-    """Parameters with settings of their own: {match, lr, weight_decay} each."""
 
 
 class CustomOptimizer(Section):
     """An optimizer of the user's own; it has no auto for its learning rate, so that must be given."""
 
-    kind: Annotated[Literal["custom"], Choice(values=("custom",))] = "custom"
-    """adamw, sgd, adafactor, muon for hidden matrices with adamw for the rest, or custom for one of your own."""
+    kind: OptimizerKind[Literal["custom"]] = "custom"
     use: Use
     """FILE.py:NAME or an entry point of the group tuner.optimizers: called with groups, lr and `options`."""
     lr: Annotated[float, Real(gt=0)]
@@ -145,7 +140,6 @@ class CustomOptimizer(Section):
     weight_decay: Decay = 0.0
     """Handed over in each group for the optimizer to apply; 0 for norms, biases and other vectors."""
     groups: Groups = ()
-    """Parameters with settings of their own: {match, lr, weight_decay} each."""
 
     @model_validator(mode="after")
     def _has_one_place_for_each(self) -> CustomOptimizer:

@@ -5,12 +5,27 @@ One file, although a long one: it is read as the table of what a user may write,
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Discriminator, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from tuner.config.duration import Duration
-from tuner.config.leaves import Choice, Names, Real, Several, Skips, Switch, Table, Text, Whole, refuse, shown
+from tuner.config.leaves import (
+    NEVER,
+    Choice,
+    Names,
+    Real,
+    Several,
+    Skips,
+    Switch,
+    T,
+    Table,
+    Text,
+    Whole,
+    Word,
+    refuse,
+    shown,
+)
 from tuner.config.optimizers import (
     AdafactorOptimizer,
     AdamwOptimizer,
@@ -28,14 +43,14 @@ from tuner.config.schedules import (
     WsdPeriodsSchedule,
     WsdSchedule,
 )
-from tuner.config.section import Auto, Bool, Durations, Options, Section, Use
+from tuner.config.section import Auto, Bool, ByKind, Durations, Options, Section, Use, members
 from tuner.config.sizes import Bytes
 from tuner.config.spans import Cadence, Span
 
 TIMES = ("s", "min", "h")
 COUNTS = ("steps", "epochs", "tokens", "%")
 Stage = Literal["start", "step", "evaluation", "save", "end"]
-STAGES: tuple[Stage, ...] = ("start", "step", "evaluation", "save", "end")
+STAGES: tuple[Stage, ...] = get_args(Stage)
 """When a hook may be called, in the order of a run."""
 Globs = Annotated[tuple[str, ...], Several(item=Text(kind="names or globs"), empty=True)]
 
@@ -45,17 +60,15 @@ class ModelSection(Section):
 
     name_or_path: Annotated[str, Text(kind="a hub name (owner/name) or a local directory")]
     """Hub name or local directory of the base model (required)."""
-    revision: Annotated[str | None, Text(null=True, kind="a commit or tag")] = None
+    revision: Annotated[str | None, Text(kind="a commit or tag")] = None
     """Hub commit or tag; the commit used is recorded."""
-    init: Annotated[Literal["pretrained", "random"], Choice(values=("pretrained", "random"))] = "pretrained"
+    init: Word[Literal["pretrained", "random"]] = "pretrained"
     """Where the weights come from: pretrained files, or random from the config alone (pre-training)."""
     config: Annotated[dict[str, Any], Table()] = {}
     """Overrides of the model's config.json, e.g. {num_hidden_layers: 6}."""
-    dtype: Annotated[Literal["auto", "fp32", "bf16"], Choice(values=("auto", "fp32", "bf16"))] = "auto"
+    dtype: Word[Literal["auto", "fp32", "bf16"]] = "auto"
     """Type of the weights: auto keeps trained ones in fp32 and frozen ones in bf16."""
-    kernels: Annotated[
-        Literal["auto", "liger", "native", "torch"], Choice(values=("auto", "liger", "native", "torch"))
-    ] = "auto"
+    kernels: Word[Literal["auto", "liger", "native", "torch"]] = "auto"
     """Fused kernels: auto takes liger on CUDA; on a CPU native ones, compiled on it, where there is a C compiler."""
     freeze: Globs = ()
     """Parameters not trained in full fine-tuning: names or globs, e.g. [embed_tokens, model.layers.0]."""
@@ -84,28 +97,32 @@ def read_tokens(value: Any) -> Any:
 class TokenizerSection(Section):
     """The tokenizer and its chat template."""
 
-    name_or_path: Annotated[str | None, Text(null=True, kind="byte, a hub name or a local directory")] = None
+    name_or_path: Annotated[str | None, Text(kind="byte, a hub name or a local directory")] = None
     """Tokenizer to use; null takes the model's own, byte the built-in UTF-8 bytes."""
-    chat_template: Annotated[str | None, Text(null=True, kind="the path of a jinja file")] = None
+    chat_template: Annotated[str | None, Text(kind="the path of a jinja file")] = None
     """Path of a jinja file; null takes the tokenizer's own template."""
     add_tokens: Annotated[tuple[AddedToken, ...], BeforeValidator(read_tokens, json_schema_input_type=Any)] = ()
     """New tokens: texts, or {token, special} each. The embeddings grow by their rows, which are trained."""
-    special_tokens_in_text: Annotated[Literal["refuse", "escape"], Choice(values=("refuse", "escape"))] = "refuse"
+    special_tokens_in_text: Word[Literal["refuse", "escape"]] = "refuse"
     """Control tokens written out in a row's text: the row is bad, or they are encoded as plain text; both counted."""
+
+
+_ADAPTER_KIND = (
+    "none trains the model in full; lora a low-rank adapter on a frozen model; dora its rows' lengths apart, too."
+)
+AdapterKind = Annotated[Word[T], Field(description=_ADAPTER_KIND)]
 
 
 class NoAdapter(Section):
     """Full fine-tuning."""
 
-    kind: Annotated[Literal["none"], Choice(values=("none",))] = "none"
-    """none trains the model in full; lora a low-rank adapter on a frozen model; dora its rows' lengths apart, too."""
+    kind: AdapterKind[Literal["none"]] = "none"
 
 
 class LowRankAdapter(Section):
     """A low-rank adapter on a frozen model."""
 
     kind: str
-    """none trains the model in full; lora a low-rank adapter on a frozen model; dora its rows' lengths apart, too."""
     r: Annotated[int, Whole(ge=1, le=2**16)] = 16
     """Rank of the adapter."""
     alpha: Annotated[float, Real(gt=0)] = 32.0
@@ -114,9 +131,9 @@ class LowRankAdapter(Section):
     """Multiply by alpha / sqrt(r) instead, which keeps the size of updates the same at high ranks (rsLoRA)."""
     dropout: Annotated[float, Real(ge=0, lt=1)] = 0.0
     """Dropout probability at the adapter's input."""
-    target_modules: Annotated[
-        Literal["all-linear"] | tuple[str, ...], Several(words=("all-linear",), item=Text(kind="names or globs"))
-    ] = "all-linear"
+    target_modules: Annotated[Literal["all-linear"] | tuple[str, ...], Several(item=Text(kind="names or globs"))] = (
+        "all-linear"
+    )
     """Linear layers that get an adapter: all-linear (all but the output), or names or globs, e.g. [attn.*_proj]."""
     modules_to_save: Globs = ()
     """Modules trained in full beside the adapter, in fp32: names or globs, e.g. [lm_head, embed_tokens]."""
@@ -125,50 +142,47 @@ class LowRankAdapter(Section):
 class LoraAdapter(LowRankAdapter):
     """LoRA: a low-rank product is added to each weight."""
 
-    kind: Annotated[Literal["lora"], Choice(values=("lora",))] = "lora"
-    """none trains the model in full; lora a low-rank adapter on a frozen model; dora its rows' lengths apart, too."""
+    kind: AdapterKind[Literal["lora"]] = "lora"
 
 
 class DoraAdapter(LowRankAdapter):
     """DoRA: LoRA, and the length of each row of the sum trained on its own."""
 
-    kind: Annotated[Literal["dora"], Choice(values=("dora",))] = "dora"
-    """none trains the model in full; lora a low-rank adapter on a frozen model; dora its rows' lengths apart, too."""
+    kind: AdapterKind[Literal["dora"]] = "dora"
+
+
+_METHOD_KIND = (
+    "sft learns answers to prompts; pretrain learns every token of plain text; custom has a loss of your own."
+)
+MethodKind = Annotated[Word[T], Field(description=_METHOD_KIND)]
+_TRAIN_ON = "Which tokens are learned: those of every assistant turn, of the last one, or all."
+TrainOn = Annotated[Word[Literal["assistant", "last_assistant", "all"]], Field(description=_TRAIN_ON)]
 
 
 class SftMethod(Section):
     """Supervised fine-tuning on conversations or prompt and completion."""
 
-    kind: Annotated[Literal["sft"], Choice(values=("sft",))] = "sft"
-    """sft learns answers to prompts; pretrain learns every token of plain text; custom has a loss of your own."""
-    train_on: Annotated[
-        Literal["assistant", "last_assistant", "all"], Choice(values=("assistant", "last_assistant", "all"))
-    ] = "assistant"
-    """Which tokens are learned: those of every assistant turn, of the last one, or all."""
+    kind: MethodKind[Literal["sft"]] = "sft"
+    train_on: TrainOn = "assistant"
 
 
 class PretrainMethod(Section):
     """Next-token prediction on plain text."""
 
-    kind: Annotated[Literal["pretrain"], Choice(values=("pretrain",))] = "pretrain"
-    """sft learns answers to prompts; pretrain learns every token of plain text; custom has a loss of your own."""
+    kind: MethodKind[Literal["pretrain"]] = "pretrain"
 
 
 class CustomMethod(Section):
     """A loss of the user's own."""
 
-    kind: Annotated[Literal["custom"], Choice(values=("custom",))] = "custom"
-    """sft learns answers to prompts; pretrain learns every token of plain text; custom has a loss of your own."""
+    kind: MethodKind[Literal["custom"]] = "custom"
     use: Use
     """FILE.py:NAME, or the name of an entry point of the group tuner.methods: called with `options`, gives the loss."""
     options: Options = {}
     """Keyword arguments of the function."""
-    rows: Annotated[Literal["sft", "pretrain"], Choice(values=("sft", "pretrain"))] = "sft"
+    rows: Word[Literal["sft", "pretrain"]] = "sft"
     """Which method's rows it is trained on."""
-    train_on: Annotated[
-        Literal["assistant", "last_assistant", "all"], Choice(values=("assistant", "last_assistant", "all"))
-    ] = "assistant"
-    """Which tokens are learned: those of every assistant turn, of the last one, or all."""
+    train_on: TrainOn = "assistant"
 
 
 def rows_method(method: SftMethod | PretrainMethod | CustomMethod) -> SftMethod | PretrainMethod:
@@ -178,7 +192,7 @@ def rows_method(method: SftMethod | PretrainMethod | CustomMethod) -> SftMethod 
     return SftMethod(train_on=method.train_on) if method.rows == "sft" else PretrainMethod()
 
 
-FORMATS = ("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens")
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]
 COLUMNS = (
     "messages", "conversations", "system", "tools",
     "instruction", "input", "output", "history",
@@ -193,16 +207,13 @@ class DataSource(Section):
 
     path: Annotated[str, Text(kind="a file, a directory, a glob, - or owner/name:split")]
     """File, directory, glob, - for stdin, or hub data set with its split, such as owner/name:train[:5%]."""
-    format: Annotated[
-        Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"],
-        Choice(values=FORMATS),
-    ] = "auto"
+    format: Word[Format] = "auto"
     """Form of the rows; auto tells it from the keys of each."""
     columns: Annotated[dict[str, str], Names(keys=COLUMNS)] = {}
     """Where our keys are in a row, e.g. {prompt: question, messages: chat.turns}; a dot goes into an object."""
     weight: Annotated[float, Real(gt=0, le=1000)] = 1.0
     """Share of the source's documents that is taken, drawn by the seed; above 1 repeats them."""
-    count: Annotated[int | None, Whole(null=True, ge=1, le=2**53)] = None
+    count: Annotated[int | None, Whole(ge=1, le=2**53)] = None
     """Documents taken from the source, drawn by the seed; more than there are repeats them. Not with weight."""
 
     @model_validator(mode="after")
@@ -267,21 +278,19 @@ class DataSection(Section):
     """Training rows: a path, or a list of paths and {path, format, columns, weight, count} (required)."""
     eval: EvalSources = None
     """Held-out rows: the same forms, or `2%` or `200 documents` split off the training documents."""
-    max_length: Annotated[int | Auto, Whole(ge=2, le=2**24, words=("auto",))] = "auto"
+    max_length: Annotated[int | Auto, Whole(ge=2, le=2**24)] = "auto"
     """Tokens of a packed row; auto is the smaller of the model's longest position and 2048."""
-    too_long: Annotated[
-        Literal["auto", "truncate", "split", "drop"], Choice(values=("auto", "truncate", "split", "drop"))
-    ] = "auto"
+    too_long: Word[Literal["auto", "truncate", "split", "drop"]] = "auto"
     """What happens to longer documents, each counted; auto drops for sft and splits for pretrain."""
     packing: Bool = True
     """Put several documents into one row, isolated from each other."""
     shuffle: Bool = True
     """Visit the rows in a new order each epoch, given by the seed."""
-    on_bad_row: Annotated[Literal["error", "skip"], Choice(values=("error", "skip"))] = "error"
+    on_bad_row: Word[Literal["error", "skip"]] = "error"
     """Stop at a row that cannot be used, or skip and count it."""
-    workers: Annotated[int | Auto, Whole(ge=1, le=1024, words=("auto",))] = "auto"
+    workers: Annotated[int | Auto, Whole(ge=1, le=1024)] = "auto"
     """Processes that encode rows; auto takes one for each free core. Their number changes no byte of the result."""
-    cache_dir: Annotated[str | None, Text(null=True, kind="the path of a directory")] = None
+    cache_dir: Annotated[str | None, Text(kind="the path of a directory")] = None
     """Where prepared data is kept; null takes $TUNER_CACHE, else ~/.cache/tuner."""
 
 
@@ -290,35 +299,33 @@ class TrainSection(Section):
 
     duration: Annotated[Duration, Span(units=("epochs", "steps", "tokens"))] = Duration.parse("1 epoch")
     """How long the whole run is."""
-    stop_after: Annotated[Duration | None, Span(units=(*COUNTS, *TIMES), aliases=(("never", None),))] = None
+    stop_after: Annotated[Duration | None, Span(units=(*COUNTS, *TIMES), aliases=NEVER)] = None
     """Save and stop this launch after so long (exit code 75); the run can be resumed."""
     global_batch_size: Annotated[int, Whole(ge=1, le=2**20)] = 16
     """Rows per optimizer step, on any number of processes."""
     micro_batch_size: Annotated[int, Whole(ge=1, le=2**20)] = 1
     """Rows per forward and process: the memory knob; without dropout it changes rounding alone."""
-    precision: Annotated[Literal["auto", "fp32", "bf16"], Choice(values=("auto", "fp32", "bf16"))] = "auto"
+    precision: Word[Literal["auto", "fp32", "bf16"]] = "auto"
     """Type of the computation; auto is bf16 where the device is fast at it, else fp32."""
-    device: Annotated[Literal["auto", "cuda", "cpu"], Choice(values=("auto", "cuda", "cpu"))] = "auto"
+    device: Word[Literal["auto", "cuda", "cpu"]] = "auto"
     """Where to train; auto takes CUDA when there is one."""
-    gradient_checkpointing: Annotated[
-        Literal["none", "selective", "full"], Choice(values=("none", "selective", "full"))
-    ] = "none"
+    gradient_checkpointing: Word[Literal["none", "selective", "full"]] = "none"
     """Decoder layers run again in the backward pass: full keeps their input alone, selective matrix products too."""
     gradient_checkpointing_layers: Annotated[Duration, Span(units=("%", "layers"))] = Duration.parse("100%")
     """How many layers are computed again, evenly spread, such as 50% or 12 layers."""
-    compile: Annotated[bool | Auto, Switch(words=("auto",))] = "auto"
+    compile: Annotated[bool | Auto, Switch()] = "auto"
     """Compile the decoder layers in the first step, for rows of one size; auto does it on CUDA with data.packing."""
-    max_grad_norm: Annotated[float | None, Real(gt=0, aliases=(("never", None),))] = 1.0
+    max_grad_norm: Annotated[float | None, Real(gt=0, aliases=NEVER)] = 1.0
     """Gradient norm above which gradients are scaled down; never clips nothing and still logs it."""
     nonfinite: Annotated[int, Skips()] = 0
     """A loss or gradient that is not finite: stop (exit code 7), or leave out up to N such updates with {skip: N}."""
-    skip_spikes: Annotated[float | None, Real(gt=0, aliases=(("never", None),))] = None
+    skip_spikes: Annotated[float | None, Real(gt=0, aliases=NEVER)] = None
     """Leave out an update whose loss or gradient norm is so many standard deviations above the last 128 steps' mean."""
     deterministic: Bool = False
     """Use deterministic kernels alone: the same bits on the same machine each time, at some cost on CUDA."""
     overfit_first_batch: Bool = False
     """Train on the first global batch again and again: a model that can learn at all learns it by heart."""
-    mock_batch: Annotated[bool | Auto, Switch(words=("auto",))] = "auto"
+    mock_batch: Annotated[bool | Auto, Switch()] = "auto"
     """Run the largest possible micro-batch before the first step, so that a lack of memory shows; auto is on CUDA."""
 
 
@@ -331,7 +338,7 @@ class EvalSection(Section):
     """Evaluate before the first step."""
     at_end: Bool = True
     """Evaluate after the last step."""
-    max_rows: Annotated[int | None, Whole(null=True, ge=1, le=2**53)] = None
+    max_rows: Annotated[int | None, Whole(ge=1, le=2**53)] = None
     """Rows evaluated at most; null evaluates all."""
     samples: Annotated[int, Whole(ge=0, le=1000)] = 3
     """Held-out prompts answered at each evaluation, written to samples.jsonl."""
@@ -349,13 +356,11 @@ class CheckpointSection(Section):
     """Save after the last step."""
     keep: Annotated[int, Whole(ge=1, le=10**6)] = 2
     """Newest checkpoints kept; marked ones and the best are extra."""
-    keep_best: Annotated[
-        str | None, Text(kind="eval/loss or eval/loss/SOURCE", null=True, pattern=r"eval/loss(?:/.+)?")
-    ] = None
+    keep_best: Annotated[str | None, Text(kind="eval/loss or eval/loss/SOURCE", pattern=r"eval/loss(?:/.+)?")] = None
     """Loss by which the best checkpoint is known: its evaluation is saved, and the newest best is never pruned."""
     marks: Annotated[Durations, Several(item=Span(units=COUNTS), empty=True)] = ()
     """Points of the run that are saved and never pruned, such as [1000 steps, 2B tokens]."""
-    async_save: Annotated[bool | Auto, Switch(words=("auto",))] = "auto"
+    async_save: Annotated[bool | Auto, Switch()] = "auto"
     """Write a copy in memory while training goes on, and wait for the copying alone; auto: on a GPU."""
 
 
@@ -368,22 +373,20 @@ class ExportSection(Section):
     """Export the last checkpoint of a finished run."""
     keep: Annotated[int, Whole(ge=1, le=10**6)] = 2
     """Newest exports kept, of those in RUN/exports that were made with these settings."""
-    dtype: Annotated[Literal["bf16", "fp32"], Choice(values=("bf16", "fp32"))] = "bf16"
+    dtype: Word[Literal["bf16", "fp32"]] = "bf16"
     """Type of the written weights."""
     shard_size: Annotated[int, Bytes()] = 5 * 10**9
     """Largest weights file, such as 5GB or 4GiB."""
-    adapter: Annotated[Literal["merge", "keep"], Choice(values=("merge", "keep"))] = "merge"
+    adapter: Word[Literal["merge", "keep"]] = "merge"
     """Merge an adapter into the weights, or keep it as peft's directory."""
 
 
 class ParallelSection(Section):
     """Several processes."""
 
-    processes: Annotated[int | Auto, Whole(ge=1, le=1024, words=("auto",))] = "auto"
+    processes: Annotated[int | Auto, Whole(ge=1, le=1024)] = "auto"
     """Processes that tuner train starts on this machine; auto: one for each GPU. torchrun and srun start their own."""
-    shard: Annotated[Literal["auto", "full", "hybrid", "none"], Choice(values=("auto", "full", "hybrid", "none"))] = (
-        "auto"
-    )
+    shard: Word[Literal["auto", "full", "hybrid", "none"]] = "auto"
     """Over which processes weights, gradients and moments are split; auto: hybrid on several machines, else full."""
     reshard_after_forward: Bool = True
     """Free gathered weights after each forward: less memory, more communication."""
@@ -402,18 +405,17 @@ class ProfileSection(Section):
     """Record a trace of operations and kernels, for Perfetto or chrome://tracing."""
 
 
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+
+
 class LoggingSection(Section):
     """What is printed."""
 
-    level: Annotated[
-        Literal["debug", "info", "warning", "error"], Choice(values=("debug", "info", "warning", "error"))
-    ] = "info"
+    level: Word[Literal["debug", "info", "warning", "error"]] = "info"
     """Least severe messages shown."""
     console_every: Annotated[Duration, Span(units=TIMES)] = Duration.parse("2 s")
     """Time between two refreshes of the console and of metrics.jsonl."""
-    trackers: Annotated[
-        tuple[str, ...], Several(item=Choice(values=("tensorboard", "wandb", "mlflow")), empty=True)
-    ] = ()
+    trackers: Annotated[tuple[Tracker, ...], Several(item=Choice(), empty=True)] = ()
     """Where every line of metrics.jsonl goes too; each is an extra to install, such as tuner[wandb]."""
     project: Annotated[str, Text(kind="the name of a project")] = "tuner"
     """Project of wandb and experiment of mlflow that the run belongs to."""
@@ -426,7 +428,7 @@ class HookSection(Section):
 
     use: Use
     """FILE.py:NAME, or the name of an entry point of the group tuner.hooks: a class or a function."""
-    stages: Annotated[tuple[Stage, ...], Several(item=Choice(values=STAGES))] = STAGES
+    stages: Annotated[tuple[Stage, ...], Several(item=Choice())] = STAGES
     """What it is told about: start, step, evaluation, save and end of a launch."""
     every: Annotated[Durations | None, Cadence(units=(*COUNTS, *TIMES))] = (Duration.parse("1 step"),)
     """How often it is told about a step."""
@@ -441,27 +443,6 @@ def read_hooks(value: Any) -> Any:
     return [{"use": item} if isinstance(item, str) else item for item in value]
 
 
-UNIONS: dict[str, dict[str, type[Section]]] = {
-    "adapter": {"none": NoAdapter, "lora": LoraAdapter, "dora": DoraAdapter},
-    "method": {"sft": SftMethod, "pretrain": PretrainMethod, "custom": CustomMethod},
-    "optimizer": {
-        "adamw": AdamwOptimizer,
-        "sgd": SgdOptimizer,
-        "adafactor": AdafactorOptimizer,
-        "muon": MuonOptimizer,
-        "custom": CustomOptimizer,
-    },
-    "schedule": {
-        "cosine": CosineSchedule,
-        "linear": LinearSchedule,
-        "constant": ConstantSchedule,
-        "inverse_sqrt": InverseSqrtSchedule,
-        "wsd": WsdSchedule,
-        "wsd_s": WsdPeriodsSchedule,
-        "custom": CustomSchedule,
-    },
-}
-"""Sections with a choice: the first kind is the default."""
 ITEMS: dict[str, type[Section]] = {
     "tokenizer.add_tokens": AddedToken,
     "data.train": DataSource,
@@ -472,39 +453,18 @@ ITEMS: dict[str, type[Section]] = {
 """Keys whose value is a list of sections; a bare text in it is the section's first key."""
 
 
-def kind_of(section: str, value: Any) -> str:
-    """Return the kind that a section's raw value has, the default one when it names none."""
-    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
-    return next(iter(UNIONS[section])) if kind is None else str(kind)
-
-
-Adapter = Annotated[
-    Annotated[NoAdapter, Tag("none")] | Annotated[LoraAdapter, Tag("lora")] | Annotated[DoraAdapter, Tag("dora")],
-    Discriminator(lambda value: kind_of("adapter", value)),
-]
-Method = Annotated[
-    Annotated[SftMethod, Tag("sft")]
-    | Annotated[PretrainMethod, Tag("pretrain")]
-    | Annotated[CustomMethod, Tag("custom")],
-    Discriminator(lambda value: kind_of("method", value)),
-]
+Adapter = Annotated[NoAdapter | LoraAdapter | DoraAdapter, ByKind()]
+Method = Annotated[SftMethod | PretrainMethod | CustomMethod, ByKind()]
+Optimizer = Annotated[AdamwOptimizer | SgdOptimizer | AdafactorOptimizer | MuonOptimizer | CustomOptimizer, ByKind()]
 Schedule = Annotated[
-    Annotated[CosineSchedule, Tag("cosine")]
-    | Annotated[LinearSchedule, Tag("linear")]
-    | Annotated[ConstantSchedule, Tag("constant")]
-    | Annotated[InverseSqrtSchedule, Tag("inverse_sqrt")]
-    | Annotated[WsdSchedule, Tag("wsd")]
-    | Annotated[WsdPeriodsSchedule, Tag("wsd_s")]
-    | Annotated[CustomSchedule, Tag("custom")],
-    Discriminator(lambda value: kind_of("schedule", value)),
-]
-Optimizer = Annotated[
-    Annotated[AdamwOptimizer, Tag("adamw")]
-    | Annotated[SgdOptimizer, Tag("sgd")]
-    | Annotated[AdafactorOptimizer, Tag("adafactor")]
-    | Annotated[MuonOptimizer, Tag("muon")]
-    | Annotated[CustomOptimizer, Tag("custom")],
-    Discriminator(lambda value: kind_of("optimizer", value)),
+    CosineSchedule
+    | LinearSchedule
+    | ConstantSchedule
+    | InverseSqrtSchedule
+    | WsdSchedule
+    | WsdPeriodsSchedule
+    | CustomSchedule,
+    ByKind(),
 ]
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -513,11 +473,11 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 class Recipe(Section):
     """One typed recipe drives every command."""
 
-    version: Annotated[Literal[1], Choice(values=(1,))] = 1
+    version: Word[Literal[1]] = 1
     """Version of the recipe's format."""
     name: Annotated[
         str | None,
-        Text(null=True, kind="letters, digits, '.', '_' and '-', starting with a letter or digit", pattern=NAME),
+        Text(kind="letters, digits, '.', '_' and '-', starting with a letter or digit", pattern=NAME),
     ] = None
     """Name of the run; null takes the recipe's file stem."""
     output_dir: Annotated[str, Text(kind="the path of a directory")] = "runs/{name}"
@@ -540,3 +500,11 @@ class Recipe(Section):
     logging: LoggingSection = LoggingSection()
     hooks: Annotated[tuple[HookSection, ...], BeforeValidator(read_hooks, json_schema_input_type=Any)] = ()
     """User code that is told how the run goes on: {use, stages, every, options} each, called in this order."""
+
+
+UNIONS: dict[str, dict[str, type[Section]]] = {
+    name: members(info.annotation)
+    for name, info in Recipe.model_fields.items()
+    if any(isinstance(item, ByKind) for item in info.metadata)
+}
+"""Sections with a choice, each with its members by kind; the first one is the default."""

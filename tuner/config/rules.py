@@ -60,7 +60,7 @@ def _pretrain_takes_text(recipe: Recipe, given: Set[str]) -> str | None:
     if not isinstance(rows_method(recipe.method), PretrainMethod):
         return None
     for source in recipe.data.train:
-        if source.format in {"messages", "sharegpt", "alpaca", "prompt_completion"}:
+        if source.format not in {"auto", "text", "tokens"}:
             return f"got format {source.format}; method.kind pretrain reads text; set format: text or method.kind: sft"
     return None
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Discriminator, GetCoreSchemaHandler, Tag
+from pydantic_core import core_schema
 
 from tuner.config.duration import Duration
 from tuner.config.leaves import Switch, Table, Text
@@ -23,3 +25,23 @@ class Section(BaseModel):
     """A frozen part of the recipe that knows its keys and refuses others."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+@dataclass(frozen=True)
+class ByKind:
+    """A choice of sections: the member that the key `kind` names, or the first one where it names none."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        kinds = members(source)
+
+        def kind_of(value: Any) -> str:
+            kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+            return next(iter(kinds)) if kind is None else str(kind)
+
+        tagged = tuple(Annotated[member, Tag(kind)] for kind, member in kinds.items())
+        return handler.generate_schema(Annotated[Union[tagged], Discriminator(kind_of)])  # noqa: UP007
+
+
+def members(union: Any) -> dict[str, type[Section]]:
+    """The sections of a union by their kinds."""
+    return {member.model_fields["kind"].default: member for member in get_args(union)}

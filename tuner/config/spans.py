@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuner.config.duration import Duration
-from tuner.config.leaves import Leaf, shown
+from tuner.config.leaves import NEVER, Leaf, shown
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Span(Leaf):
 class Cadence(Span):
     """One duration or a list of them, whichever comes first; `never` turns it off."""
 
-    aliases: tuple[tuple[str, Any], ...] = (("never", None),)
+    aliases: tuple[tuple[str, Any], ...] = NEVER
 
     @property
     def what(self) -> str:
