@@ -158,4 +158,4 @@ def test_nothing_else_writes_a_warning_to_stderr() -> None:
             for part in ast.walk(argument)
         )
     }
-    assert written == {"cli/session.py", "runtime/console.py", "runtime/warned.py"}
+    assert written == {"cli/command.py", "runtime/console.py", "runtime/warned.py"}

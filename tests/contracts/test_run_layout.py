@@ -22,7 +22,7 @@ OTHERS = {
     ("tuner.data.building.prepare", layout.SAMPLES): "of prepared data",
     ("tuner.data.id_probes", layout.ID_PROBES): "of prepared data",
     ("tuner.generate", layout.EXPORTS): "of this machine's cache",
-    ("tuner.cli.session", layout.RECIPE): "of the user, in the working directory",
+    ("tuner.cli.command", layout.RECIPE): "of the user, in the working directory",
 }
 
 

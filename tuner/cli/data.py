@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuner.cli.session import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, input_path, run_command
+from tuner.cli.command import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, input_path, run_command
 
 if TYPE_CHECKING:
     from tuner.data.building.cache import Entry

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tuner.cli.session import (
+from tuner.cli.command import (
     DebugOption,
     JsonOption,
     Outcome,

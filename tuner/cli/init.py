@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tuner.cli.session import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, run_command
+from tuner.cli.command import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, run_command
 
 
 def init(

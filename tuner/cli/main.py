@@ -113,7 +113,7 @@ def _elsewhere() -> None:
 def _invocation(flags: list[tuple[str, str | None]]) -> Any:
     if not flags:
         return None
-    from tuner.cli.session import Invocation
+    from tuner.cli.command import Invocation
     from tuner.config.overrides import Override
 
     return Invocation([Override(key, text) for key, text in flags])
@@ -130,7 +130,7 @@ def _message(command: str, error: TyperException) -> str:
 
 
 def _broken(command: str, args: list[str], error: Exception) -> int:
-    from tuner.cli.session import print_failure
+    from tuner.cli.command import print_failure
     from tuner.errors import as_tuner_error
 
     if "--debug" in args:
@@ -146,7 +146,7 @@ def _help_of(error: TyperException) -> str:
 
 
 def _usage(command: str, args: list[str], message: str, hint: str | None = None) -> int:
-    from tuner.cli.session import print_failure
+    from tuner.cli.command import print_failure
     from tuner.errors import RecipeError
 
     lines = message.split("\n")

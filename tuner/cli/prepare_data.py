@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.cli.session import (
+from tuner.cli.command import (
     DebugOption,
     JsonOption,
     Outcome,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tuner.cli.session import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, run_command
+from tuner.cli.command import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, run_command
 from tuner.errors import RecipeError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

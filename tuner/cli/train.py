@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from tuner.cli.session import (
+from tuner.cli.command import (
     DebugOption,
     JsonOption,
     Outcome,

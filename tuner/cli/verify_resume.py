@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tuner.cli.session import (
+from tuner.cli.command import (
     DebugOption,
     JsonOption,
     Outcome,
