@@ -1,21 +1,20 @@
 """One command from start to end: stdout carries its result alone, errors become one line and an exit code.
 
-A command's file holds one function for Typer, which ends in `run_command`:
+A command's file holds one function that Typer reads; what it returns is the command's result:
 
-    def export_hf(ctx: typer.Context, path: Annotated[str, typer.Argument()], json: JsonOption = False,
-                  verbose: VerboseOption = False, debug: DebugOption = False) -> None:
-        def body() -> Outcome:
-            source = input_path(path)            # `-` reads stdin
-            ...                                  # heavy imports here
-            return Outcome(result=str(report.path), metrics={...}, next="tuner generate ...")
+    @command("export-hf")
+    def export_hf(path: Annotated[str, typer.Argument()], verbose: VerboseOption = False) -> Outcome:
+        source = input_path(path)            # `-` reads stdin
+        ...                                  # heavy imports here
+        return Outcome(result=str(report.path), metrics={...}, next="tuner generate ...")
 
-        run_command("export-hf", OutputOptions(json, verbose, debug), body)
-
-Commands that take a recipe call `load_for_command(recipe, overrides_of(ctx))` inside their body.
+Commands that take a recipe call `load_for_command(recipe, overrides_of(ctx))`. A command that needs the real stdout
+before it runs calls `run_command` itself.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
@@ -23,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tuner.config.overrides import Override
 
 __all__ = [
-    "DebugOption", "Invocation", "JsonOption", "Outcome", "OutputOptions", "RecipeArgument", "VerboseOption",
+    "DebugOption", "Invocation", "JsonOption", "Outcome", "OutputOptions", "RecipeArgument", "VerboseOption", "command",
     "given_overrides", "input_path", "load_for_command", "overrides_of", "run_command",
 ]  # fmt: skip
 
@@ -49,7 +49,6 @@ RecipeArgument = Annotated[
     str | None,
     typer.Argument(help="Recipe: a YAML file, a shipped recipe's name, or - for stdin; default ./recipe.yaml."),
 ]
-
 
 
 @dataclass(frozen=True)
@@ -134,6 +133,33 @@ def given_overrides(source: str | None, typed: Sequence[Override] = ()) -> list[
     known = {override.key for override in typed}
     texts = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in values.items()}
     return [Override(key, text) for key, text in texts.items() if key not in known]
+
+
+def command(name: str) -> Callable[[Callable[..., Outcome]], Callable[..., None]]:
+    """Make a function that returns an outcome a command, which `run_command` runs.
+
+    Its options are the function's, then --json, --verbose and --debug: of these it is given those that it names itself.
+    """
+
+    def decorate(body: Callable[..., Outcome]) -> Callable[..., None]:
+        own = inspect.signature(body, eval_str=True).parameters
+        shared = {
+            key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=option)
+            for key, option in (("json", JsonOption), ("verbose", VerboseOption), ("debug", DebugOption))
+        }
+
+        @wraps(body)
+        def run(**values: Any) -> None:
+            options = OutputOptions(*(values.pop(key) for key in shared))
+            given = {key: getattr(options, key) for key in shared if key in own}
+            run_command(name, options, lambda: body(**values, **given))
+
+        parameters = [*(parameter for key, parameter in own.items() if key not in shared), *shared.values()]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
 
 
 def run_command(name: str, options: OutputOptions, body: Callable[[], Outcome]) -> NoReturn:

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.cli.command import (
-    DebugOption,
-    JsonOption,
-    Outcome,
-    OutputOptions,
-    RecipeArgument,
-    VerboseOption,
-    load_for_command,
-    overrides_of,
-    run_command,
-)
+from tuner.cli.command import Outcome, RecipeArgument, command, load_for_command, overrides_of
 from tuner.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -28,24 +19,16 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 
 @app.command()
-def check(
-    ctx: typer.Context,
-    recipe: RecipeArgument = None,
-    json: JsonOption = False,
-    verbose: VerboseOption = False,
-    debug: DebugOption = False,
-) -> None:
+@command("config check")
+def check(ctx: typer.Context, recipe: RecipeArgument = None) -> Outcome:
     """Say everything that is wrong with a recipe; print its path when nothing is."""
-
-    def body() -> Outcome:
-        loaded = load_for_command(recipe, overrides_of(ctx))
-        result = str(loaded.path) if loaded.path else "ok"
-        return Outcome(result, next=f"tuner prepare-data {result}" if loaded.path else None)
-
-    run_command("config check", OutputOptions(json, verbose, debug), body)
+    loaded = load_for_command(recipe, overrides_of(ctx))
+    result = str(loaded.path) if loaded.path else "ok"
+    return Outcome(result, next=f"tuner prepare-data {result}" if loaded.path else None)
 
 
 @app.command()
+@command("config show")
 def show(
     ctx: typer.Context,
     recipe: RecipeArgument = None,
@@ -53,27 +36,20 @@ def show(
     plot_schedule: Annotated[
         bool, typer.Option("--plot-schedule", help="Draw the learning rate over the run instead.")
     ] = False,
-    json: JsonOption = False,
-    verbose: VerboseOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Outcome:
     """Print the whole recipe, defaults included."""
+    from tuner.config.dump import recipe_dict, recipe_yaml
+    from tuner.config.origin import with_origins
 
-    def body() -> Outcome:
-        from tuner.config.dump import recipe_dict, recipe_yaml
-        from tuner.config.origin import with_origins
-
-        loaded = load_for_command(recipe, overrides_of(ctx))
-        if plot_schedule:
-            if origin:
-                raise RecipeError("--origin and --plot-schedule exclude each other", hint="leave one of them out")
-            return _schedule(loaded.recipe)
-        text = with_origins(loaded) if origin else recipe_yaml(loaded.recipe)
-        return Outcome(
-            text, artifacts={"recipe": recipe_dict(loaded.recipe), "origins": dict(loaded.origins)}, is_text=True
-        )
-
-    run_command("config show", OutputOptions(json, verbose, debug), body)
+    loaded = load_for_command(recipe, overrides_of(ctx))
+    if plot_schedule:
+        if origin:
+            raise RecipeError("--origin and --plot-schedule exclude each other", hint="leave one of them out")
+        return _schedule(loaded.recipe)
+    text = with_origins(loaded) if origin else recipe_yaml(loaded.recipe)
+    return Outcome(
+        text, artifacts={"recipe": recipe_dict(loaded.recipe), "origins": dict(loaded.origins)}, is_text=True
+    )
 
 
 def _schedule(recipe: Recipe) -> Outcome:
@@ -87,14 +63,9 @@ def _schedule(recipe: Recipe) -> Outcome:
 
 
 @app.command()
-def schema(json: JsonOption = False, verbose: VerboseOption = False, debug: DebugOption = False) -> None:
+@command("config schema")
+def schema() -> Outcome:
     """Print the recipe's JSON schema, for editors."""
+    from tuner.config.schema import recipe_schema
 
-    def body() -> Outcome:
-        import json as encoder
-
-        from tuner.config.schema import recipe_schema
-
-        return Outcome(encoder.dumps(recipe_schema(), indent=2), is_text=True)
-
-    run_command("config schema", OutputOptions(json, verbose, debug), body)
+    return Outcome(json.dumps(recipe_schema(), indent=2), is_text=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuner.cli.command import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, input_path, run_command
+from tuner.cli.command import Outcome, command, input_path
 
 if TYPE_CHECKING:
     from tuner.data.building.cache import Entry
@@ -20,86 +20,67 @@ ENTRY_HELP = "Directory, beginning of a key, or - for a path on stdin."
 
 
 @app.command("ls")
-def list_directories(
-    cache_dir: CacheOption = None, json: JsonOption = False, verbose: VerboseOption = False, debug: DebugOption = False
-) -> None:
+@command("data ls")
+def list_directories(cache_dir: CacheOption = None) -> Outcome:
     """List prepared and encoded directories: key, size, documents, tokens, rows and sources."""
+    from tuner.data.building.cache import entries
 
-    def body() -> Outcome:
-        from tuner.data.building.cache import entries
-
-        root = _root(cache_dir)
-        rows = [_facts(entry) for entry in entries(root)]
-        return Outcome(
-            _table(rows) if rows else f"nothing is prepared in {root}",
-            artifacts={"cache_dir": str(root), "directories": rows},
-            metrics={"directories": len(rows), "bytes": sum(row["bytes"] for row in rows)},
-            is_text=True,
-        )
-
-    run_command("data ls", OutputOptions(json, verbose, debug), body)
+    root = _root(cache_dir)
+    rows = [_facts(entry) for entry in entries(root)]
+    return Outcome(
+        _table(rows) if rows else f"nothing is prepared in {root}",
+        artifacts={"cache_dir": str(root), "directories": rows},
+        metrics={"directories": len(rows), "bytes": sum(row["bytes"] for row in rows)},
+        is_text=True,
+    )
 
 
 @app.command()
-def show(
-    entry: Annotated[str, typer.Argument(help=ENTRY_HELP)],
-    cache_dir: CacheOption = None,
-    json: JsonOption = False,
-    verbose: VerboseOption = False,
-    debug: DebugOption = False,
-) -> None:
+@command("data show")
+def show(entry: Annotated[str, typer.Argument(help=ENTRY_HELP)], cache_dir: CacheOption = None) -> Outcome:
     """Show what a directory holds and what became of its rows."""
+    from tuner.errors import DataError
 
-    def body() -> Outcome:
-        from tuner.errors import DataError
-
-        found = _find(entry, cache_dir)
-        if found.manifest is None:
-            raise DataError(f"{found.path} is damaged", hint=f"see what: tuner data verify {found.path}")
-        return Outcome(
-            _shown(found), artifacts={"directory": _facts(found)}, metrics=dict(found.manifest["report"]), is_text=True
-        )
-
-    run_command("data show", OutputOptions(json, verbose, debug), body)
+    found = _find(entry, cache_dir)
+    if found.manifest is None:
+        raise DataError(f"{found.path} is damaged", hint=f"see what: tuner data verify {found.path}")
+    return Outcome(
+        _shown(found), artifacts={"directory": _facts(found)}, metrics=dict(found.manifest["report"]), is_text=True
+    )
 
 
 @app.command()
+@command("data verify")
 def verify(
     wanted: Annotated[
         list[str] | None, typer.Argument(metavar="[ENTRY]...", help=f"{ENTRY_HELP} Default: all.")
     ] = None,
     cache_dir: CacheOption = None,
-    json: JsonOption = False,
-    verbose: VerboseOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Outcome:
     """Compare every file with the SHA-256 that its manifest noted; exit 6 names each that differs."""
+    from tuner.data.building.cache import damages, entries
+    from tuner.errors import VerificationError
 
-    def body() -> Outcome:
-        from tuner.data.building.cache import damages, entries
-        from tuner.errors import VerificationError
-
-        found = [_find(name, cache_dir) for name in wanted] if wanted else entries(_root(cache_dir))
-        damaged = [damage for entry in found for damage in damages(entry)]
-        if damaged:
-            raise VerificationError(
-                "\n  ".join([f"{len(damaged)} damaged:", *damaged]),
-                hint="tuner data gc --verify removes damaged directories; preparing again builds them anew",
-            )
-        files = sum(len(entry.manifest["files"]) for entry in found if entry.manifest is not None)
-        size = sum(entry.size for entry in found)
-        return Outcome(
-            f"{_number(len(found), 'directory', 'directories')}, {_number(files, 'file', 'files')}, {size:,} bytes: "
-            "all as they were written",
-            artifacts={"verified": [str(entry.path) for entry in found]},
-            metrics={"directories": len(found), "files": files, "bytes": size},
-            is_text=True,
+    found = [_find(name, cache_dir) for name in wanted] if wanted else entries(_root(cache_dir))
+    damaged = [damage for entry in found for damage in damages(entry)]
+    if damaged:
+        raise VerificationError(
+            "\n  ".join([f"{len(damaged)} damaged:", *damaged]),
+            hint="tuner data gc --verify removes damaged directories; preparing again builds them anew",
         )
-
-    run_command("data verify", OutputOptions(json, verbose, debug), body)
+    files = sum(len(entry.manifest["files"]) for entry in found if entry.manifest is not None)
+    size = sum(entry.size for entry in found)
+    return Outcome(
+        f"{_number(len(found), 'directory', 'directories')}, {_number(files, 'file', 'files')}, {size:,} bytes: "
+        "all as they were written",
+        artifacts={"verified": [str(entry.path) for entry in found]},
+        metrics={"directories": len(found), "files": files, "bytes": size},
+        is_text=True,
+    )
 
 
 @app.command()
+@command("data gc")
 def gc(
     unused: Annotated[
         bool, typer.Option("--unused", help="Also remove encoded directories that no prepared one was made from.")
@@ -109,28 +90,21 @@ def gc(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
     cache_dir: CacheOption = None,
-    json: JsonOption = False,
-    verbose: VerboseOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Outcome:
     """Remove what killed builders left and what is damaged; never what is being built."""
+    from tuner.data.building.cache import collect
 
-    def body() -> Outcome:
-        from tuner.data.building.cache import collect
-
-        removed = collect(_root(cache_dir), unused, hashes, dry_run)
-        word = "would remove" if dry_run else "removed"
-        lines = [f"{word} {item.path}  {item.size:,} bytes: {item.reason}" for item in removed]
-        return Outcome(
-            "\n".join(lines) or "nothing to remove",
-            artifacts={
-                "removed": [{"path": str(item.path), "reason": item.reason, "bytes": item.size} for item in removed]
-            },
-            metrics={"removed": len(removed), "bytes": sum(item.size for item in removed), "dry_run": dry_run},
-            is_text=True,
-        )
-
-    run_command("data gc", OutputOptions(json, verbose, debug), body)
+    removed = collect(_root(cache_dir), unused, hashes, dry_run)
+    word = "would remove" if dry_run else "removed"
+    lines = [f"{word} {item.path}  {item.size:,} bytes: {item.reason}" for item in removed]
+    return Outcome(
+        "\n".join(lines) or "nothing to remove",
+        artifacts={
+            "removed": [{"path": str(item.path), "reason": item.reason, "bytes": item.size} for item in removed]
+        },
+        metrics={"removed": len(removed), "bytes": sum(item.size for item in removed), "dry_run": dry_run},
+        is_text=True,
+    )
 
 
 def _number(count: int, one: str, many: str) -> str:

@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuner.cli.command import (
-    DebugOption,
-    JsonOption,
-    Outcome,
-    OutputOptions,
-    VerboseOption,
-    input_path,
-    load_for_command,
-    overrides_of,
-    run_command,
-)
+from tuner.cli.command import Outcome, VerboseOption, command, input_path, load_for_command, overrides_of
 from tuner.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -29,35 +19,30 @@ if TYPE_CHECKING:
 OF_THE_MODEL = ("model.", "adapter.", "tokenizer.")
 
 
+@command("eval")
 def eval(  # noqa: A001 - the command's name
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="Run, checkpoint or Hugging Face directory; - reads stdin.")],
     recipe: Annotated[
         str | None, typer.Argument(help="Recipe that names the held-out rows; default the run's own, or ./recipe.yaml.")
     ] = None,
-    json: JsonOption = False,
     verbose: VerboseOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Outcome:
     """Measure the loss on held-out rows, of each source and of all, and print it."""
+    if model == recipe == "-":
+        raise RecipeError("only one of the two can be read from stdin")
+    path = input_path(model)
+    from tuner.run.score import find_trained, score
+    from tuner.runtime.console import Console
+    from tuner.runtime.dist import RankInfo
 
-    def body() -> Outcome:
-        if model == recipe == "-":
-            raise RecipeError("only one of the two can be read from stdin")
-        path = input_path(model)
-        from tuner.run.score import find_trained, score
-        from tuner.runtime.console import Console
-        from tuner.runtime.dist import RankInfo
-
-        rank_info = RankInfo.from_environment()
-        console = Console(rank_info.is_main, "debug" if verbose else "info")
-        trained = find_trained(path, console)
-        loaded = _load(trained, recipe, overrides_of(ctx))
-        result = score(trained, loaded, rank_info, console)
-        _show(result, console)
-        return _outcome(result)
-
-    run_command("eval", OutputOptions(json, verbose, debug), body)
+    rank_info = RankInfo.from_environment()
+    console = Console(rank_info.is_main, "debug" if verbose else "info")
+    trained = find_trained(path, console)
+    loaded = _load(trained, recipe, overrides_of(ctx))
+    result = score(trained, loaded, rank_info, console)
+    _show(result, console)
+    return _outcome(result)
 
 
 def _load(trained: Trained, recipe: str | None, flags: list[Override]) -> LoadedRecipe:

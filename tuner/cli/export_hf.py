@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tuner.cli.command import (
-    DebugOption,
-    JsonOption,
-    Outcome,
-    OutputOptions,
-    VerboseOption,
-    input_path,
-    run_command,
-)
+from tuner.cli.command import Outcome, VerboseOption, command, input_path
 from tuner.errors import MachineError, RecipeError
 
 if TYPE_CHECKING:
@@ -23,6 +15,7 @@ if TYPE_CHECKING:
     from tuner.runtime.console import Console
 
 
+@command("export-hf")
 def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     path: Annotated[str, typer.Argument(help="Run directory or one of its checkpoints; - reads stdin.")],
     step: Annotated[str, typer.Option(help="Of a run's checkpoints: newest, best, or a step.")] = "newest",
@@ -34,34 +27,28 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     ] = "merge",
     shard_size: Annotated[str, typer.Option(help="Largest weights file, e.g. 5GB or 4GiB.")] = "5GB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written and write nothing.")] = False,
-    json: JsonOption = False,
     verbose: VerboseOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Outcome:
     """Write a Hugging Face directory and verify it before it appears under its name."""
+    from tuner.config.numbers import parse_bytes
+    from tuner.runtime.console import Console
 
-    def body() -> Outcome:
-        from tuner.config.numbers import parse_bytes
-        from tuner.runtime.console import Console
+    source = input_path(path)
+    try:
+        shard_bytes = parse_bytes(shard_size)
+    except ValueError as error:
+        raise RecipeError(f"--shard-size {shard_size}: {error}", hint="write 5GB, 500MB or 4GiB") from None
+    chosen = _step(step)
+    target = None if output is None else input_path(output)
+    console = Console(level="debug" if verbose else "info")
+    from tuner.export.hf import plan_export, run_export
 
-        source = input_path(path)
-        try:
-            shard_bytes = parse_bytes(shard_size)
-        except ValueError as error:
-            raise RecipeError(f"--shard-size {shard_size}: {error}", hint="write 5GB, 500MB or 4GiB") from None
-        chosen = _step(step)
-        target = None if output is None else input_path(output)
-        console = Console(level="debug" if verbose else "info")
-        from tuner.export.hf import plan_export, run_export
-
-        plan = plan_export(source, target, dtype, adapter, shard_bytes, console.warn, chosen)
-        if dry_run:
-            return _planned(plan, console)
-        report = run_export(plan)
-        _remember_base(plan)
-        return _reported(report, console)
-
-    run_command("export-hf", OutputOptions(json, verbose, debug), body)
+    plan = plan_export(source, target, dtype, adapter, shard_bytes, console.warn, chosen)
+    if dry_run:
+        return _planned(plan, console)
+    report = run_export(plan)
+    _remember_base(plan)
+    return _reported(report, console)
 
 
 def _step(text: str) -> int | Literal["newest", "best"]:

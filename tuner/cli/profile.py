@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.cli.command import (
-    DebugOption,
-    JsonOption,
-    Outcome,
-    OutputOptions,
-    RecipeArgument,
-    VerboseOption,
-    load_for_command,
-    overrides_of,
-    run_command,
-)
+from tuner.cli.command import Outcome, RecipeArgument, VerboseOption, command, load_for_command, overrides_of
 from tuner.errors import MemoryLimitError, RecipeError
 
 if TYPE_CHECKING:
@@ -55,6 +45,7 @@ class Wish:
             )
 
 
+@command("profile")
 def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
     ctx: typer.Context,
     recipe: RecipeArgument = None,
@@ -77,29 +68,23 @@ def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
         Path | None, typer.Option(metavar="DIR", help="Write the report here: report.html, report.json and a trace.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be measured and measure nothing.")] = False,
-    json: JsonOption = False,
     verbose: VerboseOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Outcome:
     """Predict memory and time of a recipe, find what fits, or measure; no run directory is touched."""
+    wish = Wish(device, processes, memory, fit, measure, output, dry_run)
+    wish.check()
+    loaded = load_for_command(recipe, overrides_of(ctx))
+    from tuner.profile.report import check_output
+    from tuner.runtime.console import Console
+    from tuner.runtime.dist import RankInfo
 
-    def body() -> Outcome:
-        wish = Wish(device, processes, memory, fit, measure, output, dry_run)
-        wish.check()
-        loaded = load_for_command(recipe, overrides_of(ctx))
-        from tuner.profile.report import check_output
-        from tuner.runtime.console import Console
-        from tuner.runtime.dist import RankInfo
-
-        if output is not None:
-            check_output(output)
-        level: Level = "debug" if verbose else "info"
-        console = Console(RankInfo.from_environment().is_main, level)
-        if measure is not None or dry_run:
-            return _measured(loaded, wish, console, level)
-        return _fitted(loaded, wish, console) if fit is not None else _predicted(loaded, wish, console)
-
-    run_command("profile", OutputOptions(json, verbose, debug), body)
+    if output is not None:
+        check_output(output)
+    level: Level = "debug" if verbose else "info"
+    console = Console(RankInfo.from_environment().is_main, level)
+    if measure is not None or dry_run:
+        return _measured(loaded, wish, console, level)
+    return _fitted(loaded, wish, console) if fit is not None else _predicted(loaded, wish, console)
 
 
 def _target(loaded: LoadedRecipe, wish: Wish, limit: str | None, option: str) -> Target:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tuner.cli.command import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, run_command
+from tuner.cli.command import Outcome, command
 from tuner.errors import RecipeError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -29,55 +29,41 @@ def _find(name: str) -> Path:
 
 
 @app.command("list")
-def list_recipes(json: JsonOption = False, verbose: VerboseOption = False, debug: DebugOption = False) -> None:
+@command("recipes list")
+def list_recipes() -> Outcome:
     """List the shipped recipes and scripts, one a line, with what each is for."""
+    from tuner.config.shipped import shipped_recipes, shipped_scripts, summary
 
-    def body() -> Outcome:
-        from tuner.config.shipped import shipped_recipes, shipped_scripts, summary
-
-        lines = {name: summary(path) for name, path in (shipped_recipes() | shipped_scripts()).items()}
-        width = max((len(name) for name in lines), default=0)
-        text = "\n".join(f"{name.ljust(width)}  {line}".rstrip() for name, line in lines.items())
-        return Outcome(text, artifacts={"recipes": lines}, is_text=True)
-
-    run_command("recipes list", OutputOptions(json, verbose, debug), body)
+    lines = {name: summary(path) for name, path in (shipped_recipes() | shipped_scripts()).items()}
+    width = max((len(name) for name in lines), default=0)
+    text = "\n".join(f"{name.ljust(width)}  {line}".rstrip() for name, line in lines.items())
+    return Outcome(text, artifacts={"recipes": lines}, is_text=True)
 
 
 @app.command()
-def show(
-    name: NameArgument, json: JsonOption = False, verbose: VerboseOption = False, debug: DebugOption = False
-) -> None:
+@command("recipes show")
+def show(name: NameArgument) -> Outcome:
     """Print a shipped recipe or script."""
-    run_command(
-        "recipes show",
-        OutputOptions(json, verbose, debug),
-        lambda: Outcome(_find(name).read_text(encoding="utf-8"), is_text=True),
-    )
+    return Outcome(_find(name).read_text(encoding="utf-8"), is_text=True)
 
 
 @app.command()
+@command("recipes copy")
 def copy(
     name: NameArgument,
     target: Annotated[Path | None, typer.Argument(help="File to write; default the shipped one's name.")] = None,
-    json: JsonOption = False,
-    verbose: VerboseOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Outcome:
     """Copy a shipped recipe or script to a file of your own; an existing file is never overwritten."""
-
-    def body() -> Outcome:
-        source = _find(name)
-        path = (target or Path(source.name)).absolute()
-        if path.is_dir():
-            path /= source.name
-        try:
-            with path.open("x", encoding="utf-8") as file:
-                file.write(source.read_text(encoding="utf-8"))
-        except FileExistsError:
-            raise RecipeError(f"{path} exists already", hint="name another file") from None
-        except FileNotFoundError:
-            raise RecipeError(f"no directory {path.parent}") from None
-        follows = f"tuner config check {path}" if source.suffix == ".yaml" else f"sbatch {path} RECIPE"
-        return Outcome(str(path), next=follows)
-
-    run_command("recipes copy", OutputOptions(json, verbose, debug), body)
+    source = _find(name)
+    path = (target or Path(source.name)).absolute()
+    if path.is_dir():
+        path /= source.name
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise RecipeError(f"{path} exists already", hint="name another file") from None
+    except FileNotFoundError:
+        raise RecipeError(f"no directory {path.parent}") from None
+    follows = f"tuner config check {path}" if source.suffix == ".yaml" else f"sbatch {path} RECIPE"
+    return Outcome(str(path), next=follows)

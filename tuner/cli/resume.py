@@ -6,40 +6,26 @@ from typing import Annotated
 
 import typer
 
-from tuner.cli.command import (
-    DebugOption,
-    JsonOption,
-    Outcome,
-    OutputOptions,
-    VerboseOption,
-    input_path,
-    overrides_of,
-    run_command,
-)
+from tuner.cli.command import Outcome, VerboseOption, command, input_path, overrides_of
 from tuner.cli.train import ResetOption, launch_training
 
 
+@command("resume")
 def resume(  # noqa: PLR0913 - one parameter per option of the command
     ctx: typer.Context,
     run_dir: Annotated[str, typer.Argument(help="Run directory that tuner train printed; - reads it from stdin.")],
     reset: ResetOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is trained.")] = False,
-    json: JsonOption = False,
     verbose: VerboseOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Outcome:
     """Go on with a stopped or killed run from its newest valid checkpoint; a finished, whole one is left as it is.
 
     Keys of the recipe that may change are given as --section.key value.
     """
+    path = input_path(run_dir)
+    from tuner.run.options import LaunchOptions
+    from tuner.run.previous import resume_source
+    from tuner.run.resets import parse_reset
 
-    def body() -> Outcome:
-        path = input_path(run_dir)
-        from tuner.run.options import LaunchOptions
-        from tuner.run.previous import resume_source
-        from tuner.run.resets import parse_reset
-
-        options = LaunchOptions("must", dry_run=dry_run, reset=parse_reset(reset))
-        return launch_training(resume_source(path, overrides_of(ctx)), options, verbose)
-
-    run_command("resume", OutputOptions(json, verbose, debug), body)
+    options = LaunchOptions("must", dry_run=dry_run, reset=parse_reset(reset))
+    return launch_training(resume_source(path, overrides_of(ctx)), options, verbose)

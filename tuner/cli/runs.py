@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuner.cli.command import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, input_path, run_command
+from tuner.cli.command import Outcome, command, input_path
 
 if TYPE_CHECKING:
     from tuner.rundir.curves import Chart
@@ -32,161 +32,129 @@ CHART_ROWS, TWO_CHARTS, MOST_COLUMNS = 6, 100, 160
 
 
 @app.command("list")
+@command("runs list")
 def list_runs(
     directory: Annotated[str, typer.Argument(metavar="[DIR]", help="Directory that holds runs.")] = "runs",
-    json: JsonOption = False,
-    verbose: VerboseOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Outcome:
     """List runs, oldest first: status, steps, losses, tokens and time."""
+    from tuner.rundir.record import find_runs
+    from tuner.rundir.summary import summary
 
-    def body() -> Outcome:
-        from tuner.rundir.record import find_runs
-        from tuner.rundir.summary import summary
-
-        place = input_path(directory)
-        runs, damaged = find_runs(place)
-        found = [summary(run) for run in runs]
-        names = [os.path.relpath(run.path, place) if run.path != place else run.name for run in runs]
-        lines = [_row(name, item, "started") for name, item in zip(names, found, strict=True)]
-        text = _table([["run", *FIGURES.values(), "started"], *lines]) if runs else f"no runs in {place}"
-        if runs:
-            _say_what_was_checked()
-        return Outcome(text, artifacts={"runs": found}, metrics={"runs": len(runs)}, warnings=damaged, is_text=True)
-
-    run_command("runs list", OutputOptions(json, verbose, debug), body)
-
-
-@app.command()
-def show(
-    run: RunArgument, json: JsonOption = False, verbose: VerboseOption = False, debug: DebugOption = False
-) -> None:
-    """Show a run: its figures, its launches, its checkpoints and what it ran on."""
-
-    def body() -> Outcome:
-        from tuner.rundir.record import read_run
-        from tuner.rundir.summary import source_losses, summary
-
-        found = read_run(input_path(run))
-        artifacts = {
-            "run": summary(found),
-            "eval_sources": source_losses(found),
-            "launches": found.launches,
-            "checkpoints": [str(path) for path in found.checkpoints],
-            "recipe": found.recipe,
-        }
+    place = input_path(directory)
+    runs, damaged = find_runs(place)
+    found = [summary(run) for run in runs]
+    names = [os.path.relpath(run.path, place) if run.path != place else run.name for run in runs]
+    lines = [_row(name, item, "started") for name, item in zip(names, found, strict=True)]
+    text = _table([["run", *FIGURES.values(), "started"], *lines]) if runs else f"no runs in {place}"
+    if runs:
         _say_what_was_checked()
-        return Outcome(_shown(found), artifacts=artifacts, warnings=found.problems, is_text=True)
-
-    run_command("runs show", OutputOptions(json, verbose, debug), body)
+    return Outcome(text, artifacts={"runs": found}, metrics={"runs": len(runs)}, warnings=damaged, is_text=True)
 
 
 @app.command()
-def compare(
-    runs: RunsArgument, json: JsonOption = False, verbose: VerboseOption = False, debug: DebugOption = False
-) -> None:
+@command("runs show")
+def show(run: RunArgument) -> Outcome:
+    """Show a run: its figures, its launches, its checkpoints and what it ran on."""
+    from tuner.rundir.record import read_run
+    from tuner.rundir.summary import source_losses, summary
+
+    found = read_run(input_path(run))
+    artifacts = {
+        "run": summary(found),
+        "eval_sources": source_losses(found),
+        "launches": found.launches,
+        "checkpoints": [str(path) for path in found.checkpoints],
+        "recipe": found.recipe,
+    }
+    _say_what_was_checked()
+    return Outcome(_shown(found), artifacts=artifacts, warnings=found.problems, is_text=True)
+
+
+@app.command()
+@command("runs compare")
+def compare(runs: RunsArgument) -> Outcome:
     """Compare runs: the keys in which their recipes differ, losses, tokens and time."""
+    from tuner.config.dump import flow
+    from tuner.rundir.summary import differing, summary
 
-    def body() -> Outcome:
-        from tuner.config.dump import flow
-        from tuner.rundir.summary import differing, summary
-
-        found, left_out = _open(runs)
-        recipes = [run.recipe for run in found]
-        keys = differing(recipes)
-        summaries = [summary(run) for run in found]
-        values = [{key: recipe[key] for key in keys if key in recipe} for recipe in recipes]
-        lines = [["run", *keys, *FIGURES.values()]]
-        for name, item, own in zip(_names(found), summaries, values, strict=True):
-            shown = [_cut(flow(own[key])) if key in own else "-" for key in keys]
-            first, *rest = _row(name, item)
-            lines.append([first, *shown, *rest])
-        text = _table(lines, len(keys)) if len(found) >= len(lines[0]) else _table_across(lines)
-        compared = [{**item, "recipe": own} for item, own in zip(summaries, values, strict=True)]
-        return Outcome(text, artifacts={"runs": compared, "differing": keys}, warnings=left_out, is_text=True)
-
-    run_command("runs compare", OutputOptions(json, verbose, debug), body)
+    found, left_out = _open(runs)
+    recipes = [run.recipe for run in found]
+    keys = differing(recipes)
+    summaries = [summary(run) for run in found]
+    values = [{key: recipe[key] for key in keys if key in recipe} for recipe in recipes]
+    lines = [["run", *keys, *FIGURES.values()]]
+    for name, item, own in zip(_names(found), summaries, values, strict=True):
+        shown = [_cut(flow(own[key])) if key in own else "-" for key in keys]
+        first, *rest = _row(name, item)
+        lines.append([first, *shown, *rest])
+    text = _table(lines, len(keys)) if len(found) >= len(lines[0]) else _table_across(lines)
+    compared = [{**item, "recipe": own} for item, own in zip(summaries, values, strict=True)]
+    return Outcome(text, artifacts={"runs": compared, "differing": keys}, warnings=left_out, is_text=True)
 
 
 @app.command()
+@command("runs plot")
 def plot(
     runs: RunsArgument,
     output: Annotated[
         str | None, typer.Option(help="The page to write; default curves.html in the run, or here for several.")
     ] = None,
     smoothing: Annotated[float, typer.Option(min=0.0, max=0.99, help="Where the page's smoothing begins.")] = 0.8,
-    json: JsonOption = False,
-    verbose: VerboseOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Outcome:
     """Draw the curves of runs in the terminal, and as one HTML page that needs no network."""
+    from tuner.errors import DataError
+    from tuner.rundir.curves import charts
+    from tuner.rundir.layout import CURVES
+    from tuner.rundir.page import write_page
 
-    def body() -> Outcome:
-        from tuner.errors import DataError
-        from tuner.rundir.curves import charts
-        from tuner.rundir.layout import CURVES
-        from tuner.rundir.page import write_page
-
-        found, left_out = _open(runs)
-        drawn = charts(found)
-        if not drawn:
-            raise DataError("there is nothing to draw yet: no step was written", hint="wait for the first steps")
-        default = found[0].path / CURVES if len(found) == 1 else Path(CURVES)
-        page = input_path(output) if output is not None else default.absolute()
-        write_page(page, found, drawn, smoothing)
-        _draw(drawn, _names(found))
-        artifacts = {"charts": [chart.key for chart in drawn]}
-        return Outcome(str(page), artifacts=artifacts, metrics={"runs": len(found)}, warnings=left_out)
-
-    run_command("runs plot", OutputOptions(json, verbose, debug), body)
+    found, left_out = _open(runs)
+    drawn = charts(found)
+    if not drawn:
+        raise DataError("there is nothing to draw yet: no step was written", hint="wait for the first steps")
+    default = found[0].path / CURVES if len(found) == 1 else Path(CURVES)
+    page = input_path(output) if output is not None else default.absolute()
+    write_page(page, found, drawn, smoothing)
+    _draw(drawn, _names(found))
+    artifacts = {"charts": [chart.key for chart in drawn]}
+    return Outcome(str(page), artifacts=artifacts, metrics={"runs": len(found)}, warnings=left_out)
 
 
 @app.command()
-def verify(
-    runs: RunsArgument, json: JsonOption = False, verbose: VerboseOption = False, debug: DebugOption = False
-) -> None:
+@command("runs verify")
+def verify(runs: RunsArgument) -> Outcome:
     """Compare every file of every checkpoint with the SHA-256 that its manifest noted; exit 6 names what differs."""
+    from tuner.checkpoint.load import open_checkpoint
+    from tuner.errors import DataError, VerificationError
 
-    def body() -> Outcome:
-        from tuner.checkpoint.load import open_checkpoint
-        from tuner.errors import DataError, VerificationError
-
-        found, left_out = _open(runs)
-        checkpoints, damaged = [path for run in found for path in run.every_checkpoint], []
-        for path in checkpoints:
-            try:
-                open_checkpoint(path)
-            except DataError as error:
-                damaged.append(error.message)
-        if damaged:
-            raise VerificationError(
-                "\n  ".join([f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged or gone:", *damaged]),
-                hint="a run whose last one is among them is made whole by tuner resume RUN",
-            )
-        return Outcome(
-            f"{len(checkpoints)} checkpoints: all as they were written",
-            artifacts={"verified": [str(path) for path in checkpoints]},
-            metrics={"checkpoints": len(checkpoints)},
-            warnings=[*left_out, *(problem for run in found for problem in run.problems)],
-            is_text=True,
+    found, left_out = _open(runs)
+    checkpoints, damaged = [path for run in found for path in run.every_checkpoint], []
+    for path in checkpoints:
+        try:
+            open_checkpoint(path)
+        except DataError as error:
+            damaged.append(error.message)
+    if damaged:
+        raise VerificationError(
+            "\n  ".join([f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged or gone:", *damaged]),
+            hint="a run whose last one is among them is made whole by tuner resume RUN",
         )
-
-    run_command("runs verify", OutputOptions(json, verbose, debug), body)
+    return Outcome(
+        f"{len(checkpoints)} checkpoints: all as they were written",
+        artifacts={"verified": [str(path) for path in checkpoints]},
+        metrics={"checkpoints": len(checkpoints)},
+        warnings=[*left_out, *(problem for run in found for problem in run.problems)],
+        is_text=True,
+    )
 
 
 @app.command()
-def rm(
-    runs: RunsArgument, json: JsonOption = False, verbose: VerboseOption = False, debug: DebugOption = False
-) -> None:
+@command("runs rm")
+def rm(runs: RunsArgument) -> Outcome:
     """Remove runs with their checkpoints and exports; one that is in use, or something else, is refused."""
+    from tuner.rundir.remove import remove_runs
 
-    def body() -> Outcome:
-        from tuner.rundir.remove import remove_runs
-
-        removed = [str(path) for path in remove_runs([input_path(run) for run in runs])]
-        return Outcome("\n".join(removed), artifacts={"removed": removed}, is_text=True)
-
-    run_command("runs rm", OutputOptions(json, verbose, debug), body)
+    removed = [str(path) for path in remove_runs([input_path(run) for run in runs])]
+    return Outcome("\n".join(removed), artifacts={"removed": removed}, is_text=True)
 
 
 def _say_what_was_checked() -> None:

@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from tuner.cli.command import (
-    DebugOption,
-    JsonOption,
     Outcome,
-    OutputOptions,
     RecipeArgument,
     VerboseOption,
+    command,
     given_overrides,
     input_path,
     load_for_command,
     overrides_of,
-    run_command,
 )
 from tuner.errors import RecipeError
 
@@ -40,6 +37,7 @@ ResetOption = Annotated[
 ]
 
 
+@command("train")
 def train(  # noqa: PLR0913 - one parameter per option of the command
     ctx: typer.Context,
     recipe: RecipeArgument = None,
@@ -63,28 +61,22 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and stop; data may be prepared, nothing is trained.")
     ] = False,
-    json: JsonOption = False,
     verbose: VerboseOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Outcome:
     """Train the recipe's model into its run directory; prepares the data where that is not done."""
+    wish = _wish(resume)
+    if [overrides, prepared, recipe].count("-") > 1:
+        raise RecipeError("stdin is read once: only one of recipe, --prepared and --overrides can be -")
+    typed = overrides_of(ctx)
+    loaded = load_for_command(recipe, [*given_overrides(overrides, typed), *typed])
+    from tuner.run.resets import parse_reset
 
-    def body() -> Outcome:
-        wish = _wish(resume)
-        if [overrides, prepared, recipe].count("-") > 1:
-            raise RecipeError("stdin is read once: only one of recipe, --prepared and --overrides can be -")
-        typed = overrides_of(ctx)
-        loaded = load_for_command(recipe, [*given_overrides(overrides, typed), *typed])
-        from tuner.run.options import LaunchOptions
-        from tuner.run.resets import parse_reset
+    parts = parse_reset(reset)
 
-        parts = parse_reset(reset)
-        options = LaunchOptions(
-            wish, input_path(prepared) if prepared is not None else None, no_prepare, dry_run, reset=parts
-        )
-        return launch_training(loaded, options, verbose)
-
-    run_command("train", OutputOptions(json, verbose, debug), body)
+    options = LaunchOptions(
+        wish, input_path(prepared) if prepared is not None else None, no_prepare, dry_run, reset=parts
+    )
+    return launch_training(loaded, options, verbose)
 
 
 def _wish(text: str) -> Resume:

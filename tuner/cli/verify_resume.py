@@ -6,42 +6,29 @@ from typing import Annotated
 
 import typer
 
-from tuner.cli.command import (
-    DebugOption,
-    JsonOption,
-    Outcome,
-    OutputOptions,
-    VerboseOption,
-    input_path,
-    run_command,
-)
+from tuner.cli.command import Outcome, VerboseOption, command, input_path
 
 
+@command("verify-resume")
 def verify_resume(
     run_dir: Annotated[str, typer.Argument(help="Run directory that tuner train printed; - reads it from stdin.")],
     steps: Annotated[int, typer.Option(min=1, help="Steps before the stop, and as many after it.")] = 2,
-    json: JsonOption = False,
     verbose: VerboseOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Outcome:
     """Take some steps of a run without a break and with a stop between, and compare losses, state and tensors."""
+    path = input_path(run_dir)
+    from dataclasses import asdict
 
-    def body() -> Outcome:
-        path = input_path(run_dir)
-        from dataclasses import asdict
+    from tuner.run.verify import verify_resume as prove
+    from tuner.runtime.console import Console
 
-        from tuner.run.verify import verify_resume as prove
-        from tuner.runtime.console import Console
-
-        console = Console(level="debug" if verbose else "info")
-        proof = prove(path, steps, console)
-        last = proof.from_step + proof.steps
-        console.say(
-            "verified",
-            f"{proof.steps} steps to step {last}: log, state and {proof.tensors} tensors equal, bit for bit "
-            f"(sha256 {proof.sha256[:12]})",
-        )
-        metrics = {key: value for key, value in asdict(proof).items() if key != "run_dir"}
-        return Outcome(str(proof.run_dir), metrics=metrics, next=f"tuner resume {run_dir}")
-
-    run_command("verify-resume", OutputOptions(json, verbose, debug), body)
+    console = Console(level="debug" if verbose else "info")
+    proof = prove(path, steps, console)
+    last = proof.from_step + proof.steps
+    console.say(
+        "verified",
+        f"{proof.steps} steps to step {last}: log, state and {proof.tensors} tensors equal, bit for bit "
+        f"(sha256 {proof.sha256[:12]})",
+    )
+    metrics = {key: value for key, value in asdict(proof).items() if key != "run_dir"}
+    return Outcome(str(proof.run_dir), metrics=metrics, next=f"tuner resume {run_dir}")
