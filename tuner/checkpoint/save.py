@@ -84,7 +84,7 @@ def save(  # noqa: PLR0913 - the parts of a checkpoint
     try:
         shards = _write_shards(tmp, tensors, staged, ranks)
         manifest = {"schema": MANIFEST_SCHEMA, "step": step, "world_size": ranks.size, "meta": dict(meta)}
-        ranks.on_rank0(lambda: _commit(tmp, final, shards, manifest, (state, probe)))
+        ranks.on_rank0(lambda: _commit(tmp, final, shards, manifest, state, probe))
     except BaseException:
         if ranks.rank == 0:
             with contextlib.suppress(TunerError):
@@ -184,7 +184,8 @@ def _commit(
     final: Path,
     shards: list[WrittenFile],
     manifest: dict[str, Any],
-    parts: tuple[Mapping[str, Any], Mapping[str, torch.Tensor] | None],
+    state: Mapping[str, Any],
+    probe: Mapping[str, torch.Tensor] | None,
 ) -> None:
     files: dict[str, dict[str, Any]] = {}
     for shard in shards:
@@ -193,7 +194,6 @@ def _commit(
             raise MachineError(f"{tmp / shard.name}: {size:,} bytes on disk, {shard.size:,} were written")
         files[shard.name] = {"size": shard.size, "sha256": shard.sha256}
     files[INDEX_NAME] = {"size": regular_size(tmp / INDEX_NAME), "sha256": sha256_file(tmp / INDEX_NAME)}
-    state, probe = parts
     small = {STATE_NAME: json_bytes(dict(state))}
     if probe is not None:
         small[PROBE_NAME] = safetensors.torch.save({name: value.cpu().contiguous() for name, value in probe.items()})

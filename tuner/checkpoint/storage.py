@@ -104,10 +104,11 @@ class SafetensorsWriter(StorageWriter):
         except OSError as error:
             raise machine_error(path, error, size) from error
         self._written = WrittenFile(name, size, digest)
-        results = [
-            WriteResult(item.index, end - start, Chunk(name, len(header) + start, end - start, *_box(item), sha256))
-            for item, (start, end), sha256 in zip(items, spans, of_chunks, strict=True)
-        ]
+        results = []
+        for item, (start, end), sha256 in zip(items, spans, of_chunks, strict=True):
+            offsets, sizes = _box(item)
+            chunk = Chunk(name, len(header) + start, end - start, offsets, sizes, sha256)
+            results.append(WriteResult(item.index, end - start, chunk))
         done: TorchFuture[list[WriteResult]] = TorchFuture()
         done.set_result(results)
         return done

@@ -150,7 +150,7 @@ def command(name: str) -> Callable[[Callable[..., Outcome]], Callable[..., None]
 
         @wraps(body)
         def run(**values: Any) -> None:
-            options = OutputOptions(*(values.pop(key) for key in shared))
+            options = OutputOptions(**{key: values.pop(key) for key in shared})
             given = {key: getattr(options, key) for key in shared if key in own}
             run_command(name, options, lambda: body(**values, **given))
 

@@ -35,7 +35,8 @@ def draw(chart: Chart, width: int, rows: int, letters: bool = False) -> list[lis
     columns = max(8, width - AXIS_WIDTH)
     last_step = max(curve.points.step[-1] for curve in curves)
     means = [(curve.run, _means(curve, columns, last_step)) for curve in curves]
-    frame = Frame(columns, rows, *_range([value for _, own in means for value in own.values()]))
+    low, high = _range([value for _, points in means for value in points.values()])
+    frame = Frame(columns, rows, low, high)
     cells = _cells(means, frame, letters)
     lines: list[list[Span]] = [[(f"{'':{AXIS_WIDTH}}{chart.label}", None)]]
     for row, line in enumerate(cells):
