@@ -22,12 +22,14 @@ for n, d, v, with_bias in [(5, 8, 300, False), (3, 16, 70000, False), (4, 8, 11,
     leaves += [torch.randn(v, device=device)] if with_bias else []
     targets = torch.randint(0, v, (n,), device=device)
     results = []
-    for kernel in (softmax_into_gradient, loss_into_gradient):
-        copies = [leaf.clone().requires_grad_() for leaf in leaves]
-        loss = linear_cross_entropy(copies[0], copies[1], copies[2] if with_bias else None, targets, kernel)
-        results.append([loss, *torch.autograd.grad(3 * loss, copies)])
-    for a, b in zip(*results, strict=True):
-        found.append(float((a - b).norm() / b.norm().clamp_min(1e-9)))
+    for weights in (None, torch.rand(n, device=device)):
+        for kernel in (softmax_into_gradient, loss_into_gradient):
+            copies = [leaf.clone().requires_grad_() for leaf in leaves]
+            bias = copies[2] if with_bias else None
+            loss = linear_cross_entropy(*copies[:2], bias, targets, kernel, weights)
+            results.append([loss, *torch.autograd.grad(3 * loss, copies)])
+        for a, b in zip(*results[-2:], strict=True):
+            found.append(float((a - b).norm() / b.norm().clamp_min(1e-9)))
     with torch.no_grad():
         alone = linear_cross_entropy(*leaves[:2], leaves[2] if with_bias else None, targets, loss_into_gradient)
     found.append(float((alone - results[0][0]).abs() / results[0][0].abs().clamp_min(1e-9)))
@@ -50,7 +52,7 @@ def differences(device: str, **env: str) -> list[float]:
 def test_the_kernel_equals_plain_torch_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     found = differences("cpu", TRITON_INTERPRET="1")
-    assert len(found) == 17
+    assert len(found) == 30
     assert max(found) < 1e-5, found
 
 

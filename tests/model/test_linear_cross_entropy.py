@@ -1,32 +1,67 @@
 """The chunked loss equals plain cross-entropy, in value and gradients."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from tuner.model import linear_cross_entropy as module
-from tuner.model.linear_cross_entropy import linear_cross_entropy
+from tuner.model.linear_cross_entropy import linear_cross_entropy, position_losses, softmax_into_gradient
+from tuner.model.logit_shape import LogitShape
+from tuner.model.native.cross_entropy import native_into_gradient
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("n", [0, 1, 7, 16])
-def test_equals_plain(n: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_LOGITS", 5 * 11)
     monkeypatch.setattr(module, "BLOCK_LOGITS", {"cpu": 2 * 11})
     monkeypatch.setattr(module, "BLOCK_VOCABULARY", {"cpu": 4})
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("n", [0, 1, 7, 16])
+def test_equals_plain(n: int, with_bias: bool, weighted: bool) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(n, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(11, dtype=torch.float64, requires_grad=True) if with_bias else None
     targets = torch.randint(0, 11, (n,))
     leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
-    loss = linear_cross_entropy(hidden, weight, bias, targets)
+    weights = torch.rand(n) if weighted else None
+    loss = linear_cross_entropy(hidden, weight, bias, targets, weights=weights)
     found = torch.autograd.grad(3 * loss, leaves)
     logits = torch.nn.functional.linear(hidden, weight, bias)
-    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    expected = losses.sum() if weights is None else (losses * weights).sum()
     wanted = torch.autograd.grad(3 * expected, leaves)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("kernel", [softmax_into_gradient, native_into_gradient])
+@pytest.mark.parametrize("shape", [LogitShape(), LogitShape(0.5, 2.0)])
+@pytest.mark.parametrize("n", [0, 13])
+def test_losses_by_position_have_the_gradient_of_any_function_of_them(n: int, shape: LogitShape, kernel: Any) -> None:
+    """Here the square of a document's mean: in it no position's share is known before all losses are."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(n, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    bias, targets, document = torch.randn(11, requires_grad=True), torch.randint(0, 11, (n,)), torch.arange(n) // 5
+
+    def loss(losses: torch.Tensor) -> torch.Tensor:
+        return sum((losses[document == one].mean() ** 2 for one in document.unique()), start=losses.sum() * 0)
+
+    logits = torch.nn.functional.linear(hidden, weight, bias) * shape.scale
+    logits = logits if shape.cap is None else shape.cap * torch.tanh(logits / shape.cap)
+    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    wanted = torch.autograd.grad(loss(expected), [hidden, weight, bias])
+    losses = position_losses(hidden, weight, bias, targets, shape, kernel)
+    torch.testing.assert_close(losses, expected)
+    for a, b in zip(torch.autograd.grad(loss(losses), [hidden, weight, bias]), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_frozen_weight_gets_no_gradient() -> None:

@@ -9,10 +9,13 @@ plain torch, in Triton's interpreter where there is no GPU.
 import torch
 
 
-def loss_into_gradient(logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
+def loss_into_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool, weights: torch.Tensor | None = None
+) -> torch.Tensor:
     """Summed cross-entropy in nats, a float32 scalar; ``logits`` ``[N, V]`` become its gradient where that is wanted.
 
-    Shapes: targets int64 ``[N]``, none of them ignored. Softmax and loss are computed in float32 whatever the logits.
+    Shapes: targets int64 ``[N]``, none of them ignored, and ``weights`` float32 ``[N]`` of the positions, None for
+    ones. Softmax and loss are computed in float32 whatever the logits.
     """
     import triton
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
@@ -53,4 +56,8 @@ def loss_into_gradient(logits: torch.Tensor, targets: torch.Tensor, wants_gradie
         HAS_GRADIENTS=wants_gradient,
         num_warps=8 if blackwell and logits.element_size() == 2 else 32,  # as liger measured
     )
-    return losses.sum()
+    if weights is None:
+        return losses.sum()
+    if wants_gradient:  # the kernel weighs the vocabulary's tokens, not positions: one more pass over its gradient
+        logits.mul_(weights[:, None])
+    return (losses * weights).sum()

@@ -28,6 +28,29 @@ def test_equals_torch(columns: int, dtype: torch.dtype, allowed: float) -> None:
             assert float((found.double() - gradient).abs().max() / scale) < allowed
 
 
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
+def test_weights_of_the_rows(dtype: torch.dtype, allowed: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randn(9, 83, generator=generator) * 8).to(dtype)
+    targets, weights = torch.randint(0, 83, (9,), generator=generator), torch.rand(9, generator=generator)
+    weights[4] = 0.0
+    exact = logits.double().requires_grad_()
+    expected = (cross_entropy(exact, targets, reduction="none") * weights).sum()
+    (gradient,) = torch.autograd.grad(expected, exact)
+    loss = native_into_gradient(logits, targets, True, weights)
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=1e-5)
+    assert float((logits.double() - gradient).abs().max() / gradient.abs().max()) < allowed
+    assert not logits[4].any()
+
+
+def test_weights_of_one_change_no_bit() -> None:
+    logits, targets = torch.randn(9, 83), torch.randint(0, 83, (9,))
+    plain, weighted = logits.clone(), logits.clone()
+    losses = native_into_gradient(plain, targets, True), native_into_gradient(weighted, targets, True, torch.ones(9))
+    assert torch.equal(*losses)
+    assert torch.equal(plain, weighted)
+
+
 def test_the_first_and_the_last_column_and_extreme_logits() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0] * 7, [-1e30] * 20 + [3.0]])
     targets = torch.tensor([1, 20])

@@ -7,7 +7,8 @@
 typedef struct {
   void *logits; /* [rows, columns], bfloat16 or float32, dense */
   const int64_t *targets;
-  float *losses; /* [rows], in nats */
+  const float *weights; /* [rows], by which a row's loss and gradient are multiplied; NULL for ones */
+  float *losses;        /* [rows], in nats */
   int64_t rows, columns, is_bfloat, wants_gradient, threads;
 } CrossEntropy;
 
@@ -53,12 +54,13 @@ static void one_row(const CrossEntropy *c, long number) {
   for (long at = 0; at < c->columns; at += 4 * LANES)
     for (int i = 0; i < 4; i++)
       if (at + i * LANES < c->columns) sums[i] += exp2_of((logits_at(c, row, at + i * LANES) - top) * LOG2E);
-  float sum = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3])), share = 1.0f / sum;
-  c->losses[number] = logf(sum) + (top - wanted);
+  float weight = c->weights ? c->weights[number] : 1.0f;
+  float sum = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3])), share = weight * (1.0f / sum);
+  c->losses[number] = weight * (logf(sum) + (top - wanted));
   if (!c->wants_gradient) return;
   for (long at = 0; at < c->columns; at += LANES) {
     vec gradient = exp2_of((logits_at(c, row, at) - top) * LOG2E) * share;
-    if (at == block) gradient[target - block] -= 1.0f;
+    if (at == block) gradient[target - block] -= weight;
     put(c, row, at, gradient);
   }
 }
