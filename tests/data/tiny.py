@@ -98,4 +98,4 @@ def request(cache: Path, train: object, *, pretrain: bool = False, max_length: i
     seed, train_on, own = data.pop("seed", 1), data.pop("train_on", "assistant"), data.pop("tokenizer", None)
     method = PretrainMethod() if pretrain else SftMethod(train_on=train_on)
     section = DataSection.model_validate({"train": train if isinstance(train, (list, dict)) else str(train), **data})
-    return PrepareRequest(section, method, own or tokenizer(), max_length, seed, cache)
+    return PrepareRequest(section, method.examples, own or tokenizer(), max_length, seed, cache)

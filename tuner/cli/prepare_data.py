@@ -96,7 +96,7 @@ def say_report(info: PreparedInfo, request: PrepareRequest, console: Console) ->
 
     if info.cached:
         console.say("prepared", f"already prepared ({info.seconds:.1f} s)")
-    for label, text in report_lines(info.report, request.method.kind, request.max_length, request.data.packing):
+    for label, text in report_lines(info.report, request.examples.kind, request.max_length, request.data.packing):
         console.say(label, text)
     if not info.cached:
         size = info.report["bytes"]

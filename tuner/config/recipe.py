@@ -5,6 +5,7 @@ One file, although a long one: it is read as the table of what a user may write,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -159,17 +160,45 @@ _TRAIN_ON = "Which tokens are learned: those of every assistant turn, of the las
 TrainOn = Annotated[Word[Literal["assistant", "last_assistant", "all"]], Field(description=_TRAIN_ON)]
 
 
+@dataclass(frozen=True)
+class Examples:
+    """What a method's examples are: the documents that a record becomes, and what is trained in each of them.
+
+    Every method's section says its own by the property ``examples``.
+    """
+
+    kind: Literal["sft", "pretrain"]
+    """sft: a record is one document, of turns or of a prompt and its completion; pretrain: one, of plain text."""
+    train_on: Literal["assistant", "last_assistant", "all"] = "all"
+    """Which tokens of a document are trained."""
+
+    @property
+    def too_long(self) -> Literal["split", "drop"]:
+        """What ``data.too_long: auto`` does with a document that is longer than a row."""
+        return "split" if self.kind == "pretrain" else "drop"
+
+
 class SftMethod(Section):
     """Supervised fine-tuning on conversations or prompt and completion."""
 
     kind: MethodKind[Literal["sft"]] = "sft"
     train_on: TrainOn = "assistant"
 
+    @property
+    def examples(self) -> Examples:
+        """One document each, of turns or of a prompt and its completion."""
+        return Examples("sft", self.train_on)
+
 
 class PretrainMethod(Section):
     """Next-token prediction on plain text."""
 
     kind: MethodKind[Literal["pretrain"]] = "pretrain"
+
+    @property
+    def examples(self) -> Examples:
+        """One document each, of plain text."""
+        return Examples("pretrain")
 
 
 class CustomMethod(Section):
@@ -184,12 +213,10 @@ class CustomMethod(Section):
     """Which method's rows it is trained on."""
     train_on: TrainOn = "assistant"
 
-
-def rows_method(method: SftMethod | PretrainMethod | CustomMethod) -> SftMethod | PretrainMethod:
-    """The method by which rows become tokens."""
-    if not isinstance(method, CustomMethod):
-        return method
-    return SftMethod(train_on=method.train_on) if method.rows == "sft" else PretrainMethod()
+    @property
+    def examples(self) -> Examples:
+        """Those of the method that ``rows`` names."""
+        return Examples("sft", self.train_on) if self.rows == "sft" else Examples("pretrain")
 
 
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]

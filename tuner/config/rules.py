@@ -6,7 +6,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from tuner.config.optimizers import AdafactorOptimizer, MuonOptimizer, SgdOptimizer
-from tuner.config.recipe import PretrainMethod, Recipe, rows_method
+from tuner.config.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _config_needs_random(recipe: Recipe, given: Set[str]) -> str | None:
 
 
 def _pretrain_takes_text(recipe: Recipe, given: Set[str]) -> str | None:
-    if not isinstance(rows_method(recipe.method), PretrainMethod):
+    if recipe.method.examples.kind != "pretrain":
         return None
     for source in recipe.data.train:
         if source.format not in {"auto", "text", "tokens"}:
@@ -66,7 +66,7 @@ def _pretrain_takes_text(recipe: Recipe, given: Set[str]) -> str | None:
 
 
 def _pretrain_has_no_turns(recipe: Recipe, given: Set[str]) -> str | None:
-    if isinstance(rows_method(recipe.method), PretrainMethod) and recipe.tokenizer.chat_template is not None:
+    if recipe.method.examples.kind == "pretrain" and recipe.tokenizer.chat_template is not None:
         return "method.kind pretrain renders no conversations; remove the template or set method.kind: sft"
     return None
 

@@ -35,6 +35,16 @@ class Batch:
     documents: npt.NDArray[np.int64]
     """int64[len(lengths)]: the number of each document in its split; pieces of a split document share theirs."""
 
+    @property
+    def document_of_trained(self) -> npt.NDArray[np.int64]:
+        """int64[n]: which of the batch's documents each trained position belongs to, counted from 0 in their order."""
+        return np.searchsorted(np.cumsum(self.lengths), self.trained_positions, side="right")
+
+    @property
+    def trained_per_document(self) -> npt.NDArray[np.int64]:
+        """int64[len(lengths)]: trained targets of each document."""
+        return np.bincount(self.document_of_trained, minlength=len(self.lengths))
+
 
 @dataclass(frozen=True)
 class StepBatches:
@@ -48,6 +58,8 @@ class StepBatches:
     """Tokens in the global batch."""
     micro: list[Batch]
     """This rank's forwards; every rank has the same number of them."""
+    trained_per_document: npt.NDArray[np.int64] | None = None
+    """int64[documents]: trained targets of each document of the global batch, where they were asked for."""
 
 
 def collate(rows: Sequence[Row]) -> Batch:
@@ -95,7 +107,9 @@ class GlobalBatches:
         rank: int = 0,
         world_size: int = 1,
         max_rows: int | None = None,
+        by_document: bool = False,
     ) -> None:
+        """With ``by_document`` a step says of the whole global batch how much is trained in each document."""
         if global_batch_size < 1 or micro_batch_size < 1 or not 0 <= rank < world_size:
             raise ValueError("batch sizes must be at least 1 and the rank below the world size")
         self._rows = rows
@@ -106,6 +120,7 @@ class GlobalBatches:
         self._micro_batch_size = micro_batch_size
         self._rank = rank
         self._world_size = world_size
+        self._by_document = by_document
         self._epoch_order: tuple[int, npt.NDArray[np.int64]] | None = None
 
     @property
@@ -133,7 +148,11 @@ class GlobalBatches:
             trained_count=int(self._rows.trained_per_row[row_ids].sum()),
             tokens=int(self._rows.tokens_per_row[row_ids].sum()),
             micro=[self._batch(row_ids[shares[self._rank]], filler=cheapest) for shares in dealt],
+            trained_per_document=self._trained_per_document(row_ids) if self._by_document else None,
         )
+
+    def _trained_per_document(self, row_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.concatenate([collate([self._rows.row(int(row_id))]).trained_per_document for row_id in row_ids])
 
     def _batch(self, row_ids: npt.NDArray[np.int64], filler: int) -> Batch:
         if len(row_ids) == 0:

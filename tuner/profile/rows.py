@@ -74,7 +74,7 @@ def added_ids(wish: Recipe, config: PretrainedConfig) -> tuple[range, tuple[str,
 
 def _assumed_samples(wish: Recipe, max_length: int) -> tuple[tuple[int, int], ...]:
     """Answers as long as can be, to prompts that fill the rest of a row."""
-    if wish.method.kind == "pretrain":
+    if wish.method.examples.kind == "pretrain":
         return ()
     answer = min(MAX_ANSWER_TOKENS, max(1, max_length - 1))
     return ((max(1, max_length - answer), answer),) * wish.eval.samples
@@ -112,4 +112,5 @@ def fullest(rows: PackedRows, n_rows: int) -> Batch:
 
 def _step(batch: Batch, count: int) -> StepBatches:
     trained, tokens = len(batch.trained_positions), len(batch.input_ids)
-    return StepBatches(np.empty(0, np.int64), trained * count, tokens * count, [batch] * count)
+    by_document = np.tile(batch.trained_per_document, count)
+    return StepBatches(np.empty(0, np.int64), trained * count, tokens * count, [batch] * count, by_document)

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig
 
 from tuner.config.optimizers import MuonOptimizer
-from tuner.config.recipe import Recipe, rows_method
+from tuner.config.recipe import Recipe
 from tuner.errors import MachineError, RecipeError
 from tuner.model.build import ModelSpec, build_skeleton, generation_config, has_liger, model_config
 from tuner.model.compile import compiler_problem
@@ -73,8 +73,8 @@ def resolve(
     machines = rank_info.world_size > rank_info.local_world_size
     settle("parallel", "shard", "hybrid" if machines else "full", "several machines" if machines else "one machine")
     settle("data", "max_length", max_length, "as prepared")
-    kind = rows_method(recipe.method).kind
-    settle("data", "too_long", "drop" if kind == "sft" else "split", kind)
+    examples = recipe.method.examples
+    settle("data", "too_long", examples.too_long, examples.kind)
     changed = {section: getattr(recipe, section).model_copy(update=update) for section, update in values.items()}
     done = recipe.model_copy(update=changed)
     _check_numerics(done, facts)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.data import tiny
-from tuner.config.recipe import DataSection, DataSource, SftMethod
+from tuner.config.recipe import DataSection, DataSource, Examples
 from tuner.data.building import documents
 from tuner.data.building.keys import keys_of
 from tuner.data.building.prepare import find_prepared, prepare
@@ -38,11 +38,14 @@ def test_a_source_that_changes_while_it_is_read_is_not_kept(tmp_path: Path, monk
     prepare(request)
 
 
+EXAMPLES = Examples("sft", "assistant")
+
+
 def test_end_tokens_of_the_model_decide_the_documents(tmp_path: Path) -> None:
     path = tiny.write_rows(tmp_path / "r.jsonl", [tiny.chat("a", "b")])
     section = DataSection.model_validate({"train": str(path)})
     keys = [
-        keys_of(PrepareRequest(section, SftMethod(), TextTokenizer(tiny.files(), None, ends), 64, 1, tmp_path)).encoded
+        keys_of(PrepareRequest(section, EXAMPLES, TextTokenizer(tiny.files(), None, ends), 64, 1, tmp_path)).encoded
         for ends in ((), (0,))
     ]
     assert keys[0] != keys[1]

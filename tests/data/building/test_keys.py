@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         "name_or_path": None, "chat_template": None, "add_tokens": None, "special_tokens_in_text": "escape",
     },
     "AddedToken": {"token": None, "special": None},
-    "SftMethod": {"kind": "pretrain", "train_on": "all"},
-    "PretrainMethod": {"kind": None},
+    "Examples": {"kind": "pretrain", "train_on": "all"},
 }  # fmt: skip
 
 
@@ -39,18 +39,19 @@ def write(directory: Path) -> Path:
 def request(tmp_path: Path, section: str = "", **change: Any) -> PrepareRequest:
     source = {"path": str(write(tmp_path)), **(change if section == "DataSource" else {})}
     data = {k: v for k, v in change.items() if section == "DataSection" and k != "max_length"}
-    method = change if section == "SftMethod" else {}
+    examples = {"kind": "sft", "train_on": "assistant", **(change if section == "Examples" else {})}
     built = tiny.request(
-        tmp_path / "cache", [source], pretrain=method.get("kind") == "pretrain",
-        max_length=change.get("max_length", 64), train_on=method.get("train_on", "assistant"), **data,
+        tmp_path / "cache", [source], max_length=change.get("max_length", 64), **data,
     )  # fmt: skip
     special = change.get("special_tokens_in_text", "refuse") if section == "TokenizerSection" else "refuse"
-    return PrepareRequest(built.data, built.method, built.tokenizer, built.max_length, 1, built.cache_dir, special)
+    return replace(built, examples=recipe.Examples(**examples), special_tokens_in_text=special)
 
 
 def test_every_field_is_classified_and_has_a_change() -> None:
     for section, parts in FIELDS.items():
-        assert set(parts) == set(getattr(recipe, section).model_fields), section
+        kind = getattr(recipe, section)
+        known = [item.name for item in fields(kind)] if is_dataclass(kind) else kind.model_fields
+        assert set(parts) == set(known), section
         assert set(parts) == set(CHANGED[section]), section
 
 
@@ -77,7 +78,7 @@ def test_one_byte_of_source_template_or_tokenizer_builds_anew(tmp_path: Path) ->
     template = tiny.CHATML.replace("You are helpful", "You are helpfux")
     base = request(tmp_path)
     for tokenizer in (tiny.tokenizer(template), TextTokenizer({**tiny.files(), "tokenizer.json": swapped_merges()})):
-        info = prepare(PrepareRequest(base.data, base.method, tokenizer, 64, 1, base.cache_dir))
+        info = prepare(PrepareRequest(base.data, base.examples, tokenizer, 64, 1, base.cache_dir))
         assert not info.cached
         assert info.key != first.key
     text = (tmp_path / "rows.jsonl").read_text()

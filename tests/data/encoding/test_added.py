@@ -93,7 +93,7 @@ def test_they_decide_the_prepared_data(tmp_path: Path) -> None:
         built = tiny.request(tmp_path / "cache", [{"path": str(path)}])
         tokenizer = loaded(directory, list(wish))
         return keys_of(
-            PrepareRequest(built.data, built.method, tokenizer, built.max_length, 1, built.cache_dir)
+            PrepareRequest(built.data, built.examples, tokenizer, built.max_length, 1, built.cache_dir)
         ).prepared
 
     names = [

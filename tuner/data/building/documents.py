@@ -100,7 +100,7 @@ def _workers(wanted: int | None) -> int:
 def _job(request: "PrepareRequest", much: bool, fast: bool = True) -> EncodeJob:
     return EncodeJob(
         tokenizer=request.tokenizer,
-        train_on=request.train_on,
+        train_on=request.examples.train_on,
         special_tokens=request.special_tokens_in_text,
         stop_at_bad_row=request.data.on_bad_row == "error",
         fast=fast,

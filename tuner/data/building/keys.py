@@ -45,8 +45,7 @@ FIELDS: dict[str, dict[str, Part]] = {
         "special_tokens_in_text": "documents",
     },
     "AddedToken": {"token": "content", "special": "content"},
-    "SftMethod": {"kind": "documents", "train_on": "documents"},
-    "PretrainMethod": {"kind": "documents"},
+    "Examples": {"kind": "documents", "train_on": "documents"},
 }
 """What each field of the recipe decides: the encoded documents and with them everything; the packed rows alone;
 `content`: the bytes that it leads to decide, not its own text; or nothing. A test holds every field against it."""
@@ -88,7 +87,7 @@ def sources_of(request: "PrepareRequest") -> tuple[list[Source], list[Source] | 
 
 def keys_of(request: "PrepareRequest", sources: tuple[list[Source], list[Source] | None] | None = None) -> Keys:
     """Read the sources and hash what decides the result. DataError for a source that cannot be read."""
-    data, method = request.data, request.method
+    data = request.data
     train, held = sources or sources_of(request)
     split = data.eval if isinstance(data.eval, Duration) else None
     stamps = {file.path: _stamp(file.path) for source in [*train, *(held or [])] for file in source.files}
@@ -104,8 +103,8 @@ def keys_of(request: "PrepareRequest", sources: tuple[list[Source], list[Source]
         "template": request.tokenizer.template_hash,
         "eos_ids": list(request.tokenizer.eos_ids),  # the model's too: they end the turns, and the samples' answers
         "special_tokens_in_text": request.special_tokens_in_text,
-        "method": method.kind,
-        "train_on": request.train_on,
+        "method": request.examples.kind,
+        "train_on": request.examples.train_on,
         "on_bad_row": data.on_bad_row,
     }
     encoded = _hash(fields)

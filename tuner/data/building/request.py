@@ -9,12 +9,12 @@ from tuner.data.building.pack import TooLong
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import cache_root, load_tokenizer, tokenizer_directory
-from tuner.data.encoding.turns import SpecialTokens, TrainOn
+from tuner.data.encoding.turns import SpecialTokens
 from tuner.errors import RecipeError
 from tuner.runtime.files import read_json
 
 if TYPE_CHECKING:
-    from tuner.config.recipe import DataSection, Method, ModelSection, PretrainMethod, SftMethod, TokenizerSection
+    from tuner.config.recipe import DataSection, Examples, Method, ModelSection, TokenizerSection
 
 AUTO_MAX_LENGTH = 2048
 """`data.max_length: auto` is at most this many tokens."""
@@ -26,7 +26,7 @@ class PrepareRequest:
     """Everything that decides the prepared data, and where the cache is."""
 
     data: "DataSection"
-    method: "SftMethod | PretrainMethod"
+    examples: "Examples"
     tokenizer: TextTokenizer
     max_length: int
     seed: int
@@ -36,14 +36,7 @@ class PrepareRequest:
     @property
     def too_long(self) -> TooLong:
         """The policy for long documents, `auto` resolved."""
-        if self.data.too_long != "auto":
-            return self.data.too_long
-        return "split" if self.method.kind == "pretrain" else "drop"
-
-    @property
-    def train_on(self) -> TrainOn:
-        """Which tokens are learned; all of them in pre-training."""
-        return self.method.train_on if self.method.kind == "sft" else "all"
+        return self.examples.too_long if self.data.too_long == "auto" else self.data.too_long
 
     @property
     def workers(self) -> int | None:
@@ -51,8 +44,8 @@ class PrepareRequest:
         return None if self.data.workers == "auto" else self.data.workers
 
     def encoder(self) -> Encoder:
-        """The encoder of the method."""
-        return Encoder(self.tokenizer, self.train_on, self.special_tokens_in_text)
+        """What encodes the examples."""
+        return Encoder(self.tokenizer, self.examples.train_on, self.special_tokens_in_text)
 
 
 def prepare_request(
@@ -68,12 +61,10 @@ def prepare_request(
     The cache is `cache_dir`, else the recipe's `data.cache_dir`, else $TUNER_CACHE, else ~/.cache/tuner.
     Raises DataError and MachineError where these are missing, RecipeError where rows are longer than the model allows.
     """
-    from tuner.config.recipe import rows_method
-
     cache = (cache_dir or (cache_root() if data.cache_dir is None else Path(data.cache_dir))).absolute()
     return PrepareRequest(
         data=data,
-        method=rows_method(method),
+        examples=method.examples,
         tokenizer=load_tokenizer(model.name_or_path, model.revision, tokenizer, cache),
         max_length=resolve_max_length(model, data),
         seed=seed,
