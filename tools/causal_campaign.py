@@ -162,8 +162,8 @@ def our_step(directory: Path, mode: str, draws: bool) -> tuple[TrainState, float
     ]
     micro = [collate([row]) for row in rows] if mode == "single" else [collate(rows)]
     count = sum(len(batch.trained_positions) for batch in micro)
-    loss = forward_backward(train_state, 0, StepBatches(np.arange(3), count, sum(LENGTHS), micro))
-    return train_state, float(loss) / count
+    sums, counts = forward_backward(train_state, 0, StepBatches(np.arange(3), count, sum(LENGTHS), micro))
+    return train_state, float(sums.loss(counts))
 
 
 @torch.no_grad()

@@ -13,9 +13,10 @@ from tuner.model import linear_cross_entropy as module
 from tuner.model.attention import PACKED
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.logit_shape import PLAIN, LogitShape
-from tuner.model.objective import CustomObjective
+from tuner.model.output_layer import OutputLayer
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM
+from tuner.train.methods.custom import SummedLoss
 
 GEMMA = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0}
 CONFIGS: dict[str, tuple[PretrainedConfig, LogitShape]] = {
@@ -88,7 +89,8 @@ def test_a_loss_of_the_users_own_sees_the_factor() -> None:
     def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor) -> object:
         return cross_entropy(hidden @ weight.T, targets, reduction="sum"), {}
 
-    own = CustomObjective(plain, "own")  # type: ignore[arg-type]
+    own = SummedLoss(plain, "own")  # type: ignore[arg-type]
     hidden, weight, targets = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
     expected = cross_entropy(hidden @ weight.T * 0.25, targets, reduction="sum")
-    torch.testing.assert_close(own(hidden, weight, None, targets, LogitShape(0.25)), expected)
+    found = own.terms(hidden, OutputLayer(weight, None, LogitShape(0.25)), targets, {})
+    torch.testing.assert_close(found.losses["loss"].value, expected)

@@ -10,10 +10,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.train.synthetic import assembly_for, recipe_for
 from tuner.data.batches import StepBatches
-from tuner.parallel.fsdp import sync_gradients
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
-from tuner.train.step import TrainState, microbatch_loss
+from tuner.train.step import TrainState, forward_backward
 
 ROWS = [1, 20, 3, 15, 0, 0, 20, 7, 5, 2]
 """Trained tokens of each row: uneven, and none for one of two ranks in the second step."""
@@ -41,12 +40,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def backward(train_state: TrainState, batches: StepBatches) -> torch.Tensor:
     """Leave the gradients of a step's mean loss; this rank's summed loss."""
-    losses = []
-    for number, batch in enumerate(batches.micro):
-        sync_gradients(train_state.root, number == len(batches.micro) - 1)
-        losses.append(microbatch_loss(train_state.root, batch, train_state.step_config))
-        (losses[-1] / batches.trained_count).backward()
-    return torch.stack(losses).sum().detach()
+    sums, _ = forward_backward(train_state, 0, batches)
+    return sums.losses["loss"].value
 
 
 def give(parameters: dict[str, torch.nn.Parameter], step: int) -> None:

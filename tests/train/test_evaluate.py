@@ -18,7 +18,8 @@ from tuner.model.linear_cross_entropy import position_losses
 from tuner.model.root import CausalLM
 from tuner.parallel.mesh import Mesh
 from tuner.train.evaluate import HeldOut, evaluate, held_out, source_names
-from tuner.train.step import StepConfig, microbatch_loss
+from tuner.train.methods.pretrain import TokenMean
+from tuner.train.step import StepConfig, microbatch_terms
 
 LENGTHS = [[9, 4], [12], [5, 5, 3], [7, 6]]
 """Documents of each row."""
@@ -125,8 +126,8 @@ def test_the_loss_is_the_one_that_training_computes(root: CausalLM, bf16: bool) 
     held = HeldOut(rows, ("a", "b"), (3, 5))
     result = evaluate(root, step_config(bf16), held, 4, None)
     with torch.no_grad():
-        trained = float(microbatch_loss(root, batch, step_config(bf16)))
-    assert result.loss * result.tokens == pytest.approx(trained, rel=1e-6)
+        terms = microbatch_terms(root, TokenMean(), batch, step_config(bf16))
+    assert result.loss * result.tokens == pytest.approx(float(terms.losses["loss"].value), rel=1e-6)
 
 
 def test_rows_without_a_trained_token(root: CausalLM) -> None:

@@ -9,7 +9,7 @@ import torch
 from tests.train.synthetic import assembly_for, recipe_for, write_model
 from tuner.run.state import run_tensors
 from tuner.runtime.dist import RankInfo
-from tuner.train.step import StepResult, microbatch_loss, optimizer_step
+from tuner.train.step import StepResult, microbatch_terms, optimizer_step
 
 TRAINED = [1, 20, 3, 15]
 ONE = RankInfo()
@@ -35,7 +35,8 @@ def test_loss_is_the_mean_over_all_trained_tokens(model: Path) -> None:
     batches = assembly.batches.step(0)
     with torch.no_grad():
         state = assembly.train_state
-        losses = [microbatch_loss(state.root, b, state.step_config).item() for b in batches.micro]
+        terms = [microbatch_terms(state.root, state.method, b, state.step_config) for b in batches.micro]
+        losses = [one.losses["loss"].value.item() for one in terms]
     result, _ = step(model)
     assert result.loss == pytest.approx(sum(losses) / sum(TRAINED), rel=1e-6)
     assert (result.skipped, result.halted) == (False, False)

@@ -13,21 +13,21 @@ from transformers import Cache, PreTrainedModel
 from tuner.model import attention
 from tuner.model.build import decoder_of
 from tuner.model.documents import Documents, GrowingDocuments
-from tuner.model.linear_cross_entropy import position_losses
+from tuner.model.linear_cross_entropy import Kernel, softmax_into_gradient
 from tuner.model.logit_shape import LogitShape
 from tuner.model.longrope import RotationByDocument
-from tuner.model.objective import CrossEntropy, Objective
+from tuner.model.output_layer import Objective, OutputLayer, Result, summed_cross_entropy
 from tuner.model.padding import Padding
 
 
 class CausalLM(nn.Module):
-    """A transformers causal language model whose forward gives the summed loss of one packed microbatch."""
+    """A transformers causal language model whose forward gives the objective of one packed microbatch."""
 
-    def __init__(self, model: PreTrainedModel, objective: Objective | None = None) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.objective: Objective = objective or CrossEntropy()
-        """The loss in training; evaluation is always cross-entropy, so that runs can be compared."""
+        self.loss_kernel: Kernel = softmax_into_gradient
+        """What turns logits into the loss of training and its gradient."""
         self.shape = LogitShape.of(model.config)
         """What the model does to the output layer's products before they are logits."""
         self.frozen_hash: str | None = None
@@ -48,17 +48,17 @@ class CausalLM(nn.Module):
         document_lengths: tuple[int, ...],
         positions: torch.Tensor,
         targets: torch.Tensor,
-    ) -> torch.Tensor:
-        """Sum of the losses (cross-entropies in nats) at the trained ``positions``: a float32 scalar.
+        objective: Objective[Result] = summed_cross_entropy,  # type: ignore[assignment]  # pep 696 comes with 3.13
+    ) -> Result:
+        """What the ``objective`` makes of the ``positions``: by default the sum of their cross-entropies in nats.
 
         Shapes: input_ids and position_ids int64 ``[T]``, positions and their targets int64 ``[N]``. Other positions
-        never reach the output layer.
+        never reach the output layer. Tensors with a gradient are found in nests of tuples, lists and dicts alone.
         """
         hidden = self._hidden(input_ids, position_ids, document_lengths)
-        head = self.model.get_output_embeddings()
-        objective = self.objective if self.training else CrossEntropy()
-        return objective(hidden[positions], head.weight, getattr(head, "bias", None), targets, self.shape)
+        return objective(hidden[positions], self._head(), targets)
 
+    @torch.no_grad()
     def losses(
         self,
         input_ids: torch.Tensor,
@@ -69,8 +69,7 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         """The cross-entropy at each of the ``positions`` ``[N]``, in any order: float32 ``[N]``, without gradients."""
         hidden = self._hidden(input_ids, position_ids, document_lengths)
-        head = self.model.get_output_embeddings()
-        return position_losses(hidden[positions], head.weight, getattr(head, "bias", None), targets, self.shape)
+        return self._head().losses(hidden[positions], targets)
 
     def logits(
         self,
@@ -116,6 +115,10 @@ class CausalLM(nn.Module):
         output = decoder_of(self.model)(input_ids=input_ids[None], use_cache=False, **where)
         hidden: torch.Tensor = output.last_hidden_state[0, :n_tokens]
         return hidden
+
+    def _head(self) -> OutputLayer:
+        head = self.model.get_output_embeddings()
+        return OutputLayer(head.weight, getattr(head, "bias", None), self.shape, self.loss_kernel)
 
     def _where(self, position_ids: torch.Tensor, documents: Documents | GrowingDocuments | None) -> dict[str, object]:
         """Where the tokens of a row stand, in the arguments that this model takes."""

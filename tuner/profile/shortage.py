@@ -177,7 +177,6 @@ def _take(assembly: Assembly, number: int) -> None:
 def _clear(assembly: Assembly) -> None:
     train_state = assembly.train_state
     train_state.optimizer.zero_grad()
-    train_state.root.objective.take()
     gc.collect()
     if train_state.step_config.device.type == "cuda":
         torch.cuda.empty_cache()

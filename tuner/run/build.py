@@ -21,6 +21,7 @@ from tuner.model.compile import compile_blocks
 from tuner.model.flops import training_flops
 from tuner.model.freeze import frozen_hash
 from tuner.model.logit_shape import LogitShape
+from tuner.model.output_layer import KERNELS
 from tuner.model.padding import Padding
 from tuner.model.probe import require_isolation
 from tuner.model.recompute import apply_recompute
@@ -40,7 +41,8 @@ from tuner.runtime.process import gloo_group
 from tuner.train.best import check_metric
 from tuner.train.evaluate import HeldOut, held_out
 from tuner.train.guard import Guard, GuardPolicy
-from tuner.train.methods import build_objective, check_logits
+from tuner.train.methods.build import build_method
+from tuner.train.methods.custom import check_logits
 from tuner.train.mfu import MfuMeter
 from tuner.train.optimizer import build_optimizer
 from tuner.train.step import StepConfig, TrainState
@@ -91,6 +93,7 @@ def build(
         micro_batch_size=recipe.train.micro_batch_size,
         rank=mesh.data_rank,
         world_size=mesh.data_size,
+        by_document=train_state.method.by_document,
     )
     return Assembly(
         resolved=resolved,
@@ -112,8 +115,9 @@ def build_train_state(recipe: Recipe, root: CausalLM, step_config: StepConfig) -
     parameters = trained_parameters(root)
     optimizer = build_optimizer(recipe.optimizer, parameters, outer_parameters(root))
     policy = GuardPolicy(recipe.train.nonfinite, recipe.train.skip_spikes)
-    root.objective = build_objective(recipe.method, recipe.model.kernels)
-    return TrainState(root, parameters, optimizer, step_config, Guard(policy, step_config.device))
+    root.loss_kernel = KERNELS[recipe.model.kernels]
+    guard, method = Guard(policy, step_config.device), build_method(recipe.method)
+    return TrainState(root, parameters, optimizer, step_config, guard, method)
 
 
 def assemble_model(resolved: Resolved, rank_info: RankInfo, mesh: Mesh) -> tuple[CausalLM, StepConfig]:

@@ -32,7 +32,6 @@ def mock_batch(assembly: Assembly, console: Console) -> None:
         ) from error
     finally:
         train_state.optimizer.zero_grad()
-        train_state.root.objective.take()
     console.debug(f"a full micro-batch of {n_tokens:,} tokens fits")
 
 
@@ -46,7 +45,8 @@ def full_batches(assembly: Assembly) -> StepBatches:
     rows, data_size = recipe.train.micro_batch_size, assembly.mesh.data_size
     per_step = recipe.train.global_batch_size // (rows * data_size)
     batch = _full(assembly.prepared.train.max_length, rows, vocab_size)
-    return StepBatches(np.empty(0, np.int64), 1, 0, [batch] * min(2, per_step))
+    count = min(2, per_step)
+    return StepBatches(np.empty(0, np.int64), 1, 0, [batch] * count, np.tile(batch.trained_per_document, count))
 
 
 def _full(max_length: int, n_rows: int, vocab_size: int) -> Batch:

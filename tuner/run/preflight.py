@@ -20,7 +20,7 @@ from tuner.rundir.directory import RunDir
 from tuner.runtime.collective import Collective
 from tuner.runtime.console import Console
 from tuner.train.custom_schedule import check_schedule
-from tuner.train.methods import check_method
+from tuner.train.methods.custom import check_method
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,8 @@ def first_bad(state: TrainState, index: int, batches: StepBatches) -> Finding | 
     state.optimizer.zero_grad()
     seen: list[Finding] = []
     with _watched(state.root.model, seen), torch.compiler.set_stance("force_eager"):
-        loss = forward_backward(state, index, batches)
-    state.root.objective.take()
-    if not _finite(loss):
+        sums, _ = forward_backward(state, index, batches)
+    if not all(_finite(term.value) for term in sums.losses.values()):
         seen.append(Finding(Stage.LOSS, "the output layer or the loss"))
     for name, parameter in state.parameters.items():
         if parameter.grad is not None and not _finite(local(parameter.grad)):

@@ -41,8 +41,7 @@ class HeldOut:
         """The batch's trained positions, those of one source together, and how many each source has."""
         if len(self.sources) == 1:
             return batch.trained_positions, np.array([len(batch.trained_positions)])
-        ends = np.cumsum(batch.lengths)
-        document = batch.documents[np.searchsorted(ends, batch.trained_positions, side="right")]
+        document = batch.documents[batch.document_of_trained]
         source = np.searchsorted(np.cumsum(self.documents), document, side="right")
         order = np.argsort(source, kind="stable")
         return batch.trained_positions[order], np.bincount(source, minlength=len(self.sources))

@@ -1,5 +1,7 @@
 """One optimizer step: microbatches forward and backward, one collective, clip, update; nothing waits for the device."""
 
+import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ from tuner.parallel.fsdp import local, sync_gradients
 from tuner.parallel.mesh import Mesh
 from tuner.runtime import phase
 from tuner.train.guard import Guard
+from tuner.train.methods.method import Counts, Method, Sum, Terms, logged
 from tuner.train.norm import sum_of_squares
 from tuner.train.optimizer import OptimizerSet
 
@@ -38,6 +41,7 @@ class TrainState:
     optimizer: OptimizerSet
     step_config: StepConfig
     guard: Guard
+    method: Method
     rng_start: int = 0
     """The steps behind which random numbers begin anew."""
     copied: torch.cuda.Event | None = None
@@ -46,7 +50,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Loss in nats per trained token over the global batch and gradient norm before clipping.
+    """The method's loss over the global batch, such as nats per trained token, and gradient norm before clipping.
 
     ``skipped`` says that the update was left out, ``halted`` that the run must end: too many steps were not finite.
     """
@@ -56,7 +60,7 @@ class StepResult:
     skipped: bool
     halted: bool
     figures: Mapping[str, float] = field(default_factory=dict)
-    """What the objective logs, each per trained token."""
+    """What the method logs, each a mean over what it counts."""
 
 
 class StepScalars:
@@ -92,16 +96,16 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     The guard leaves the update out, on every rank, where loss or gradient norm is not finite. Reads nothing from the
     device, unless the optimizer cannot be told there to leave an update out.
     """
-    loss_sum = forward_backward(state, index, batches)
+    sums, counts = forward_backward(state, index, batches)
     phase.enter_part(index + 1, "optimizer")
     gradients = [local(p.grad) for p in state.parameters.values() if p.grad is not None]
     squares = sum_of_squares(gradients) / state.step_config.mesh.copies
-    figures = state.root.objective.take()
-    sums = torch.stack([tensor.double() for tensor in (squares, loss_sum, *figures.values())])
+    terms = [*sums.losses.values(), *sums.figures.values()]
+    totals = torch.stack([tensor.double() for tensor in (squares, *(term.value for term in terms))])
     if dist.is_initialized():
-        dist.all_reduce(sums)
-    means = sums[1:] / max(1, batches.trained_count)
-    values = torch.stack([means[0], sums[0].sqrt()])
+        dist.all_reduce(totals)
+    means = [Sum(total, term.per).mean(counts) for total, term in zip(totals[1:].unbind(), terms, strict=True)]
+    values = torch.stack([functools.reduce(operator.add, means[: len(sums.losses)]), totals[0].sqrt()])
     skip, halt = state.guard.judge(values)
     limit = state.step_config.max_grad_norm
     divisor = None if limit is None else ((values[1] + 1e-6) / limit).clamp_min(1.0).float()
@@ -111,34 +115,43 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
         state.copied = None
     state.optimizer.step(skip, divisor)
     state.optimizer.zero_grad()
-    return StepScalars(torch.cat([values, torch.stack([skip, halt]), means[1:]]), list(figures))
+    names = logged(sums)
+    figures = [torch.stack(means[len(means) - len(names) :])] if names else []
+    return StepScalars(torch.cat([values, torch.stack([skip, halt]), *figures]), names)
 
 
-def forward_backward(state: TrainState, index: int, batches: StepBatches) -> torch.Tensor:
-    """Accumulate the gradients of the mean loss over the whole global batch; return this rank's summed loss."""
+def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tuple[Terms, Counts]:
+    """Accumulate the gradients of the loss over the whole global batch.
+
+    Returns this rank's sums of the method's terms, and the counts of the global batch that they are divided by.
+    """
     root, step_config = state.root, state.step_config
+    counts, sums = state.method.counts(batches), None
     root.train()
-    loss_sum = torch.zeros((), dtype=torch.float32, device=step_config.device)
     for number, batch in enumerate(batches.micro):
         sync_gradients(root, number == len(batches.micro) - 1)
         # Dropout depends on the position in the run alone, so a resumed run needs no generator state.
         torch.manual_seed(_mixed(step_config.seed, index - state.rng_start, number, step_config.mesh.data_rank))
         phase.enter_part(index + 1, "forward")
-        loss = microbatch_loss(root, batch, step_config)
+        terms = microbatch_terms(root, state.method, batch, step_config)
         phase.enter_part(index + 1, "backward")
-        (loss / max(1, batches.trained_count)).backward()
-        loss_sum += loss.detach()
-    return loss_sum
+        terms.loss(counts).backward()
+        sums = terms.plus(sums)
+    assert sums is not None, "a step has at least one micro-batch"
+    return sums, counts
 
 
-def microbatch_loss(root: CausalLM, batch: Batch, step_config: StepConfig) -> torch.Tensor:
-    """The summed loss of one microbatch, a float32 scalar on the device."""
+def microbatch_terms(root: CausalLM, method: Method, batch: Batch, step_config: StepConfig) -> Terms:
+    """The method's sums of one micro-batch, scalars on the device."""
     targets = batch.targets[batch.trained_positions]
     arrays = (batch.input_ids, batch.position_ids, batch.trained_positions, targets)
     ids, places, positions, wanted = (to_device(array, step_config.device) for array in arrays)
+    columns = {name: to_device(array, step_config.device) for name, array in method.columns(batch).items()}
     with step_config.autocast():
-        loss: torch.Tensor = root(ids, places, batch.lengths, positions, wanted)
-    return loss
+        terms: Terms = root(
+            ids, places, batch.lengths, positions, wanted, functools.partial(method.terms, columns=columns)
+        )
+    return terms
 
 
 def to_device(array: object, device: torch.device) -> torch.Tensor:

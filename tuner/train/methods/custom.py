@@ -1,0 +1,147 @@
+"""A loss of the user's own: a function of hidden states and targets, or a whole method; its mistakes are named."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from tuner.config import recipe
+from tuner.data.batches import Batch, StepBatches
+from tuner.errors import PluginError, TunerError
+from tuner.model.logit_shape import LogitShape
+from tuner.model.output_layer import OutputLayer
+from tuner.runtime.plugins import Plugin, failure, load, require_call, source_file
+from tuner.train.figures import CLOCKED
+from tuner.train.methods.method import Counts, Method, Sum, Terms, logged
+from tuner.train.methods.pretrain import TokenMean
+
+LossFunction = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+]
+"""From hidden states ``[N, D]``, the output layer's weight ``[V, D]`` and bias ``[V]`` or None, and targets int64
+``[N]``: the sum of the losses at the N trained positions (a scalar with a gradient, also for N = 0) and named sums."""
+TAKEN = ("step", "epoch", "tokens", "loss", "lr", "grad_norm", "skipped", "kind", *CLOCKED)
+"""Keys of a line of metrics.jsonl that a figure cannot have."""
+
+
+def check_method(section: recipe.Method) -> None:
+    """Load a loss of the user's own and check its signature. Raises PluginError; nothing is called."""
+    if isinstance(section, recipe.CustomMethod):
+        _factory(section)
+
+
+def check_logits(section: recipe.Method, shape: LogitShape) -> None:
+    """Raise PluginError for a loss of the user's own on a model that caps its logits, of which it could not know."""
+    if isinstance(section, recipe.CustomMethod) and shape.cap is not None:
+        raise PluginError(
+            f"method.use {section.use}: this model caps its logits, of which a loss of your own is not told",
+            hint="take another model, or method.kind: sft or pretrain",
+        )
+
+
+class SummedLoss(TokenMean):
+    """A loss function, whose loss and figures are means over the trained tokens."""
+
+    def __init__(self, function: LossFunction, name: str) -> None:
+        self._function, self._name = function, name
+
+    def terms(
+        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
+    ) -> Terms:
+        """Call the function. Raises PluginError for a result that :data:`LossFunction` is not.
+
+        It knows no factor of the logits, which is put into what it is given; a model with a cap is refused at start.
+        """
+        bias, scale = head.bias, head.shape.scale
+        if scale != 1:
+            hidden, bias = hidden * scale, None if bias is None else bias * scale
+        result = self._function(hidden, head.weight, bias, targets)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+            raise PluginError(f"{self._name} returned no pair of a loss and a mapping", hint="return loss, {}")
+        loss, figures = result
+        return Terms({"loss": Sum(loss, "tokens")}, {name: Sum(value, "tokens") for name, value in figures.items()})
+
+
+class Checked:
+    """A method of the user's own; what it raises, and what it returns that no method may, is a PluginError."""
+
+    def __init__(self, method: Method, name: str, file: Path | None = None) -> None:
+        self._method, self._name, self._file = method, name, file
+        self._names: tuple[str, ...] | None = None
+        self.by_document = method.by_document
+
+    def counts(self, batches: StepBatches) -> Counts:
+        """The method's own, or PluginError."""
+        with self._named():
+            return self._method.counts(batches)
+
+    def columns(self, batch: Batch) -> Mapping[str, npt.NDArray[Any]]:
+        """The method's own, or PluginError."""
+        with self._named():
+            return self._method.columns(batch)
+
+    def terms(
+        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
+    ) -> Terms:
+        """The method's own, or PluginError."""
+        with self._named():
+            found = self._method.terms(hidden, head, targets, columns)
+        if not isinstance(found, Terms) or not found.losses:
+            raise PluginError(f"{self._name} returned a {type(found).__name__} without losses", hint="return Terms")
+        self._check_scalars(found)
+        self._check_names(found)
+        losses = {name: Sum(one.value.float(), one.per) for name, one in found.losses.items()}
+        return Terms(losses, {name: Sum(one.value.detach(), one.per) for name, one in found.figures.items()})
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except (TunerError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            raise failure(f"{self._name} failed", error, self._file) from error
+
+    def _check_scalars(self, found: Terms) -> None:
+        for name, one in {**found.figures, **found.losses}.items():
+            if not isinstance(one.value, torch.Tensor) or one.value.ndim:
+                shown = "the loss" if name == "loss" else name
+                raise PluginError(f"{self._name}: {shown} is no scalar tensor", hint="sum over the positions")
+
+    def _check_names(self, found: Terms) -> None:
+        names = logged(found)
+        if self._names is not None and names != self._names:
+            raise PluginError(f"{self._name} returned the figures {names}, and {self._names} before")
+        if self._names is None and (clash := sorted(set(names) & set(TAKEN)) or _twice(names)):
+            raise PluginError(f"{self._name}: the figure {clash[0]} has the name of another", hint="rename it")
+        self._names = names
+
+
+def _twice(names: Sequence[str]) -> list[str]:
+    return sorted({name for name in names if names.count(name) > 1})
+
+
+def build(section: recipe.CustomMethod) -> Method:
+    """Call ``use`` with the options: it gives a loss function or a method. Raises PluginError where it cannot."""
+    factory = _factory(section)
+    try:
+        found = factory(**section.options)
+    except Exception as error:
+        raise failure(f"method.use {section.use}", error, source_file(factory)) from error
+    if not isinstance(found, Method):
+        if not callable(found):
+            raise PluginError(
+                f"method.use {section.use} gave a {type(found).__name__}, not a loss function",
+                hint="nor has it all that a method has: by_document, counts, columns and terms",
+            )
+        found = SummedLoss(found, section.use)
+    return Checked(found, section.use, source_file(factory))
+
+
+def _factory(section: recipe.CustomMethod) -> Plugin:
+    factory = load(section.use, "tuner.methods", Path.cwd())  # a path in a loaded recipe is absolute
+    require_call(factory, section.use, (), section.options)
+    return factory

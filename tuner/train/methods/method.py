@@ -1,0 +1,83 @@
+"""What a method is: the losses of a micro-batch as sums, and what they are divided by over the whole global batch."""
+
+import functools
+import operator
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tuner.data.batches import Batch, StepBatches
+from tuner.model.output_layer import OutputLayer
+
+Counts = Mapping[str, float]
+"""How much there is of something (`tokens`, `documents`) in a whole global batch, known on the host."""
+
+
+class Sum(NamedTuple):
+    """A sum over a micro-batch, a scalar on the device, and the name of the count that it is divided by."""
+
+    value: torch.Tensor
+    per: str
+
+    def mean(self, counts: Counts) -> torch.Tensor:
+        """Its share of the mean over the global batch; that of nothing is the sum itself, a zero."""
+        return self.value / (counts[self.per] or 1)
+
+
+class Terms(NamedTuple):
+    """A micro-batch's part of the loss, by name, and of figures that are logged beside it, which have no gradient.
+
+    The loss of a step is the sum of its terms' means. A tuple of dicts, since FSDP2 finds tensors in nothing else.
+    """
+
+    losses: dict[str, Sum]
+    figures: dict[str, Sum]
+
+    def loss(self, counts: Counts) -> torch.Tensor:
+        """What the backward pass starts from: the sums over the micro-batch, divided by the global batch's counts."""
+        return functools.reduce(operator.add, (one.mean(counts) for one in self.losses.values()))
+
+    def plus(self, other: "Terms | None") -> "Terms":
+        """The sums over this and what came before it, without gradients."""
+        earlier = Terms({}, {}) if other is None else other
+        return Terms(_added(earlier.losses, self.losses), _added(earlier.figures, self.figures))
+
+
+def _added(earlier: Mapping[str, Sum], new: Mapping[str, Sum]) -> dict[str, Sum]:
+    detached = {name: Sum(one.value.detach(), one.per) for name, one in new.items()}
+    return {n: Sum(earlier[n].value + one.value, one.per) if n in earlier else one for n, one in detached.items()}
+
+
+def logged(terms: Terms) -> tuple[str, ...]:
+    """What a step's line has beside its loss: the losses by name where there are several, and the figures."""
+    return (*(terms.losses if len(terms.losses) > 1 else ()), *terms.figures)
+
+
+@runtime_checkable
+class Method(Protocol):
+    """A loss, from what it sees of a global batch on the host to what it computes of a micro-batch on the device."""
+
+    by_document: bool
+    """Whether :meth:`counts` reads ``trained_per_document`` of the global batch."""
+
+    def counts(self, batches: StepBatches) -> Counts:
+        """The global batch's counts by which sums are divided; the same on every rank, so none is communicated."""
+        ...
+
+    def columns(self, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
+        """What goes to the device with a micro-batch beside its tokens: which document each trained position belongs
+        to, weights of positions, groups of documents, figures of another model. No documents, no entries."""
+        ...
+
+    def terms(
+        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
+    ) -> Terms:
+        """The sums of a micro-batch, inside the model's forward: the same names each time, and no read of the device.
+
+        Shapes: hidden ``[N, D]`` at the N trained positions, targets int64 ``[N]``. N may be 0, and the losses must
+        then be zeros that have a gradient.
+        """
+        ...
