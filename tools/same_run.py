@@ -102,7 +102,7 @@ def outcome(tree: Path, work: Path, name: str) -> dict[str, str]:
 
     prepared = call("-m", "tuner", "prepare-data", str(recipe))
     told: dict[str, Any] = json.loads(call("-m", "tuner", "train", str(recipe), "--json"))
-    run = Path(told["artifacts"]["run"] if "run" in told["artifacts"] else next((work / "runs").glob("*")))
+    run = Path(told["artifacts"]["path"])
     figures = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     determined = [{key: value for key, value in line.items() if key not in CLOCKED} for line in figures]
     steps = sum(line["kind"] == "train" for line in figures)
