@@ -1,4 +1,9 @@
-"""No line of the tree may run what came from a file, ask a shell, or trust remote code; the allow-list is empty."""
+"""No line of the tree may run what came from a file, ask a shell, or trust remote code; the allow-list is empty.
+
+"No pickle" means that nothing is unpickled that another program, another user or a file may have written. Processes
+that one command has started itself send each other pickled values, over sockets and process groups that only they
+hold; the files in which that happens are named here, and nothing else may.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+BETWEEN_OWN_PROCESSES = {
+    "tuner/data/building/pool.py",
+    "tuner/data/building/worker.py",
+    "tuner/runtime/collective.py",
+    "tools/prepare_campaign.py",
+}
+"""Who unpickles what another process of the same command has sent."""
+RECEIVERS = {
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+    "recv_object_list", "ForkingPickler", "ProcessPoolExecutor",
+}  # fmt: skip
 CALLS = {
     "eval": "eval",
     "exec": "exec",
@@ -68,6 +84,19 @@ def dangers(tree: ast.AST) -> Iterator[str]:
             yield f"line {node.lineno}: a fixed name in a shared directory"
 
 
+def receivers(tree: ast.AST) -> Iterator[str]:
+    """What in a tree unpickles things that another process sends: multiprocessing, torch's object collectives."""
+    for node in ast.walk(tree):
+        names: set[str] = set()
+        if isinstance(node, ast.Import):
+            names = {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {(node.module or "").split(".")[0], *(alias.name for alias in node.names)}
+        elif isinstance(node, ast.Attribute):
+            names = {node.attr}
+        yield from (f"line {node.lineno}: {name}" for name in sorted(names & {*RECEIVERS, "multiprocessing"}))
+
+
 def sources() -> list[Path]:
     """Every Python file that this project wrote, except this one, whose controls name what it forbids."""
     files = [path for folder in ("tuner", "tools", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -76,7 +105,11 @@ def sources() -> list[Path]:
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_source_stays_above_the_floor(path: Path) -> None:
-    assert list(dangers(ast.parse(path.read_text(encoding="utf-8")))) == []
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert list(dangers(tree)) == []
+    name = path.relative_to(ROOT).as_posix()
+    if not name.startswith("tests/"):
+        assert bool(list(receivers(tree))) == (name in BETWEEN_OWN_PROCESSES), list(receivers(tree))
 
 
 @pytest.mark.parametrize(
@@ -99,6 +132,20 @@ def test_source_stays_above_the_floor(path: Path) -> None:
 )
 def test_the_floor_catches(line: str) -> None:
     assert list(dangers(ast.parse(line)))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import multiprocessing.connection",
+        "from multiprocessing.reduction import ForkingPickler",
+        "from torch.distributed import broadcast_object_list",
+        "dist.all_gather_object(found, mine)",
+        "from concurrent.futures import ProcessPoolExecutor",
+    ],
+)
+def test_what_unpickles_between_processes_is_found(line: str) -> None:
+    assert list(receivers(ast.parse(line)))
 
 
 @pytest.mark.parametrize(

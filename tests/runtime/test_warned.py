@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.building.worker_jobs import Echo
-from tuner.data.building.workers import answers
+from tuner.data.building.pool import answers
 from tuner.runtime.console import Console
 from tuner.runtime.warned import Warned, collected, read_warned
 

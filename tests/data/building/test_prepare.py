@@ -3,8 +3,8 @@ from __future__ import annotations
 import io
 import json
 import multiprocessing
+import os
 import shutil
-import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from tests.data import tiny
+from tests.data.building.test_pool import children
 from tuner.config.recipe import DataSection, ModelSection, SftMethod, TokenizerSection
 from tuner.data.batches import GlobalBatches
-from tuner.data.building.crew import Crew
 from tuner.data.building.encoded import record_batches
 from tuner.data.building.explain import explain
 from tuner.data.building.keys import keys_of
+from tuner.data.building.pool import WorkerPool
 from tuner.data.building.prepare import PreparedInfo, find_prepared, prepare
 from tuner.data.building.progress import Pace
 from tuner.data.building.request import prepare_request
@@ -153,21 +154,28 @@ def test_the_number_of_workers_changes_no_byte(tmp_path: Path, data: dict[str, A
 
 @pytest.mark.usefixtures("small_bundles")
 def test_processes_that_were_started_for_nothing_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    crews: list[Crew] = []
+    pools: list[tuple[WorkerPool[Any, Any], list[bool]]] = []
 
-    def noted(job: object, count: int) -> Crew:
-        crews.append(Crew(job, count))
-        return crews[-1]
+    class Noted(WorkerPool[Any, Any]):
+        def __init__(self, job: Any, count: int) -> None:
+            super().__init__(job, count)
+            pools.append((self, []))
 
-    monkeypatch.setattr("tuner.data.building.documents.Crew", noted)
-    monkeypatch.setattr("tuner.data.building.workers.Crew", None)  # the one that was started early is used
+        def end(self, at_once: bool = False) -> None:
+            pools[-1][1].append(at_once)
+            super().end(at_once)
+
+    monkeypatch.setattr("tuner.data.building.documents.WorkerPool", Noted)
+    monkeypatch.setattr("tuner.data.building.pool.WorkerPool", None)  # the one that was started early is used
+    before = children(os.getpid())
     request = tiny.request(tmp_path / "cache", several(tmp_path / "rows", 5), workers=2, on_bad_row="skip")
     assert not prepare(request).cached
     assert prepare(request).cached
     broken = tiny.request(tmp_path / "cache", [{"path": str(tmp_path / "rows" / "r2.jsonl")}] * 4, workers=2)
     with pytest.raises(DataError, match="r2.jsonl:24"):
         prepare(broken)
-    assert [crew.exit_code(1) for crew in crews] == [0, -signal.SIGKILL, -signal.SIGKILL]
+    assert [ends[0] for _, ends in pools] == [False, True, True]
+    assert children(os.getpid()) == before
 
 
 @pytest.mark.parametrize("rows_in_a_slice", [1, 7, 64])

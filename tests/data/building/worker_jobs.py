@@ -7,7 +7,8 @@ import signal
 import threading
 import time
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +24,14 @@ class OddError(Exception):
 
 @dataclass(frozen=True)
 class Echo:
-    """Answers (the item, the worker's process id, its thread settings); what an item says is done first.
-
-    An order is written, with the process and the answered item, to the file that the order names.
-    """
+    """Answers (the item, the worker's process id, its thread settings); what an item says is done first."""
 
     directory: Path | None = None
-    left: dict[int, Any] = field(default_factory=dict)
 
-    def start(self) -> Echo:
-        return self
+    def start(self) -> Callable[[Any], Any]:
+        return self.answer
 
-    def finish(self, number: int, order: tuple[Path, str]) -> None:
-        path, what = order
-        if what == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        with path.open("a") as file:
-            file.write(f"{number} {what} {self.left.pop(number)} {os.getpid()}\n")
-
-    def answer(self, number: int, item: Any) -> Any:
-        self.left[number] = item
+    def answer(self, item: Any) -> Any:
         if self.directory is not None:
             (self.directory / str(os.getpid())).touch()
         match item:
@@ -59,7 +48,8 @@ class Echo:
                 raise DataError(text, hint="mend it")
             case ("odd error", text):
                 raise OddError(text, "odd")
-            case ("big", size):
+            case ("big", size, *seconds):
+                time.sleep(sum(seconds))
                 return b"x" * size
         return item, os.getpid(), os.environ.get("TOKENIZERS_PARALLELISM")
 
@@ -68,21 +58,21 @@ class Echo:
 class Threaded(Echo):
     """An Echo that has a thread from the start on."""
 
-    def start(self) -> Echo:
+    def start(self) -> Callable[[Any], Any]:
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-        return self
+        return self.answer
 
 
 @dataclass(frozen=True)
 class NeverStarts:
     """A job that cannot be started."""
 
-    def start(self) -> Echo:
+    def start(self) -> Callable[[Any], Any]:
         raise DataError("cannot start")
 
 
 class Unreadable:
-    """An item that breaks the worker that reads it."""
+    """An item that the worker cannot read."""
 
     def __reduce__(self) -> Any:
         return (os.listdir, (1, 2, 3))

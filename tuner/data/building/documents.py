@@ -4,7 +4,6 @@ Blocks of rows are encoded by workers and arrive in order, as record batches. Wh
 held out, all of them are written first and the chosen ones are then copied, batch by batch.
 """
 
-import itertools
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,20 +19,20 @@ import pyarrow as pa
 
 from tuner.config.duration import Duration
 from tuner.data.building.counts import ByAnswer, Counts
-from tuner.data.building.crew import Crew
 from tuner.data.building.encoded import (
     BadRow,
     Bundle,
+    EncodedBundle,
     EncodeJob,
     documents_schema,
     record_batches,
 )
 from tuner.data.building.keys import Keys, Source
+from tuner.data.building.pool import WorkerDiedError, WorkerPool, answers
 from tuner.data.building.progress import pace
 from tuner.data.building.selection import shared
 from tuner.data.building.sides import Chosen, Side
-from tuner.data.building.stream_file import Place, StreamFiles
-from tuner.data.building.workers import WorkerDiedError, answers
+from tuner.data.building.stream_file import StreamFiles
 from tuner.data.encoding.encode import FastEncoderMismatch
 from tuner.data.prepared import arrow_bits
 from tuner.data.reading.block import BLOCK_BYTES, Block
@@ -67,23 +66,26 @@ class _Origin:
     size: int
 
 
-def crew_of(request: "PrepareRequest", sources: Iterable[Source]) -> Crew | None:
-    """Start the processes that `build_documents` would, where their number is more than one and there is much to do."""
+EncodingPool = WorkerPool[Bundle, EncodedBundle]
+
+
+def start_pool(request: "PrepareRequest", sources: Iterable[Source]) -> EncodingPool | None:
+    """Start the workers that `build_documents` would, where their number is more than one and there is much to do."""
     size = _expected_bytes(sources)
     count = _workers(request.workers)
-    return Crew(_job(request, much=True), count) if count > 1 and size >= FEW_BUNDLES * BUNDLE_BYTES else None
+    return WorkerPool(_job(request, much=True), count) if count > 1 and size >= FEW_BUNDLES * BUNDLE_BYTES else None
 
 
 def build_documents(
-    request: "PrepareRequest", keys: Keys, tmp: Path, console: "Console | None", crew: Crew | None = None
+    request: "PrepareRequest", keys: Keys, tmp: Path, console: "Console | None", pool: EncodingPool | None = None
 ) -> dict[str, Any]:
     """Write train.arrow, eval.arrow and rejects.jsonl into `tmp`; return the manifest's body.
 
-    `crew` is that of `crew_of`. Raises DataError for the first bad row in the order of the input, and where nothing
+    `pool` is that of `start_pool`. Raises DataError for the first bad row in the order of the input, and where nothing
     is left to train on; MachineError where a worker dies or nothing can be written.
     """
     try:
-        return _build(request, keys, tmp, console, crew)
+        return _build(request, keys, tmp, console, pool)
     except FastEncoderMismatch as mismatch:
         reason = str(mismatch)
     if console is not None:
@@ -113,7 +115,7 @@ def _build(
     keys: Keys,
     tmp: Path,
     console: "Console | None",
-    crew: Crew | None = None,
+    pool: EncodingPool | None = None,
     slow_reason: str | None = None,
 ) -> dict[str, Any]:
     split = request.data.eval if isinstance(request.data.eval, Duration) else None
@@ -123,7 +125,7 @@ def _build(
     expected = _expected_bytes(source for side in sides for source in side.sources)
     job = _job(request, much=False, fast=slow_reason is None)
     with pace(console, expected) as done:
-        hashed = _read(sides, job, request.workers, tmp, done, crew)
+        hashed = _read(sides, job, request.workers, tmp, done, pool)
     keys.refuse_changed()
     give_back()  # what encoding held: choosing documents needs its own
     taken = [side.taken(request.seed) for side in sides]
@@ -135,7 +137,7 @@ def _build(
     for side in sides:
         if side.is_chosen_from:
             names = ("train", "eval") if side.is_split else (side.name,)
-            _write_chosen(side, tmp, {name: by_name[name].copies for name in names}, schema)
+            hashed |= _write_chosen(side, tmp, {name: by_name[name].copies for name in names}, schema)
     return {**_body(sides, taken, by_name, keys, slow_reason), "files": hashed}
 
 
@@ -145,35 +147,29 @@ def _read(
     workers: int | None,
     tmp: Path,
     done: Callable[[int], None],
-    crew: Crew | None,
+    pool: EncodingPool | None,
 ) -> dict[str, Any]:
     """Encode every block of every side; write documents and bad rows in the order of the input.
 
-    Returns the entries, as a manifest has them, of files that were hashed on the way.
+    Returns the manifest's entries of the files of documents that stay.
     """
     ahead: deque[list[_Origin]] = deque()
     bundles = _bundles(sides, ahead)
     first = deque(islice(bundles, FEW_BUNDLES))
     count = 1 if len(first) < FEW_BUNDLES else _workers(workers)
     lines = 0
-
-    def hash_behind(side: Side) -> bool:
-        return count > 1 and not side.is_chosen_from
-
     with (
         StreamFiles(documents_schema(job.tokenizer.vocab_size)) as files,
-        closing(answers(job, _one_by_one(first, bundles), count, files.filled, crew)) as encoded,
+        closing(answers(job, _one_by_one(first, bundles), count, pool)) as encoded,
         (tmp / REJECTS).open("w", encoding="utf-8") as rejects,
     ):
-        order: Place | None = None
-        places: list[_Origin] = []
-        for number in itertools.count():
+        while True:
             try:
-                bundle = encoded.send(order)
+                bundle = next(encoded)
             except StopIteration:
                 break
             except WorkerDiedError as death:
-                raise _worker_died(ahead[0] if ahead else places, lines, death) from death
+                raise _worker_died(ahead[0], lines, death) from death
             places = ahead.popleft()
             for place, block in zip(places, bundle.blocks, strict=False):
                 lines = 0 if place.block == 0 else lines
@@ -186,14 +182,13 @@ def _read(
                 place.side.size += place.size
             side = places[0].side
             side.add(bundle)
-            path = side.path(tmp, places[0].source)
-            files.require(path, hash_behind(side))
-            order = files.place(number, path, bundle.size) if bundle.size else None
+            files.append(side.path(tmp, places[0].source), bundle.documents)
             done(sum(place.size for place in places))
         for side in sides:
             for path, _ in side.parts(tmp):
-                files.require(path, hash_behind(side))
-        return files.entries()
+                files.append(path, None)
+        entries = files.entries()
+    return {path.name: entries[path.name] for side in sides if not side.is_chosen_from for path, _ in side.parts(tmp)}
 
 
 def _one_by_one(first: deque[Bundle], others: Iterator[Bundle]) -> Iterator[Bundle]:
@@ -235,40 +230,29 @@ def _expected_bytes(sources: Iterable[Source]) -> int:
     return sum(file.size() * (INFLATES if file.compression or file.kind == "parquet" else 1) for file in files)
 
 
-class _Writer:
-    """Writes record batches to a new Arrow IPC stream file."""
+def _write_chosen(
+    side: Side, tmp: Path, splits: Mapping[str, npt.NDArray[np.int32]], schema: pa.Schema
+) -> dict[str, Any]:
+    """Copy the chosen documents of a side to the files of the splits, and remove the files that they were in.
 
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self._file = pa.OSFile(str(path), "wb")
-        self._stream = pa.ipc.new_stream(self._file, schema)
-
-    def write(self, batch: pa.RecordBatch) -> None:
-        """Append a batch."""
-        if batch.num_rows:
-            self._stream.write_batch(batch)
-
-    def __enter__(self) -> "_Writer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stream.close()
-        self._file.close()
-
-
-def _write_chosen(side: Side, tmp: Path, splits: Mapping[str, npt.NDArray[np.int32]], schema: pa.Schema) -> None:
-    """Copy the chosen documents of a side to the files of the splits, and remove the files that they were in."""
-    for name, often in splits.items():
-        start = 0
-        with _Writer(tmp / f"{name}.arrow", schema) as writer:
+    Returns the manifest's entries of the new files.
+    """
+    with StreamFiles(schema) as files:
+        for name, often in splits.items():
+            target = tmp / f"{name}.arrow"
+            files.append(target, None)
+            start = 0
             for path, documents in side.parts(tmp):
                 own = often[start : start + documents]
                 start += documents
                 # Whole passes one after the other: repeats of a document are not neighbours.
                 for number in range(int(own.max(initial=0))):
                     for batch in _filtered(path, own > number):
-                        writer.write(batch)
+                        files.append(target, batch.serialize() if batch.num_rows else None)
+        entries = files.entries()
     for path, _ in side.parts(tmp):
         path.unlink()
+    return entries
 
 
 def _filtered(path: Path, kept: npt.NDArray[np.bool_]) -> Iterator[pa.RecordBatch]:
@@ -385,6 +369,6 @@ def _worker_died(places: Sequence[_Origin], lines: int, death: WorkerDiedError) 
     first = 1 if places[0].block == 0 else lines + 1
     more = f" and {len(places) - 1:,} files after it" if len(places) > 1 else ""
     return MachineError(
-        f"{places[0].name}: a worker {death.how} while it encoded the rows from line {first:,} on{more}",
+        f"{places[0].name}: a worker {death} while it encoded the rows from line {first:,} on{more}",
         hint="where the machine ran out of memory, set data.workers to fewer",
     )

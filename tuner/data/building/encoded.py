@@ -1,7 +1,7 @@
 """Rows encoded: what a worker does with some blocks of them, and the record batch and counts that it answers with."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,6 @@ import pyarrow as pa
 
 from tuner.data.building.counts import ByAnswer, Counts
 from tuner.data.building.selection import Digests, digest
-from tuner.data.building.stream_file import Place, write_batch
 from tuner.data.encoding.encode import CHECKS, Encoder
 from tuner.data.encoding.encoded_batch import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -60,10 +59,10 @@ class EncodedBlock:
 
 @dataclass(frozen=True)
 class EncodedBundle:
-    """The n kept documents of a bundle, in order, but for their tokens: those stay with who encoded them."""
+    """The n kept documents of a bundle, in order."""
 
-    size: int
-    """Bytes of their record batch in a file; 0 where there is none."""
+    documents: pa.Buffer | None
+    """Their record batch as a stream file holds it; None where there is none."""
     digests: Digests
     """uint64[n, 2]"""
     lengths: npt.NDArray[np.uint32]
@@ -81,7 +80,7 @@ class EncodedBundle:
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """What decides how rows are encoded; a worker gets it once. A `workers.Job`."""
+    """What decides how rows are encoded; a worker gets it once. A `pool.Job`."""
 
     tokenizer: TextTokenizer
     train_on: TrainOn
@@ -92,35 +91,15 @@ class EncodeJob:
     much: bool = False
     """Whether there are rows enough for the fast encoder: it is then built at the start, for all processes at once."""
 
-    def start(self) -> "Encoding":
-        """Build the encoder."""
+    def start(self) -> Callable[[Bundle], EncodedBundle]:
+        """Build the encoder; what is returned raises FastEncoderMismatch and DataError."""
         give_back()  # reading a tokenizer leaves a hundred megabytes of holes, which nothing that follows would fill
         encoder = Encoder(self.tokenizer, self.train_on, self.special_tokens, self.fast)
         if self.much:
             encoder.choose()
         give_back()
-        return Encoding(encoder, documents_schema(self.tokenizer.vocab_size), self.stop_at_bad_row)
-
-
-class Encoding:
-    """Encodes bundles, and writes each one's documents when it is told where. A `workers.Work`."""
-
-    def __init__(self, encoder: Encoder, schema: pa.Schema, stop: bool) -> None:
-        self._encoder = encoder
-        self._schema = schema
-        self._stop = stop
-        self._unwritten: dict[int, pa.Buffer] = {}
-
-    def answer(self, number: int, bundle: Bundle) -> EncodedBundle:
-        """Encode a bundle; raises FastEncoderMismatch and DataError."""
-        encoded, documents = _encode(bundle, self._encoder, self._schema, self._stop)
-        if documents is not None:
-            self._unwritten[number] = documents
-        return encoded
-
-    def finish(self, number: int, place: Place) -> None:
-        """Write a bundle's record batch. OSError."""
-        write_batch(place, self._unwritten.pop(number))
+        schema = documents_schema(self.tokenizer.vocab_size)
+        return lambda bundle: _encode(bundle, encoder, schema, self.stop_at_bad_row)
 
 
 class _Slice:
@@ -160,10 +139,8 @@ def targets_of(trained: npt.NDArray[np.bool_], offsets: npt.NDArray[np.int64]) -
     return np.subtract(before[offsets[1:]], before[np.minimum(offsets[:-1] + 1, offsets[1:])], dtype=np.int64)
 
 
-def _encode(
-    bundle: Bundle, encoder: Encoder, schema: pa.Schema, stop: bool
-) -> tuple[EncodedBundle, pa.Buffer | None]:
-    """The tables of a bundle's kept documents, and the documents as a file holds them, where there are any."""
+def _encode(bundle: Bundle, encoder: Encoder, schema: pa.Schema, stop: bool) -> EncodedBundle:
+    """The kept documents of a bundle."""
     gathered = _Gathered(bundle, schema)
     checks = CHECKS if gathered.size <= SLICE_BYTES else SLICE_CHECKS
     for part in _slices(bundle, stop):
@@ -241,8 +218,8 @@ class _Gathered:
         if batch.by_answer:
             self._by_answer.documents += int(np.isin(batch.rows[kept], list(batch.by_answer)).sum())
 
-    def done(self) -> tuple[EncodedBundle, pa.Buffer | None]:
-        """The tables, and the documents as a file holds them, where there are any."""
+    def done(self) -> EncodedBundle:
+        """All of them."""
         ids, trained, lengths, targets, prompts, follows, digests = (
             np.concatenate(columns) for columns in zip(*self._columns, strict=True)
         )
@@ -250,8 +227,8 @@ class _Gathered:
         documents = None
         if len(lengths):
             documents = _record_batch(ids, trained, lengths, prompts, self._schema).serialize()
-        bundle = EncodedBundle(
-            size=0 if documents is None else documents.size,
+        return EncodedBundle(
+            documents=documents,
             digests=digests,
             lengths=lengths,
             targets=targets,
@@ -262,7 +239,6 @@ class _Gathered:
             notes=self._notes,
             by_answer=self._by_answer,
         )
-        return bundle, documents
 
     def _count(self, owners: npt.NDArray[np.int64], rows: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]) -> None:
         """Count the rows of a slice, and its documents, which come from `rows`, by block."""

@@ -19,8 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from tuner.data.building.cache import build_once, place, valid
-from tuner.data.building.crew import Crew
-from tuner.data.building.documents import REJECTS, build_documents, crew_of
+from tuner.data.building.documents import REJECTS, EncodingPool, build_documents, start_pool
 from tuner.data.building.encoded import record_batches
 from tuner.data.building.keys import Keys, keys_of, sources_of
 from tuner.data.building.pack import cut, row_batches
@@ -61,7 +60,7 @@ def prepare(request: PrepareRequest, console: "Console | None" = None) -> Prepar
     started = time.monotonic()
     train, held = sources_of(request)
     # Before it is known whether it is needed: it loads the tokenizer while the sources are hashed.
-    with crew_of(request, [*train, *(held or [])]) or nullcontext() as crew:
+    with start_pool(request, [*train, *(held or [])]) or nullcontext() as pool:
         keys = keys_of(request, (train, held))
         final = place(request.cache_dir, "prepared", keys.prepared)
         manifest = valid(final, "prepared")
@@ -69,11 +68,11 @@ def prepare(request: PrepareRequest, console: "Console | None" = None) -> Prepar
         if manifest is None:
 
             def make(tmp: Path) -> dict[str, Any]:
-                return _build_rows(request, keys, tmp, console, crew)
+                return _build_rows(request, keys, tmp, console, pool)
 
             manifest, cached = build_once(request.cache_dir, "prepared", keys.prepared, make, console)
-        elif crew is not None:
-            crew.end(at_once=True)
+        elif pool is not None:
+            pool.end(at_once=True)
     return PreparedInfo(final, keys.prepared, cached, manifest["report"], time.monotonic() - started)
 
 
@@ -101,7 +100,7 @@ def prepared_path(request: PrepareRequest) -> Path:
 
 
 def _build_rows(
-    request: PrepareRequest, keys: Keys, tmp: Path, console: "Console | None", crew: Crew | None
+    request: PrepareRequest, keys: Keys, tmp: Path, console: "Console | None", pool: EncodingPool | None
 ) -> dict[str, Any]:
     """The second level: documents linked from the first, which is built where it is missing, and the packed rows."""
 
@@ -111,7 +110,7 @@ def _build_rows(
         _link(encoded / REJECTS, tmp / REJECTS)
 
     def make(new: Path) -> dict[str, Any]:
-        return build_documents(request, keys, new, console, crew)
+        return build_documents(request, keys, new, console, pool)
 
     encoded, _ = build_once(request.cache_dir, "encoded", keys.encoded, make, console, link)
     give_back()  # what the tables of documents held: packing needs its own

@@ -1,7 +1,6 @@
-"""What runs in the processes of a crew: `python -m tuner.data.building.worker SOCKET..`, with the job on its input.
+"""What runs in the processes of a pool: `python -m tuner.data.building.worker SOCKET..`, with the job on its input.
 
-The first process loads the job, divides into one process for each socket but the first, tells on that one how each of
-them ends, and is gone when its parent is.
+The first process loads the job, forks into one for each socket but the first, and tells on that one how they end.
 """
 
 import contextlib
@@ -12,123 +11,106 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from queue import PriorityQueue
+from queue import SimpleQueue
 from typing import Any, NoReturn
 
-from tuner.data.building.workers import ITEM, WARNING, Work
 from tuner.runtime.memory import calm_collector
 from tuner.runtime.warned import python_warning
 
 _heard: list[str] = []
 """Warnings of Python's `warnings` that this process met and did not tell its parent yet."""
 _ALONE = "alone"
-"""The argument before the socket of a process that does not divide."""
+"""The argument before the socket of a process that does not fork."""
 
 
 def main() -> None:
-    """Be the first process of a crew, or one that could not be divided from it."""
+    """Be the process that forks into the workers, or one that could not be forked from it."""
     warnings.showwarning = lambda *warning, **_: _heard.append(python_warning(*warning[:4]))
     with calm_collector():
-        work = _started()
+        answer = _started()
         if sys.argv[1] == _ALONE:
-            _follow(int(sys.argv[2]), work)
-        ends, *sockets = map(int, sys.argv[1:])
-        _divide(Connection(ends), sockets, work)
+            _serve(int(sys.argv[2]), answer)
+        exits, *sockets = map(int, sys.argv[1:])
+        _fork(Connection(exits), sockets, answer)
 
 
-def _started() -> Work[Any, Any, Any]:
+def _started() -> Callable[[Any], Any]:
     # Mapped and not read: others that get the same input find it whole.
-    with mmap.mmap(sys.stdin.fileno(), 0, access=mmap.ACCESS_READ) as told:
-        job = ForkingPickler.loads(told)
+    with mmap.mmap(sys.stdin.fileno(), 0, access=mmap.ACCESS_READ) as pickled:
+        job = ForkingPickler.loads(pickled)
     try:
-        work: Work[Any, Any, Any] = job.start()
+        answer: Callable[[Any], Any] = job.start()
     except Exception as error:  # every item is answered by it: the parent raises the first
-        work = _NeverStarted(error)
-    return work
+        failure = error
+
+        def answer(_: Any) -> NoReturn:
+            raise failure
+
+    return answer
 
 
-class _NeverStarted:
-    """The work of a job that could not be started."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def answer(self, number: int, item: object) -> NoReturn:
-        raise self._error
-
-    def finish(self, number: int, order: object) -> NoReturn:
-        raise self._error
-
-
-def _divide(ends: "Connection[Any, Any]", sockets: Sequence[int], work: Work[Any, Any, Any]) -> NoReturn:
-    """Start a process for each socket; tell how they end until all have, or until the parent is gone."""
-    if ends.poll():  # nothing is ever said on it: the parent is gone
-        os._exit(0)
+def _fork(exits: "Connection[Any, Any]", sockets: Sequence[int], answer: Callable[[Any], Any]) -> NoReturn:
+    """Start a worker for each socket, and tell how they end until all have: at the latest when the parent is gone."""
     can_fork = sys.platform == "linux" and len(os.listdir("/proc/self/task")) == 1
     numbers: dict[int, int] = {}
     gc.freeze()  # what is loaded is shared as long as nobody writes to it, and a look for cycles would
     for number, socket in enumerate(sockets):
-        pid = os.fork() if can_fork else _alone(socket, (ends.fileno(), *sockets[number + 1 :]))
+        others = sockets[number + 1 :]
+        pid = os.fork() if can_fork else _spawned(socket, (exits.fileno(), *others))
         if pid == 0:
-            ends.close()
-            for other in sockets[number + 1 :]:
+            exits.close()
+            for other in others:
                 os.close(other)
-            _follow(socket, work)
+            _serve(socket, answer)
         numbers[pid] = number
         os.close(socket)
-    threading.Thread(target=_end_with_parent, args=(ends,), daemon=True).start()
     while numbers:
         pid, status = os.waitpid(-1, 0)
         with contextlib.suppress(OSError):  # the parent may be gone, and then the others are about to end
-            ends.send((numbers.pop(pid), os.waitstatus_to_exitcode(status)))
+            exits.send((numbers.pop(pid), os.waitstatus_to_exitcode(status)))
     os._exit(0)
 
 
-def _alone(socket: int, others: Sequence[int]) -> int:
-    """Start a process that loads the job for itself, where dividing is not safe beside another thread; its id."""
+def _spawned(socket: int, closed: Sequence[int]) -> int:
+    """Start a process that loads the job for itself, where a fork is not safe beside another thread; its id."""
     command = [sys.executable, "-m", "tuner.data.building.worker", _ALONE, str(socket)]
-    closed = [(os.POSIX_SPAWN_CLOSE, other) for other in others]
-    return os.posix_spawn(sys.executable, command, os.environ, file_actions=closed)
+    actions = [(os.POSIX_SPAWN_CLOSE, other) for other in closed]
+    return os.posix_spawn(sys.executable, command, os.environ, file_actions=actions)
 
 
-def _end_with_parent(ends: "Connection[Any, Any]") -> NoReturn:
-    ends.poll(None)
-    os._exit(0)
-
-
-def _follow(socket: int, work: Work[Any, Any, Any]) -> NoReturn:
-    """Answer items and follow orders until the parent is gone."""
+def _serve(socket: int, answer: Callable[[Any], Any]) -> NoReturn:
+    """Answer items until the parent is gone."""
     connection: Connection[Any, Any] = Connection(socket)
-    tasks: PriorityQueue[tuple[int, int, Any]] = PriorityQueue()
-    threading.Thread(target=_read, args=(connection, tasks), daemon=True).start()
+    items: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, items), daemon=True).start()
     while True:
-        kind, number, what = tasks.get()
         try:
-            answer = (work.answer if kind == ITEM else work.finish)(number, what)
-            message = ForkingPickler.dumps((kind, number, answer, None))
+            message = _message((answer(ForkingPickler.loads(items.get())),))
         except Exception as error:  # whatever it is, the parent decides
-            message = ForkingPickler.dumps((kind, number, None, _portable(error)))
+            message = _message((None, _portable(error)))
         try:
-            while _heard:
-                connection.send_bytes(ForkingPickler.dumps((WARNING, 0, _heard.pop(0), None)))
             connection.send_bytes(message)
         except OSError:
             os._exit(0)  # the parent is gone
 
 
-def _read(connection: "Connection[Any, Any]", tasks: "PriorityQueue[tuple[int, int, Any]]") -> None:
-    """Take items and orders as they come; when the parent is gone, end this process whatever it is doing."""
+def _receive(connection: "Connection[Any, Any]", items: "SimpleQueue[bytes]") -> None:
+    """Take items as they come; when the parent is gone, end this process whatever it is doing."""
     try:
         while True:
-            tasks.put(connection.recv())
-    except (EOFError, OSError):
+            items.put(connection.recv_bytes())
+    finally:
         os._exit(0)
-    except BaseException:  # an item that cannot be read: without this thread the process would wait for ever
-        traceback.print_exc()
-        os._exit(1)
+
+
+def _message(outcome: tuple[Any, ...]) -> Any:
+    """An answer or an error, and what was warned of meanwhile, as they are sent."""
+    message = ForkingPickler.dumps((outcome, _heard))
+    _heard.clear()
+    return message
 
 
 def _portable(error: Exception) -> Exception:

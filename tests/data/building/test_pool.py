@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from tests.data.building.worker_jobs import Echo, NeverStarts, Unreadable
-from tuner.data.building.workers import QUEUED, WorkerDiedError, answers
+from tests.data import tiny
+from tests.data.building.worker_jobs import Echo, NeverStarts, Threaded, Unreadable
+from tuner.data.building.encoded import EncodeJob
+from tuner.data.building.pool import WINDOW, WorkerDiedError, WorkerPool, answers
 from tuner.errors import DataError
 
 ROOT = Path(__file__).parents[3]
@@ -61,7 +63,7 @@ def test_few_items_are_taken_ahead() -> None:
     with contextlib.closing(answers(Echo(), source(), 2)) as found:
         for i in range(5):
             next(found)
-            assert len(taken) <= i + 1 + (QUEUED + 1) * 2
+            assert len(taken) <= i + 1 + WINDOW * 2
 
 
 def test_answers_and_items_larger_than_a_socket_holds() -> None:
@@ -87,6 +89,8 @@ def test_an_error_that_cannot_be_sent_is_named_and_brings_its_traceback() -> Non
     assert "in answer" in caught.value.__notes__[0]
     with pytest.raises(DataError, match="cannot start"):
         list(answers(NeverStarts(), [1, 2], 2))
+    with pytest.raises(TypeError, match="listdir"):
+        list(answers(Echo(), [1, Unreadable(), 2], 2))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +98,6 @@ def test_an_error_that_cannot_be_sent_is_named_and_brings_its_traceback() -> Non
     [
         (("die", signal.SIGKILL), "killed by signal 9"),
         (("exit", 3), "exit code 3"),
-        (Unreadable(), "exit code 1"),
     ],
 )
 def test_a_worker_that_dies_is_an_error_in_its_turn(item: Any, how: str) -> None:
@@ -111,57 +114,92 @@ def test_all_workers_dead_is_no_hang() -> None:
         list(answers(Echo(), [("exit", 1)] * 9, 2))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_orders_are_followed_where_the_answer_was_given(tmp_path: Path, workers: int) -> None:
-    items = [("sleep", 0.05 * (i % 3 == 0)) for i in range(9)]
-    known: list[int] = []
-    path = tmp_path / "orders"
-    encoded = answers(Echo(), items, workers, known.append)
-    given, order = [], None
-    with contextlib.suppress(StopIteration):
-        for number in range(10):
-            given.append(encoded.send(order))
-            order = (path, f"order {number}") if number % 2 == 0 else None
-    assert len(given) == 9
-    # The generator ended, so all orders were followed, each by who gave the answer.
-    assert sorted(known) == [0, 2, 4, 6, 8]
-    expected = [f"{i} order {i} {items[i]} {given[i][1]}" for i in known]
-    assert sorted(path.read_text().splitlines()) == sorted(expected)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_an_order_that_fails_is_raised(tmp_path: Path, workers: int) -> None:
-    with contextlib.closing(answers(Echo(), range(9), workers)) as encoded:
-        next(encoded)
-        with pytest.raises(FileNotFoundError):
-            for _ in range(9):
-                encoded.send((tmp_path / "no" / "orders", "order"))
-
-
-@pytest.mark.parametrize("items", [1, 9], ids=["idle", "busy"])
-def test_a_worker_that_dies_of_an_order_is_an_error(tmp_path: Path, items: int) -> None:
-    with contextlib.closing(answers(Echo(), range(items), 2)) as encoded:
-        next(encoded)
+def test_a_worker_that_dies_while_it_answers_is_no_hang() -> None:
+    items: list[Any] = [0, 1, ("big", 1 << 26, 0.2), ("big", 1 << 26, 0.2)]
+    with contextlib.closing(answers(Echo(), items, 2)) as found:
+        pids = [next(found)[1] for _ in range(2)]
+        time.sleep(0.6)  # both are in the middle of an answer that nobody reads, and no socket holds
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="killed by signal 9"):
-            for _ in range(9):
-                encoded.send((tmp_path / "orders", "die"))
+            next(found)
 
 
-def test_a_worker_that_died_before_its_answer_was_settled_is_an_error(tmp_path: Path) -> None:
-    with contextlib.closing(answers(Echo(), [("sleep", 0.2), 1], 2)) as encoded:
-        _, first, _ = next(encoded)
-        _, second, _ = encoded.send((tmp_path / "orders", "order"))
-        assert second != first
-        os.kill(second, signal.SIGKILL)
-        wait_until_gone([second])
+def command(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def children(pid: int) -> set[int]:
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def of(pool: WorkerPool[Any, Any], count: int) -> list[int]:
+    """The processes of a pool, once they are there."""
+    return [pid for _, pid, _ in pool.answers([("sleep", 0)] * count)]
+
+
+@pytest.mark.parametrize("job", [Echo(), Threaded()], ids=["forked", "each for itself"])
+def test_processes_end_with_their_pool(job: Echo) -> None:
+    with WorkerPool(job, 3) as pool:
+        pids = of(pool, 3)
+        (first,) = {parent(pid) for pid in pids}
+        assert parent(first) == os.getpid()
+        assert len(set(pids)) == 3
+        # A process with a thread is not forked: the thread would be missing, and what it holds locked.
+        assert {"alone" in command(pid) for pid in pids} == {job != Echo()}
+        os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="killed by signal 9"):
-            encoded.send((tmp_path / "orders", "order"))
+            list(pool.answers([("sleep", 0.2)] * 9))
+        assert not gone(pids[0])
+    wait_until_gone([first, *pids])
+
+
+@pytest.mark.parametrize("job", [Echo(), Threaded()], ids=["forked", "each for itself"])
+def test_a_death_is_seen_beside_processes_that_live(job: Echo) -> None:
+    with pytest.raises(WorkerDiedError, match="exit code 3"):
+        list(answers(job, [("sleep", 0.1), ("exit", 3), *range(9)], 2))
+
+
+def test_a_pool_whose_first_process_is_killed() -> None:
+    with WorkerPool(Echo(), 2) as pool:
+        pids = of(pool, 2)
+        first = parent(pids[0])
+        os.kill(first, signal.SIGKILL)
+        wait_until_gone([first])
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="killed by signal 9"):
+            of(pool, 4)
+    wait_until_gone(pids)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_pool_that_is_not_needed(at_once: bool) -> None:
+    before = children(os.getpid())
+    pool = WorkerPool(Echo(), 2)
+    (first,) = children(os.getpid()) - before
+    pool.end(at_once)
+    pool.end(at_once=True)
+    assert first not in children(os.getpid())
+
+
+def test_nothing_that_encodes_starts_a_thread_before_the_workers_are_forked() -> None:
+    before = children(os.getpid())
+    job = EncodeJob(tiny.tokenizer(), "assistant", "refuse", stop_at_bad_row=True, much=True)
+    with WorkerPool(job, 2) as pool:
+        list(pool.answers([(), ()]))
+        (first,) = children(os.getpid()) - before
+        assert [command(pid) for pid in children(first)] == [command(first)] * 2
 
 
 PARENT = """
 import sys
 from pathlib import Path
 from tests.data.building.worker_jobs import Echo
+from tuner.data.building.pool import answers
 # No guard for __main__: a worker must not run this file again.
 (Path(sys.argv[1]) / "parent").open("a").write("x")
 try:
