@@ -23,7 +23,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	echo "install   $(VENV) with $$($(PYTHON) --version)" >&2; \
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -c constraints.txt; \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,demo]" -c constraints.txt; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,demo,fast]" -c constraints.txt; \
 	seconds=$$(( $$(date +%s) - started )); \
 	echo "$$seconds" > $@; \
 	echo "install   done in $$seconds s" >&2

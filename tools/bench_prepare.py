@@ -46,14 +46,7 @@ GOALS = {"fast": 8.0, "slow": 2.0, "workers": 1.7}
 BLOCK = '''"""Stands for an environment without the fast encoder's package."""
 import sys
 
-
-class _Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "gigatoken":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-sys.meta_path.insert(0, _Absent())
+sys.modules["gigatoken"] = None
 '''
 
 

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tuner.data.building.keys import keys_of
 from tuner.data.building.pool import WorkerPool
 from tuner.data.building.prepare import PreparedInfo, find_prepared, prepare
 from tuner.data.building.progress import Pace
+from tuner.data.building.report import report_lines
 from tuner.data.building.request import prepare_request
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.prepared import PackedRows, open_prepared, open_stream
@@ -352,6 +354,28 @@ def test_a_refuted_fast_encoder_starts_the_work_again(tmp_path: Path, monkeypatc
     assert info.report["fast_path"] == {"documents": 0, "share": 0.0, "reason": "row 7 differs"}
     assert "the fast encoder is not used: row 7 differs" in said.getvalue()
     assert documents(open_prepared(info.path, verify=True).train) == documents(expected.train)
+
+
+def test_without_the_fast_encoder_the_bytes_are_the_same_and_the_report_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuner.data.encoding.encode.FAST_FROM_BYTES", 1)
+    monkeypatch.setattr("tuner.data.building.documents.FAST_FROM_BYTES", 1)
+    path = tiny.write_rows(tmp_path / "r.jsonl", rows(200))
+    found = []
+    for cache in ("with", "without"):
+        info = prepare(tiny.request(tmp_path / cache, path, eval="10%", workers=1))
+        encoded = next((tmp_path / cache / "encoded").glob("[!.]*"))
+        files = {f"{f.parent.parent.name}/{f.name}": f.read_bytes() for d in (info.path, encoded) for f in d.iterdir()}
+        del files["prepared/manifest.json"], files["encoded/manifest.json"]
+        found.append((info.key, files, info.report["fast_path"]))
+        for name in ("gigatoken", "gigatoken.gigatoken_rs"):
+            monkeypatch.setitem(sys.modules, name, None)
+    assert found[0][:2] == found[1][:2]
+    assert found[0][2] == {"documents": 200, "share": 1.0, "reason": None}
+    reason = "gigatoken is not installed: pip install 'tuner[fast]'"
+    assert found[1][2] == {"documents": 0, "share": 0.0, "reason": reason}
+    assert ("fast path", f"0.0% of documents, {reason}") in report_lines(info.report, "sft", 256, True)
 
 
 def test_progress_is_said_now_and_then(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -189,16 +190,8 @@ def test_small_batches_are_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    import builtins
-
-    real = builtins.__import__
-
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("gigatoken"):
-            raise ImportError("No module named 'gigatoken'")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    for name in ("gigatoken", "gigatoken.gigatoken_rs"):
+        monkeypatch.setitem(sys.modules, name, None)
 
 
 @pytest.mark.usefixtures("always_fast", "no_library")

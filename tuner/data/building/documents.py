@@ -33,7 +33,9 @@ from tuner.data.building.progress import pace
 from tuner.data.building.selection import shared
 from tuner.data.building.sides import Chosen, Side
 from tuner.data.building.stream_file import StreamFiles
-from tuner.data.encoding.encode import FastEncoderMismatch
+from tuner.data.encoding.byte_table import Unproven
+from tuner.data.encoding.encode import FAST_FROM_BYTES, FastEncoderMismatch
+from tuner.data.encoding.fast import NOT_INSTALLED, is_installed
 from tuner.data.prepared import arrow_bits
 from tuner.data.reading.block import BLOCK_BYTES, Block
 from tuner.data.reading.blocks import blocks
@@ -138,7 +140,19 @@ def _build(
         if side.is_chosen_from:
             names = ("train", "eval") if side.is_split else (side.name,)
             hashed |= _write_chosen(side, tmp, {name: by_name[name].copies for name in names}, schema)
-    return {**_body(sides, taken, by_name, keys, slow_reason), "files": hashed}
+    reason = slow_reason or _missing_encoder(request, sum(side.size for side in sides))
+    return {**_body(sides, taken, by_name, keys, reason), "files": hashed}
+
+
+def _missing_encoder(request: "PrepareRequest", size: int) -> str | None:
+    """The line about the fast encoder's package, where it is missing and would have encoded."""
+    if size < FAST_FROM_BYTES or is_installed():
+        return None
+    try:
+        request.tokenizer.byte_table  # noqa: B018 (whether there is one)
+    except Unproven:
+        return None
+    return NOT_INSTALLED
 
 
 def _read(

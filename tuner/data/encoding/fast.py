@@ -1,5 +1,6 @@
 """The fast encoder: gigatoken, its memory bounded."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,14 @@ _MEASURED_CHARS = 1 << 16
 """Growth in a call with a shorter text is not measured."""
 
 
+NOT_INSTALLED = "gigatoken is not installed: pip install 'tuner[fast]'"
+
+
+def is_installed() -> bool:
+    """Whether the package is there, which is an extra of this one."""
+    return find_spec("gigatoken") is not None
+
+
 class FastEncoder:
     """Encodes texts to ids with gigatoken; ids from the table's size on stand for bytes the tokenizer does not know."""
 
@@ -29,7 +38,7 @@ class FastEncoder:
         try:
             from gigatoken.gigatoken_rs import load_hf_json
         except ImportError as error:
-            raise Unproven(f"gigatoken is not installed ({error})") from error
+            raise Unproven(f"{NOT_INSTALLED} ({error})") from error
         self._load: Any = load_hf_json
         self._backend: Any = None
         self._text = self._before = self._resident = 0
