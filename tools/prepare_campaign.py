@@ -53,7 +53,7 @@ def build(trial: Trial, cache: str, fatal: tuple[int, str] | None, answers: Any)
     from tuner.config.recipe import DataSection, SftMethod
     from tuner.data.building import documents
     from tuner.data.building.prepare import prepare
-    from tuner.data.building.request import PrepareRequest
+    from tuner.data.building.spec import PrepareSpec
     from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
     from tuner.data.encoding.tokenizer import TextTokenizer
 
@@ -64,7 +64,7 @@ def build(trial: Trial, cache: str, fatal: tuple[int, str] | None, answers: Any)
     files = sorted(str(path) for path in trial.directory.glob("rows*.jsonl"))
     data = DataSection.model_validate({"train": files, "eval": "10%", "workers": trial.workers, "on_bad_row": "skip"})
     tokenizer = TextTokenizer(byte_tokenizer_files())
-    info = prepare(PrepareRequest(data, SftMethod().examples, tokenizer, 64, 1, trial.directory / cache))
+    info = prepare(PrepareSpec(data, SftMethod().examples, tokenizer, 64, 1, trial.directory / cache))
     answers.put({"pid": os.getpid(), "calls": seen, "cached": info.cached, "path": str(info.path)})
 
 

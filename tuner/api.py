@@ -28,11 +28,11 @@ def prepare_data(recipe: RecipeSource) -> PreparedInfo:
     Raises RecipeError, DataError and MachineError as `tuner prepare-data` reports them.
     """
     from tuner.data.building.prepare import prepare
-    from tuner.data.building.request import prepare_request
+    from tuner.data.building.spec import prepare_spec
     from tuner.runtime.console import Console
 
     wish = _loaded(recipe).recipe
-    request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
+    request = prepare_spec(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
     return prepare(request, Console(level=wish.logging.level))
 
 

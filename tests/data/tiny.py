@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tuner.config.recipe import DataSection, PretrainMethod, SftMethod
-from tuner.data.building.request import PrepareRequest
+from tuner.data.building.spec import PrepareSpec
 from tuner.data.encoding.tokenizer import TextTokenizer
 
 CHATML = (
@@ -94,8 +94,8 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     return path
 
 
-def request(cache: Path, train: object, *, pretrain: bool = False, max_length: int = 64, **data: Any) -> PrepareRequest:
+def request(cache: Path, train: object, *, pretrain: bool = False, max_length: int = 64, **data: Any) -> PrepareSpec:
     seed, train_on, own = data.pop("seed", 1), data.pop("train_on", "assistant"), data.pop("tokenizer", None)
     method = PretrainMethod() if pretrain else SftMethod(train_on=train_on)
     section = DataSection.model_validate({"train": train if isinstance(train, (list, dict)) else str(train), **data})
-    return PrepareRequest(section, method.examples, own or tokenizer(), max_length, seed, cache)
+    return PrepareSpec(section, method.examples, own or tokenizer(), max_length, seed, cache)

@@ -14,7 +14,7 @@ from tests.profile.commands import tuner
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.data.building.prepare import prepare
-from tuner.data.building.request import prepare_request
+from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import open_prepared
 from tuner.errors import MemoryLimitError, RecipeError
 from tuner.profile import measure as measuring
@@ -50,7 +50,7 @@ def recipe(tmp_path: Path) -> Path:
 
 def measured(recipe: Path, limit: int | None = None, output: Path | None = None, **flags: str) -> Measurement:
     wish = load_recipe(recipe, [Override(key.replace("__", "."), text) for key, text in flags.items()]).recipe
-    request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
+    request = prepare_spec(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
     prepared = open_prepared(prepare(request).path)
     resolved = resolve(wish, request.max_length, SINGLE)
     return measure(resolved, prepared, request.tokenizer, SINGLE, MeasureOptions(2, limit, output))

@@ -12,7 +12,7 @@ from tests.model.tiny import tiny_config
 from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe
 from tuner.data.building.prepare import prepare
-from tuner.data.building.request import prepare_request
+from tuner.data.building.spec import prepare_spec
 from tuner.errors import RecipeError
 from tuner.profile.devices import DEVICES, find_device, parse_memory, parse_processes
 from tuner.profile.predict import Target, predict
@@ -121,7 +121,7 @@ def test_prepared_rows_are_looked_at(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = wish(tmp_path, data={"packing": False}, method={"kind": "pretrain"}, tokenizer={"name_or_path": "byte"})
     before = predicted(recipe)
-    request = prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
+    request = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     prepare(request)
     found = predicted(recipe)
     assert "4 that are prepared" in found.assumptions[0]

@@ -69,12 +69,12 @@ def test_prepared_rows_are_those_of_the_method_that_it_names(workplace: Path) ->
     from tuner.config.load import load_recipe
     from tuner.config.overrides import Override
     from tuner.data.building.keys import keys_of
-    from tuner.data.building.request import prepare_request
+    from tuner.data.building.spec import prepare_spec
 
     def key(**flags: str) -> str:
         overrides = [Override(f"method.{name}", text) for name, text in flags.items()]
         recipe = load_recipe(workplace / "r.yaml", overrides, cwd=workplace).recipe
-        return keys_of(prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, 1)).prepared
+        return keys_of(prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, 1)).prepared
 
     use = "my_loss.py:mean"
     assert key() == key(kind="custom", use=use) == key(kind="custom", use=use, options="{a: 1}")

@@ -22,7 +22,7 @@ from tuner.cli.command import (
 
 if TYPE_CHECKING:
     from tuner.data.building.prepare import PreparedInfo
-    from tuner.data.building.request import PrepareRequest
+    from tuner.data.building.spec import PrepareSpec
     from tuner.runtime.console import Console
 
 
@@ -52,7 +52,7 @@ def prepare_data(
     terminal = sys.stdout.isatty()  # the command's body sees another stdout
 
     def body() -> Outcome:
-        from tuner.data.building.request import prepare_request
+        from tuner.data.building.spec import prepare_spec
         from tuner.errors import RecipeError
         from tuner.runtime.console import Console
 
@@ -60,7 +60,7 @@ def prepare_data(
             raise RecipeError("--explain, --check and --dry-run each do one thing and stop: give one of them")
         loaded = load_for_command(recipe, overrides_of(ctx))
         wish = loaded.recipe
-        request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
+        request = prepare_spec(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
         console = Console(level="debug" if verbose else "info")
         if explain is not None:
             return _explained(request, explain, terminal, verbose)
@@ -73,7 +73,7 @@ def prepare_data(
     run_command("prepare-data", OutputOptions(json, verbose, debug), calm_collector()(body))
 
 
-def _prepared(request: PrepareRequest, console: Console, recipe: str | None) -> Outcome:
+def _prepared(request: PrepareSpec, console: Console, recipe: str | None) -> Outcome:
     from tuner.data.building.prepare import prepare
 
     info = prepare(request, console)
@@ -90,7 +90,7 @@ def _prepared(request: PrepareRequest, console: Console, recipe: str | None) -> 
     )
 
 
-def say_report(info: PreparedInfo, request: PrepareRequest, console: Console) -> list[str]:
+def say_report(info: PreparedInfo, request: PrepareSpec, console: Console) -> list[str]:
     """Say what was prepared, as a table; return the warnings that it gives reason for."""
     from tuner.data.building.report import report_lines, warnings_of
 
@@ -104,14 +104,14 @@ def say_report(info: PreparedInfo, request: PrepareRequest, console: Console) ->
     return warnings_of(info.report, str(info.path / "rejects.jsonl"))
 
 
-def _checked(request: PrepareRequest) -> Outcome:
+def _checked(request: PrepareSpec) -> Outcome:
     from tuner.data.building.prepare import check_prepared
 
     path = check_prepared(request)
     return Outcome(str(path), artifacts={"key": path.name, "cached": True})
 
 
-def _planned(request: PrepareRequest, console: Console) -> Outcome:
+def _planned(request: PrepareSpec, console: Console) -> Outcome:
     from tuner.data.building.cache import place, valid
     from tuner.data.building.keys import keys_of
 
@@ -131,7 +131,7 @@ def _planned(request: PrepareRequest, console: Console) -> Outcome:
     )
 
 
-def _explained(request: PrepareRequest, count: int, terminal: bool, every_token: bool) -> Outcome:
+def _explained(request: PrepareSpec, count: int, terminal: bool, every_token: bool) -> Outcome:
     from dataclasses import asdict
 
     from tuner.cli.token_view import row_texts, token_lines

@@ -169,11 +169,11 @@ def _durations(section: object) -> list[Duration]:
 def _prepared_rows(recipe: Recipe) -> tuple[npt.NDArray[np.int64] | None, str]:
     """Tokens of each prepared row; without them, why not."""
     from tuner.data.building.prepare import find_prepared
-    from tuner.data.building.request import prepare_request
+    from tuner.data.building.spec import prepare_spec
     from tuner.data.prepared import open_prepared
 
     try:
-        request = prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
+        request = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
         path = find_prepared(request)
     except TunerError as error:
         return None, error.message

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import Recipe
 from tuner.data.building.prepare import prepare
-from tuner.data.building.request import prepare_request
+from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import open_prepared
 from tuner.profile.measure import MeasureOptions, measure
 from tuner.profile.measurement import Measurement
@@ -54,8 +54,8 @@ def measure_recipe(loaded: LoadedRecipe, options: MeasureOptions, level: Level, 
     """
     recipe, place = loaded.recipe, Placement.of(loaded.recipe)
     console = Console(place.rank_info.is_main, level)
-    request = prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
-    directory = prepare(request, console).path
+    spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
+    directory = prepare(spec, console).path
     if place.local == 1 or dry_run:
         return _measured(recipe, directory, options, place.planned, console, dry_run)
     given = HandedOver(directory.absolute(), None, ())
@@ -85,9 +85,9 @@ def _measured(
     console: Console,
     dry_run: bool = False,
 ) -> Measured:
-    request = prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
+    spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     prepared = open_prepared(directory)
-    resolved = resolve(recipe, request.max_length, rank_info, request.tokenizer.new_ids)
+    resolved = resolve(recipe, spec.max_length, rank_info, spec.tokenizer.new_ids)
     plan, facts = timetable(resolved.recipe, prepared).plan, resolved.facts
     processes = f"{rank_info.world_size} process" + ("es" if rank_info.world_size > 1 else "")
     console.say(
@@ -100,4 +100,4 @@ def _measured(
     with process_group(rank_info, facts.kind, recipe.parallel.timeout.seconds):
         if options.output is not None:
             options.output.mkdir(parents=True, exist_ok=True)
-        return Measured(plan.total_steps, measure(resolved, prepared, request.tokenizer, rank_info, options))
+        return Measured(plan.total_steps, measure(resolved, prepared, spec.tokenizer, rank_info, options))

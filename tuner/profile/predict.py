@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tuner.config.recipe import Recipe
-from tuner.data.building.request import resolve_max_length
+from tuner.data.building.spec import resolve_max_length
 from tuner.model.build import has_liger
 from tuner.profile.course import course_of
 from tuner.profile.devices import Device

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from tuner.config.recipe import Recipe
 from tuner.data.batches import Batch, StepBatches, collate
 from tuner.data.building.prepare import find_prepared
-from tuner.data.building.request import prepare_request
+from tuner.data.building.spec import prepare_spec
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PackedRows, PreparedData, open_prepared
 from tuner.errors import TunerError
@@ -66,7 +66,7 @@ def added_ids(wish: Recipe, config: PretrainedConfig) -> tuple[range, tuple[str,
     if not wish.tokenizer.add_tokens:
         return range(0), ()
     try:
-        return prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed).tokenizer.new_ids, ()
+        return prepare_spec(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed).tokenizer.new_ids, ()
     except (TunerError, OSError):
         size, count = config.get_text_config().vocab_size, len(wish.tokenizer.add_tokens)
         return range(size, size + count), (f"the tokenizer is not here: all of {count:,} added tokens are new to it",)
@@ -83,7 +83,7 @@ def _assumed_samples(wish: Recipe, max_length: int) -> tuple[tuple[int, int], ..
 def _prepared_for(wish: Recipe) -> tuple[PreparedData, TextTokenizer] | None:
     """The prepared data of a recipe where they are there; None too where the sources or the tokenizer are not."""
     try:
-        request = prepare_request(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
+        request = prepare_spec(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
         found = find_prepared(request)
     except (TunerError, OSError):
         return None

@@ -74,7 +74,7 @@ def train(
     ):
         ready = agreed(ready, options, Collective(gloo_group()))
         phase.enter("set-up of the model")
-        assembly = build(resolved, ready.data, ready.request.tokenizer, rank_info, starts_of(ready.resets))
+        assembly = build(resolved, ready.data, ready.spec.tokenizer, rank_info, starts_of(ready.resets))
         if ready.found is not None:
             require_same_data(ready.found, assembly, "data" in pending(ready.resets, ready.found.step))
         record = Collective(gloo_group()).on_rank0(lambda: begin_launch(ready, loaded, assembly, options))

@@ -27,7 +27,7 @@ def plan_launch(
     Raises RecipeError where this machine resolves the recipe to another run than the one that is resumed.
     """
     run, record, found = ready.run, ready.record, ready.found
-    resolved = resolve(loaded.recipe, ready.request.max_length, rank_info, ready.request.tokenizer.new_ids)
+    resolved = resolve(loaded.recipe, ready.spec.max_length, rank_info, ready.spec.tokenizer.new_ids)
     before = run.recipe(record)
     if record is not None and before is not None:
         _require_same_choices(run.path, before.recipe, loaded.recipe, resolved.recipe, options, console)

@@ -8,7 +8,7 @@ from tuner.checkpoint.load import CheckpointInfo, open_checkpoint
 from tuner.checkpoint.manifest import SEAL
 from tuner.config.load import LoadedRecipe
 from tuner.data.building.prepare import find_prepared, prepare, prepared_path
-from tuner.data.building.request import PrepareRequest, prepare_request
+from tuner.data.building.spec import PrepareSpec, prepare_spec
 from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, RecipeError
 from tuner.run.options import HandedOver, LaunchOptions, RunResult
@@ -32,7 +32,7 @@ class Preflight:
     found: CheckpointInfo | None
     resets: tuple[Reset, ...]
     """All of the run; those at the step of `found` are this launch's to do."""
-    request: PrepareRequest
+    spec: PrepareSpec
     data: PreparedData
     data_dir: Path
 
@@ -62,9 +62,9 @@ def preflight(
     check_method(recipe.method)
     check_schedule(recipe.schedule)
     try_optimizer(recipe.optimizer)
-    request = _request(loaded)
-    directory = _data_dir(request, options, console)
-    return Preflight(run, record, found, resets, request, open_prepared(directory), directory)
+    spec = _spec(loaded)
+    directory = _data_dir(spec, options, console)
+    return Preflight(run, record, found, resets, spec, open_prepared(directory), directory)
 
 
 def agreed(ready: Preflight, options: LaunchOptions, ranks: Collective) -> Preflight:
@@ -97,25 +97,25 @@ def _handed_over(loaded: LoadedRecipe, options: LaunchOptions, given: HandedOver
     run = RunDir(Path(loaded.recipe.output_dir))
     record = run.read_record()
     found = None if given.checkpoint is None else open_checkpoint(given.checkpoint, verify=False)
-    resets, request = resets_for(record, found, options.reset), _request(loaded)
-    return Preflight(run, record, found, resets, request, open_prepared(given.prepared), given.prepared)
+    resets, spec = resets_for(record, found, options.reset), _spec(loaded)
+    return Preflight(run, record, found, resets, spec, open_prepared(given.prepared), given.prepared)
 
 
-def _request(loaded: LoadedRecipe) -> PrepareRequest:
+def _spec(loaded: LoadedRecipe) -> PrepareSpec:
     recipe = loaded.recipe
-    return prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
+    return prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
 
 
-def _data_dir(request: PrepareRequest, options: LaunchOptions, console: Console) -> Path:
+def _data_dir(spec: PrepareSpec, options: LaunchOptions, console: Console) -> Path:
     if options.prepared is not None:
         data = open_prepared(options.prepared, verify=True)
-        wanted = prepared_path(request).name
+        wanted = prepared_path(spec).name
         if data.key != wanted:
             raise DataError(
                 f"{options.prepared}: was not prepared by this recipe (key {data.key}, the recipe's is {wanted})",
                 hint="prepare it: tuner prepare-data RECIPE",
             )
         return options.prepared
-    if options.no_prepare and find_prepared(request) is None:
+    if options.no_prepare and find_prepared(spec) is None:
         raise DataError("the data is not prepared", hint="run tuner prepare-data first, or leave out --no-prepare")
-    return prepare(request, console).path
+    return prepare(spec, console).path

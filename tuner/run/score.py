@@ -9,7 +9,7 @@ from tuner.checkpoint.load import CheckpointInfo, load_into, require_same_base
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import ModelSection, NoAdapter, Recipe
 from tuner.data.building.prepare import prepare
-from tuner.data.building.request import prepare_request
+from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import open_prepared
 from tuner.errors import DataError, DivergedError, RecipeError
 from tuner.model.root import trained_parameters
@@ -70,15 +70,15 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
     recipe = _recipe(trained, loaded)
     if recipe.data.eval is None:
         raise RecipeError("the recipe has no held-out rows", hint="name them: --data.eval FILE, or 2%")
-    request = prepare_request(recipe.model, recipe.tokenizer, recipe.data, recipe.method, loaded.recipe.seed)
-    data = open_prepared(prepare(request, console).path)
-    resolved = resolve(recipe, request.max_length, rank_info, request.tokenizer.new_ids)
+    spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, loaded.recipe.seed)
+    data = open_prepared(prepare(spec, console).path)
+    resolved = resolve(recipe, spec.max_length, rank_info, spec.tokenizer.new_ids)
     held = held_out_rows(resolved.recipe, data)
     if held is None:
         raise DataError(f"{data.path}: holds no held-out rows")
     console.say("model", f"{trained.path} · {resolved.facts.kind}, {resolved.recipe.train.precision} compute")
     with process_group(rank_info, resolved.facts.kind, recipe.parallel.timeout.seconds):
-        check_fits(request.tokenizer, resolved.config, data)
+        check_fits(spec.tokenizer, resolved.config, data)
         root, step_config = assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
         if trained.checkpoint is not None:
             require_same_base(trained.checkpoint, root.frozen_hash)

@@ -12,7 +12,7 @@ from tuner.config.recipe import DataSection, DataSource, Examples
 from tuner.data.building import documents
 from tuner.data.building.keys import keys_of
 from tuner.data.building.prepare import find_prepared, prepare
-from tuner.data.building.request import PrepareRequest
+from tuner.data.building.spec import PrepareSpec
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.reading import json_blocks
 from tuner.data.reading.blocks import blocks
@@ -45,7 +45,7 @@ def test_end_tokens_of_the_model_decide_the_documents(tmp_path: Path) -> None:
     path = tiny.write_rows(tmp_path / "r.jsonl", [tiny.chat("a", "b")])
     section = DataSection.model_validate({"train": str(path)})
     keys = [
-        keys_of(PrepareRequest(section, EXAMPLES, TextTokenizer(tiny.files(), None, ends), 64, 1, tmp_path)).encoded
+        keys_of(PrepareSpec(section, EXAMPLES, TextTokenizer(tiny.files(), None, ends), 64, 1, tmp_path)).encoded
         for ends in ((), (0,))
     ]
     assert keys[0] != keys[1]

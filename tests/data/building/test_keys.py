@@ -13,7 +13,7 @@ from tests.data import tiny
 from tuner.config import recipe
 from tuner.data.building.keys import FIELDS, keys_of
 from tuner.data.building.prepare import prepare
-from tuner.data.building.request import PrepareRequest
+from tuner.data.building.spec import PrepareSpec
 from tuner.data.encoding.tokenizer import TextTokenizer
 
 ROWS = [tiny.chat(f"question {i}", f"answer {i}" + " very" * (i % 7)) for i in range(30)]
@@ -36,7 +36,7 @@ def write(directory: Path) -> Path:
     return tiny.write_rows(directory / "rows.jsonl", ROWS)
 
 
-def request(tmp_path: Path, section: str = "", **change: Any) -> PrepareRequest:
+def request(tmp_path: Path, section: str = "", **change: Any) -> PrepareSpec:
     source = {"path": str(write(tmp_path)), **(change if section == "DataSource" else {})}
     data = {k: v for k, v in change.items() if section == "DataSection" and k != "max_length"}
     examples = {"kind": "sft", "train_on": "assistant", **(change if section == "Examples" else {})}
@@ -78,7 +78,7 @@ def test_one_byte_of_source_template_or_tokenizer_builds_anew(tmp_path: Path) ->
     template = tiny.CHATML.replace("You are helpful", "You are helpfux")
     base = request(tmp_path)
     for tokenizer in (tiny.tokenizer(template), TextTokenizer({**tiny.files(), "tokenizer.json": swapped_merges()})):
-        info = prepare(PrepareRequest(base.data, base.examples, tokenizer, 64, 1, base.cache_dir))
+        info = prepare(PrepareSpec(base.data, base.examples, tokenizer, 64, 1, base.cache_dir))
         assert not info.cached
         assert info.key != first.key
     text = (tmp_path / "rows.jsonl").read_text()

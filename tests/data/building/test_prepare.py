@@ -24,7 +24,7 @@ from tuner.data.building.pool import WorkerPool
 from tuner.data.building.prepare import PreparedInfo, find_prepared, prepare
 from tuner.data.building.progress import Pace
 from tuner.data.building.report import report_lines
-from tuner.data.building.request import prepare_request
+from tuner.data.building.spec import prepare_spec
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.prepared import PackedRows, open_prepared, open_stream
 from tuner.errors import DataError, RecipeError
@@ -535,13 +535,13 @@ def test_request_resolves_the_length_from_the_model(tmp_path: Path, monkeypatch:
 
     def length(model: ModelSection, **data: Any) -> int:
         section = DataSection.model_validate({"train": "x", **data})
-        request = prepare_request(model, TokenizerSection(), section, SftMethod(), 1)
+        request = prepare_spec(model, TokenizerSection(), section, SftMethod(), 1)
         assert request.cache_dir == tmp_path / "here"
         return request.max_length
 
     monkeypatch.setenv("TUNER_CACHE", str(tmp_path / "here"))
     section = DataSection.model_validate({"train": "x", "cache_dir": str(tmp_path / "own")})
-    assert prepare_request(model, TokenizerSection(), section, SftMethod(), 1).cache_dir == tmp_path / "own"
+    assert prepare_spec(model, TokenizerSection(), section, SftMethod(), 1).cache_dir == tmp_path / "own"
     assert length(model) == 512
     assert length(model, max_length=100) == 100
     assert length(ModelSection(name_or_path=str(directory), config={"max_position_embeddings": 4096})) == 2048

@@ -13,7 +13,7 @@ from tests.data import tiny
 from tuner.config.load import load_recipe
 from tuner.config.recipe import TokenizerSection
 from tuner.data.building.keys import keys_of
-from tuner.data.building.request import PrepareRequest
+from tuner.data.building.spec import PrepareSpec
 from tuner.data.encoding.fast import FastEncoder
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import load_tokenizer
@@ -93,7 +93,7 @@ def test_they_decide_the_prepared_data(tmp_path: Path) -> None:
         built = tiny.request(tmp_path / "cache", [{"path": str(path)}])
         tokenizer = loaded(directory, list(wish))
         return keys_of(
-            PrepareRequest(built.data, built.examples, tokenizer, built.max_length, 1, built.cache_dir)
+            PrepareSpec(built.data, built.examples, tokenizer, built.max_length, 1, built.cache_dir)
         ).prepared
 
     names = [

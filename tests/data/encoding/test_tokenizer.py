@@ -191,7 +191,7 @@ def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
 
 def test_data_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, tuner.data.building.request, tuner.data.building.explain;"
+        "import sys, tuner.data.building.spec, tuner.data.building.explain;"
         "import tuner.data.batches, tuner.cli.prepare_data;"
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )

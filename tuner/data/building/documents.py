@@ -44,7 +44,7 @@ from tuner.runtime.memory import give_back
 from tuner.runtime.process import cores
 
 if TYPE_CHECKING:
-    from tuner.data.building.request import PrepareRequest
+    from tuner.data.building.spec import PrepareSpec
     from tuner.runtime.console import Console
 
 REJECTS = "rejects.jsonl"
@@ -71,15 +71,15 @@ class _Origin:
 EncodingPool = WorkerPool[Bundle, EncodedBundle]
 
 
-def start_pool(request: "PrepareRequest", sources: Iterable[Source]) -> EncodingPool | None:
+def start_pool(spec: "PrepareSpec", sources: Iterable[Source]) -> EncodingPool | None:
     """Start the workers that `build_documents` would, where their number is more than one and there is much to do."""
     size = _expected_bytes(sources)
-    count = _workers(request.workers)
-    return WorkerPool(_job(request, much=True), count) if count > 1 and size >= FEW_BUNDLES * BUNDLE_BYTES else None
+    count = _workers(spec.workers)
+    return WorkerPool(_job(spec, much=True), count) if count > 1 and size >= FEW_BUNDLES * BUNDLE_BYTES else None
 
 
 def build_documents(
-    request: "PrepareRequest", keys: Keys, tmp: Path, console: "Console | None", pool: EncodingPool | None = None
+    spec: "PrepareSpec", keys: Keys, tmp: Path, console: "Console | None", pool: EncodingPool | None = None
 ) -> dict[str, Any]:
     """Write train.arrow, eval.arrow and rejects.jsonl into `tmp`; return the manifest's body.
 
@@ -87,69 +87,69 @@ def build_documents(
     is left to train on; MachineError where a worker dies or nothing can be written.
     """
     try:
-        return _build(request, keys, tmp, console, pool)
+        return _build(spec, keys, tmp, console, pool)
     except FastEncoderMismatch as mismatch:
         reason = str(mismatch)
     if console is not None:
         console.warn(f"the fast encoder is not used: {reason}; all rows are encoded again with the tokenizer itself")
     for path in tmp.iterdir():
         path.unlink()
-    return _build(request, keys, tmp, console, slow_reason=reason)
+    return _build(spec, keys, tmp, console, slow_reason=reason)
 
 
 def _workers(wanted: int | None) -> int:
     return cores() if wanted is None else wanted
 
 
-def _job(request: "PrepareRequest", much: bool, fast: bool = True) -> EncodeJob:
+def _job(spec: "PrepareSpec", much: bool, fast: bool = True) -> EncodeJob:
     return EncodeJob(
-        tokenizer=request.tokenizer,
-        train_on=request.examples.train_on,
-        special_tokens=request.special_tokens_in_text,
-        stop_at_bad_row=request.data.on_bad_row == "error",
+        tokenizer=spec.tokenizer,
+        train_on=spec.examples.train_on,
+        special_tokens=spec.special_tokens_in_text,
+        stop_at_bad_row=spec.data.on_bad_row == "error",
         fast=fast,
         much=much,
     )
 
 
 def _build(
-    request: "PrepareRequest",
+    spec: "PrepareSpec",
     keys: Keys,
     tmp: Path,
     console: "Console | None",
     pool: EncodingPool | None = None,
     slow_reason: str | None = None,
 ) -> dict[str, Any]:
-    split = request.data.eval if isinstance(request.data.eval, Duration) else None
+    split = spec.data.eval if isinstance(spec.data.eval, Duration) else None
     sides = [Side("train", keys.train, split is not None)]
     if keys.eval is not None:
         sides.append(Side("eval", keys.eval))
     expected = _expected_bytes(source for side in sides for source in side.sources)
-    job = _job(request, much=False, fast=slow_reason is None)
+    job = _job(spec, much=False, fast=slow_reason is None)
     with pace(console, expected) as done:
-        hashed = _read(sides, job, request.workers, tmp, done, pool)
+        hashed = _read(sides, job, spec.workers, tmp, done, pool)
     keys.refuse_changed()
     give_back()  # what encoding held: choosing documents needs its own
-    taken = [side.taken(request.seed) for side in sides]
+    taken = [side.taken(spec.seed) for side in sides]
     for side, documents in zip(sides, taken, strict=True):
         _refuse_nothing(side, int(documents.copies.sum()))
-    chosen = taken if split is None else taken[0].held_out(split, request.seed)
-    schema = documents_schema(request.tokenizer.vocab_size)
+    chosen = taken if split is None else taken[0].held_out(split, spec.seed)
+    schema = documents_schema(spec.tokenizer.vocab_size)
     by_name = dict(zip(("train", "eval"), chosen, strict=False))
     for side in sides:
         if side.is_chosen_from:
             names = ("train", "eval") if side.is_split else (side.name,)
             hashed |= _write_chosen(side, tmp, {name: by_name[name].copies for name in names}, schema)
-    reason = slow_reason or _missing_encoder(request, sum(side.size for side in sides))
+    reason = slow_reason or _missing_encoder(spec, sum(side.size for side in sides))
     return {**_body(sides, taken, by_name, keys, reason), "files": hashed}
 
 
-def _missing_encoder(request: "PrepareRequest", size: int) -> str | None:
+def _missing_encoder(spec: "PrepareSpec", size: int) -> str | None:
     """The line about the fast encoder's package, where it is missing and would have encoded."""
     if size < FAST_FROM_BYTES or is_installed():
         return None
     try:
-        request.tokenizer.byte_table  # noqa: B018 (whether there is one)
+        spec.tokenizer.byte_table  # noqa: B018 (whether there is one)
     except Unproven:
         return None
     return NOT_INSTALLED

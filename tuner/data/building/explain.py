@@ -6,7 +6,7 @@ from itertools import islice
 
 from tuner.data.building.documents import bad_row_error
 from tuner.data.building.encoded import bad_row
-from tuner.data.building.request import PrepareRequest
+from tuner.data.building.spec import PrepareSpec
 from tuner.data.encoding.place import Document
 from tuner.data.reading.blocks import RawRow, blocks, lines_in, rows_of
 from tuner.data.reading.problems import RowProblem
@@ -41,28 +41,28 @@ class DocumentView:
     """The reasons of the row's answers that have no document."""
 
 
-def explain(request: PrepareRequest, n: int) -> Iterator[DocumentView]:
+def explain(spec: PrepareSpec, n: int) -> Iterator[DocumentView]:
     """Yield the documents of the first `n` training rows that can be used.
 
     With `on_bad_row: error` a bad row is a DataError.
     """
-    return (view for views in islice(_views(request), n) for view in views)
+    return (view for views in islice(_views(spec), n) for view in views)
 
 
-def _views(request: PrepareRequest) -> Iterator[list[DocumentView]]:
-    encoder = request.encoder()
-    for file, line, row in _rows(expand(request.data.train)):
+def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
+    encoder = spec.encoder()
+    for file, line, row in _rows(expand(spec.data.train)):
         try:
             if row.problem is not None or row.value is None:
                 raise row.problem or RowProblem("the row cannot be read", 1)
             placed = encoder.explain(parse_row(row.value, file.format, dict(file.columns)))
         except RowProblem as problem:
-            if request.data.on_bad_row == "skip":
+            if spec.data.on_bad_row == "skip":
                 continue
             raise bad_row_error(file.name, bad_row(row, problem), line - row.line) from problem
         count = len(placed.documents)
         yield [
-            DocumentView(file.name, line, _tokens(request, document), i, count, placed.left_out)
+            DocumentView(file.name, line, _tokens(spec, document), i, count, placed.left_out)
             for i, document in enumerate(placed.documents)
         ]
 
@@ -76,12 +76,12 @@ def _rows(files: list[SourceFile]) -> Iterator[tuple[SourceFile, int, RawRow]]:
             before += lines_in(block)
 
 
-def _tokens(request: PrepareRequest, document: Document) -> list[TokenView]:
+def _tokens(spec: PrepareSpec, document: Document) -> list[TokenView]:
     rules = [""] * len(document.input_ids)
     for span in document.spans:
         rules[span.start : span.stop] = [span.rule] * (span.stop - span.start)
     # The first token of a document is predicted from nothing: it is never a target.
     return [
-        TokenView(request.tokenizer.decode([int(token)]), int(token), bool(trained) and i > 0, rule)
+        TokenView(spec.tokenizer.decode([int(token)]), int(token), bool(trained) and i > 0, rule)
         for i, (token, trained, rule) in enumerate(zip(document.input_ids, document.trained, rules, strict=True))
     ]

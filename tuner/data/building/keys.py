@@ -14,7 +14,7 @@ from tuner.errors import DataError
 
 if TYPE_CHECKING:
     from tuner.config.recipe import DataSource
-    from tuner.data.building.request import PrepareRequest
+    from tuner.data.building.spec import PrepareSpec
 
 FORMAT_VERSION = 4
 """Counts up when the same input would give other bytes."""
@@ -62,7 +62,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Keys:
-    """The names of both directories of a request, and the sources, which were read for them."""
+    """The names of both directories of a spec, and the sources, which were read for them."""
 
     encoded: str
     prepared: str
@@ -79,16 +79,16 @@ class Keys:
                 raise DataError(f"{path}: changed while it was read", hint="run the command again")
 
 
-def sources_of(request: "PrepareRequest") -> tuple[list[Source], list[Source] | None]:
+def sources_of(spec: "PrepareSpec") -> tuple[list[Source], list[Source] | None]:
     """The sources of `data.train`, and those of `data.eval` where it has its own. DataError where one is not there."""
-    data = request.data
+    data = spec.data
     return _sources(data.train), None if data.eval is None or isinstance(data.eval, Duration) else _sources(data.eval)
 
 
-def keys_of(request: "PrepareRequest", sources: tuple[list[Source], list[Source] | None] | None = None) -> Keys:
+def keys_of(spec: "PrepareSpec", sources: tuple[list[Source], list[Source] | None] | None = None) -> Keys:
     """Read the sources and hash what decides the result. DataError for a source that cannot be read."""
-    data = request.data
-    train, held = sources or sources_of(request)
+    data = spec.data
+    train, held = sources or sources_of(spec)
     split = data.eval if isinstance(data.eval, Duration) else None
     stamps = {file.path: _stamp(file.path) for source in [*train, *(held or [])] for file in source.files}
     drawn = any(source.share.is_drawn for source in [*train, *(held or [])])
@@ -98,20 +98,20 @@ def keys_of(request: "PrepareRequest", sources: tuple[list[Source], list[Source]
         "eval": None if held is None else _identity(held),
         "eval_files": None if data.eval is None else [len(source.files) for source in held or train],
         "split": None if split is None else [str(split.count), split.unit],
-        "seed": request.seed if split is not None or drawn else None,
-        "tokenizer": request.tokenizer.hash,
-        "template": request.tokenizer.template_hash,
-        "eos_ids": list(request.tokenizer.eos_ids),  # the model's too: they end the turns, and the samples' answers
-        "special_tokens_in_text": request.special_tokens_in_text,
-        "method": request.examples.kind,
-        "train_on": request.examples.train_on,
+        "seed": spec.seed if split is not None or drawn else None,
+        "tokenizer": spec.tokenizer.hash,
+        "template": spec.tokenizer.template_hash,
+        "eos_ids": list(spec.tokenizer.eos_ids),  # the model's too: they end the turns, and the samples' answers
+        "special_tokens_in_text": spec.special_tokens_in_text,
+        "method": spec.examples.kind,
+        "train_on": spec.examples.train_on,
         "on_bad_row": data.on_bad_row,
     }
     encoded = _hash(fields)
     rows = {
         "encoded": encoded,
-        "max_length": request.max_length,
-        "too_long": request.too_long,
+        "max_length": spec.max_length,
+        "too_long": spec.too_long,
         "packing": data.packing,
     }
     return Keys(encoded, _hash(rows), fields, train, held, stamps)

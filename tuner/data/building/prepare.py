@@ -23,7 +23,7 @@ from tuner.data.building.documents import REJECTS, EncodingPool, build_documents
 from tuner.data.building.encoded import record_batches
 from tuner.data.building.keys import Keys, keys_of, sources_of
 from tuner.data.building.pack import cut, row_batches
-from tuner.data.building.request import PrepareRequest
+from tuner.data.building.spec import PrepareSpec
 from tuner.data.id_probes import ID_PROBES, row_probes, write_probes
 from tuner.data.prepared import ROWS_SCHEMA, view
 from tuner.errors import DataError, MachineError
@@ -52,55 +52,55 @@ class PreparedInfo:
         return float(self.report["bytes"]) / 1e6 / max(self.seconds, 1e-9)
 
 
-def prepare(request: PrepareRequest, console: "Console | None" = None) -> PreparedInfo:
-    """Return the prepared directory for `request`, building what the cache lacks.
+def prepare(spec: PrepareSpec, console: "Console | None" = None) -> PreparedInfo:
+    """Return the prepared directory for `spec`, building what the cache lacks.
 
     Raises DataError for rows that cannot be used and MachineError where the cache cannot be written.
     """
     started = time.monotonic()
-    train, held = sources_of(request)
+    train, held = sources_of(spec)
     # Before it is known whether it is needed: it loads the tokenizer while the sources are hashed.
-    with start_pool(request, [*train, *(held or [])]) or nullcontext() as pool:
-        keys = keys_of(request, (train, held))
-        final = place(request.cache_dir, "prepared", keys.prepared)
+    with start_pool(spec, [*train, *(held or [])]) or nullcontext() as pool:
+        keys = keys_of(spec, (train, held))
+        final = place(spec.cache_dir, "prepared", keys.prepared)
         manifest = valid(final, "prepared")
         cached = manifest is not None
         if manifest is None:
 
             def make(tmp: Path) -> dict[str, Any]:
-                return _build_rows(request, keys, tmp, console, pool)
+                return _build_rows(spec, keys, tmp, console, pool)
 
-            manifest, cached = build_once(request.cache_dir, "prepared", keys.prepared, make, console)
+            manifest, cached = build_once(spec.cache_dir, "prepared", keys.prepared, make, console)
         elif pool is not None:
             pool.end(at_once=True)
     return PreparedInfo(final, keys.prepared, cached, manifest["report"], time.monotonic() - started)
 
 
-def find_prepared(request: PrepareRequest) -> Path | None:
-    """Return the prepared directory for `request` where it exists already; builds nothing."""
-    final = prepared_path(request)
+def find_prepared(spec: PrepareSpec) -> Path | None:
+    """Return the prepared directory for `spec` where it exists already; builds nothing."""
+    final = prepared_path(spec)
     return final if valid(final, "prepared") is not None else None
 
 
-def check_prepared(request: PrepareRequest) -> Path:
-    """Return the prepared directory for `request`; DataError saying what is missing where it would have to be built."""
-    keys = keys_of(request)
-    path = place(request.cache_dir, "prepared", keys.prepared)
+def check_prepared(spec: PrepareSpec) -> Path:
+    """Return the prepared directory for `spec`; DataError saying what is missing where it would have to be built."""
+    keys = keys_of(spec)
+    path = place(spec.cache_dir, "prepared", keys.prepared)
     if valid(path, "prepared") is not None:
         return path
     state = "is damaged" if path.exists() else "is not there"
-    encoded = valid(place(request.cache_dir, "encoded", keys.encoded), "encoded") is not None
+    encoded = valid(place(spec.cache_dir, "encoded", keys.encoded), "encoded") is not None
     more = "its rows must be packed" if encoded else "its documents must be encoded and packed"
     raise DataError(f"not prepared: {path} {state}; {more}", hint="run: tuner prepare-data RECIPE")
 
 
-def prepared_path(request: PrepareRequest) -> Path:
-    """Return the directory that `request` has or would have; its sources are read for their hashes."""
-    return place(request.cache_dir, "prepared", keys_of(request).prepared)
+def prepared_path(spec: PrepareSpec) -> Path:
+    """Return the directory that `spec` has or would have; its sources are read for their hashes."""
+    return place(spec.cache_dir, "prepared", keys_of(spec).prepared)
 
 
 def _build_rows(
-    request: PrepareRequest, keys: Keys, tmp: Path, console: "Console | None", pool: EncodingPool | None
+    spec: PrepareSpec, keys: Keys, tmp: Path, console: "Console | None", pool: EncodingPool | None
 ) -> dict[str, Any]:
     """The second level: documents linked from the first, which is built where it is missing, and the packed rows."""
 
@@ -110,32 +110,32 @@ def _build_rows(
         _link(encoded / REJECTS, tmp / REJECTS)
 
     def make(new: Path) -> dict[str, Any]:
-        return build_documents(request, keys, new, console, pool)
+        return build_documents(spec, keys, new, console, pool)
 
-    encoded, _ = build_once(request.cache_dir, "encoded", keys.encoded, make, console, link)
+    encoded, _ = build_once(spec.cache_dir, "encoded", keys.encoded, make, console, link)
     give_back()  # what the tables of documents held: packing needs its own
     report = dict(encoded["report"])
     for split in ("train", "eval"):
         if report[split] is not None:
-            rows = _write_rows(request, tmp, split)
+            rows = _write_rows(spec, tmp, split)
             if rows["packed_rows"] == 0:
-                raise _nothing_left(request, split, report[split]["documents"], rows["dropped_rows"])
+                raise _nothing_left(spec, split, report[split]["documents"], rows["dropped_rows"])
             report[split] = {**report[split], **rows}
-    samples = _samples(tmp / "eval.documents.arrow", request) if report["eval"] is not None else []
+    samples = _samples(tmp / "eval.documents.arrow", spec) if report["eval"] is not None else []
     with jsonlines.open(tmp / "samples.jsonl", "w") as writer:
         writer.write_all(samples)
-    write_probes(tmp / ID_PROBES, row_probes((f for source in keys.train for f in source.files), request.tokenizer))
-    loaded_as = request.tokenizer.loaded_as
+    write_probes(tmp / ID_PROBES, row_probes((f for source in keys.train for f in source.files), spec.tokenizer))
+    loaded_as = spec.tokenizer.loaded_as
     report["tokenizer"] = None if loaded_as is None else loaded_as.facts()
     return {
         "report": report,
-        "max_length": request.max_length,
-        "too_long": request.too_long,
-        "packing": request.data.packing,
+        "max_length": spec.max_length,
+        "too_long": spec.too_long,
+        "packing": spec.data.packing,
         "encoded_key": keys.encoded,
-        "tokenizer_hash": request.tokenizer.hash,
-        "template_hash": request.tokenizer.template_hash,
-        "vocab_size": request.tokenizer.vocab_size,
+        "tokenizer_hash": spec.tokenizer.hash,
+        "template_hash": spec.tokenizer.template_hash,
+        "vocab_size": spec.tokenizer.vocab_size,
         "method": keys.encoded_fields["method"],
         "train_on": keys.encoded_fields["train_on"],
         "sources": encoded["sources"],
@@ -151,12 +151,12 @@ def _linked_name(name: str) -> str:
     return name if name == REJECTS else f"{Path(name).stem}.documents.arrow"
 
 
-def _write_rows(request: PrepareRequest, tmp: Path, split: str) -> dict[str, Any]:
-    segments = cut(record_batches(tmp / f"{split}.documents.arrow"), request.max_length, request.too_long)
+def _write_rows(spec: PrepareSpec, tmp: Path, split: str) -> dict[str, Any]:
+    segments = cut(record_batches(tmp / f"{split}.documents.arrow"), spec.max_length, spec.too_long)
     n_rows = 0
     path = str(tmp / f"{split}.rows.arrow")
     with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, ROWS_SCHEMA) as writer:
-        for batch in row_batches(segments, request.max_length, request.data.packing):
+        for batch in row_batches(segments, spec.max_length, spec.data.packing):
             writer.write_batch(batch)
             n_rows += batch.num_rows
     tokens = int(segments.tokens.sum(dtype=np.int64))
@@ -165,7 +165,7 @@ def _write_rows(request: PrepareRequest, tmp: Path, split: str) -> dict[str, Any
         "packed_documents": 1 + int(np.count_nonzero(np.diff(segments.document))) if n_rows else 0,
         "packed_tokens": tokens,
         "packed_trained": int(segments.trained.sum(dtype=np.int64)),
-        "fill": round(tokens / (n_rows * request.max_length), 6) if n_rows else 0.0,
+        "fill": round(tokens / (n_rows * spec.max_length), 6) if n_rows else 0.0,
         "dropped_rows": segments.dropped,
         "truncated": segments.truncated,
         "split": segments.split,
@@ -174,35 +174,35 @@ def _write_rows(request: PrepareRequest, tmp: Path, split: str) -> dict[str, Any
     }
 
 
-def _nothing_left(request: PrepareRequest, split: str, documents: int, dropped: Mapping[str, int]) -> DataError:
+def _nothing_left(spec: PrepareSpec, split: str, documents: int, dropped: Mapping[str, int]) -> DataError:
     reasons = "; ".join(f"{count:,} {why}" for why, count in dropped.items())
     return DataError(
         f"data.{split}: nothing is left of {documents:,} documents: {reasons}",
-        hint=f"raise data.max_length ({request.max_length:,}) or set data.too_long: truncate",
+        hint=f"raise data.max_length ({spec.max_length:,}) or set data.too_long: truncate",
     )
 
 
-def _samples(path: Path, request: PrepareRequest) -> list[dict[str, Any]]:
+def _samples(path: Path, spec: PrepareSpec) -> list[dict[str, Any]]:
     """Up to 16 different held-out prompts that leave room in a row, with what the data answers."""
     samples: dict[tuple[int, ...], dict[str, Any]] = {}
     for batch in record_batches(path):
         ids, prompts = batch.column("input_ids"), view(batch.column("prompt_tokens")).tolist()
         for i, count in enumerate(prompts):
-            document = view(ids[i].values).tolist() if 0 < count < request.max_length else []
+            document = view(ids[i].values).tolist() if 0 < count < spec.max_length else []
             prompt = tuple(document[:count])
             if prompt and prompt not in samples:
                 samples[prompt] = {
                     "prompt_ids": list(prompt),
-                    "prompt_text": request.tokenizer.decode(prompt),
-                    "reference": request.tokenizer.decode(_answer(document[count:], request), True).strip(),
+                    "prompt_text": spec.tokenizer.decode(prompt),
+                    "reference": spec.tokenizer.decode(_answer(document[count:], spec), True).strip(),
                 }
             if len(samples) == MAX_SAMPLES:
                 return list(samples.values())
     return list(samples.values())
 
 
-def _answer(ids: list[int], request: PrepareRequest) -> list[int]:
-    ends = set(request.tokenizer.eos_ids)
+def _answer(ids: list[int], spec: PrepareSpec) -> list[int]:
+    ends = set(spec.tokenizer.eos_ids)
     return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids))]
 
 

@@ -22,7 +22,7 @@ _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_
 
 
 @dataclass(frozen=True)
-class PrepareRequest:
+class PrepareSpec:
     """Everything that decides the prepared data, and where the cache is."""
 
     data: "DataSection"
@@ -48,21 +48,21 @@ class PrepareRequest:
         return Encoder(self.tokenizer, self.examples.train_on, self.special_tokens_in_text)
 
 
-def prepare_request(
+def prepare_spec(
     model: "ModelSection",
     tokenizer: "TokenizerSection",
     data: "DataSection",
     method: "Method",
     seed: int,
     cache_dir: Path | None = None,
-) -> PrepareRequest:
-    """Return the request of a recipe; reads the tokenizer's files and the model's config.json, nothing else.
+) -> PrepareSpec:
+    """Return the spec of a recipe; reads the tokenizer's files and the model's config.json, nothing else.
 
     The cache is `cache_dir`, else the recipe's `data.cache_dir`, else $TUNER_CACHE, else ~/.cache/tuner.
     Raises DataError and MachineError where these are missing, RecipeError where rows are longer than the model allows.
     """
     cache = (cache_dir or (cache_root() if data.cache_dir is None else Path(data.cache_dir))).absolute()
-    return PrepareRequest(
+    return PrepareSpec(
         data=data,
         examples=method.examples,
         tokenizer=load_tokenizer(model.name_or_path, model.revision, tokenizer, cache),
