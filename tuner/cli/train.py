@@ -69,13 +69,11 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
         raise RecipeError("stdin is read once: only one of recipe, --prepared and --overrides can be -")
     typed = overrides_of(ctx)
     loaded = load_for_command(recipe, [*given_overrides(overrides, typed), *typed])
+    from tuner.run.options import LaunchOptions
     from tuner.run.resets import parse_reset
 
-    parts = parse_reset(reset)
-
-    options = LaunchOptions(
-        wish, input_path(prepared) if prepared is not None else None, no_prepare, dry_run, reset=parts
-    )
+    data = None if prepared is None else input_path(prepared)
+    options = LaunchOptions(wish, data, no_prepare, dry_run, parse_reset(reset))
     return launch_training(loaded, options, verbose)
 
 
