@@ -1,0 +1,75 @@
+"""docs/code.md says how the code is laid out: what it names is there, and no import goes up its picture."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.test_import_law import INSTRUMENTS, ROOT, TREES, imported_modules, part
+
+PAGE = (ROOT / "docs" / "code.md").read_text(encoding="utf-8")
+PACKAGE = ROOT / "tuner"
+FLOORS = {
+    name: int(number)
+    for number, names in re.findall(r"^ +floor (\d+)((?: +\w+)+)$", PAGE, flags=re.MULTILINE)
+    for name in names.split()
+}
+NAMED = sorted(set(re.findall(r"`((?:[a-z_]+/)+[a-z_]*(?:\.py)?(?::\w+)?|[a-z_]+\.py:\w+)`", PAGE)))
+PARTS = {part(name) for name in TREES} - {"", "__main__"}
+
+
+def defined(path: Path) -> set[str]:
+    """Functions, classes and constants at the top level of a file."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def problem(name: str) -> str | None:
+    """What is wrong with a file, directory or `file.py:name` of the page; None where it is there."""
+    place, _, item = name.partition(":")
+    path = next((base / place for base in (PACKAGE, ROOT, PACKAGE / "data") if (base / place).exists()), None)
+    if path is None:
+        return f"{place} is not there"
+    if item and item not in defined(path):
+        return f"{place} defines no {item}"
+    return None
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_the_page_names_is_there(name: str) -> None:
+    assert problem(name) is None
+
+
+def test_every_package_is_on_the_page_with_its_floor_and_its_sentence() -> None:
+    described = set(re.findall(r"^\| `(\w+)` \| ", PAGE, flags=re.MULTILINE))
+    assert described == set(FLOORS) == PARTS
+    assert len(set(FLOORS.values())) <= 10
+
+
+@pytest.mark.parametrize("module", sorted(name for name in TREES if part(name) in FLOORS))
+def test_no_import_goes_up(module: str) -> None:
+    own = part(module)
+    lower = {part(name) for name in imported_modules(TREES[module], TREES)} - {own, INSTRUMENTS.get(module), ""}
+    assert [name for name in lower if FLOORS[name] >= FLOORS[own]] == []
+
+
+def test_every_task_is_in_the_table() -> None:
+    files = {path.name for path in (PACKAGE / "run" / "tasks").glob("*.py")}
+    told = {name.rpartition("/")[2] for name in NAMED if name.startswith("run/tasks/") and name.endswith(".py")}
+    assert files - {"__init__.py", "launch_tasks.py", "export_process.py"} <= told
+
+
+def test_what_is_not_there_is_seen() -> None:
+    assert problem("train/nothing.py") == "train/nothing.py is not there"
+    assert problem("train/loop.py:nothing") == "train/loop.py defines no nothing"
+    assert problem("train/loop.py:train_loop") is None
+    assert len(NAMED) > 40
