@@ -36,23 +36,20 @@ torch.set_num_threads(1)
 
 from tests.model.test_packing import gradient, packed_inputs, random_ids
 from tests.model.tiny import tiny_config
-from tuner.model.build import ModelSpec, apply_liger, build_model
-from tuner.model.recompute import apply_recompute
-from tuner.model.root import CausalLM
+from tuner.model.build import ModelSpec, build_model
+from tuner.model.choice import Choice
+from tuner.parallel.assemble import AssemblySpec, assemble
 
 lengths = (3, 4)
 
 def gradients(kind, level, liger):
     with tempfile.TemporaryDirectory() as directory:
         tiny_config(kind).save_pretrained(directory)
-        root = CausalLM(build_model(ModelSpec(directory, random_init=True), torch.float32, seed=1)).train()
+        model = build_model(ModelSpec(directory, random_init=True), torch.float32, seed=1)
+    root = assemble(AssemblySpec(Choice(), 0, "liger" if liger else "torch", level), model).train()
     for parameter in root.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15, generator=torch.Generator().manual_seed(parameter.numel()))
-    if level != "none":
-        apply_recompute(root, level)
-    if liger:
-        apply_liger(root.model)
     loss = root(document_lengths=lengths, **packed_inputs(random_ids(97)[: sum(lengths)], lengths))
     loss.backward()
     return float(loss), gradient(root)

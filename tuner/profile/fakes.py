@@ -11,25 +11,6 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-
-from tuner.model.build import apply_liger
-from tuner.model.root import CausalLM
-from tuner.parallel.fsdp import shard
-from tuner.run.resolve import Resolved
-
-
-def place_root(root: CausalLM, resolved: Resolved, mesh: DeviceMesh | None, device: torch.device) -> None:
-    """Put a model of :func:`tuner.run.build.bare_root` on a device, sharded over a mesh as its first rank sees it.
-
-    In place; inside a fake tensor mode, and with a mesh inside a fake group.
-    """
-    recipe = resolved.recipe
-    give_storage(root, device)
-    if mesh is not None:
-        shard(root, mesh, recipe.parallel.reshard_after_forward)
-    if recipe.model.kernels == "liger" and recipe.train.compile is not True:
-        apply_liger(root.model)
 
 
 def give_storage(root: nn.Module, device: torch.device) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from tuner.checkpoint.staging import staged_bytes
 from tuner.data.batches import Batch, StepBatches
@@ -18,13 +19,13 @@ from tuner.model.attention import forget_documents
 from tuner.model.build import decoder_blocks
 from tuner.model.decode import fullest_forwards
 from tuner.model.flops import Flops, training_flops
-from tuner.model.root import CausalLM
+from tuner.parallel.assemble import assemble
 from tuner.parallel.fsdp import local, sync_gradients
-from tuner.profile.fakes import place_root, quiet_kernels
+from tuner.profile.fakes import give_storage, quiet_kernels
 from tuner.profile.memory import gradient_tensors
 from tuner.profile.prediction import Phase
 from tuner.profile.stand_in import cuda_stand_in, unchanged_modules
-from tuner.run.build import bare_root, build_train_state, mesh_of, step_config_of
+from tuner.run.build import assembly_spec, build_train_state, mesh_of, meta_model, step_config_of
 from tuner.run.resolve import Resolved
 from tuner.rundir.layout import MODEL_PREFIX
 from tuner.runtime import phase, torch_private
@@ -68,20 +69,20 @@ def trace_step(
     from tuner.profile.ledger import Ledger
 
     device, mesh = torch.device("cpu"), mesh_of(resolved.recipe, rank_info)
-    root = bare_root(resolved)
-    largest = max(parameter.numel() * parameter.element_size() for parameter in root.parameters())
-    flops = training_flops(root.model)
-    blocks = _blocks(root)
+    model = meta_model(resolved)
+    blocks = _blocks(model)
     with ExitStack() as stack:
         if resolved.facts.kind == "cuda":
             stack.enter_context(cuda_stand_in())
-            stack.enter_context(unchanged_modules(root))
+            stack.enter_context(unchanged_modules(model))
         if rank_info.world_size > 1:
             stack.enter_context(_fake_group(rank_info))
-        device_mesh = mesh.device_mesh(device.type)
+        root = assemble(assembly_spec(resolved), model, device_mesh=mesh.device_mesh(device.type))
+        largest = max(parameter.numel() * parameter.element_size() for parameter in root.parameters())
+        flops = training_flops(root.model)
         stack.enter_context(_fakes())
         ledger = Ledger(resolved.facts.kind)
-        place_root(root, resolved, device_mesh, device)
+        give_storage(root, device)
         ledger.assign([*root.parameters(), *root.buffers()], "parameters")
         with ledger:
             train_state = build_train_state(resolved.recipe, root, step_config_of(resolved.recipe, device, mesh))
@@ -96,11 +97,11 @@ def trace_step(
     return Trace(resolved.facts.kind, changes, ledger.entries, marks, blocks, staged, largest, flops)
 
 
-def _blocks(root: CausalLM) -> tuple[str, ...]:
-    """Names of the decoder layers; none where the model does not say which they are."""
-    names = {module: name for name, module in root.named_modules()}
+def _blocks(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of the decoder layers in a root module; none where the model does not say which they are."""
+    names = {module: f"model.{name}" for name, module in model.named_modules()}
     try:
-        return tuple(names[block] for block in decoder_blocks(root.model))
+        return tuple(names[block] for block in decoder_blocks(model))
     except RecipeError:
         return ()
 

@@ -1,13 +1,14 @@
 """What training works with, built from a resolved recipe: the model, the optimizer, the batches."""
 
 import contextlib
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from tuner.config.recipe import LowRankAdapter, Recipe
 from tuner.data.batches import GlobalBatches
@@ -15,18 +16,17 @@ from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
 from tuner.errors import RecipeError
 from tuner.model.adapter import LoraSpec
-from tuner.model.build import apply_liger, apply_native, build_model, build_skeleton, decoder_blocks
+from tuner.model.build import build_model, build_skeleton
 from tuner.model.choice import Choice
-from tuner.model.compile import compile_blocks
 from tuner.model.flops import training_flops
 from tuner.model.freeze import frozen_hash
 from tuner.model.logit_shape import LogitShape
 from tuner.model.output_layer import KERNELS
 from tuner.model.padding import Padding
 from tuner.model.probe import require_isolation
-from tuner.model.recompute import apply_recompute
 from tuner.model.root import CausalLM, outer_parameters, trained_parameters
-from tuner.parallel.fsdp import materialise, shard
+from tuner.parallel.assemble import AssemblySpec, Kernels, assemble
+from tuner.parallel.fsdp import materialise
 from tuner.parallel.mesh import Mesh
 from tuner.run.probes import probe_inputs
 from tuner.run.resets import Starts
@@ -123,10 +123,15 @@ def build_train_state(recipe: Recipe, root: CausalLM, step_config: StepConfig) -
 def assemble_model(resolved: Resolved, rank_info: RankInfo, mesh: Mesh) -> tuple[CausalLM, StepConfig]:
     """The model as a training starts with it, and how it computes. Collective where there are several processes."""
     recipe = resolved.recipe
-    if resolved.facts.kind == "cpu":
+    spec, device = assembly_spec(resolved), _device(resolved.facts, rank_info)
+    if device.type == "cpu":
         keep_freed_memory(resolved.facts.free_bytes // 2)
-    root = _build_root(resolved, rank_info, mesh)
-    return root, step_config_of(recipe, _device(resolved.facts, rank_info), mesh)
+    if mesh.size == 1:
+        inspect, to_device = partial(_inspect, resolved), lambda root: root.to(device)
+        root = assemble(spec, _whole_model(resolved), inspect=inspect, give_values=to_device)
+    else:
+        root = _sharded(resolved, spec, mesh, device)
+    return root, step_config_of(recipe, device, mesh)
 
 
 def mesh_of(recipe: Recipe, rank_info: RankInfo) -> Mesh:
@@ -167,14 +172,24 @@ def check_fits(tokenizer: TextTokenizer, config: PretrainedConfig, prepared: Pre
         raise RecipeError(f"data.max_length: {prepared.train.max_length} is above the model's {longest:,} positions")
 
 
-def _choice(resolved: Resolved) -> Choice:
+def assembly_spec(resolved: Resolved) -> AssemblySpec:
+    """What a resolved recipe makes of the model."""
     recipe = resolved.recipe
-    lora = lora_spec(recipe.adapter) if isinstance(recipe.adapter, LowRankAdapter) else None
-    return Choice(lora, recipe.model.freeze, resolved.new_ids, recipe.model.init == "random")
+    adapter, train = recipe.adapter, recipe.train
+    lora = _lora_spec(adapter) if isinstance(adapter, LowRankAdapter) else None
+    longest = int(recipe.data.max_length)
+    return AssemblySpec(
+        trained=Choice(lora, recipe.model.freeze, resolved.new_ids, recipe.model.init == "random"),
+        seed=recipe.seed,
+        kernels=cast("Kernels", recipe.model.kernels),
+        recompute=train.gradient_checkpointing,
+        recomputed_layers=train.gradient_checkpointing_layers,
+        padding=Padding(longest * train.micro_batch_size, longest) if train.compile is True else None,
+        reshard_after_forward=recipe.parallel.reshard_after_forward,
+    )
 
 
-def lora_spec(adapter: LowRankAdapter) -> LoraSpec:
-    """The adapter section as the model package takes it."""
+def _lora_spec(adapter: LowRankAdapter) -> LoraSpec:
     return LoraSpec(
         adapter.r,
         adapter.alpha,
@@ -186,60 +201,42 @@ def lora_spec(adapter: LowRankAdapter) -> LoraSpec:
     )
 
 
-def _build_root(resolved: Resolved, rank_info: RankInfo, mesh: Mesh) -> CausalLM:
-    """The whole model on rank 0, or one process; with several, shards everywhere filled from rank 0's."""
+def meta_model(resolved: Resolved) -> PreTrainedModel:
+    """The model that is trained, without storage."""
+    return build_skeleton(resolved.config, DTYPES[resolved.recipe.model.dtype])
+
+
+def _whole_model(resolved: Resolved) -> PreTrainedModel:
     recipe = resolved.recipe
-    dtype = DTYPES[recipe.model.dtype]
-    device, chosen = _device(resolved.facts, rank_info), _choice(resolved)
-    built: list[CausalLM] = []  # on rank 0 alone; a failure there is raised on every rank, so that none waits for it
+    return build_model(model_spec(recipe, resolved.new_ids), DTYPES[recipe.model.dtype], recipe.seed)
 
-    def build() -> str | None:
-        built.append(CausalLM(build_model(model_spec(recipe, resolved.new_ids), dtype, recipe.seed)))
-        chosen.apply(built[0].model, recipe.seed)
-        if recipe.model.kernels == "native":
-            apply_native(built[0].model)
-        packed = recipe.data.packing or recipe.train.micro_batch_size > 1
-        vocab_size, longest = resolved.config.get_text_config().vocab_size, int(recipe.data.max_length)
-        require_isolation(built[0], vocab_size, packed, longest, recipe.train.micro_batch_size)
-        return frozen_hash(built[0].model)
 
-    frozen = Collective(gloo_group()).on_rank0(build)
-    device_mesh = mesh.device_mesh(device.type)
-    if device_mesh is None:
-        root = built[0].to(device)
-        _adapt_blocks(root, recipe)
-    else:
-        root = bare_root(resolved)
-        shard(root, device_mesh, recipe.parallel.reshard_after_forward)
-        materialise(root, built[0] if built else None, device)
+def _sharded(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> CausalLM:
+    """Shards on every rank, filled from the whole model of rank 0. Collective."""
+    source: list[CausalLM] = []  # on rank 0 alone; a failure there is raised on every rank, so that none waits for it
+
+    def build_source() -> str | None:
+        source.append(assemble(spec.for_values(), _whole_model(resolved), inspect=partial(_inspect, resolved)))
+        return source[0].frozen_hash
+
+    frozen = Collective(gloo_group()).on_rank0(build_source)
+    root = assemble(
+        spec,
+        meta_model(resolved),
+        device_mesh=mesh.device_mesh(device.type),
+        give_values=lambda root: materialise(root, source[0] if source else None, device),
+    )
     root.frozen_hash = frozen
-    if recipe.model.kernels == "liger" and recipe.train.compile is not True:  # the compiler makes kernels of its own
-        apply_liger(root.model)
     return root
 
 
-def bare_root(resolved: Resolved) -> CausalLM:
-    """The model as it is trained, but for its values and before it is sharded: on the meta device, without storage."""
-    root = CausalLM(build_skeleton(resolved.config, DTYPES[resolved.recipe.model.dtype]))
-    _choice(resolved).apply(root.model, resolved.recipe.seed)
-    if resolved.recipe.model.kernels == "native":
-        apply_native(root.model)
-    _adapt_blocks(root, resolved.recipe)
-    return root
-
-
-def _adapt_blocks(root: CausalLM, recipe: Recipe) -> None:
-    """Have decoder layers computed again in the backward pass, and compiled, as the recipe wants."""
-    level, wish = recipe.train.gradient_checkpointing, recipe.train.gradient_checkpointing_layers
-    if level != "none":
-        there = len(decoder_blocks(root.model))
-        wanted = math.ceil(wish.share * there) if wish.unit == "%" else int(wish.count)
-        if wanted > there:
-            raise RecipeError(f"train.gradient_checkpointing_layers: {wish}, but the model has {there}")
-        apply_recompute(root, level, wanted)
-    if recipe.train.compile is True:
-        longest = int(recipe.data.max_length)
-        compile_blocks(root, Padding(longest * recipe.train.micro_batch_size, longest))
+def _inspect(resolved: Resolved, root: CausalLM) -> None:
+    """Check that documents of a row do not see each other, and note the hash of what is not trained."""
+    recipe = resolved.recipe
+    packed = recipe.data.packing or recipe.train.micro_batch_size > 1
+    vocab_size, longest = resolved.config.get_text_config().vocab_size, int(recipe.data.max_length)
+    require_isolation(root, vocab_size, packed, longest, recipe.train.micro_batch_size)
+    root.frozen_hash = frozen_hash(root.model)
 
 
 def _device(facts: DeviceFacts, rank_info: RankInfo) -> torch.device:

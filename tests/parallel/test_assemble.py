@@ -1,0 +1,70 @@
+"""The order in which a model is put together, and what of it a model leaves out that only gives its values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.model.tiny import tiny_config
+from tuner.config.duration import Duration
+from tuner.errors import RecipeError
+from tuner.model.adapter import LoraSpec
+from tuner.model.build import ModelSpec, build_model
+from tuner.model.choice import Choice
+from tuner.model.padding import Padding
+from tuner.parallel import assemble as assembling
+from tuner.parallel.assemble import AssemblySpec, assemble
+
+PADDING = Padding(64, 32)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Any:
+    tiny_config("llama").save_pretrained(tmp_path)
+    return build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, 5)
+
+
+def order_of(spec: AssemblySpec, model: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    done: list[str] = []
+
+    def noted(name: str) -> Any:
+        return lambda *given, **named: done.append(name)
+
+    monkeypatch.setattr(Choice, "apply", noted("trained"))
+    for name in ("apply_native", "apply_liger", "apply_recompute", "compile_blocks", "shard"):
+        monkeypatch.setattr(assembling, name, noted(name))
+    devices: Any = object()
+    assemble(spec, model, inspect=noted("inspect"), device_mesh=devices, give_values=noted("values"))
+    return done
+
+
+@pytest.mark.parametrize(
+    ("kernels", "padding", "order"),
+    [
+        ("native", PADDING, "trained apply_native inspect apply_recompute compile_blocks shard values"),
+        ("liger", None, "trained inspect apply_liger apply_recompute shard values"),
+        ("liger", PADDING, "trained inspect apply_recompute compile_blocks shard values"),
+        ("torch", None, "trained inspect apply_recompute shard values"),
+    ],
+)
+def test_there_is_one_order(
+    kernels: Any, padding: Padding | None, order: str, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = AssemblySpec(Choice(), 0, kernels, "full", padding=padding)
+    assert order_of(spec, model, monkeypatch) == order.split()
+
+
+def test_a_model_that_gives_its_values_is_not_wrapped(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = AssemblySpec(Choice(LoraSpec(4, 8, 0.0, "all-linear")), 7, "liger", "full", padding=PADDING)
+    assert (spec.for_values().trained, spec.for_values().seed) == (spec.trained, 7)
+    assert order_of(spec.for_values(), model, monkeypatch) == ["trained", "inspect", "shard", "values"]
+    assert AssemblySpec(Choice(), 0, "native").for_values().kernels == "native"
+
+
+def test_no_more_layers_are_recomputed_than_there_are(model: Any) -> None:
+    spec = AssemblySpec(Choice(), 0, recompute="full", recomputed_layers=Duration.parse("9 layers"))
+    with pytest.raises(RecipeError, match="gradient_checkpointing_layers: 9 layers, but the model has 2"):
+        assemble(spec, model)

@@ -1,0 +1,84 @@
+"""The one order in which a model is put together: for training, for evaluation and for prediction."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Literal
+
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from tuner.config.duration import Duration
+from tuner.errors import RecipeError
+from tuner.model.build import apply_liger, apply_native, decoder_blocks
+from tuner.model.choice import Choice
+from tuner.model.compile import compile_blocks
+from tuner.model.padding import Padding
+from tuner.model.recompute import Level, apply_recompute
+from tuner.model.root import CausalLM
+from tuner.parallel.fsdp import shard
+
+Kernels = Literal["torch", "native", "liger"]
+
+
+@dataclass(frozen=True)
+class AssemblySpec:
+    """What is made of a model."""
+
+    trained: Choice
+    seed: int
+    """Of the weights that are drawn here: an adapter's."""
+    kernels: Kernels = "torch"
+    recompute: Literal["none"] | Level = "none"
+    recomputed_layers: Duration = Duration.parse("100%")
+    """A share of the decoder layers, or a number of them."""
+    padding: Padding | None = None
+    """Where decoder layers are compiled: the size of microbatches that they are compiled for."""
+    reshard_after_forward: bool = True
+
+    def for_values(self) -> "AssemblySpec":
+        """The same for a model that gives its values to another and never trains itself: nothing is wrapped."""
+        kernels: Kernels = "native" if self.kernels == "native" else "torch"
+        return replace(self, kernels=kernels, recompute="none", padding=None)
+
+
+def _nothing(root: CausalLM) -> None:
+    pass
+
+
+def assemble(
+    spec: AssemblySpec,
+    model: PreTrainedModel,
+    *,
+    inspect: Callable[[CausalLM], None] = _nothing,
+    device_mesh: DeviceMesh | None = None,
+    give_values: Callable[[CausalLM], None] = _nothing,
+) -> CausalLM:
+    """Make a transformers model what training calls, in place. Collective with a ``device_mesh``.
+
+    The model comes with its weights, on the CPU, or from the meta device. ``inspect`` is called while it is whole and
+    computes on the CPU as it will be trained; ``give_values`` brings the finished model to its device, with its values.
+    Raises RecipeError for parameters or layers that the model does not have.
+    """
+    root = CausalLM(model)
+    spec.trained.apply(root.model, spec.seed)
+    if spec.kernels == "native":
+        apply_native(root.model)
+    inspect(root)
+    if spec.kernels == "liger" and spec.padding is None:  # the compiler makes kernels of its own
+        apply_liger(root.model)
+    if spec.recompute != "none":
+        apply_recompute(root, spec.recompute, _recomputed(spec.recomputed_layers, len(decoder_blocks(root.model))))
+    if spec.padding is not None:
+        compile_blocks(root, spec.padding)
+    if device_mesh is not None:
+        shard(root, device_mesh, spec.reshard_after_forward)
+    give_values(root)
+    return root
+
+
+def _recomputed(layers: Duration, there: int) -> int:
+    wanted = ceil(layers.share * there) if layers.unit == "%" else int(layers.count)
+    if wanted > there:
+        raise RecipeError(f"train.gradient_checkpointing_layers: {layers}, but the model has {there}")
+    return wanted
