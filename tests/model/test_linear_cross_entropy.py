@@ -7,7 +7,7 @@ import torch
 
 from tuner.model import linear_cross_entropy as module
 from tuner.model.linear_cross_entropy import linear_cross_entropy, position_losses, softmax_into_gradient
-from tuner.model.logit_shape import LogitShape
+from tuner.model.logit_transform import LogitTransform
 from tuner.model.native.cross_entropy import native_into_gradient
 
 
@@ -43,9 +43,11 @@ def test_equals_plain(n: int, with_bias: bool, weighted: bool) -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("kernel", [softmax_into_gradient, native_into_gradient])
-@pytest.mark.parametrize("shape", [LogitShape(), LogitShape(0.5, 2.0)])
+@pytest.mark.parametrize("shape", [LogitTransform(), LogitTransform(0.5, 2.0)])
 @pytest.mark.parametrize("n", [0, 13])
-def test_losses_by_position_have_the_gradient_of_any_function_of_them(n: int, shape: LogitShape, kernel: Any) -> None:
+def test_losses_by_position_have_the_gradient_of_any_function_of_them(
+    n: int, shape: LogitTransform, kernel: Any
+) -> None:
     """Here the square of a document's mean: in it no position's share is known before all losses are."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(n, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)

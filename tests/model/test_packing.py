@@ -11,7 +11,7 @@ from tests.model.tiny import TINY, tiny_config
 from tuner.model import attention
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.linear_cross_entropy import linear_cross_entropy
-from tuner.model.logit_shape import LogitShape
+from tuner.model.logit_transform import LogitTransform
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM
 
@@ -157,7 +157,7 @@ def test_logits_that_are_not_the_models_own_are_refused_even_without_packing(tmp
     ).save_pretrained(tmp_path)  # fmt: skip
     root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
     require_isolation(root, 97)
-    root.shape = LogitShape()  # as for a model whose way with logits is not known
+    root.logit_transform = LogitTransform()  # as for a model whose way with logits is not known
     for packed in (True, False):
         with pytest.raises(RecipeError, match="differ from the model's own"):
             require_isolation(root, 97, packed)

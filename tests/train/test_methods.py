@@ -10,7 +10,7 @@ import torch
 from tests.run.test_run import launch, lines
 from tools import resume_campaign
 from tuner.errors import PluginError
-from tuner.model.logit_shape import LogitShape
+from tuner.model.logit_transform import LogitTransform
 from tuner.run import build
 from tuner.train.figures import CLOCKED
 
@@ -101,7 +101,7 @@ def test_mistakes_are_named(workplace: Path, use: str, said: str) -> None:
 def test_a_model_that_caps_its_logits_is_refused_before_it_is_loaded(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build.LogitShape, "of", staticmethod(lambda config: LogitShape(1.0, 30.0)))
+    monkeypatch.setattr(build.LogitTransform, "of", staticmethod(lambda config: LogitTransform(1.0, 30.0)))
     monkeypatch.setattr(build, "assemble_model", lambda *args: pytest.fail("loaded"))
     with pytest.raises(PluginError, match="my_loss.py:with_z_loss: this model caps its logits"):
         custom(workplace, "bad", "with_z_loss")

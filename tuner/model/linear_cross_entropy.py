@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tuner.model.logit_shape import PLAIN, LogitShape
+from tuner.model.logit_transform import PLAIN, LogitTransform
 from tuner.model.target import target
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, bool, torch.Tensor | None], torch.Tensor]
@@ -93,19 +93,19 @@ class _PositionLosses(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        shape: LogitShape,
+        transform: LogitTransform,
         kernel: Kernel,
     ) -> torch.Tensor:
         dtype = _dtype(hidden)
         losses = torch.empty(len(targets), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
         for span in _spans(len(hidden), max(1, CHUNK_LOGITS // len(weight))):
             logits, wanted, found = _products(hidden[span].to(dtype), weight, bias), targets[span], losses[span]
-            shape.bend(logits)
+            transform.apply_(logits)
             for block in _spans(len(logits), max(1, BLOCK_LOGITS[target(logits)] // len(weight))):
                 exact = logits[block].to(losses.dtype)
                 found[block] = torch.logsumexp(exact, -1) - exact.gather(1, wanted[block, None])[:, 0]
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.dtype, ctx.kernel = dtype, shaped(kernel, shape)
+        ctx.dtype, ctx.kernel = dtype, transformed(kernel, transform)
         return losses
 
     @staticmethod
@@ -164,19 +164,19 @@ def softmax_into_gradient(
     return total
 
 
-def shaped(kernel: Kernel, shape: LogitShape) -> Kernel:
+def transformed(kernel: Kernel, transform: LogitTransform) -> Kernel:
     """The kernel for a model that does not take the products as they are."""
 
     def run(
         products: torch.Tensor, targets: torch.Tensor, wants_gradient: bool, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        bent = shape.bend(products)
+        tanh = transform.apply_(products)
         loss = kernel(products, targets, wants_gradient, weights)
         if wants_gradient:
-            shape.unbend(products, bent)
+            transform.backward_(products, tanh)
         return loss
 
-    return kernel if shape == PLAIN else run
+    return kernel if transform == PLAIN else run
 
 
 def linear_cross_entropy(
@@ -204,7 +204,7 @@ def position_losses(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     targets: torch.Tensor,
-    shape: LogitShape = PLAIN,
+    transform: LogitTransform = PLAIN,
     kernel: Kernel = softmax_into_gradient,
 ) -> torch.Tensor:
     """The cross-entropy in nats at each position, ``[N]``, of the same products and types as those of their sum.
@@ -212,5 +212,5 @@ def position_losses(
     Shapes as for :func:`linear_cross_entropy`. For losses that are no sum over positions, such as those of whole
     documents: a backward pass computes the logits a second time, by ``kernel``, and never keeps them.
     """
-    losses: torch.Tensor = _PositionLosses.apply(hidden, weight, bias, targets, shape, kernel)  # type: ignore[no-untyped-call]
+    losses: torch.Tensor = _PositionLosses.apply(hidden, weight, bias, targets, transform, kernel)  # type: ignore[no-untyped-call]
     return losses

@@ -11,10 +11,10 @@ from tuner.model.linear_cross_entropy import (
     Kernel,
     linear_cross_entropy,
     position_losses,
-    shaped,
     softmax_into_gradient,
+    transformed,
 )
-from tuner.model.logit_shape import PLAIN, LogitShape
+from tuner.model.logit_transform import PLAIN, LogitTransform
 from tuner.model.native.cross_entropy import native_into_gradient
 
 KERNELS: Mapping[str, Kernel] = {
@@ -34,7 +34,7 @@ class OutputLayer:
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
-    shape: LogitShape = PLAIN
+    transform: LogitTransform = PLAIN
     kernel: Kernel = softmax_into_gradient
 
     def cross_entropy(
@@ -45,13 +45,13 @@ class OutputLayer:
         Shapes: hidden ``[N, D]``, targets int64 ``[N]``, weights float32 ``[N]`` or None for ones. The cheapest loss:
         the gradient is made while the logits are there.
         """
-        kernel = shaped(self.kernel, self.shape)
+        kernel = transformed(self.kernel, self.transform)
         return linear_cross_entropy(hidden, self.weight, self.bias, targets, kernel, weights)
 
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The cross-entropy at each position, float32 ``[N]``, for any function of them; its gradient costs the logits
         a second time."""
-        return position_losses(hidden, self.weight, self.bias, targets, self.shape, self.kernel)
+        return position_losses(hidden, self.weight, self.bias, targets, self.transform, self.kernel)
 
 
 Result = TypeVar("Result")

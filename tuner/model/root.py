@@ -14,7 +14,7 @@ from tuner.model import attention
 from tuner.model.build import decoder_of
 from tuner.model.documents import Documents, GrowingDocuments
 from tuner.model.linear_cross_entropy import Kernel, softmax_into_gradient
-from tuner.model.logit_shape import LogitShape
+from tuner.model.logit_transform import LogitTransform
 from tuner.model.longrope import RotationByDocument
 from tuner.model.output_layer import Objective, OutputLayer, Result, summed_cross_entropy
 from tuner.model.padding import Padding
@@ -28,7 +28,7 @@ class CausalLM(nn.Module):
         self.model = model
         self.loss_kernel: Kernel = softmax_into_gradient
         """What turns logits into the loss of training and its gradient."""
-        self.shape = LogitShape.of(model.config)
+        self.logit_transform = LogitTransform.of(model.config)
         """What the model does to the output layer's products before they are logits."""
         self.frozen_hash: str | None = None
         """SHA-256 of what is not trained (:func:`~tuner.model.freeze.frozen_hash`), which checkpoints do not hold."""
@@ -81,7 +81,7 @@ class CausalLM(nn.Module):
         """Logits ``[N, V]`` at the given positions of a packed microbatch; without gradients where they are capped."""
         hidden = self._hidden(input_ids, position_ids, document_lengths)
         logits: torch.Tensor = self.model.get_output_embeddings()(hidden[positions])
-        self.shape.bend(logits)
+        self.logit_transform.apply_(logits)
         return logits
 
     def next_logits(
@@ -100,7 +100,7 @@ class CausalLM(nn.Module):
         where = self._where(position_ids, documents)
         output = decoder_of(self.model)(input_ids=input_ids[None], past_key_values=cache, use_cache=True, **where)
         logits: torch.Tensor = self.model.get_output_embeddings()(output.last_hidden_state[0, lasts])
-        self.shape.bend(logits)
+        self.logit_transform.apply_(logits)
         return logits
 
     def _hidden(
@@ -118,7 +118,7 @@ class CausalLM(nn.Module):
 
     def _head(self) -> OutputLayer:
         head = self.model.get_output_embeddings()
-        return OutputLayer(head.weight, getattr(head, "bias", None), self.shape, self.loss_kernel)
+        return OutputLayer(head.weight, getattr(head, "bias", None), self.logit_transform, self.loss_kernel)
 
     def _where(self, position_ids: torch.Tensor, documents: Documents | GrowingDocuments | None) -> dict[str, object]:
         """Where the tokens of a row stand, in the arguments that this model takes."""

@@ -20,7 +20,7 @@ from tuner.model.build import build_model, build_skeleton
 from tuner.model.choice import Choice
 from tuner.model.flops import training_flops
 from tuner.model.freeze import frozen_hash
-from tuner.model.logit_shape import LogitShape
+from tuner.model.logit_transform import LogitTransform
 from tuner.model.output_layer import KERNELS
 from tuner.model.padding import Padding
 from tuner.model.probe import require_isolation
@@ -78,7 +78,7 @@ def build(
     recipe = resolved.recipe
     mesh = mesh_of(recipe, rank_info)
     check_fits(tokenizer, resolved.config, prepared)
-    check_logits(recipe.method, LogitShape.of(resolved.config))
+    check_logits(recipe.method, LogitTransform.of(resolved.config))
     check_division(recipe.train.global_batch_size, recipe.train.micro_batch_size, mesh.data_size)
     table, held = timetable(recipe, prepared, starts), held_out_rows(recipe, prepared)
     check_metric(recipe.checkpoint.keep_best, held)

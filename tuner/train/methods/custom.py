@@ -11,7 +11,7 @@ import torch
 from tuner.config import recipe
 from tuner.data.batches import Batch, StepBatches
 from tuner.errors import PluginError, TunerError
-from tuner.model.logit_shape import LogitShape
+from tuner.model.logit_transform import LogitTransform
 from tuner.model.output_layer import OutputLayer
 from tuner.runtime.plugins import Plugin, failure, load, require_call, source_file
 from tuner.train.figures import CLOCKED
@@ -33,9 +33,9 @@ def check_method(section: recipe.Method) -> None:
         _factory(section)
 
 
-def check_logits(section: recipe.Method, shape: LogitShape) -> None:
+def check_logits(section: recipe.Method, transform: LogitTransform) -> None:
     """Raise PluginError for a loss of the user's own on a model that caps its logits, of which it could not know."""
-    if isinstance(section, recipe.CustomMethod) and shape.cap is not None:
+    if isinstance(section, recipe.CustomMethod) and transform.cap is not None:
         raise PluginError(
             f"method.use {section.use}: this model caps its logits, of which a loss of your own is not told",
             hint="take another model, or method.kind: sft or pretrain",
@@ -55,7 +55,7 @@ class SummedLoss(TokenMean):
 
         It knows no factor of the logits, which is put into what it is given; a model with a cap is refused at start.
         """
-        bias, scale = head.bias, head.shape.scale
+        bias, scale = head.bias, head.transform.scale
         if scale != 1:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
         result = self._function(hidden, head.weight, bias, targets)

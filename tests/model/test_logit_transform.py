@@ -1,4 +1,4 @@
-"""Models that divide, multiply or bend their logits: the loss and gradients are those of the model's own forward."""
+"""Models that divide, multiply or softcap their logits: the loss and gradients are those of the model's own forward."""
 
 from pathlib import Path
 
@@ -12,21 +12,21 @@ from tests.model.tiny import SHAPE
 from tuner.model import linear_cross_entropy as module
 from tuner.model.attention import PACKED
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.logit_shape import PLAIN, LogitShape
+from tuner.model.logit_transform import PLAIN, LogitTransform
 from tuner.model.output_layer import OutputLayer
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM
 from tuner.train.methods.custom import SummedLoss
 
 GEMMA = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0}
-CONFIGS: dict[str, tuple[PretrainedConfig, LogitShape]] = {
-    "gemma2": (Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=0.5), LogitShape(1.0, 2.0)),
+CONFIGS: dict[str, tuple[PretrainedConfig, LogitTransform]] = {
+    "gemma2": (Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=0.5), LogitTransform(1.0, 2.0)),
     "granite": (
         GraniteConfig(**SHAPE, logits_scaling=8.0, residual_multiplier=0.5, embedding_multiplier=3.0),
-        LogitShape(0.125),
+        LogitTransform(0.125),
     ),
-    "cohere": (CohereConfig(**SHAPE, logit_scale=0.25), LogitShape(0.25)),
-    "cohere2": (Cohere2Config(**SHAPE, logit_scale=3.0, sliding_window=8), LogitShape(3.0)),
+    "cohere": (CohereConfig(**SHAPE, logit_scale=0.25), LogitTransform(0.25)),
+    "cohere2": (Cohere2Config(**SHAPE, logit_scale=3.0, sliding_window=8), LogitTransform(3.0)),
 }
 
 
@@ -55,7 +55,7 @@ def own_losses(root: CausalLM, ids: torch.Tensor) -> torch.Tensor:
 def test_loss_and_gradients_are_the_models_own(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_LOGITS", 13 * 97)
     root, ids = root_for(kind, tmp_path), random_ids(97)
-    assert root.shape == CONFIGS[kind][1]
+    assert root.logit_transform == CONFIGS[kind][1]
     require_isolation(root, 97)
     expected = own_losses(root, ids)
     expected.sum().backward()
@@ -67,7 +67,7 @@ def test_loss_and_gradients_are_the_models_own(kind: str, tmp_path: Path, monkey
     assert loss.item() == pytest.approx(expected.sum().item(), rel=1e-6)
     assert relative(gradient(root), wanted) < 1e-5
     assert relative(root.losses(document_lengths=LENGTHS, **inputs).double(), expected) < 1e-6
-    root.shape = PLAIN
+    root.logit_transform = PLAIN
     assert root(document_lengths=LENGTHS, **inputs).item() != pytest.approx(expected.sum().item(), rel=1e-3)
 
 
@@ -92,5 +92,5 @@ def test_a_loss_of_the_users_own_sees_the_factor() -> None:
     own = SummedLoss(plain, "own")  # type: ignore[arg-type]
     hidden, weight, targets = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
     expected = cross_entropy(hidden @ weight.T * 0.25, targets, reduction="sum")
-    found = own.terms(hidden, OutputLayer(weight, None, LogitShape(0.25)), targets, {})
+    found = own.terms(hidden, OutputLayer(weight, None, LogitTransform(0.25)), targets, {})
     torch.testing.assert_close(found.losses["loss"].value, expected)
