@@ -155,8 +155,26 @@ def test_a_rank_with_nothing_left_trains_nothing() -> None:
     assert len(idle.micro) == 1
     assert (idle.micro[0].targets == IGNORED).all()
     assert len(idle.micro[0].trained_positions) == 0
+    assert len(idle.micro[0].documents) == len(idle.micro[0].trained_per_document) == 0
     assert len(idle.micro[0].input_ids) == 4
     assert idle.trained_count == rows.trained_per_row[0] > 0
+
+
+def test_every_rank_knows_what_is_trained_in_each_document_of_the_global_batch() -> None:
+    rows = FakeRows([[4, 2], [3], [1, 5], [2]])
+    given = {"seed": 0, "shuffle": True, "global_batch_size": 3, "by_document": True}
+    for step in range(2):
+        ranks = [
+            GlobalBatches(rows, micro_batch_size=1, rank=rank, world_size=2, **given).step(step)  # type: ignore[arg-type]
+            for rank in range(2)
+        ]
+        wanted = [collate([rows.row(int(i))]).trained_per_document for i in ranks[0].row_ids]
+        for one in ranks:
+            assert one.trained_per_document is not None
+            assert one.trained_per_document.tolist() == np.concatenate(wanted).tolist()
+            assert one.trained_per_document.sum() == one.trained_count
+        counted = np.concatenate([batch.trained_per_document for one in ranks for batch in one.micro])
+        assert sorted(counted) == sorted(np.concatenate(wanted))
 
 
 @pytest.mark.parametrize(("size", "micro", "rank", "world"), [(0, 1, 0, 1), (1, 0, 0, 1), (1, 1, 1, 1)])

@@ -100,6 +100,7 @@ def run_steps(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
         },
         data={"shuffle": False, "train": str(model / "rows.jsonl")},
         parallel={"shard": case["shard"], "reshard_after_forward": case["reshard"]},
+        method=case["method"],
     )
     gradients: dict[str, torch.Tensor] = {}
     counter, taken = CollectiveCounter(), []
@@ -124,6 +125,7 @@ def run_steps(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
         facts = {
             "loss": [r.loss for r in results],
             "grad_norm": [r.grad_norm for r in results],
+            "figures": [dict(r.figures) for r in results],
             "collectives": counter.counts,
         }
         (output / f"{case['name']}.json").write_text(json.dumps(facts))

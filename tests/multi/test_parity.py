@@ -25,7 +25,7 @@ TRAINED = [1, 29, 3, 15, 30, 7, 5, 2, 0, 0, 0, 0, 20, 7, 25, 2, 9, 24]
 ADAPTERS: dict[str, dict[str, Any]] = {"full": {"kind": "none"}, "lora": {"kind": "lora", "r": 4}}
 ONE: dict[str, Any] = {
     "adapter": "full", "world": 1, "local": 1, "shard": "auto", "reshard": True, "packed": True, "precision": "fp32",
-    "recompute": "none", "global": 8, "micro": 8, "steps": 3, "factor": 0.0, "trained": TRAINED,
+    "recompute": "none", "global": 8, "micro": 8, "steps": 3, "factor": 0.0, "trained": TRAINED, "method": {},
 }  # fmt: skip
 # Each case beside the one that it must equal. With factor 0 the weights stay, so that every step's gradient counts.
 CASES: dict[str, dict[str, Any]] = {

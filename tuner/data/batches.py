@@ -33,7 +33,10 @@ class Batch:
     trained_positions: npt.NDArray[np.int64]
     """int64[n], the indices whose target is not -100."""
     documents: npt.NDArray[np.int64]
-    """int64[len(lengths)]: the number of each document in its split; pieces of a split document share theirs."""
+    """int64[len(lengths)]: the number of each document in its split; pieces of a split document share theirs.
+
+    Empty for a batch that only keeps a rank in step with others: none of its documents counts.
+    """
 
     @property
     def document_of_trained(self) -> npt.NDArray[np.int64]:
@@ -42,8 +45,8 @@ class Batch:
 
     @property
     def trained_per_document(self) -> npt.NDArray[np.int64]:
-        """int64[len(lengths)]: trained targets of each document."""
-        return np.bincount(self.document_of_trained, minlength=len(self.lengths))
+        """int64[len(documents)]: trained targets of each document."""
+        return np.bincount(self.document_of_trained, minlength=len(self.documents))
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ def collate(rows: Sequence[Row]) -> Batch:
 
 def without_targets(batch: Batch) -> Batch:
     """Return the batch with every target -100: it takes part in the collectives and adds nothing to the loss."""
-    return replace(batch, targets=np.full_like(batch.targets, IGNORED), trained_positions=np.empty(0, dtype=np.int64))
+    none = np.empty(0, dtype=np.int64)
+    return replace(batch, targets=np.full_like(batch.targets, IGNORED), trained_positions=none, documents=none)
 
 
 class GlobalBatches:

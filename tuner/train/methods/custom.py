@@ -71,12 +71,14 @@ class Checked:
     def __init__(self, method: Method, name: str, file: Path | None = None) -> None:
         self._method, self._name, self._file = method, name, file
         self._names: tuple[str, ...] | None = None
+        self._counted: Counts = {}
         self.by_document = method.by_document
 
     def counts(self, batches: StepBatches) -> Counts:
         """The method's own, or PluginError."""
         with self._named():
-            return self._method.counts(batches)
+            self._counted = self._method.counts(batches)
+        return self._counted
 
     def columns(self, batch: Batch) -> Mapping[str, npt.NDArray[Any]]:
         """The method's own, or PluginError."""
@@ -91,7 +93,7 @@ class Checked:
             found = self._method.terms(hidden, head, targets, columns)
         if not isinstance(found, Terms) or not found.losses:
             raise PluginError(f"{self._name} returned a {type(found).__name__} without losses", hint="return Terms")
-        self._check_scalars(found)
+        self._check_sums(found)
         self._check_names(found)
         losses = {name: Sum(one.value.float(), one.per) for name, one in found.losses.items()}
         return Terms(losses, {name: Sum(one.value.detach(), one.per) for name, one in found.figures.items()})
@@ -105,8 +107,10 @@ class Checked:
         except Exception as error:
             raise failure(f"{self._name} failed", error, self._file) from error
 
-    def _check_scalars(self, found: Terms) -> None:
+    def _check_sums(self, found: Terms) -> None:
         for name, one in {**found.figures, **found.losses}.items():
+            if one.per not in self._counted:
+                raise PluginError(f"{self._name}: {name} is per {one.per}, of which there is no count")
             if not isinstance(one.value, torch.Tensor) or one.value.ndim:
                 shown = "the loss" if name == "loss" else name
                 raise PluginError(f"{self._name}: {shown} is no scalar tensor", hint="sum over the positions")
