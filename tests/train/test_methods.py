@@ -132,3 +132,56 @@ def test_the_loss_in_the_docs_trains(workplace: Path, root: Path) -> None:
     found = custom(workplace, "documented", "with_z_loss", method__options="{weight: 1e-4}")
     assert [line["step"] for line in found] == [1, 2, 3]
     assert all("accuracy" in line for line in found)
+
+
+def test_the_method_in_the_docs_is_the_mean_over_documents(workplace: Path, root: Path) -> None:
+    text = (root / "docs" / "methods.md").read_text(encoding="utf-8")
+    (workplace / "my_loss.py").write_text(text.split("```python\n")[2].split("```")[0])
+    own = custom(workplace, "documented", "DocumentMean")
+    ours = lines(launch(workplace, name="ours", train__stop_after="3 steps", method__reduction="document").run_dir)
+    plain = lines(launch(workplace, name="plain", train__stop_after="1 steps").run_dir)
+    assert [line["loss"] for line in own] == pytest.approx([line["loss"] for line in ours], rel=1e-5)
+    assert [line["grad_norm"] for line in own] == pytest.approx([line["grad_norm"] for line in ours], rel=1e-4)
+    assert own[0]["token_loss"] == pytest.approx(plain[0]["loss"], rel=1e-5)
+    assert abs(plain[0]["loss"] - ours[0]["loss"]) > 1e-3
+
+
+METHODS = """
+from tuner.train.methods.method import Sum, Terms
+from tuner.train.methods.pretrain import TokenMean
+class NotTerms(TokenMean):
+    def terms(self, hidden, head, targets, columns):
+        return hidden.sum()
+class Clash(TokenMean):
+    def terms(self, hidden, head, targets, columns):
+        return Terms({"lr": Sum(hidden.sum(), "tokens"), "b": Sum(hidden.sum(), "tokens")}, {})
+class Uncounted(TokenMean):
+    def terms(self, hidden, head, targets, columns):
+        return Terms({"loss": Sum(hidden.sum(), "pairs")}, {})
+class Twice(TokenMean):
+    def terms(self, hidden, head, targets, columns):
+        return Terms({name: Sum(hidden.sum(), "tokens") for name in "ab"}, {"a": Sum(hidden.sum(), "tokens")})
+class Miscounts(TokenMean):
+    def counts(self, batches):
+        return {"tokens": 1 // 0}
+class Partial:
+    by_document = False
+    def counts(self, batches): return {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        ("NotTerms", "returned a Tensor without losses"),
+        ("Clash", "the figure lr has the name of another"),
+        ("Uncounted", "loss is per pairs, of which there is no count"),
+        ("Twice", "the figure a has the name of another"),
+        ("Miscounts", r"my_loss.py:Miscounts failed: ZeroDivisionError: .*my_loss.py:18\)"),
+        ("Partial", "gave a Partial, not a loss function"),
+    ],
+)
+def test_mistakes_of_a_method_are_named(workplace: Path, use: str, said: str) -> None:
+    (workplace / "my_loss.py").write_text(METHODS)
+    with pytest.raises(PluginError, match=said):
+        custom(workplace, "bad", use)

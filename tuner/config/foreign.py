@@ -45,6 +45,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
         "train_on_inputs", "assistant_only_loss", "completion_only_loss", "train_on_prompt", "mask_history",
         "roles_to_train", "train_on_last_turn_only", "train_on_input",
     ),
+    "method.reduction": ("loss_reduction", "loss_agg_mode", "loss_aggregation"),
     "data.train": ("datasets", "dataset", "dataset_name", "train_file", "train_files", "dataset_path", "train_dataset"),
     "data.eval": (
         "val_set_size", "test_datasets", "eval_dataset", "eval_file", "validation_file", "val_size", "val_dataset",
@@ -195,6 +196,7 @@ NOTES: dict[str, str] = {
     "bf16": "train.precision: bf16",
     "fp16": "train.precision: fp32 or bf16",
     "train_on_inputs": "method.train_on: all",
+    "loss_reduction": "method.reduction: token, document (sample) or sqrt (square)",
     "use_liger_kernel": "model.kernels: liger",
     "use_cpu": "train.device: cpu",
     "lora_target_linear": "adapter.target_modules: all-linear",

@@ -183,6 +183,8 @@ class SftMethod(Section):
 
     kind: MethodKind[Literal["sft"]] = "sft"
     train_on: TrainOn = "assistant"
+    reduction: Word[Literal["token", "document", "sqrt"]] = "token"
+    """Mean of the losses over a global batch: of tokens; of documents' means; or by square roots of their lengths."""
 
     @property
     def examples(self) -> Examples:

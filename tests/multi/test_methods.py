@@ -1,0 +1,166 @@
+"""Methods that look at whole documents equal a plain loop over them: full and LoRA, accumulated, on two processes."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy, logsigmoid
+
+from tests.multi.launcher import ROOT
+from tests.multi.own_methods import ALPHA, BETA, reference
+from tests.multi.test_parity import ADAPTERS, ONE, WORKER
+from tests.train.synthetic import SyntheticRows, assembly_for, recipe_for, write_model
+from tuner.runtime.dist import RankInfo
+
+OWN = Path(__file__).with_name("own_methods.py")
+METHODS: dict[str, dict[str, Any]] = {
+    "token": {"kind": "sft"},
+    "document": {"kind": "sft", "reduction": "document"},
+    "sqrt": {"kind": "sft", "reduction": "sqrt"},
+    "averaged": {"kind": "custom", "use": f"{OWN}:Averaged"},
+    "preferred": {"kind": "custom", "use": f"{OWN}:Preferred"},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "one, 8 micro-batches": {"micro": 1},
+    "two, 4 micro-batches": {"world": 2, "local": 2, "micro": 1},
+}
+CASES = [(method, "full", layout) for method in METHODS for layout in LAYOUTS]
+CASES += [(method, "lora", layout) for method in ("document", "averaged") for layout in list(LAYOUTS)[1:]]
+STEPS = 2
+TRAINED = [5, 2, 0, 0, 0, 0, 20, 7, 25]  # of 9 rows, 8 a step: in the second one of two processes has none
+Losses = list[tuple[int, torch.Tensor]]
+"""Of each document its number and the losses of its trained tokens."""
+
+
+def mean_by(share: Callable[[int], float]) -> Callable[[Losses], torch.Tensor]:
+    def mean(found: Losses) -> torch.Tensor:
+        trained = [losses for _, losses in found if len(losses)]
+        total = sum((share(len(losses)) * losses.mean() for losses in trained), start=torch.zeros(()))
+        return total / sum(share(len(losses)) for losses in trained)
+
+    return mean
+
+
+def preferred(found: Losses) -> torch.Tensor:
+    margins = [-losses.sum() - float(reference(np.array(number))) for number, losses in found]
+    pairs = [-logsigmoid(BETA * (a - b)) for a, b in zip(margins[::2], margins[1::2], strict=True)]
+    nll = torch.cat([losses for _, losses in found[::2]])
+    return torch.stack(pairs).mean() + ALPHA * nll.sum() / max(1, len(nll))
+
+
+PLAIN = {
+    "token": mean_by(lambda n: n),
+    "document": mean_by(lambda n: 1),
+    "sqrt": mean_by(lambda n: n**0.5),
+    "averaged": mean_by(lambda n: 1),
+    "preferred": preferred,
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What all cases gave; the worker that runs them is started once."""
+    directory = tmp_path_factory.mktemp("methods")
+    write_model(directory)
+    common = {**ONE, "steps": STEPS, "trained": TRAINED, "model": str(directory)}
+    cases = [
+        {**common, **LAYOUTS[layout], "name": f"{method}, {adapter}, {layout}"}
+        | {"adapter": ADAPTERS[adapter], "method": METHODS[method]}
+        for method, adapter, layout in CASES
+    ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, WORKER, json.dumps(cases), str(directory)],
+        env=env, check=False, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return directory
+
+
+@pytest.fixture(scope="module")
+def looped(found: Path) -> dict[str, list[tuple[float, torch.Tensor]]]:
+    """Loss and gradients of every step, document by document, by the model's own forward with stock attention."""
+    results = {}
+    for adapter in ADAPTERS:
+        recipe = recipe_for(
+            found, adapter=ADAPTERS[adapter], train={"global_batch_size": ONE["global"]},
+            data={"shuffle": False, "train": str(found / "rows.jsonl")},
+        )  # fmt: skip
+        assembly = assembly_for(recipe, TRAINED, RankInfo())
+        model, parameters = assembly.train_state.root.model, assembly.train_state.parameters
+        model.train().set_attn_implementation("eager")
+        rows = SyntheticRows(TRAINED)
+        for method, plain in PLAIN.items():
+            steps = results[f"{method}, {adapter}"] = []
+            for step in range(STEPS):
+                loss = plain([one for i in assembly.batches.row_ids(step) for one in losses_of(model, rows, int(i))])
+                gradients = torch.autograd.grad(loss, list(parameters.values()))
+                named = dict(zip(parameters, gradients, strict=True))
+                steps.append((loss.item(), torch.cat([named[name].flatten() for name in sorted(named)])))
+    return results
+
+
+def losses_of(model: Any, rows: SyntheticRows, row_id: int) -> Losses:
+    row, result, start = rows.row(row_id), [], 0
+    for number, length in zip(row.documents, row.lengths, strict=True):
+        part = slice(start, start + int(length))
+        ids, trained = torch.as_tensor(row.input_ids[part]), torch.as_tensor(row.trained[part])
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        result.append((int(number), cross_entropy(logits[:-1], ids[1:], reduction="none")[trained[1:]]))
+        start += int(length)
+    return result
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("method", "adapter", "layout"), CASES)
+def test_equals_a_plain_loop_over_documents(
+    found: Path, looped: dict[str, list[tuple[float, torch.Tensor]]], method: str, adapter: str, layout: str
+) -> None:
+    name = f"{method}, {adapter}, {layout}"
+    facts, tensors = json.loads((found / f"{name}.json").read_text()), load_file(found / f"{name}.safetensors")
+    expected = looped[f"{method}, {adapter}"]
+    assert len(facts["loss"]) == len(expected) == STEPS
+    for step, (loss, wanted) in enumerate(expected):
+        keys = sorted(key for key in tensors if key.startswith(f"{step}."))
+        got = torch.cat([tensors[key].flatten() for key in keys])
+        assert facts["loss"][step] == pytest.approx(loss, rel=1e-5)
+        assert wanted.norm() > 1e-3
+        assert (got - wanted).norm() <= 1e-5 * wanted.norm(), step
+
+
+def test_the_means_differ(looped: dict[str, list[tuple[float, torch.Tensor]]]) -> None:
+    first = {method: looped[f"{method}, full"][0] for method in ("token", "document", "sqrt")}
+    assert len({round(loss, 4) for loss, _ in first.values()}) == 3
+    token, document, sqrt = (gradients / gradients.norm() for _, gradients in first.values())
+    assert (token - document).norm() > (token - sqrt).norm() > 1e-2
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_figures_have_counts_of_their_own(found: Path, layout: str) -> None:
+    def facts(method: str) -> dict[str, Any]:
+        read: dict[str, Any] = json.loads((found / f"{method}, full, {layout}.json").read_text())
+        return read
+
+    averaged, token, preferred = facts("averaged"), facts("token"), facts("preferred")
+    assert [f["token_loss"] for f in averaged["figures"]] == pytest.approx(token["loss"], rel=1e-5)
+    for loss, figures in zip(preferred["loss"], preferred["figures"], strict=True):
+        assert list(figures) == ["preference", "nll", "accuracy"]
+        assert loss == pytest.approx(figures["preference"] + figures["nll"], rel=1e-6)
+        assert 0 <= figures["accuracy"] <= 1
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("method", METHODS)
+def test_no_method_adds_a_collective(found: Path, method: str) -> None:
+    facts = json.loads((found / f"{method}, full, two, 4 micro-batches.json").read_text())
+    assert facts["collectives"]["allreduce"] == 1
