@@ -142,7 +142,7 @@ def raw(directory: Path, target: Path) -> dict[str, float]:
 
     from tuner.export.hf import plan_export
     from tuner.export.outputs import Values, total_bytes, trained_skeleton
-    from tuner.export.rows import OpenFiles
+    from tuner.export.tensors import OpenFiles
 
     plan = plan_export(directory / "run", target, "fp32")
     with OpenFiles() as files:

@@ -19,12 +19,12 @@ from tests.export.runs import PROMPTS, write_base, write_run
 from tuner.checkpoint.load import open_checkpoint, read_probe, read_tensors
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, RecipeError, VerificationError
-from tuner.export import frozen, hf, outputs, rows, verify, weights
+from tuner.export import frozen, hf, outputs, tensors, verify, weights
+from tuner.export.checksums import Piece
 from tuner.export.curve import curve
 from tuner.export.hf import export_hf, plan_export
-from tuner.export.rows import HeldRows, OpenFiles
 from tuner.export.shards import Output, Shard
-from tuner.export.spans import Spans
+from tuner.export.tensors import OpenFiles, held_tensor
 from tuner.model.adapter import LoraSpec
 
 LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
@@ -223,7 +223,7 @@ def test_the_base_model_is_never_held_in_memory(make_run: MakeRun, monkeypatch: 
         return read(files, path, start, count)
 
     monkeypatch.setattr(OpenFiles, "read", noted)
-    monkeypatch.setattr(rows, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", 1000)
     assert export_hf(run).path.is_dir()
     of_files = (run.parent / "base" / "model.safetensors").stat().st_size
     assert sum(lengths) > 2.8 * of_files  # for its hash, to be merged, and to be compared
@@ -384,7 +384,7 @@ def test_base_weights_fail(
     merged = outputs.Values.merged
 
     def untrained(values: outputs.Values, kind: torch.dtype) -> list[Output]:
-        return [Output(output.name, kind, HeldRows(base[output.name])) for output in merged(values, kind)]
+        return [Output(output.name, kind, held_tensor(base[output.name])) for output in merged(values, kind)]
 
     monkeypatch.setattr(outputs.Values, "merged", untrained)
     with pytest.raises(VerificationError, match="export"):
@@ -400,7 +400,7 @@ def test_tampered_files_are_not_published(
     run = make_run(kind)
     write = hf.write_shards
 
-    def tampered(directory: Path, shards: Sequence[Shard]) -> dict[str, Spans]:
+    def tampered(directory: Path, shards: Sequence[Shard]) -> dict[str, list[Piece]]:
         written = write(directory, shards)
         path = directory / "model.safetensors"
         data = bytearray(path.read_bytes())

@@ -7,7 +7,6 @@ rank writes, and a failure is raised, never left in a future. Hashing runs besid
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections import defaultdict
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future as TorchFuture
 
 from tuner.checkpoint.hashes import HASHERS, shard_sha256
+from tuner.checkpoint.header import safetensors_header
 from tuner.checkpoint.index import DTYPE_NAMES, Chunk, Index, TensorEntry, index_bytes
 from tuner.checkpoint.manifest import INDEX_NAME, shard_name
 from tuner.errors import DataError, TunerError
@@ -254,21 +254,14 @@ def _file_order(item: WriteItem) -> tuple[int, str, tuple[int, ...]]:
 
 
 def _layout(items: Sequence[WriteItem]) -> tuple[bytes, list[tuple[int, int]]]:
-    """The file's length-prefixed header, padded to 8 bytes, and each item's byte span after it."""
-    fields: dict[str, dict[str, Any]] = {}
-    spans: list[tuple[int, int]] = []
-    start = 0
-    for item in items:
+    """The file's header, and each item's byte span after it."""
+
+    def name(item: WriteItem) -> str:
         offsets, sizes = _box(item)
-        end = start + math.prod(sizes) * _dtype(item).itemsize
         whole = item.tensor_data is not None and tuple(item.tensor_data.size) == sizes
-        key = item.index.fqn if whole else f"{item.index.fqn}@{','.join(map(str, offsets))}"
-        fields[key] = {"dtype": DTYPE_NAMES[_dtype(item)], "shape": list(sizes), "data_offsets": [start, end]}
-        spans.append((start, end))
-        start = end
-    header = json.dumps(fields, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header, spans
+        return item.index.fqn if whole else f"{item.index.fqn}@{','.join(map(str, offsets))}"
+
+    return safetensors_header((name(item), _dtype(item), _box(item)[1]) for item in items)
 
 
 def _write_file(path: Path, header: bytes, tensors: Any, spans: Sequence[tuple[int, int]]) -> tuple[str, list[str]]:

@@ -13,14 +13,14 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from tuner.checkpoint.index import DTYPES
 from tuner.errors import DataError
-from tuner.export.rows import FileRows, OpenFiles
 from tuner.export.shards import INDEX, WEIGHTS
+from tuner.export.tensors import OpenFiles, TensorSource, file_tensor
 from tuner.runtime.files import read_json
 
 _HEADER_LIMIT = 100_000_000
 
 
-def published_rows(files: OpenFiles, name_or_path: str, revision: str | None) -> dict[str, FileRows]:
+def published_tensors(files: OpenFiles, name_or_path: str, revision: str | None) -> dict[str, TensorSource]:
     """Every tensor of a local directory's or a hub model's safetensors files, by its name there.
 
     Empty where the model has no such files. Raises DataError for a file that is damaged or absent.
@@ -34,7 +34,7 @@ def published_rows(files: OpenFiles, name_or_path: str, revision: str | None) ->
             raise DataError(f"{index}: its weight_map does not name files of this directory")
     else:
         names = {WEIGHTS} if (directory / WEIGHTS).is_file() else set()
-    found: dict[str, FileRows] = {}
+    found: dict[str, TensorSource] = {}
     for name in sorted(names):
         found |= _tensors(files, directory / name)
     return found
@@ -50,7 +50,7 @@ def _directory(name_or_path: str, revision: str | None) -> Path:
         raise DataError(f"{name_or_path}: the base model's weights cannot be had: {error}") from error
 
 
-def _tensors(files: OpenFiles, path: Path) -> dict[str, FileRows]:
+def _tensors(files: OpenFiles, path: Path) -> dict[str, TensorSource]:
     length = int.from_bytes(bytes(files.read(path, 0, 8).tolist()), "little")
     if length > _HEADER_LIMIT:
         raise DataError(f"{path}: not a safetensors file")
@@ -63,9 +63,9 @@ def _tensors(files: OpenFiles, path: Path) -> dict[str, FileRows]:
         raise DataError(f"{path}: its header cannot be read: {error}") from error
 
 
-def _placed(files: OpenFiles, path: Path, data: int, facts: Mapping[str, Any]) -> FileRows:
+def _placed(files: OpenFiles, path: Path, data: int, facts: Mapping[str, Any]) -> TensorSource:
     dtype, shape = DTYPES[facts["dtype"]], tuple(int(size) for size in facts["shape"])
     start, end = (int(offset) for offset in facts["data_offsets"])
     if end - start != math.prod(shape) * dtype.itemsize or start < 0:
         raise ValueError(f"a tensor of shape {list(shape)} has {end - start} bytes")
-    return FileRows(files, path, data + start, shape, dtype)
+    return file_tensor(files, path, data + start, shape, dtype)

@@ -20,11 +20,11 @@ from tuner.checkpoint.readers import CheckpointHold
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export import verify
 from tuner.export.card import CARD, card, lineage
+from tuner.export.checksums import Piece
 from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
-from tuner.export.rows import OpenFiles, read_all
 from tuner.export.shards import Output, plan_shards, write_one, write_shards
 from tuner.export.source import Source, resolve
-from tuner.export.spans import Spans
+from tuner.export.tensors import OpenFiles
 from tuner.export.tokenizer_check import require_same_ids
 from tuner.export.unchanged import require_same_frozen, require_same_tokenizer
 from tuner.export.weights import DTYPES, load_trained, lora_spec, plain_base, read_config
@@ -183,7 +183,7 @@ def _written_and_proven(plan: ExportPlan, started: float) -> ExportReport:
     return replace(_report(plan, difference, probes, started), id_probes=id_probes)
 
 
-def write_files(plan: ExportPlan, directory: Path, trained: Trained) -> tuple[list[Output], dict[str, Spans]]:
+def write_files(plan: ExportPlan, directory: Path, trained: Trained) -> tuple[list[Output], dict[str, list[Piece]]]:
     """Write every file but the identity; the tensors, and what was handed to the system of the files that hold them."""
     source, dtype = plan.source, DTYPES[plan.dtype]
     config = read_config(source)
@@ -233,7 +233,7 @@ def _fill(plan: ExportPlan, loaded: nn.Module) -> None:
     with OpenFiles() as files:
         values = Values(plan.source, trained_skeleton(plan.source), files)
         if plan.adapter == "keep":
-            verify.fill_adapter(loaded, {out.name: read_all(out.rows) for out in values.adapter(DTYPES["fp32"])})
+            verify.fill_adapter(loaded, {out.name: out.source.whole() for out in values.adapter(DTYPES["fp32"])})
         else:
             verify.fill(loaded, values.whole())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,21 +13,18 @@ from transformers import PreTrainedModel
 from tuner.checkpoint.index import Index
 from tuner.errors import DataError, RecipeError
 from tuner.export.frozen import Frozen
-from tuner.export.merged import LowRank, MergedRows
-from tuner.export.published import Published, assembled, converter, published
-from tuner.export.rows import (
-    CheckpointRows,
-    Conversion,
-    ConvertedRows,
-    HeldRows,
-    OpenFiles,
-    ReplacedRows,
-    RoundedRows,
-    Rows,
-    read_all,
-)
+from tuner.export.merged import LowRank, merged_tensor
+from tuner.export.published import Published, converter, published
 from tuner.export.shards import Output
 from tuner.export.source import Source
+from tuner.export.tensors import (
+    OpenFiles,
+    TensorSource,
+    checkpoint_tensor,
+    converted_tensors,
+    replaced_tensor,
+    rounded_tensor,
+)
 from tuner.export.weights import choice_of, lora_spec, read_config, some
 from tuner.export.write import peft_name, saved_twin
 from tuner.model.adapter import ADAPTER, lora_layers
@@ -79,7 +75,7 @@ class Values:
         self._source, self._trained, self._files = source, trained, files
         self._index: Index = source.checkpoint.index()
         self._adapters: Mapping[str, Callable[[], LowRank]] = {}
-        self._own = {name.replace(".base_layer.", "."): name for name in trained.names}
+        self._trained_names = {name.replace(".base_layer.", "."): name for name in trained.names}
         self._new_rows = {f"{name}.weight": f"{name}.new_rows" for name in new_rows(trained.adapted)}
 
     def merged(self, dtype: torch.dtype) -> list[Output]:
@@ -88,23 +84,19 @@ class Values:
         Raises RecipeError where one tensor would have to be adapted and not adapted, DataError for the base's files.
         """
         entries, frozen = self._entries()
-        return [output for entry in entries for output in self._of(entry, frozen, dtype)]
+        return [output for entry in entries for output in self._outputs_of(entry, frozen, dtype)]
 
-    def whole(self) -> Iterator[tuple[str, Rows]]:
+    def whole(self) -> Iterator[tuple[str, TensorSource]]:
         """Every tensor of the plain model by its name there, as it was trained: not rounded, not laid out for files."""
         entries, frozen = self._entries()
         for entry in entries:
-            rows = self._rows(entry, frozen)
-            if rows is None:
-                parts = {target: read_all(part) for target, part in frozen.parts(entry).items()}
-                rows = HeldRows(assembled(self._trained.plain, entry.name, parts))
-            yield entry.name, rows
+            yield entry.name, self._source_of(entry, frozen) or frozen.assembled(entry)
 
     def _entries(self) -> tuple[list[Published], Frozen]:
         """All tensors of the plain model, and what holds those that were not trained."""
         self._adapters = self._low_rank()
         entries = published(self._trained.plain)
-        left = [entry for entry in entries if entry.name not in self._own]
+        left = [entry for entry in entries if entry.name not in self._trained_names]
         return entries, Frozen(self._source, self._trained.plain, self._files, left)
 
     def adapter(self, dtype: torch.dtype) -> list[Output]:
@@ -114,38 +106,36 @@ class Values:
             names[peft_name(twin[1])] = twin[0]
         return [Output(target, dtype, self.checkpoint(name)) for target, name in names.items()]
 
-    def checkpoint(self, name: str) -> Rows:
+    def checkpoint(self, name: str) -> TensorSource:
         """A trained tensor of the model with its adapter."""
         key = MODEL_PREFIX + name
-        return CheckpointRows(self._files, self._source.checkpoint.path, key, self._index[key])
+        return checkpoint_tensor(self._files, self._source.checkpoint.path, key, self._index[key])
 
-    def _rows(self, entry: Published, frozen: Frozen) -> Rows | None:
-        """A tensor with its adapter and its new rows; None where it is frozen and the files hold it in parts."""
-        own = self._own.get(entry.name)
-        rows = frozen.rows(entry) if own is None else self.checkpoint(own)
+    def _source_of(self, entry: Published, frozen: Frozen) -> TensorSource | None:
+        """A tensor with its adapter and its new tokens; None where it is frozen and the files hold it in parts."""
+        trained = self._trained_names.get(entry.name)
+        found = frozen.tensor(entry) if trained is None else self.checkpoint(trained)
         if entry.name in self._adapters:
-            if rows is None or not entry.is_itself:
+            if found is None or not entry.is_itself:
                 raise RecipeError(
                     f"{entry.name} is adapted and published as {some(list(entry.targets))}: it cannot be merged",
                     hint="export with --adapter keep",
                 )
-            rows = MergedRows(rows, self._adapters[entry.name])
-        if rows is not None and entry.name in self._new_rows:
-            rows = ReplacedRows(rows, self.checkpoint(self._new_rows[entry.name]), self._source.new_ids.start)
-        return rows
+            found = merged_tensor(found, self._adapters[entry.name])
+        if found is not None and entry.name in self._new_rows:
+            found = replaced_tensor(found, self.checkpoint(self._new_rows[entry.name]), self._source.new_ids.start)
+        return found
 
-    def _of(self, entry: Published, frozen: Frozen, dtype: torch.dtype) -> Iterable[Output]:
-        rows = self._rows(entry, frozen)
-        if entry.is_itself and rows is not None:
-            [target] = entry.targets
-            return [Output(target, _written(rows, dtype), rows)]
-        if rows is None:
-            parts = frozen.parts(entry).items()
-            return [Output(target, _written(part, dtype), part) for target, part in parts]
-        kind = _written(rows, dtype)
-        conversion = Conversion(RoundedRows(rows, kind), converter(self._trained.plain, entry.name))
-        made = {t: ConvertedRows(conversion, t, shape, kind) for t, shape in entry.targets.items()}
-        return [Output(target, kind, part) for target, part in made.items()]
+    def _outputs_of(self, entry: Published, frozen: Frozen, dtype: torch.dtype) -> Iterable[Output]:
+        found = self._source_of(entry, frozen)
+        if found is None:
+            parts = frozen.parts(entry)
+        elif entry.is_itself:
+            parts = dict.fromkeys(entry.targets, found)
+        else:
+            rounded = rounded_tensor(found, _written(found, dtype))
+            parts = converted_tensors(rounded, converter(self._trained.plain, entry.name), entry.targets)
+        return [Output(target, _written(part, dtype), part) for target, part in parts.items()]
 
     def _low_rank(self) -> dict[str, Callable[[], LowRank]]:
         """What reads the adapter of each adapted weight, by the weight's name in the plain model."""
@@ -157,21 +147,21 @@ class Values:
     def _read_low_rank(self, name: str, layer: Any) -> LowRank:
         length = f"{name}.lora_magnitude_vector.{ADAPTER}.weight"
         return LowRank(
-            a=read_all(self.checkpoint(f"{name}.lora_A.{ADAPTER}.weight")).float(),
-            b=read_all(self.checkpoint(f"{name}.lora_B.{ADAPTER}.weight")).float(),
+            a=self.checkpoint(f"{name}.lora_A.{ADAPTER}.weight").whole().float(),
+            b=self.checkpoint(f"{name}.lora_B.{ADAPTER}.weight").whole().float(),
             scale=float(layer.scaling[ADAPTER]),
-            length=read_all(self.checkpoint(length)).float() if length in self._trained.names else None,
+            length=self.checkpoint(length).whole().float() if length in self._trained.names else None,
             transposed=bool(layer.fan_in_fan_out),
         )
 
 
 def total_bytes(outputs: Iterable[Output]) -> int:
     """Bytes of all tensors as they are written."""
-    return sum(math.prod(output.rows.shape) * output.dtype.itemsize for output in outputs)
+    return sum(output.nbytes for output in outputs)
 
 
-def _written(rows: Rows, dtype: torch.dtype) -> torch.dtype:
-    return dtype if rows.dtype.is_floating_point else rows.dtype
+def _written(source: TensorSource, dtype: torch.dtype) -> torch.dtype:
+    return dtype if source.dtype.is_floating_point else source.dtype
 
 
 def _require_untied(model: PreTrainedModel, adapted: set[str]) -> None:

@@ -1,11 +1,10 @@
-"""Safetensors files written front to back: headers from shapes alone, every tensor a block of rows at a time.
+"""Safetensors files written front to back: headers from shapes alone, every tensor a block at a time.
 
 Reading, casting and writing overlap and hold a few blocks, whatever the size of the model.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -15,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from tuner.checkpoint.index import DTYPE_NAMES
+from tuner.checkpoint.header import safetensors_header
 from tuner.errors import TunerError
-from tuner.export.rows import Rows, blocks
-from tuner.export.spans import Spans
+from tuner.export.checksums import Piece, piece_of
+from tuner.export.tensors import TensorSource
 from tuner.runtime.files import fsync_dir, json_bytes, machine_error, write_all, write_new
 
 WEIGHTS = "model.safetensors"
@@ -33,12 +32,12 @@ class Output:
 
     name: str
     dtype: torch.dtype
-    rows: Rows
+    source: TensorSource
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return math.prod(self.rows.shape) * self.dtype.itemsize
+        return math.prod(self.source.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def plan_shards(outputs: Sequence[Output], shard_size: int) -> list[Shard]:
     return [Shard(name, tuple(group)) for name, group in zip(names, groups, strict=True)]
 
 
-def write_shards(directory: Path, shards: Sequence[Shard]) -> dict[str, Spans]:
+def write_shards(directory: Path, shards: Sequence[Shard]) -> dict[str, list[Piece]]:
     """Write all files and, where there are several, the index of names; returns what was handed to the system.
 
     Raises MachineError naming the file and the bytes it needs, and what the tensors' sources raise.
@@ -74,7 +73,7 @@ def write_shards(directory: Path, shards: Sequence[Shard]) -> dict[str, Spans]:
     if len(shards) > 1:
         outputs = [output for shard in shards for output in shard.outputs]
         totals = {
-            "total_parameters": sum(math.prod(output.rows.shape) for output in outputs),
+            "total_parameters": sum(math.prod(output.source.shape) for output in outputs),
             "total_size": sum(output.nbytes for output in outputs),
         }
         places = {output.name: shard.name for shard in shards for output in shard.outputs}
@@ -82,52 +81,37 @@ def write_shards(directory: Path, shards: Sequence[Shard]) -> dict[str, Spans]:
     return written
 
 
-def write_one(path: Path, outputs: Sequence[Output]) -> dict[str, Spans]:
+def write_one(path: Path, outputs: Sequence[Output]) -> dict[str, list[Piece]]:
     """Write one file of any name; see `write_shards`."""
     return {path.name: _write_shard(path, Shard(path.name, tuple(outputs)))}
 
 
-def header(outputs: Sequence[Output]) -> bytes:
-    """The length-prefixed header of a file that holds these tensors without gaps, padded to 8 bytes."""
-    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for output in outputs:
-        end = start + output.nbytes
-        kind = DTYPE_NAMES[output.dtype]
-        fields[output.name] = {"dtype": kind, "shape": list(output.rows.shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _write_shard(path: Path, shard: Shard) -> Spans:
-    # Wide types first: without gaps, every tensor then starts at a multiple of its item size.
+def _write_shard(path: Path, shard: Shard) -> list[Piece]:
     outputs = sorted(shard.outputs, key=lambda output: -output.dtype.itemsize)
-    head = header(outputs)
-    size = len(head) + sum(output.nbytes for output in outputs)
+    tensors = ((output.name, output.dtype, output.source.shape) for output in outputs)
+    header, _ = safetensors_header(tensors, {"format": "pt"})
+    planned = len(header) + sum(output.nbytes for output in outputs)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
         try:
-            spans = _write_blocks(descriptor, head, outputs)
+            pieces = _write_blocks(descriptor, header, outputs)
         finally:
             os.close(descriptor)
         fsync_dir(path.parent)
     except OSError as error:
-        raise machine_error(path, error, size) from error
-    if spans.nbytes != size:
-        raise TunerError(f"{path}: {spans.nbytes:,} bytes were written where {size:,} were planned")
-    return spans
+        raise machine_error(path, error, planned) from error
+    if (size := sum(length for length, _ in pieces)) != planned:
+        raise TunerError(f"{path}: {size:,} bytes were written where {planned:,} were planned")
+    return pieces
 
 
-def _write_blocks(descriptor: int, head: bytes, outputs: Sequence[Output]) -> Spans:
-    spans, unflushed = Spans(), len(head)
-    spans.add(head)
+def _write_blocks(descriptor: int, header: bytes, outputs: Sequence[Output]) -> list[Piece]:
+    pieces, unflushed = [piece_of(header)], len(header)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="flush") as flusher:
-        write_all(descriptor, head)
+        write_all(descriptor, header)
         flushed: Future[None] | None = None
-        for data in _one_ahead(block for output in outputs for block in blocks(output.rows, output.dtype)):
-            spans.add(data)
+        for data in _one_ahead(block for output in outputs for block in output.source.blocks(output.dtype)):
+            pieces.append(piece_of(data))
             write_all(descriptor, data)
             unflushed += len(data)
             if unflushed >= FLUSH_BYTES and (flushed is None or flushed.done()):
@@ -137,7 +121,7 @@ def _write_blocks(descriptor: int, head: bytes, outputs: Sequence[Output]) -> Sp
         if flushed is not None:
             flushed.result()
         os.fsync(descriptor)
-    return spans
+    return pieces
 
 
 def _one_ahead(blocks: Iterator[torch.Tensor]) -> Iterator[memoryview]:

@@ -9,8 +9,8 @@ from tuner.errors import DataError
 from tuner.export.frozen import Frozen, hash_of
 from tuner.export.outputs import Trained
 from tuner.export.published import published
-from tuner.export.rows import OpenFiles
 from tuner.export.source import Source
+from tuner.export.tensors import OpenFiles
 from tuner.model.freeze import frozen_names
 from tuner.rundir.layout import TOKENIZER
 from tuner.runtime.files import file_entries

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tuner.checkpoint.index import DTYPE_NAMES
 from tuner.errors import DataError, VerificationError
+from tuner.export.checksums import Piece, sha256_of_same
 from tuner.export.published import state_names
-from tuner.export.rows import Rows, blocks
 from tuner.export.shards import Output
-from tuner.export.spans import Spans, sha256_of_same
+from tuner.export.tensors import TensorSource
 from tuner.export.write import ADAPTER_WEIGHTS
 from tuner.model.attention import withdrawn
 
@@ -120,7 +120,9 @@ def require_close(difference: Difference, what: str, relative: float | None = No
         )
 
 
-def require_written(directory: Path, written: Mapping[str, Spans], outputs: Sequence[Output]) -> dict[str, str]:
+def require_written(
+    directory: Path, written: Mapping[str, Sequence[Piece]], outputs: Sequence[Output]
+) -> dict[str, str]:
     """Read every safetensors file back: bytes, names, types and shapes are those that were to be written.
 
     ``written`` holds what was handed to the system. Returns each file's SHA-256. Raises VerificationError.
@@ -128,7 +130,7 @@ def require_written(directory: Path, written: Mapping[str, Spans], outputs: Sequ
     left = {output.name: output for output in outputs}
     digests: dict[str, str] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        digest = sha256_of_same(path, written[path.name].pieces) if path.name in written else None
+        digest = sha256_of_same(path, written[path.name]) if path.name in written else None
         if digest is None:
             raise VerificationError(f"{path.name}: the disk holds other bytes than were written; nothing was published")
         digests[path.name] = digest
@@ -138,7 +140,7 @@ def require_written(directory: Path, written: Mapping[str, Spans], outputs: Sequ
                 if output is None:
                     raise VerificationError(f"{path.name}: unexpected tensor {name}; nothing was published")
                 facts = (part.get_dtype(), list(part.get_shape()))
-                if facts != (DTYPE_NAMES[output.dtype], list(output.rows.shape)):
+                if facts != (DTYPE_NAMES[output.dtype], list(output.source.shape)):
                     raise VerificationError(f"{path.name}: {name} is {facts[0]} {facts[1]}; nothing was published")
     if left:
         raise VerificationError(f"tensors were not written: {', '.join(sorted(left)[:3])}; nothing was published")
@@ -182,17 +184,17 @@ def load_adapter(directory: Path, base: PreTrainedModel) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def fill(model: torch.nn.Module, values: Iterable[tuple[str, Rows]]) -> None:
-    """Overwrite tensors of a loaded model by name, tied ones once, a block of rows at a time.
+def fill(model: torch.nn.Module, values: Iterable[tuple[str, TensorSource]]) -> None:
+    """Overwrite tensors of a loaded model by name, tied ones once, a block at a time.
 
     Raises VerificationError for one that it lacks.
     """
     there = state_names(model)
-    for name, rows in values:
-        if name not in there or there[name].shape != rows.shape:
+    for name, source in values:
+        if name not in there or there[name].shape != source.shape:
             raise VerificationError(f"transformers loads the export without {name}; nothing was published")
         target, at = there[name].data, 0
-        for block in blocks(rows, rows.dtype):
+        for block in source.blocks(source.dtype):
             if target.ndim:
                 target[at : at + len(block)].copy_(block)
                 at += len(block)

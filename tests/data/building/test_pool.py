@@ -199,7 +199,6 @@ PARENT = """
 import sys
 from pathlib import Path
 from tests.data.building.worker_jobs import Echo
-from tuner.data.building.pool import answers
 # No guard for __main__: a worker must not run this file again.
 (Path(sys.argv[1]) / "parent").open("a").write("x")
 try:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuner.errors import DataError
-from tuner.export.spans import SECTOR, Spans, sha256_of_same, weighted_sum
+from tuner.export.checksums import SECTOR, Piece, piece_of, sha256_of_same, weighted_sum
 
 DATA = bytes(range(256)) * 48 + b"tail"
 assert len(DATA) > 3 * SECTOR
@@ -30,31 +30,28 @@ def test_sectors_in_each_others_place_change_the_sum() -> None:
     assert weighted_sum(b"") == 0
 
 
-def written(path: Path, *pieces: bytes) -> Spans:
-    spans = Spans()
-    for piece in pieces:
-        spans.add(piece)
-    path.write_bytes(b"".join(pieces))
-    return spans
+def written(path: Path, *blocks: bytes) -> list[Piece]:
+    path.write_bytes(b"".join(blocks))
+    return [piece_of(block) for block in blocks]
 
 
 def test_a_file_that_is_as_it_was_written_has_its_sha256(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    spans = written(path, b"head", DATA, b"", DATA[:5000])
-    assert spans.nbytes == path.stat().st_size
-    assert sha256_of_same(path, spans.pieces) == hashlib.sha256(path.read_bytes()).hexdigest()
+    pieces = written(path, b"head", DATA, b"", DATA[:5000])
+    assert sum(length for length, _ in pieces) == path.stat().st_size
+    assert sha256_of_same(path, pieces) == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("damage", ["longer", "shorter", "flipped", "swapped"])
 def test_a_file_that_is_another_has_none(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "file"
-    spans = written(path, b"head", DATA, b"next")
+    pieces = written(path, b"head", DATA, b"next")
     data = bytearray(path.read_bytes())
     if damage == "flipped":
         data[4000] ^= 8
     if damage == "swapped":
         data[4 : 4 + SECTOR], data[4 + SECTOR : 4 + 2 * SECTOR] = b"x" * SECTOR, data[4 : 4 + SECTOR]
     path.write_bytes(data + b"x" if damage == "longer" else data[:-1] if damage == "shorter" else data)
-    assert sha256_of_same(path, spans.pieces) is None
+    assert sha256_of_same(path, pieces) is None
     with pytest.raises(DataError, match="No such file"):
-        sha256_of_same(tmp_path / "none", spans.pieces)
+        sha256_of_same(tmp_path / "none", pieces)

@@ -1,4 +1,4 @@
-"""Tensors read by rows: any cut of them, in any number of blocks, gives the whole."""
+"""Tensors read in slices: any cut of them, in any number of blocks, gives the whole."""
 
 import hashlib
 from pathlib import Path
@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tuner.checkpoint.index import Chunk, TensorEntry
 from tuner.errors import DataError
-from tuner.export.merged import LowRank, MergedRows
-from tuner.export.rows import CHECKS_AHEAD, CheckpointRows, HeldRows, OpenFiles, n_rows
-from tuner.export.shards import Output, Rows, plan_shards
+from tuner.export.merged import LowRank, merged_tensor
+from tuner.export.shards import Output, plan_shards
+from tuner.export.tensors import CHECKS_AHEAD, OpenFiles, TensorSource, checkpoint_tensor, held_tensor
 
 
 def cut(total: int, places: list[int]) -> list[tuple[int, int]]:
@@ -20,9 +20,9 @@ def cut(total: int, places: list[int]) -> list[tuple[int, int]]:
     return list(zip(ends, ends[1:], strict=False))
 
 
-def by_blocks(rows: Rows, places: list[int]) -> torch.Tensor:
-    parts = [rows.read(a, b) for a, b in cut(n_rows(rows.shape), places)]
-    return torch.cat(parts) if rows.shape else parts[0]
+def by_blocks(source: TensorSource, places: list[int]) -> torch.Tensor:
+    parts = [source.read(a, b) for a, b in cut(source.length, places)]
+    return torch.cat(parts) if source.shape else parts[0]
 
 
 def write_chunks(directory: Path, tensor: torch.Tensor, rows: list[int], columns: list[int]) -> TensorEntry:
@@ -54,7 +54,7 @@ def test_any_sharding_read_in_any_blocks_is_the_tensor(
     tensor = torch.arange(height * width, dtype=torch.float32).reshape(height, width)
     entry = write_chunks(directory, tensor, rows, columns)
     with OpenFiles() as files:
-        assert torch.equal(by_blocks(CheckpointRows(files, directory, "w", entry), blocks), tensor)
+        assert torch.equal(by_blocks(checkpoint_tensor(files, directory, "w", entry), blocks), tensor)
 
 
 def test_a_damaged_chunk_is_named_when_its_end_is_read(tmp_path: Path) -> None:
@@ -64,9 +64,9 @@ def test_a_damaged_chunk_is_named_when_its_end_is_read(tmp_path: Path) -> None:
     data[3] ^= 1
     (tmp_path / "b").write_bytes(data)
     with OpenFiles() as files:
-        CheckpointRows(files, tmp_path, "model/w", entry).read(0, 1)
+        checkpoint_tensor(files, tmp_path, "model/w", entry).read(0, 1)
     with pytest.raises(DataError, match=r"/b: the SHA-256 of model/w"), OpenFiles() as files:
-        CheckpointRows(files, tmp_path, "model/w", entry).read(0, 3)
+        checkpoint_tensor(files, tmp_path, "model/w", entry).read(0, 3)
 
 
 def test_a_check_that_fails_is_told_by_a_later_one_and_other_errors_come_first(tmp_path: Path) -> None:
@@ -93,14 +93,14 @@ def test_merged_by_blocks_is_merged_at_once(transposed: bool, with_length: bool,
     if with_length:
         expected = expected * (length / expected.norm(dim=1))[:, None]
     base = weight.T.contiguous() if transposed else weight
-    rows = MergedRows(HeldRows(base), lambda: LowRank(a, b, 1.5, length if with_length else None, transposed))
-    torch.testing.assert_close(by_blocks(rows, blocks), expected.T if transposed else expected, rtol=1e-6, atol=1e-6)
+    source = merged_tensor(held_tensor(base), lambda: LowRank(a, b, 1.5, length if with_length else None, transposed))
+    torch.testing.assert_close(by_blocks(source, blocks), expected.T if transposed else expected, rtol=1e-6, atol=1e-6)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(4, 200))
 def test_shards_hold_every_tensor_once_in_order_and_keep_their_size(sizes: list[int], limit: int) -> None:
-    outputs = [Output(f"t{i}", torch.float32, HeldRows(torch.zeros(size))) for i, size in enumerate(sizes)]
+    outputs = [Output(f"t{i}", torch.float32, held_tensor(torch.zeros(size))) for i, size in enumerate(sizes)]
     shards = plan_shards(outputs, limit)
     assert [output.name for shard in shards for output in shard.outputs] == [output.name for output in outputs]
     for shard in shards:

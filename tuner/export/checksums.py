@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,22 +17,13 @@ from tuner.errors import DataError
 
 SECTOR = 4096
 _SPREAD, _ODD = np.uint64(0x9E3779B97F4A7C16), np.uint64(1)
+Piece = tuple[int, int]
+"""Length in bytes and weighted sum of a piece of a file."""
 
 
-@dataclass
-class Spans:
-    """Length in bytes and weighted sum of every piece of a file, in order."""
-
-    pieces: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        """Of all pieces."""
-        return sum(length for length, _ in self.pieces)
-
-    def add(self, data: memoryview | bytes) -> None:
-        """The file goes on with these bytes."""
-        self.pieces.append((len(data), weighted_sum(data)))
+def piece_of(data: memoryview | bytes) -> Piece:
+    """These bytes as a piece of a file."""
+    return len(data), weighted_sum(data)
 
 
 def weighted_sum(data: memoryview | bytes) -> int:
@@ -50,18 +40,15 @@ def weighted_sum(data: memoryview | bytes) -> int:
     return int((sums * (np.arange(len(sums), dtype=np.uint64) * _SPREAD | _ODD)).sum(dtype=np.uint64))
 
 
-def sha256_of_same(path: Path, pieces: Sequence[tuple[int, int]]) -> str | None:
+def sha256_of_same(path: Path, pieces: Sequence[Piece]) -> str | None:
     """SHA-256 of a file whose pieces are those; None where it holds anything else. Raises DataError."""
     digest = hashlib.sha256()
     same = True
     try:
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb") as file:
             for length, total in pieces:
-                data = memoryview(bytearray(length))
-                left = data
-                while len(left) and (count := file.readinto(left)):
-                    left = left[count:]
-                same = same and not len(left) and weighted_sum(data) == total
+                data = file.read(length)
+                same = same and piece_of(data) == (length, total)
                 digest.update(data)
             same = same and os.fstat(file.fileno()).st_size == sum(length for length, _ in pieces)
     except OSError as error:

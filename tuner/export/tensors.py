@@ -1,0 +1,242 @@
+"""Where the values of an exported tensor come from: read once, in order, a block at a time."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tuner.checkpoint.index import Chunk, TensorEntry
+from tuner.errors import DataError
+
+BLOCK_BYTES = 8 << 20
+"""Of a block as it is read; a slice that is longer is a block of its own."""
+AHEAD_BYTES = 8 << 20
+"""Asked of the disk beyond what is read now."""
+CHECKS_AHEAD = 4
+"""Checks that may be pending: each holds what it checks in memory."""
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """A tensor that is read in slices of its first dimension; one without dimensions is a single slice.
+
+    ``read(start, stop)`` gives slices in the source's type; each is asked for once, in increasing order. It raises
+    DataError.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[int, int], torch.Tensor]
+
+    @property
+    def length(self) -> int:
+        """How many slices there are."""
+        return self.shape[0] if self.shape else 1
+
+    def blocks(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """All of it in this type, cut along its first dimension."""
+        slice_bytes = math.prod(self.shape[1:]) * max(self.dtype.itemsize, dtype.itemsize)
+        step = max(1, BLOCK_BYTES // max(1, slice_bytes))
+        for start in range(0, self.length if math.prod(self.shape) else 0, step):
+            yield self.read(start, min(self.length, start + step)).to(dtype)
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor."""
+        return self.read(0, self.length).reshape(self.shape)
+
+
+class OpenFiles:
+    """Files held open while their parts are read, and a thread that checks what was read; the context ends both."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+        self._opening = threading.Lock()
+        self._stack = ExitStack()
+        self._checker = self._stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="check"))
+        self._checks: deque[Future[None]] = deque()
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self._descriptors.clear()
+        with self._stack:
+            while self._checks and kind is None:
+                self._checks.popleft().result()
+
+    def check_meanwhile(self, check: Callable[[], None]) -> None:
+        """Have the thread do this; what it raises is raised by a later call, at the latest when the context ends."""
+        while len(self._checks) >= CHECKS_AHEAD:
+            self._checks.popleft().result()
+        self._checks.append(self._checker.submit(check))
+
+    def read(self, path: Path, start: int, count: int) -> torch.Tensor:
+        """``count`` bytes from byte ``start`` on, uint8. Raises DataError naming the file."""
+        buffer = torch.empty(count, dtype=torch.uint8)
+        self.read_into(path, start, buffer)
+        return buffer
+
+    def read_into(self, path: Path, start: int, buffer: torch.Tensor) -> None:
+        """Fill a tensor of contiguous bytes from byte ``start`` on. Raises DataError naming the file."""
+        view = buffer.numpy().data
+        try:
+            descriptor = self._open(path)
+            # What comes after is what is read next, from this file: the disk may begin.
+            os.posix_fadvise(descriptor, start + len(view), AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+            while len(view):
+                done = os.preadv(descriptor, [view], start)
+                if not done:
+                    raise DataError(f"{path}: ends early")
+                view, start = view[done:], start + done
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror or error}") from error
+
+    def _open(self, path: Path) -> int:
+        with self._opening:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY)
+                self._stack.callback(os.close, self._descriptors[path])
+            return self._descriptors[path]
+
+
+def checkpoint_tensor(files: OpenFiles, directory: Path, name: str, entry: TensorEntry) -> TensorSource:
+    """A tensor of a checkpoint, put together from the chunks of all ranks; each chunk's SHA-256 is checked.
+
+    The check runs while more is read: `OpenFiles` raises its DataError.
+    """
+    return TensorSource(entry.shape, entry.dtype, _Chunks(files, directory, name, entry).read)
+
+
+class _Chunks:
+    def __init__(self, files: OpenFiles, directory: Path, name: str, entry: TensorEntry) -> None:
+        self._files, self._directory, self._name, self._entry = files, directory, name, entry
+        self._chunks = [chunk for chunk in entry.chunks if chunk.length]
+        self._digests = {chunk: hashlib.sha256() for chunk in self._chunks}
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """See `TensorSource`."""
+        shape = self._entry.shape
+        if not shape:
+            return self._part(self._chunks[0], 0, 1).reshape(())
+        block = torch.empty((stop - start, *shape[1:]), dtype=self._entry.dtype)
+        for chunk in self._chunks:
+            first, last = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])
+            if first >= last:
+                continue
+            target = block[first - start : last - start]
+            if chunk.sizes[1:] == shape[1:]:
+                self._fill(target, chunk, first)
+                continue
+            for dim in range(1, len(shape)):
+                target = target.narrow(dim, chunk.offsets[dim], chunk.sizes[dim])
+            target.copy_(self._part(chunk, first, last))
+        return block
+
+    def _part(self, chunk: Chunk, first: int, last: int) -> torch.Tensor:
+        """Slices of the whole tensor, as far as they lie in the chunk."""
+        part = torch.empty((last - first, *chunk.sizes[1:]), dtype=self._entry.dtype)
+        self._fill(part, chunk, first)
+        return part
+
+    def _fill(self, target: torch.Tensor, chunk: Chunk, first: int) -> None:
+        """Read whole slices of the chunk, from this one of the whole tensor on, into contiguous memory."""
+        data = target.reshape(-1).view(torch.uint8)
+        at = (first - chunk.offsets[0]) * (chunk.length // chunk.sizes[0]) if self._entry.shape else 0
+        self._files.read_into(self._directory / chunk.file, chunk.start + at, data)
+        self._files.check_meanwhile(lambda: self._check(chunk, data, at + len(data) == chunk.length))
+
+    def _check(self, chunk: Chunk, data: torch.Tensor, is_last: bool) -> None:
+        digest = self._digests[chunk]
+        digest.update(data.numpy().data)
+        if is_last and digest.hexdigest() != chunk.sha256:
+            raise DataError(
+                f"{self._directory / chunk.file}: the SHA-256 of {self._name} differs from the one that was recorded"
+            )
+
+
+def file_tensor(
+    files: OpenFiles, path: Path, start: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> TensorSource:
+    """A tensor that lies in one piece in a safetensors file, from byte ``start`` on."""
+    slice_bytes = math.prod(shape[1:]) * dtype.itemsize
+
+    def read(first: int, last: int) -> torch.Tensor:
+        data = files.read(path, start + first * slice_bytes, (last - first) * slice_bytes)
+        return data.view(dtype).reshape((last - first, *shape[1:]) if shape else ())
+
+    return TensorSource(shape, dtype, read)
+
+
+def held_tensor(tensor: torch.Tensor) -> TensorSource:
+    """A tensor that is in memory."""
+    shape = tuple(tensor.shape)
+    return TensorSource(shape, tensor.dtype, lambda start, stop: tensor[start:stop] if shape else tensor)
+
+
+def rounded_tensor(source: TensorSource, dtype: torch.dtype) -> TensorSource:
+    """Another tensor's values in another type: what training held of a frozen weight."""
+    return TensorSource(source.shape, dtype, lambda start, stop: source.read(start, stop).to(dtype))
+
+
+def grown_tensor(source: TensorSource, length: int) -> TensorSource:
+    """A tensor with slices of zeros appended, as training appended them to what it left as it was."""
+
+    def read(start: int, stop: int) -> torch.Tensor:
+        block = torch.zeros((stop - start, *source.shape[1:]), dtype=source.dtype)
+        if start < source.length:
+            last = min(stop, source.length)
+            block[: last - start] = source.read(start, last)
+        return block
+
+    return TensorSource((length, *source.shape[1:]), source.dtype, read)
+
+
+def replaced_tensor(source: TensorSource, others: TensorSource, first: int) -> TensorSource:
+    """A tensor whose slices from ``first`` on are another tensor's, in the wider of both types."""
+    dtype = torch.promote_types(source.dtype, others.dtype)
+
+    def read(start: int, stop: int) -> torch.Tensor:
+        block = source.read(start, stop).to(dtype)
+        low, high = max(start, first), min(stop, first + others.length)
+        if low >= high:
+            return block
+        fresh = others.read(low - first, high - first).to(dtype)
+        return torch.cat([block[: low - start], fresh, block[high - start :]])
+
+    return TensorSource(source.shape, dtype, read)
+
+
+def converted_tensors(
+    source: TensorSource,
+    convert: Callable[[torch.Tensor], dict[str, torch.Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, TensorSource]:
+    """What published files hold in place of one tensor of the model: several, or another layout, by name.
+
+    The tensor is read and converted whole when the first of them is asked for; each is dropped after its last slice.
+    """
+    results = functools.cache(lambda: convert(source.whole()))
+
+    def reader(name: str, shape: tuple[int, ...]) -> Callable[[int, int], torch.Tensor]:
+        def read(start: int, stop: int) -> torch.Tensor:
+            made = results()
+            made[name] = made[name].contiguous()
+            part = made[name][start:stop] if shape else made[name]
+            if stop == (shape[0] if shape else 1):
+                del made[name]
+            return part
+
+        return read
+
+    return {name: TensorSource(shape, source.dtype, reader(name, shape)) for name, shape in shapes.items()}
