@@ -39,12 +39,12 @@ def predicted(resolved: Resolved, rank_info: RankInfo, step: StepBatches) -> Fig
     """What the trace says of the same, without what torch's allocator does not give out (rows as numpy arrays)."""
     trace = trace_step(resolved, rank_info, step)
     level, levels, peak, at = 0, [], 0, 0
-    entries = trace.entries
+    storages = trace.storages
     for number, change in enumerate(trace.changes):
         while at < len(trace.marks) and trace.marks[at][1] == number:
             levels.append(level)
             at += 1
-        level += 0 if entries[change.serial].given else change.delta
+        level += 0 if storages[change.storage].given else change.delta
         peak = max(peak, level) if at else 0
     levels += [level] * (len(trace.marks) - len(levels))
     of_step = [(name, there - levels[0]) for (name, _), there in zip(trace.marks, levels, strict=True)]
@@ -73,7 +73,7 @@ def problems(real: Figures, said: Figures) -> list[str]:
 
 
 def _part(trace: Trace, part: str) -> int:
-    return sum(entry.size for entry in trace.entries if entry.part == part)
+    return sum(storage.size for storage in trace.storages if storage.part == part)
 
 
 def drawn_types(seed: int, count: int, directory: Path) -> tuple[list[str], dict[str, str]]:

@@ -37,14 +37,6 @@ def test_totals_parts_and_phases() -> None:
     assert RECORD.owners(1)[:2] == [Holding("a.weight", "parameters", 100), Holding("b", "other", 50)]
 
 
-def test_the_course_has_the_fullest_moment_of_each_turn() -> None:
-    course = RECORD.course()
-    assert [(m.phase, m.module, m.total) for m in course.timeline] == [
-        ("forward", "a", 130), ("forward", "b", 180), ("backward", "a", 120), ("optimizer", "", 100),
-    ]  # fmt: skip
-    assert course.layers == {"a": 30}
-
-
 @pytest.mark.parametrize("points", [2, 3, 100])
 def test_a_thinned_timeline_keeps_the_peak_and_both_ends(points: int) -> None:
     seconds, series = RECORD.timeline(points)

@@ -16,8 +16,8 @@ from tests.profile.test_predict import predicted, wish
 from tuner.errors import MemoryLimitError
 from tuner.profile.devices import find_device
 from tuner.profile.fit import Fit, changed, fit
+from tuner.profile.format import choices_table, flags, sentence, table
 from tuner.profile.predict import Target
-from tuner.profile.words import choices_table, flags, sentence, table
 from tuner.runtime.dist import RankInfo
 
 TUNER = [sys.executable, "-m", "tuner"]

@@ -46,7 +46,7 @@ def test_a_directory_with_a_config_alone_is_enough(tmp_path: Path) -> None:
     assert found.time is not None and found.time.total_steps is None and found.time.tokens_per_step == 8 * 64
     assert found.memory.peak_of("evaluation") is None
     assert {"build", "forward", "backward", "optimizer", "saving", "resuming"} == {
-        moment.phase for moment in found.memory.timeline
+        moment.phase for moment in found.memory.moments
     }
     assert predicted(wish(tmp_path, data={"eval": "2%"})).memory.peak_of("evaluation") is not None
 

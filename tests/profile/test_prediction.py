@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tuner.profile.prediction import PARTS, MemoryCourse, Moment, Part, Phase, Prediction, TimeEstimate
+from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Phase, Prediction, TimeEstimate
 
 
 def moment(phase: Phase, module: str, **parts: int) -> Moment:
@@ -14,7 +14,7 @@ def moment(phase: Phase, module: str, **parts: int) -> Moment:
     return Moment(phase, module, {**named, **parts})  # type: ignore[dict-item]
 
 
-COURSE = MemoryCourse(
+COURSE = MemoryTimeline(
     (
         moment("forward", "model.layers.0", parameters=40, activations=10),
         moment("forward", "model.layers.1", parameters=40, activations=20),

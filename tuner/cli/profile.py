@@ -106,8 +106,8 @@ def _target(loaded: LoadedRecipe, wish: Wish, limit: str | None, option: str) ->
 
 def _predicted(loaded: LoadedRecipe, wish: Wish, console: Console) -> Outcome:
     from tuner.cli.table import columns
+    from tuner.profile.format import plain, sentence, table
     from tuner.profile.predict import predict
-    from tuner.profile.words import plain, sentence, table
 
     found = predict(loaded.recipe, _target(loaded, wish, wish.memory, "--memory"))
     lines = table(found)
@@ -124,7 +124,7 @@ def _predicted(loaded: LoadedRecipe, wish: Wish, console: Console) -> Outcome:
 def _fitted(loaded: LoadedRecipe, wish: Wish, console: Console) -> Outcome:
     from tuner.cli.table import columns
     from tuner.profile.fit import SHOWN, fit
-    from tuner.profile.words import choices_table, flags, plain
+    from tuner.profile.format import choices_table, flags, plain
 
     target = _target(loaded, wish, wish.fit, "--fit")
     found = fit(loaded.recipe, target, lambda line: console.say("tried", line))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tuner.profile.prediction import PARTS, MemoryCourse, Moment, Part, Phase
+from tuner.profile.prediction import PARTS, Part, Phase
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
@@ -101,17 +101,6 @@ class MemoryRecord:
                 found.append((change.phase, round(change.seconds, 6)))
         return found
 
-    def course(self) -> MemoryCourse:
-        """The fullest moment of each module's turn, in order, as a prediction has them."""
-        moments: list[Moment] = []
-        for (phase, module), parts in self._fullest():
-            moments.append(Moment(phase, module, parts))
-        layers: Counter[str] = Counter()
-        for block in self.blocks:
-            if block.part == "activations":
-                layers[block.owner] += block.size
-        return MemoryCourse(tuple(moments), dict(layers))
-
     def timeline(self, points: int = 400) -> tuple[list[float], dict[str, list[int]]]:
         """Seconds of about so many moments, the fullest of their stretches, and bytes of each part that is there."""
         totals = self.totals()
@@ -137,23 +126,6 @@ class MemoryRecord:
             if block.freed is not None:
                 deltas[block.freed + 1][block.part] -= block.size
         return deltas
-
-    def _fullest(self) -> Iterator[tuple[tuple[Phase, str], dict[Part, int]]]:
-        deltas = self._deltas()
-        now: dict[Part, int] = {part: deltas[0][part] for part in PARTS}
-        turn: tuple[Phase, str] | None = None
-        fullest, most = dict(now), -1
-        for change, delta in zip(self.changes, deltas[1:], strict=True):
-            if turn is not None and turn != (change.phase, change.module):
-                yield turn, fullest
-                most = -1
-            turn = change.phase, change.module
-            for part, size in delta.items():
-                now[part] += size
-            if sum(now.values()) > most:
-                fullest, most = dict(now), sum(now.values())
-        if turn is not None:
-            yield turn, fullest
 
 
 def alike(holdings: Iterable[Holding]) -> list[tuple[str, Part, int]]:

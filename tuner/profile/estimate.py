@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tuner.config.recipe import Recipe
 from tuner.model.flops import FROZEN, TRAINED, Flops
 from tuner.profile.devices import Device
 from tuner.profile.prediction import TimeEstimate
+from tuner.profile.workload import Workload
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.peak import measured_peak
 
@@ -21,17 +20,12 @@ LINKS = {"machine": 300e9, "network": 25e9}
 """Bytes a second that a process gets from others: of its own machine, and over the network."""
 
 
-def estimate(  # noqa: PLR0913, PLR0917 - what a step's time is made of
-    recipe: Recipe,
-    flops: Flops,
-    device: Device,
-    rank_info: RankInfo,
-    lengths: Sequence[int],
-    trained: int,
-    tokens_per_row: float,
-    total_steps: int | None,
+def estimate(
+    recipe: Recipe, flops: Flops, device: Device, rank_info: RankInfo, work: Workload, total_steps: int | None
 ) -> TimeEstimate:
-    """The time of a step whose microbatches hold documents of these ``lengths``, ``trained`` tokens of them trained."""
+    """The time of a step of mean rows, from the first microbatch of its workload."""
+    batch, tokens_per_row = work.batches.micro[0], work.tokens_per_row
+    lengths, trained = batch.lengths, len(batch.trained_positions)
     train, tokens = recipe.train, sum(lengths)
     micro = max(1.0, train.global_batch_size / (train.micro_batch_size * rank_info.world_size))
     share = train.micro_batch_size * tokens_per_row / tokens
@@ -57,8 +51,8 @@ def _forward_share(recipe: Recipe) -> float:
 
 def _layers_share(recipe: Recipe) -> float:
     """The part of the layers that is computed again; all of them where they are counted out."""
-    wish = recipe.train.gradient_checkpointing_layers
-    return float(wish.share) if wish.unit == "%" else 1.0
+    layers = recipe.train.gradient_checkpointing_layers
+    return float(layers.share) if layers.unit == "%" else 1.0
 
 
 def _rate(device: Device, precision: str) -> tuple[float, str]:
@@ -69,7 +63,7 @@ def _rate(device: Device, precision: str) -> tuple[float, str]:
 
 
 def _sending_s(recipe: Recipe, flops: Flops, rank_info: RankInfo) -> float:
-    """Seconds in which a microbatch's weights are gathered, hidden behind computing where that takes longer."""
+    """Seconds in which a microbatch's weights are gathered, unless computing hides it."""
     if rank_info.world_size == 1 or recipe.parallel.shard == "none":
         return 0.0
     near = recipe.parallel.shard == "hybrid" or rank_info.world_size == rank_info.local_world_size

@@ -36,7 +36,7 @@ class Owned:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Context:
     """Where in the program something was: the innermost module, what FSDP2 did, and until when a module ran again."""
 
     module: str = ""
@@ -45,13 +45,13 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What an allocator told: bytes taken, or given back where negative."""
+class _AllocatorEvent:
+    """What an allocator reported: bytes taken, or given back where negative."""
 
     time: int
     address: int
     size: int
-    place: _Place
+    context: _Context
 
 
 def resident(train_state: TrainState) -> list[Owned]:
@@ -91,23 +91,27 @@ def memory_record(
     """
     results = done.profiler.kineto_results if done.profiler is not None else None
     events = [] if results is None else list(_walk(results.experimental_event_tree()))
-    marks = sorted((event.start_time_ns, event.name[len(PHASE) :]) for event, _ in events if _is_mark(event))
-    told = sorted(_told(events, device), key=lambda item: item.time)
-    while failed and told and told[-1].size < 0:
-        told.pop()
-    return _Replay(before, grads, marks, told).record()
+    marks = sorted((event.start_time_ns, event.name[len(PHASE) :]) for event, _ in events if _is_phase(event))
+    allocated = sorted(_allocator_events(events, device), key=lambda item: item.time)
+    while failed and allocated and allocated[-1].size < 0:
+        allocated.pop()
+    return _Replay(before, grads, marks, allocated).record()
 
 
 class _Replay:
-    """Goes through what the allocators told, in order of time."""
+    """Goes through what the allocators reported, in order of time."""
 
     def __init__(
-        self, before: Sequence[Owned], grads: Sequence[Owned], marks: list[tuple[int, str]], told: list[_Told]
+        self,
+        before: Sequence[Owned],
+        grads: Sequence[Owned],
+        marks: list[tuple[int, str]],
+        events: list[_AllocatorEvent],
     ) -> None:
-        self._grads, self._marks, self._told = grads, marks, told
+        self._grads, self._marks, self._events = grads, marks, events
         self._blocks = [Block(owned.size, owned.part, owned.owner, -1) for owned in before]
         self._living = {owned.address: block for owned, block in zip(before, self._blocks, strict=True)}
-        self._made: dict[int, _Told] = {}  # by number of the block
+        self._made: dict[int, _AllocatorEvent] = {}  # by number of the block
         self._changes: list[Change] = []
 
     def record(self) -> MemoryRecord:
@@ -115,22 +119,22 @@ class _Replay:
         times = [time for time, _ in self._marks]
         start = times[0] if times else 0
         updates = [time for time, mark in self._marks if mark == "optimizer"]
-        for item in self._told:
+        for item in self._events:
             if updates and item.time >= updates[0]:
                 updates.clear()
-                self._find_gradients()
+                self._assign_gradients()
             before = bisect_right(times, item.time) - 1
             phase = _PHASES[self._marks[max(0, before)][1]] if times else "forward"
             if self._enter(item):
-                self._changes.append(Change((item.time - start) / 1e9, phase, item.place.module))
+                self._changes.append(Change((item.time - start) / 1e9, phase, item.context.module))
         if updates:
-            self._find_gradients()
-        self._find_activations()
+            self._assign_gradients()
+        self._assign_activations()
         return MemoryRecord(self._blocks, self._changes)
 
-    def _enter(self, item: _Told) -> bool:
+    def _enter(self, item: _AllocatorEvent) -> bool:
         if item.size > 0:
-            block = Block(item.size, item.place.part or "other", item.place.module, len(self._changes))
+            block = Block(item.size, item.context.part or "other", item.context.module, len(self._changes))
             self._made[len(self._blocks)] = item
             self._blocks.append(block)
             self._living[item.address] = block
@@ -140,15 +144,15 @@ class _Replay:
             ended.freed = len(self._changes)
         return ended is not None  # else made before the recording, by nobody that is known
 
-    def _find_gradients(self) -> None:
+    def _assign_gradients(self) -> None:
         for owned in self._grads:
             block = self._living.get(owned.address)
             if block is not None and block.made >= 0:
                 block.part, block.owner = "gradients", owned.owner
 
-    def _find_activations(self) -> None:
+    def _assign_activations(self) -> None:
         """What a forward pass leaves for the backward pass; so does one that is run again within it."""
-        by_module = any(item.place.module for item in self._made.values())
+        by_module = any(item.context.module for item in self._made.values())
         start = self._marks[0][0] if self._marks else 0
         for number, item in self._made.items():
             block = self._blocks[number]
@@ -159,44 +163,44 @@ class _Replay:
             if made.phase == "forward":
                 kept = ended is None or ended.phase != "forward"
             else:
-                until = item.place.until
+                until = item.context.until
                 kept = until is not None and (ended is None or ended.seconds * 1e9 + start > until)
-            if by_module and made.phase == "forward" and not item.place.module:
+            if by_module and made.phase == "forward" and not item.context.module:
                 block.part = "loss"  # what comes after the last module: logits, and what is made of them
             elif kept:
                 block.part = "activations"
 
 
-def _walk(roots: Iterable[Any]) -> Iterator[tuple[Any, _Place]]:
-    """Every event with its place. The backward pass of an operation belongs to the module of its forward."""
+def _walk(roots: Iterable[Any]) -> Iterator[tuple[Any, _Context]]:
+    """Every event with its context. The backward pass of an operation belongs to the module of its forward."""
     modules: dict[int, str] = {}
-    waiting = [(event, _Place()) for event in sorted(roots, key=lambda event: -event.start_time_ns)]
+    waiting = [(event, _Context()) for event in sorted(roots, key=lambda event: -event.start_time_ns)]
     while waiting:
-        event, place = waiting.pop()
+        event, context = waiting.pop()
         if event.tag == torch_private.EventType.TorchOp:
             number, scope = event.extra_fields.sequence_number, event.extra_fields.scope
             if event.name.startswith(MODULE):
-                again = place.until if place.until is not None else event.end_time_ns
-                place = _Place(event.name[len(MODULE) :], place.part, again)
+                again = context.until if context.until is not None else event.end_time_ns
+                context = _Context(event.name[len(MODULE) :], context.part, again)
             elif event.name.startswith(_GATHERED):
-                place = _Place(place.module, "gathered", place.until)
+                context = _Context(context.module, "gathered", context.until)
             elif event.name.startswith(_REDUCED):
-                place = _Place(place.module, "reduced", place.until)
+                context = _Context(context.module, "reduced", context.until)
             elif scope == torch_private.RecordScope.BACKWARD_FUNCTION:
-                place = _Place(modules.get(number, place.module), place.part, place.until)
+                context = _Context(modules.get(number, context.module), context.part, context.until)
             elif number >= 0:
-                modules[number] = place.module
-        yield event, place
-        waiting.extend((child, place) for child in reversed(event.children))
+                modules[number] = context.module
+        yield event, context
+        waiting.extend((child, context) for child in reversed(event.children))
 
 
-def _is_mark(event: Any) -> bool:
+def _is_phase(event: Any) -> bool:
     is_ours = event.name.startswith(PHASE) and not event.name.startswith(MODULE)
     return bool(event.tag == torch_private.EventType.TorchOp and is_ours)
 
 
-def _told(events: Iterable[tuple[Any, _Place]], device: str) -> Iterator[_Told]:
-    for event, place in events:
+def _allocator_events(events: Iterable[tuple[Any, _Context]], device: str) -> Iterator[_AllocatorEvent]:
+    for event, context in events:
         if event.tag == torch_private.EventType.Allocation and event.extra_fields.device.type == device:
             fields = event.extra_fields
-            yield _Told(event.start_time_ns, int(fields.ptr or 0), int(fields.alloc_size), place)
+            yield _AllocatorEvent(event.start_time_ns, int(fields.ptr or 0), int(fields.alloc_size), context)

@@ -48,7 +48,7 @@ class Fit:
         return self.choices[0]
 
 
-def fit(wish: Recipe, target: Target, told: Callable[[str], None] = lambda line: None) -> Fit:
+def fit(recipe: Recipe, target: Target, notify: Callable[[str], None] = lambda line: None) -> Fit:
     """Try micro-batch sizes, levels of recomputing and ways of sharding; shorter rows only where nothing else fits.
 
     Rows that are half as long come with twice as many of them to a step, so that its tokens stay. For each way of
@@ -56,51 +56,51 @@ def fit(wish: Recipe, target: Target, told: Callable[[str], None] = lambda line:
     MemoryLimitError, naming what comes closest, where nothing fits.
     """
     tried: list[Choice] = []
-    for changes in _rows(wish, target):
-        for choice in _search(wish, target, changes):
+    for changes in _rows(recipe, target):
+        for choice in _search(recipe, target, changes):
             tried.append(choice)
-            told(f"{_said(choice.overrides)}: {gib(choice.prediction.peak_bytes)}, {choice.prediction.verdict}")
+            notify(f"{_described(choice.overrides)}: {gib(choice.prediction.peak_bytes)}, {choice.prediction.verdict}")
         found = [choice for choice in tried if choice.fits]
         if found:
             return Fit(tuple(sorted(found, key=lambda choice: (choice.step_s, len(choice.overrides)))))
     closest = min(tried, key=lambda choice: choice.prediction.peak_bytes)
     raise MemoryLimitError(
-        f"nothing fits in {gib(target.limit_bytes)}: {_said(closest.overrides)} comes closest, with a predicted peak "
-        f"of {gib(closest.prediction.peak_bytes)}",
+        f"nothing fits in {gib(target.limit_bytes)}: {_described(closest.overrides)} comes closest, "
+        f"with a predicted peak of {gib(closest.prediction.peak_bytes)}",
         hint="train an adapter (--adapter.kind lora), take more processes, or a smaller model",
     )
 
 
-def _search(wish: Recipe, target: Target, changes: dict[str, Any]) -> Iterator[Choice]:
+def _search(recipe: Recipe, target: Target, changes: dict[str, Any]) -> Iterator[Choice]:
     """Choices worth a look: what is computed again costs time, and pays where it lets a larger micro-batch fit."""
-    rows = changes.get("train.global_batch_size", wish.train.global_batch_size)
+    rows = changes.get("train.global_batch_size", recipe.train.global_batch_size)
     for sharding in _shardings(target.rank_info):
         largest = 0
         for level in LEVELS:
             for size in (size for size in _micro_batches(rows, target) if size > largest):
-                wanted = {"train.micro_batch_size": size, "train.gradient_checkpointing": level, **sharding, **changes}
-                choice = Choice(_different(wish, wanted), predict(changed(wish, wanted), target))
+                values = {"train.micro_batch_size": size, "train.gradient_checkpointing": level, **sharding, **changes}
+                choice = Choice(_overrides(recipe, values), predict(changed(recipe, values), target))
                 yield choice
                 if not choice.fits:
                     break
                 largest = size
 
 
-def changed(wish: Recipe, values: dict[str, Any]) -> Recipe:
+def changed(recipe: Recipe, values: dict[str, Any]) -> Recipe:
     """The recipe with these values, by their keys."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = value
-    updated = {section: getattr(wish, section).model_copy(update=update) for section, update in sections.items()}
-    return wish.model_copy(update=updated)
+    updated = {section: getattr(recipe, section).model_copy(update=update) for section, update in sections.items()}
+    return recipe.model_copy(update=updated)
 
 
-def _rows(wish: Recipe, target: Target) -> Iterator[dict[str, Any]]:
+def _rows(recipe: Recipe, target: Target) -> Iterator[dict[str, Any]]:
     """The recipe's rows, then shorter ones, where they are packed and their length is written down."""
     yield {}
-    length, count = wish.data.max_length, wish.train.global_batch_size
-    while isinstance(length, int) and wish.data.packing and length % 2 == 0 and length // 2 >= SMALLEST_ROW:
+    length, count = recipe.data.max_length, recipe.train.global_batch_size
+    while isinstance(length, int) and recipe.data.packing and length % 2 == 0 and length // 2 >= SMALLEST_ROW:
         length, count = length // 2, count * 2
         yield {"data.max_length": length, "train.global_batch_size": count}
 
@@ -122,15 +122,15 @@ def _shardings(rank_info: RankInfo) -> list[dict[str, Any]]:
     return [*kinds, {"parallel.shard": "none"}]
 
 
-def _different(wish: Recipe, wanted: dict[str, Any]) -> dict[str, Any]:
+def _overrides(recipe: Recipe, values: dict[str, Any]) -> dict[str, Any]:
     """Those values that are not the recipe's own."""
     found = {}
-    for key, value in wanted.items():
+    for key, value in values.items():
         section, _, name = key.partition(".")
-        if getattr(getattr(wish, section), name) != value:
+        if getattr(getattr(recipe, section), name) != value:
             found[key] = value
     return found
 
 
-def _said(overrides: dict[str, Any]) -> str:
+def _described(overrides: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in overrides.items()) or "the recipe as it is"

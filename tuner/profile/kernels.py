@@ -55,8 +55,8 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
         return 0
     if torch.Tag.pointwise in func.tags:
         return _converted_bytes([arg for arg in args if isinstance(arg, torch.Tensor)])
-    if (place := _COPIED_BY_GLOO.get(func.name())) is not None:
-        return int(args[place].numel() * args[place].element_size())
+    if (number := _COPIED_BY_GLOO.get(func.name())) is not None:
+        return int(args[number].numel() * args[number].element_size())
     if func not in _MATRIX_PRODUCTS and func is not _GROUPED:
         return 0
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
@@ -97,7 +97,7 @@ def _layout(tensor: torch.Tensor, longest: int) -> _Layout:
 @lru_cache(maxsize=1024)
 def _asked(func: Any, layouts: tuple[_Layout, ...]) -> int:
     """What one real product of such matrices has the allocator give out at its fullest, less its result."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it tells of every start and stop on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it reports every start and stop on stderr
     with torch_private.disable_current_modes(), torch.autocast("cpu", enabled=False), torch.no_grad():
         given = [_zeros(*layout) for layout in layouts]
         func(*given)

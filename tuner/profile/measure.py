@@ -18,8 +18,8 @@ from tuner.errors import MemoryLimitError, RecipeError, is_out_of_memory
 from tuner.profile.blocks import MemoryRecord
 from tuner.profile.devices import data_sheet_rate
 from tuner.profile.measurement import TIMES, MeasuredMemory, Measurement, of_all
+from tuner.profile.oom import OomReport, clear_frames, replay_step, report_at, with_fix
 from tuner.profile.recorder import StepRecorder
-from tuner.profile.shortage import Shortage, examine, forget, shortage_at, with_way_out
 from tuner.run.build import Assembly, build
 from tuner.run.resolve import Resolved
 from tuner.runtime import phase
@@ -106,7 +106,7 @@ def measure(
         peak_flops=meter.peak,
         datasheet_flops=data_sheet_rate(resolved.facts.name) if resolved.recipe.train.precision == "bf16" else None,
         files=files,
-        shortage=_shortage(assembly, record, free),
+        shortage=_oom_report(assembly, record, free),
     )
     return of_all(Collective(gloo_group()).on_all_ranks(lambda: found))
 
@@ -114,7 +114,7 @@ def measure(
 def _recorded_step(assembly: Assembly, longest: int, output: Path | None) -> MemoryRecord:
     """One real step under the recorder; it is also the warm-up of the timed ones.
 
-    Modules are told apart, which compiled layers cannot: those run as they are, which needs no less.
+    Each module is a range of its own, which compiled layers cannot have: those run uncompiled, which needs no less.
     """
     train_state = assembly.train_state
     train_state.optimizer.allocate()
@@ -182,16 +182,16 @@ def _memory(record: MemoryRecord, device: torch.device) -> MeasuredMemory:
         peak, parts = peak + extra, parts | {"other": parts["other"] + extra}
         reserved = torch.cuda.max_memory_reserved(device)
     owners, turns = tuple(record.owners(at)), record.turns()
-    return MeasuredMemory(peak, parts, record.phase_peaks(), owners, record.course(), *timeline, turns, reserved)
+    return MeasuredMemory(peak, parts, record.phase_peaks(), owners, *timeline, turns, reserved)
 
 
-def _shortage(assembly: Assembly, record: MemoryRecord, free: int) -> Shortage | None:
+def _oom_report(assembly: Assembly, record: MemoryRecord, free: int) -> OomReport | None:
     """The moment at which a step that ran held more than it is to hold, and, for a single process, what would fit."""
     at = record.crossing(free)
     if at is None:
         return None
-    found = shortage_at(record, max(at, 0), f"{LONGEST}, judged against {gib(free)}")
-    return found if assembly.rank_info.world_size > 1 else with_way_out(assembly, found, free)
+    found = report_at(record, max(at, 0), f"{LONGEST}, judged against {gib(free)}")
+    return found if assembly.rank_info.world_size > 1 else with_fix(assembly, found, free)
 
 
 def _free_bytes(resolved: Resolved, rank_info: RankInfo) -> int:
@@ -229,11 +229,11 @@ def _examined(assembly: Assembly, number: int) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        told = str(error)
-        forget(error)
+        message = str(error)
+        clear_frames(error)
         if assembly.rank_info.world_size > 1:
             raise MemoryLimitError(
-                f"out of memory: {told.splitlines()[0]}", hint="lower train.micro_batch_size or data.max_length"
+                f"out of memory: {message.splitlines()[0]}", hint="lower train.micro_batch_size or data.max_length"
             ) from None
-        shortage = replace(examine(assembly, number, told), where=LONGEST)
-        raise MemoryLimitError(shortage.line(), hint=shortage.hint()) from None
+        report = replace(replay_step(assembly, number, message), where=LONGEST)
+        raise MemoryLimitError(report.line(), hint=report.hint()) from None

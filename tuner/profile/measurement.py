@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tuner.profile.blocks import Holding
-from tuner.profile.prediction import MemoryCourse, Part, Phase
-from tuner.profile.shortage import Shortage
+from tuner.profile.oom import OomReport
+from tuner.profile.prediction import Part, Phase
 from tuner.runtime.files import gib
 
 TIMES = ("data", "forward", "backward", "optimizer")
@@ -18,7 +18,7 @@ OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "adafactor": "Adafactor", "mu
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """The memory of a process on its device in the step with the longest row, as its allocator told it."""
+    """The memory of a process on its device in the step with the longest row, as its allocator reported it."""
 
     peak_bytes: int
     parts: Mapping[Part, int]
@@ -27,7 +27,6 @@ class MeasuredMemory:
     """The peak of each phase."""
     largest: tuple[Holding, ...]
     """Who holds most at the peak."""
-    course: MemoryCourse
     seconds: Sequence[float]
     series: Mapping[str, Sequence[int]]
     """Bytes of each part at moments of the step, at ``seconds`` from its start."""
@@ -41,7 +40,7 @@ class MeasuredMemory:
 class Measurement:
     """What the measured steps cost. Bytes are this process's on its device; seconds are means per optimizer step.
 
-    ``free_bytes`` is what it is judged against. ``communication_s`` lies beside or within the parts of ``times``;
+    ``free_bytes`` is what it is judged against. ``communication_s`` overlaps the parts of ``times``;
     ``flops`` are this process's a step, ``peak_flops`` what its device reaches in one large product.
     """
 
@@ -63,7 +62,7 @@ class Measurement:
     peak_flops: float
     datasheet_flops: float | None = None
     files: Mapping[str, str] = field(default_factory=dict)
-    shortage: Shortage | None = None
+    shortage: OomReport | None = None
     """Where the peak is above ``free_bytes``: the moment at which it was passed."""
 
     @property
@@ -94,9 +93,8 @@ class Measurement:
         return shown
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as plain values; the course of memory by module is left to the page."""
+        """Everything as plain values, with what follows from it."""
         plain = asdict(self) | {"fits": self.fits} | self.rates
-        plain["memory"].pop("course")
         plain["memory"]["largest"] = plain["memory"]["largest"][:50]
         return plain
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from tuner.config.recipe import Recipe
 from tuner.data.building.spec import resolve_max_length
 from tuner.model.build import has_liger
-from tuner.profile.course import course_of
 from tuner.profile.devices import Device
 from tuner.profile.estimate import estimate
-from tuner.profile.prediction import PARTS, MemoryCourse, Moment, Part, Phase, Prediction
-from tuner.profile.rows import Workload, added_ids, workload
+from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Phase, Prediction
+from tuner.profile.timeline import memory_timeline
 from tuner.profile.tracing import Trace, trace_step
+from tuner.profile.workload import Workload, added_ids, workload
 from tuner.run.resolve import Resolved, check_division, resolve
 from tuner.run.timetable import timetable
 from tuner.runtime.dist import RankInfo
@@ -38,62 +38,52 @@ class Target:
     limit_bytes: int
 
 
-def predict(wish: Recipe, target: Target) -> Prediction:
+def predict(recipe: Recipe, target: Target) -> Prediction:
     """Predict a recipe. Raises RecipeError where it cannot be trained at all, whatever the memory."""
     rank_info, device = target.rank_info, target.device
-    check_division(wish.train.global_batch_size, wish.train.micro_batch_size, rank_info.world_size)
-    resolved, assumptions = resolved_for(wish, target)
-    work = workload(wish, int(resolved.recipe.data.max_length), rank_info, resolved.config)
+    check_division(recipe.train.global_batch_size, recipe.train.micro_batch_size, rank_info.world_size)
+    resolved, assumptions = resolved_for(recipe, target)
+    work = workload(recipe, int(resolved.recipe.data.max_length), rank_info, resolved.config)
     trace = trace_step(resolved, rank_info, work.batches, work.held_out, work.samples)
     always, constants = _constants(resolved, trace, rank_info)
-    course = course_of(trace, always)
-    batch = work.batches.micro[0]
-    time = estimate(
-        resolved.recipe,
-        trace.flops,
-        device,
-        rank_info,
-        batch.lengths,
-        len(batch.trained_positions),
-        work.tokens_per_row,
-        _total_steps(resolved.recipe, work),
-    )
+    timeline = memory_timeline(trace, always)
+    total_steps = _total_steps(resolved.recipe, work)
     return Prediction(
         device=device.shown,
         processes=rank_info.world_size,
         local_processes=rank_info.local_world_size,
-        memory=MemoryCourse((*course.timeline, *_others(resolved, trace, course, rank_info)), course.layers),
+        memory=MemoryTimeline((*timeline.moments, *_others(trace, timeline, rank_info)), timeline.layers),
         limit_bytes=target.limit_bytes,
-        error=ERRORS["compiled" if wants_compiled(wish, device) else device.kind],
-        time=time,
+        error=ERRORS["compiled" if wants_compiled(recipe, device) else device.kind],
+        time=estimate(resolved.recipe, trace.flops, device, rank_info, work, total_steps),
         assumptions=(*work.assumptions, *assumptions, *constants),
     )
 
 
-def resolved_for(wish: Recipe, target: Target) -> tuple[Resolved, tuple[str, ...]]:
+def resolved_for(recipe: Recipe, target: Target) -> tuple[Resolved, tuple[str, ...]]:
     """The recipe as it would be resolved on the target; layers that are compiled are taken as with fused kernels."""
     kind, rank_info = target.device.kind, target.rank_info
-    train = wish.train.model_copy(update={"device": kind, "compile": False})
-    parallel = wish.parallel.model_copy(update={"processes": rank_info.local_world_size})
-    there = wish.model_copy(update={"train": train, "parallel": parallel})
-    max_length, facts = resolve_max_length(wish.model, wish.data), target.device.facts()
+    train = recipe.train.model_copy(update={"device": kind, "compile": False})
+    parallel = recipe.parallel.model_copy(update={"processes": rank_info.local_world_size})
+    there = recipe.model_copy(update={"train": train, "parallel": parallel})
+    max_length, facts = resolve_max_length(recipe.model, recipe.data), target.device.facts()
     resolved = resolve(there, max_length, rank_info, facts=facts)
-    new_ids, assumed = added_ids(wish, resolved.config)
+    new_ids, assumed = added_ids(recipe, resolved.config)
     if new_ids:
         resolved = resolve(there, max_length, rank_info, new_ids, facts)
     assumptions = [*assumed]
-    if wants_compiled(wish, target.device):
+    if wants_compiled(recipe, target.device):
         assumptions.append("compiled layers keep as much as liger's kernels do")
     if kind == "cuda" and not has_liger(resolved.config.model_type):
         assumptions.append(f"liger-kernel has no kernels for {resolved.config.model_type} here: torch's are predicted")
     return resolved, tuple(assumptions)
 
 
-def wants_compiled(wish: Recipe, device: Device) -> bool:
+def wants_compiled(recipe: Recipe, device: Device) -> bool:
     """Whether the decoder layers would be compiled on a device, had it all that this takes."""
-    if wish.train.compile == "auto":
-        return device.kind == "cuda" and wish.data.packing
-    return wish.train.compile
+    if recipe.train.compile == "auto":
+        return device.kind == "cuda" and recipe.data.packing
+    return recipe.train.compile
 
 
 def _constants(resolved: Resolved, trace: Trace, rank_info: RankInfo) -> tuple[Mapping[Part, int], tuple[str, ...]]:
@@ -119,13 +109,13 @@ def _constants(resolved: Resolved, trace: Trace, rank_info: RankInfo) -> tuple[M
 
 def _held_by_gloo(trace: Trace) -> int:
     """The largest buffers of collectives, one for each thread: it lets go of them after whoever waits has gone on."""
-    sizes = [entry.size for entry in trace.entries if entry.part in {"gathered", "reduced"}]
+    sizes = [storage.size for storage in trace.storages if storage.part in {"gathered", "reduced"}]
     return sum(sorted(sizes)[-GLOO_THREADS:])
 
 
-def _others(resolved: Resolved, trace: Trace, course: MemoryCourse, rank_info: RankInfo) -> list[Moment]:
+def _others(trace: Trace, timeline: MemoryTimeline, rank_info: RankInfo) -> list[Moment]:
     """Moments before and after steps: the model being built, a checkpoint being saved, and one being loaded."""
-    first = course.timeline[0]
+    first = timeline.moments[0]
     kept: dict[Part, int] = {part: first.parts[part] for part in ("parameters", "constants", "staging")}
     state: dict[Part, int] = {**kept, "optimizer": first.parts["optimizer"]}
     whole = trace.largest * (2 if rank_info.world_size > 1 else 1)  # one tensor at a time, and its shards beside it

@@ -1,4 +1,4 @@
-"""What a prediction says: bytes by part over the course of a step, whether they fit, and how long a run takes."""
+"""What a prediction says: bytes by part over a step, whether they fit, and how long a run takes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Verdict = Literal["fits", "tight", "does not fit"]
 
 @dataclass(frozen=True)
 class Moment:
-    """The fullest moment of one module's turn in one phase of the course: bytes by part, all parts named.
+    """The fullest moment of one module's turn in one phase: bytes by part, all parts named.
 
     ``module`` is the dotted name of the innermost module at work, as transformers names it; empty outside of all.
     """
@@ -55,14 +55,14 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class MemoryCourse:
+class MemoryTimeline:
     """The bytes of one process on its device, as they come and go over a run's phases.
 
-    The timeline lies in the order of execution; its moments are those of one microbatch, the last of a step, where all
-    others are alike.
+    ``moments`` lie in the order of execution; they are those of one microbatch, the last of a step, where all others
+    are alike.
     """
 
-    timeline: tuple[Moment, ...]
+    moments: tuple[Moment, ...]
     layers: Mapping[str, int]
     """Activations that each module keeps from its forward to its backward pass, by name; ``""`` is what lies outside
     of all decoder layers."""
@@ -70,20 +70,20 @@ class MemoryCourse:
     @property
     def peak(self) -> Moment:
         """The fullest moment of all; the first of equal ones."""
-        return max(self.timeline, key=lambda moment: moment.total)
+        return max(self.moments, key=lambda moment: moment.total)
 
     def counted_peak(self) -> dict[Part, int]:
         """The fullest moment of a step, of the parts that an allocator counts in it: tensors."""
         counted: list[dict[Part, int]] = [
             {part: 0 if part in UNCOUNTED else size for part, size in moment.parts.items()}
-            for moment in self.timeline
+            for moment in self.moments
             if moment.phase in STEP
         ]
         return max(counted, key=lambda parts: sum(parts.values()), default={})
 
     def peak_of(self, phase: Phase) -> Moment | None:
         """The fullest moment of a phase; None where the run has none."""
-        moments = [moment for moment in self.timeline if moment.phase == phase]
+        moments = [moment for moment in self.moments if moment.phase == phase]
         return max(moments, key=lambda moment: moment.total) if moments else None
 
 
@@ -122,7 +122,7 @@ class Prediction:
     device: str
     processes: int
     local_processes: int
-    memory: MemoryCourse
+    memory: MemoryTimeline
     limit_bytes: int
     error: float
     time: TimeEstimate | None

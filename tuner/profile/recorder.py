@@ -17,29 +17,29 @@ from tuner.train.step import TrainState
 
 
 class StepRecorder:
-    """Records what a learner does between :meth:`start` and :meth:`stop`: its parts in time, its blocks of memory.
+    """Records what training does between :meth:`start` and :meth:`stop`: its parts in time, its blocks of memory.
 
-    With ``modules`` the forward of each module is told apart; compiled layers are then to run as they are. ``snapshot``
-    is where the CUDA allocator's own history goes, with the line of code of each allocation.
+    With ``modules`` the forward of each module is a range of its own; compiled layers must then run uncompiled.
+    ``snapshot`` is where the CUDA allocator's history goes, with the line of code of each allocation.
     """
 
     def __init__(
         self, train_state: TrainState, memory: bool = True, modules: bool = False, snapshot: Path | None = None
     ) -> None:
-        self._learner, self._memory, self._modules = train_state, memory, modules
+        self._train_state, self._memory, self._modules = train_state, memory, modules
         self._device = train_state.step_config.device
         self._snapshot = snapshot if memory and self._device.type == "cuda" else None
         self._stack = ExitStack()
         self._phases = PhaseMarks()
         self._before: list[Owned] = []
         self._gradients: list[Owned] = []
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it tells of every start and stop on stderr
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it reports every start and stop on stderr
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])
         self._profile = profile(activities=activities, profile_memory=memory)
 
     def start(self) -> None:
         """From here on; the wait for data comes first."""
-        train_state = self._learner
+        train_state = self._train_state
         self._before = resident(train_state) if self._memory else []
         self._synchronize()
         if self._modules:
@@ -68,11 +68,11 @@ class StepRecorder:
         self._stack.close()
 
     def memory(self, failed: bool = False) -> MemoryRecord:
-        """The blocks of memory of the learner's device; of a step that ``failed``, until it did."""
+        """The blocks of memory of the device; of a step that ``failed``, until it did."""
         return memory_record(self._profile, self._device.type, self._before, self._gradients, failed)
 
     def communication_s(self) -> float:
-        """Seconds in which data was on its way between processes, other work beside it included."""
+        """Seconds in which data was on its way between processes, also where other work hides it."""
         spans = sorted((e.time_range.start, e.time_range.end) for e in self._profile.events() if _is_transfer(e.name))
         total = until = 0.0
         for start, end in spans:
@@ -86,7 +86,7 @@ class StepRecorder:
 
     def _mark(self, phase: str) -> None:
         if phase == "optimizer" and self._memory:
-            self._gradients = gradients(self._learner)
+            self._gradients = gradients(self._train_state)
         self._phases.mark(phase)
 
     def _synchronize(self) -> None:
@@ -95,5 +95,5 @@ class StepRecorder:
 
 
 def _is_transfer(name: str) -> bool:
-    """Whether a range is a collective at work: gloo's own on a CPU, NCCL's kernels on CUDA."""
+    """Whether a range is a collective at work: gloo's on a CPU, NCCL's kernels on CUDA."""
     return name.startswith(("gloo:", "ncclDevKernel", "ncclKernel"))

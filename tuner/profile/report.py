@@ -19,11 +19,11 @@ REPORT, FIGURES = "report.html", "report.json"
 MARK = b"<!doctype html><!-- tuner profile -->"
 """How every page begins: only such a file is written over."""
 _TEMPLATE = Path(__file__).with_name("report.html")
-_PLACE = "@@DATA@@"
+_DATA = "@@DATA@@"
 
 
 def check_output(directory: Path) -> None:
-    """Raise RecipeError where the report's place holds something else."""
+    """Raise RecipeError where the report would overwrite something else."""
     page = directory / REPORT
     if directory.exists() and not directory.is_dir():
         raise RecipeError(f"--output {directory}: not a directory", hint="choose another one")
@@ -51,9 +51,9 @@ def report_figures(recipe: Recipe, measured: Measurement | None, predicted: Pred
     """What the page draws, as plain values."""
     model = Path(recipe.model.name_or_path).name
     processes = measured.processes if measured is not None else predicted.processes if predicted is not None else 1
-    place = measured.device if measured is not None else predicted.device if predicted is not None else ""
+    device = measured.device if measured is not None else predicted.device if predicted is not None else ""
     trained = "full" if recipe.adapter.kind == "none" else recipe.adapter.kind
-    words = [model, trained, place, f"{processes} process" + ("es" if processes > 1 else "")]
+    words = [model, trained, device, f"{processes} process" + ("es" if processes > 1 else "")]
     limit, verdict, total_steps, holders, way_out = 0, "fits", 0, [], ""
     if predicted is not None:
         limit, verdict = predicted.limit_bytes, predicted.verdict
@@ -82,7 +82,7 @@ def page(figures: Mapping[str, Any]) -> str:
     """The page's text."""
     # Inside a script element only `<` could end it; JSON knows an escape for it.
     text = json.dumps(figures, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    before, after = _TEMPLATE.read_text(encoding="utf-8").split(_PLACE)
+    before, after = _TEMPLATE.read_text(encoding="utf-8").split(_DATA)
     return f"{before}{text}{after}"
 
 
@@ -110,7 +110,7 @@ def _prediction(found: Prediction) -> dict[str, Any]:
         "error": found.error,
         "verdict": found.verdict,
         "parts": dict(found.memory.peak.parts),
-        "course": [asdict(moment) for moment in found.memory.timeline],
+        "course": [asdict(moment) for moment in found.memory.moments],
         "assumptions": list(found.assumptions),
         "time": None if time is None else asdict(time) | {"tok_per_s": time.tok_per_s, "total_s": time.total_s},
     }

@@ -1,4 +1,4 @@
-"""A step of a recipe, traced: the very step that training takes, on fake tensors, entered in a ledger."""
+"""A step of a recipe, traced: the very step that training takes, on fake tensors, entered in a tracker."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from tuner.model.decode import fullest_forwards
 from tuner.model.flops import Flops, training_flops
 from tuner.parallel.assemble import assemble
 from tuner.parallel.fsdp import local, sync_gradients
+from tuner.profile.cuda_stand_in import cuda_stand_in, unchanged_modules
 from tuner.profile.fakes import give_storage, quiet_kernels
-from tuner.profile.memory import gradient_tensors
 from tuner.profile.prediction import Phase
-from tuner.profile.stand_in import cuda_stand_in, unchanged_modules
 from tuner.run.build import assembly_spec, build_train_state, mesh_of, meta_model, step_config_of
 from tuner.run.resolve import Resolved
 from tuner.rundir.layout import MODEL_PREFIX
@@ -34,7 +33,7 @@ from tuner.train.evaluate import batch_losses
 from tuner.train.step import TrainState, optimizer_step
 
 if TYPE_CHECKING:
-    from tuner.profile.ledger import Change, Entry, Ledger
+    from tuner.profile.allocations import AllocationTracker, Change, Storage
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Trace:
 
     target: str
     changes: Sequence[Change]
-    entries: Sequence[Entry]
+    storages: Sequence[Storage]
     marks: tuple[tuple[str, int], ...]
     """Each mark of the step, from `start` to `done`, and the number of changes before it."""
     blocks: tuple[str, ...]
@@ -62,11 +61,12 @@ def trace_step(
     held_out: Batch | None = None,
     samples: Sequence[tuple[int, int]] = (),
 ) -> Trace:
-    """Build the learner of rank 0 and take one step of these microbatches; then evaluate one of held-out rows.
+    """Build the training state of rank 0 and take one step of these microbatches; then evaluate one of held-out rows.
 
     ``samples`` are prompts that are answered then: the tokens of each, and the most that its answer may have.
     """
-    from tuner.profile.ledger import Ledger
+
+    from tuner.profile.allocations import AllocationTracker
 
     device, mesh = torch.device("cpu"), mesh_of(resolved.recipe, rank_info)
     model = meta_model(resolved)
@@ -81,20 +81,20 @@ def trace_step(
         largest = max(parameter.numel() * parameter.element_size() for parameter in root.parameters())
         flops = training_flops(root.model)
         stack.enter_context(_fakes())
-        ledger = Ledger(resolved.facts.kind)
+        tracker = AllocationTracker(resolved.facts.kind)
         give_storage(root, device)
-        ledger.assign([*root.parameters(), *root.buffers()], "parameters")
-        with ledger:
+        tracker.assign([*root.parameters(), *root.buffers()], "parameters")
+        with tracker:
             train_state = build_train_state(resolved.recipe, root, step_config_of(resolved.recipe, device, mesh))
             train_state.optimizer.allocate()
-        ledger.assign_rest("optimizer")
-        stack.enter_context(ledger.watching(root))
-        marks = _step(ledger, train_state, batches)
+        tracker.assign_rest("optimizer")
+        stack.enter_context(tracker.watching(root))
+        marks = _step(tracker, train_state, batches)
         if held_out is not None:
-            _evaluate(ledger, train_state, held_out, samples)
-        changes = tuple(ledger.changes)
+            _evaluate(tracker, train_state, held_out, samples)
+        changes = tuple(tracker.changes)
         staged = staged_bytes(_state(train_state))
-    return Trace(resolved.facts.kind, changes, ledger.entries, marks, blocks, staged, largest, flops)
+    return Trace(resolved.facts.kind, changes, tracker.storages, marks, blocks, staged, largest, flops)
 
 
 def _blocks(model: PreTrainedModel) -> tuple[str, ...]:
@@ -106,32 +106,35 @@ def _blocks(model: PreTrainedModel) -> tuple[str, ...]:
         return ()
 
 
-def _step(ledger: Ledger, train_state: TrainState, batches: StepBatches) -> tuple[tuple[str, int], ...]:
-    """One step in the ledger; returns its marks."""
-    marks: list[tuple[str, int]] = [("start", len(ledger.changes))]
-    ledger.phase = "forward"
+def _step(tracker: AllocationTracker, train_state: TrainState, batches: StepBatches) -> tuple[tuple[str, int], ...]:
+    """One step in the tracker; returns its marks."""
+    marks: list[tuple[str, int]] = [("start", len(tracker.changes))]
+    tracker.phase = "forward"
 
     def mark(part: str) -> None:
-        if ledger.phase == "backward":
-            ledger.end_of_backward()
-        marks.append((part, len(ledger.changes)))
+        if tracker.phase == "backward":
+            tracker.end_of_backward()
+        marks.append((part, len(tracker.changes)))
         if part == "optimizer":
-            ledger.assign(gradient_tensors(train_state.root), "gradients")
+            gradients = (parameter.grad for parameter in train_state.root.parameters())
+            tracker.assign((gradient for gradient in gradients if gradient is not None), "gradients")
         if part != "done":
-            ledger.phase = cast(Phase, part)
+            tracker.phase = cast(Phase, part)
 
-    with ledger, phase.observed(mark):
+    with tracker, phase.observed(mark):
         optimizer_step(train_state, 0, batches, 1.0)
     mark("done")
-    ledger.assign_rest("batch")  # masks of documents and the step's scalars, kept for later steps
+    tracker.assign_rest("batch")  # masks of documents and the step's scalars, kept for later steps
     return tuple(marks)
 
 
-def _evaluate(ledger: Ledger, train_state: TrainState, batch: Batch, samples: Sequence[tuple[int, int]]) -> None:
+def _evaluate(
+    tracker: AllocationTracker, train_state: TrainState, batch: Batch, samples: Sequence[tuple[int, int]]
+) -> None:
     train_state.root.eval()
     sync_gradients(train_state.root, True)
-    ledger.phase = "evaluation"
-    with ledger, torch.no_grad():
+    tracker.phase = "evaluation"
+    with tracker, torch.no_grad():
         batch_losses(train_state.root, train_state.step_config, batch, batch.trained_positions)
         if samples:
             prompts, limits = zip(*(([0] * length, limit) for length, limit in samples), strict=True)

@@ -12,9 +12,8 @@ from typing import Any
 
 from tuner.errors import MemoryLimitError
 from tuner.profile.blocks import MemoryRecord
-from tuner.profile.prediction import Part
+from tuner.profile.oom import OomReport, clear_frames, predicted_peak, replay_step, resident_report
 from tuner.profile.recorder import StepRecorder
-from tuner.profile.shortage import Shortage, examine, foreseen, forget, standing
 from tuner.run.build import Assembly
 from tuner.runtime.console import Console
 from tuner.runtime.files import TMP_PREFIX, gib
@@ -68,40 +67,38 @@ class StepWatch:
         """The error with which a run ends whose memory did not suffice in step ``number`` (0: before the first).
 
         ``cause`` is the allocator's own error within ``error``, whose frames are cleared: what they held is free again.
-        The step is taken once more to see what held the memory; a table on the console and a JSON file tell it.
+        The step is taken once more to see what held the memory; a table on the console and a JSON file say so.
         """
         message = str(cause)
-        forget(error)
+        clear_frames(error)
         self._console.say("memory", "it does not suffice; looking at what holds it", "warning")
-        shortage = self._looked_at(number, message)
-        if shortage is None:
+        report = self._report(number, message)
+        if report is None:
             hint = "lower train.micro_batch_size or data.max_length"
             return MemoryLimitError(f"out of memory: {message.splitlines()[0]}", hint=hint)
-        self._console.say("held", shortage.table(), "warning")
+        self._console.say("held", report.table(), "warning")
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             with _whole(self._directory / f"out-of-memory-rank{self._rank}.json") as path:
-                path.write_text(json.dumps(shortage.as_json(), indent=1))
+                path.write_text(json.dumps(report.as_json(), indent=1))
         except Exception as failure:
             self._warn("written", failure)
-        return MemoryLimitError(shortage.line(), hint=shortage.hint())
+        return MemoryLimitError(report.line(), hint=report.hint())
 
-    def _looked_at(self, number: int, message: str) -> Shortage | None:
+    def _report(self, number: int, message: str) -> OomReport | None:
         """The step taken again where this process is alone, else what lies there between steps."""
-        for look in (examine, standing) if self._assembly.rank_info.world_size == 1 else (standing,):
+        for make in (replay_step, resident_report) if self._assembly.rank_info.world_size == 1 else (resident_report,):
             try:
-                found = look(self._assembly, number, message)
-                return replace(found, predicted=self._foreseen())
+                report = make(self._assembly, number, message)
             except Exception as error:
                 self._console.warn(f"looking at the memory failed: {type(error).__name__}: {error}")
+                continue
+            try:
+                return replace(report, predicted=predicted_peak(self._assembly))
+            except Exception as error:
+                self._console.warn(f"there is no prediction: {type(error).__name__}: {error}")
+                return report
         return None
-
-    def _foreseen(self) -> dict[Part, int]:
-        try:
-            return foreseen(self._assembly)
-        except Exception as error:
-            self._console.warn(f"there is no prediction: {type(error).__name__}: {error}")
-            return {}
 
     def _write(self, number: int, recorder: StepRecorder) -> None:
         name, written = f"step-{number}-rank{self._rank}", []
@@ -121,7 +118,7 @@ class StepWatch:
 
 
 def memory_figures(record: MemoryRecord) -> dict[str, Any]:
-    """A record as JSON: its peak, what it was made of, the largest owners, and the course of its parts."""
+    """A record as JSON: its peak, what it was made of, the largest owners, and its parts over time."""
     at, totals = record.peak_at(), record.totals()
     seconds, series = record.timeline()
     return {
@@ -135,7 +132,7 @@ def memory_figures(record: MemoryRecord) -> dict[str, Any]:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """A path beside it, with the same ending, that takes its name once it is written whole."""
+    """A temporary path in its directory, with the same ending, that takes its name once it is written whole."""
     fresh = path.with_name(f"{TMP_PREFIX}{os.getpid()}-{path.name}")
     try:
         yield fresh

@@ -110,13 +110,13 @@ def test_what_lies_between_steps_where_the_step_cannot_be_taken_again(
     def broken(*given: object) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr(watch, "examine", broken)
+    monkeypatch.setattr(watch, "replay_step", broken)
     with pytest.raises(MemoryLimitError) as raised:
-        launch(workplace, "standing")
+        launch(workplace, "resident")
     assert "out of memory in step 1, between steps: 4,096 bytes more asked for" in raised.value.message
     assert "parameters of model.embed_tokens.weight" in raised.value.message
     assert "looking at the memory failed: ValueError: no" in capfd.readouterr().err
-    monkeypatch.setattr(watch, "standing", broken)
+    monkeypatch.setattr(watch, "resident_report", broken)
     with pytest.raises(MemoryLimitError, match="you tried to allocate 4096 bytes"):
         launch(workplace, "neither")
     monkeypatch.setattr(loop, "optimizer_step", lambda *given: 1 / 0)

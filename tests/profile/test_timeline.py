@@ -1,4 +1,4 @@
-"""A course adds up, names its parts, and is the same whether it is looked at by module or in all."""
+"""A timeline adds up, names its parts, and is the same whether it is looked at by module or in all."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from tools.predict_campaign import predicted, resolved_case
 from tools.predict_cases import LONG, Case
 from tuner.model.target import target
-from tuner.profile.course import course_of, parts_of
-from tuner.profile.stand_in import cuda_stand_in
+from tuner.profile.cuda_stand_in import cuda_stand_in
+from tuner.profile.timeline import memory_timeline, parts_of
 from tuner.profile.tracing import Trace, trace_step
 
 
@@ -22,36 +22,37 @@ def traced(case: Case, directory: Path) -> Trace:
 def test_parts_add_up_to_the_peak_that_was_counted(tmp_path: Path) -> None:
     case = Case("llama")
     trace, said = traced(case, tmp_path), predicted(*resolved_case(case, tmp_path))
-    given = {serial for serial, entry in enumerate(trace.entries) if entry.given}
-    course = course_of(trace, {})
+    given = {number for number, storage in enumerate(trace.storages) if storage.given}
+    timeline = memory_timeline(trace, {})
     whole = said.parameters + said.optimizer
-    phases = [moment.phase for moment in course.timeline]
+    phases = [moment.phase for moment in timeline.moments]
     assert list(dict.fromkeys(phases)) == ["build", "forward", "backward", "optimizer", "evaluation"]
-    assert 0 <= course.peak.total - whole - said.peak <= sum(trace.entries[serial].size for serial in given)
-    assert course.peak.parts["parameters"] == said.parameters
-    ends = [moment for moment in course.timeline if moment.phase == "optimizer"]
+    assert 0 <= timeline.peak.total - whole - said.peak <= sum(trace.storages[number].size for number in given)
+    assert timeline.peak.parts["parameters"] == said.parameters
+    ends = [moment for moment in timeline.moments if moment.phase == "optimizer"]
     assert ends[0].parts["gradients"] == said.gradients and ends[0].parts["activations"] == 0
-    evaluation = course.peak_of("evaluation")
+    evaluation = timeline.peak_of("evaluation")
     assert evaluation is not None and evaluation.parts["gradients"] == evaluation.parts["activations"] == 0
 
 
 def test_every_layer_keeps_as_much_as_the_other(tmp_path: Path) -> None:
-    plain = course_of(traced(Case("llama"), tmp_path), {})
+    plain = memory_timeline(traced(Case("llama"), tmp_path), {})
     assert list(plain.layers) == ["model.layers.0", "model.layers.1", ""]
     assert plain.layers["model.layers.0"] == plain.layers["model.layers.1"] > plain.layers[""] > 0
-    again = course_of(traced(Case("llama", {"train.gradient_checkpointing": "full"}), tmp_path), {})
+    again = memory_timeline(traced(Case("llama", {"train.gradient_checkpointing": "full"}), tmp_path), {})
     assert again.layers["model.layers.0"] < plain.layers["model.layers.0"] / 3
-    backward = [m for m in again.timeline if m.phase == "backward" and m.module == "model.layers.0"]
+    backward = [m for m in again.moments if m.phase == "backward" and m.module == "model.layers.0"]
     assert max(m.parts["activations"] for m in backward) > sum(again.layers.values())
 
 
 def test_shards_are_gathered_and_gradients_reduced(tmp_path: Path) -> None:
     trace = traced(Case("llama", {}, LONG, 4), tmp_path)
     assert {"gathered", "reduced", "gradients"} <= set(parts_of(trace))
-    course, whole = course_of(trace, {}), course_of(traced(Case("llama"), tmp_path), {}).peak.parts["parameters"]
-    assert course.peak.parts["parameters"] == pytest.approx(whole / 4, rel=0.05)
-    assert 0 < max(moment.parts["gathered"] for moment in course.timeline) < 2 * whole
-    copies = course_of(traced(Case("llama", {"parallel.shard": "none"}, LONG, 4), tmp_path), {})
+    timeline = memory_timeline(trace, {})
+    whole = memory_timeline(traced(Case("llama"), tmp_path), {}).peak.parts["parameters"]
+    assert timeline.peak.parts["parameters"] == pytest.approx(whole / 4, rel=0.05)
+    assert 0 < max(moment.parts["gathered"] for moment in timeline.moments) < 2 * whole
+    copies = memory_timeline(traced(Case("llama", {"parallel.shard": "none"}, LONG, 4), tmp_path), {})
     assert copies.peak.parts["parameters"] == whole and copies.peak.parts["gathered"] == 0
 
 

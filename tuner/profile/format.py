@@ -12,7 +12,7 @@ from tuner.profile.prediction import PARTS, Moment, Part, Prediction
 from tuner.runtime.files import gib
 
 SMALL = 0.005
-"""Parts below this share of the peak are not told in a sentence."""
+"""Parts below this share of the peak are left out of a sentence."""
 NAMES: Mapping[Part, str] = {
     "parameters": "weights",
     "gathered": "gathered weights",
@@ -37,7 +37,7 @@ def sentence(prediction: Prediction) -> str:
 
 def table(prediction: Prediction) -> list[list[str]]:
     """Bytes by part, a line each, at the peak of all and of each phase; the first line names the columns."""
-    phases = list(dict.fromkeys(moment.phase for moment in prediction.memory.timeline))
+    phases = list(dict.fromkeys(moment.phase for moment in prediction.memory.moments))
     moments = [moment for phase in phases if (moment := prediction.memory.peak_of(phase)) is not None]
     lines = [["", "peak", *(moment.phase for moment in moments)]]
     shown = [prediction.memory.peak, *moments]
@@ -71,7 +71,7 @@ def plain(prediction: Prediction) -> dict[str, Any]:
     tree = asdict(prediction)
     time = prediction.time
     memory = prediction.memory
-    peaks = {moment.phase: moment for moment in memory.timeline}
+    peaks = {moment.phase: moment for moment in memory.moments}
     tree["memory"] = {
         "layers": dict(memory.layers),
         "peak": _plain(memory.peak),

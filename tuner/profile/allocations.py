@@ -1,7 +1,7 @@
-"""A ledger of storages: each byte of a traced step from its allocation to its end, with its module and its part.
+"""Storages of a traced step: each byte from its allocation to its end, with its module and its part.
 
 The step runs on fake tensors, which have shapes and types and no memory. Where fakes and the machine differ in what
-they allocate, the ledger follows the machine: operations of our own that are made of others are traced into, gradients
+they allocate, the tracker follows the machine: custom operations that are made of others are traced into, gradients
 that autograd adds up in place are not counted twice, and scratch space inside of torch's kernels is added.
 """
 
@@ -21,7 +21,8 @@ from tuner.profile.kernels import IN_PLACE_OF_FAKES, NUMBER_BYTES, keeps_number,
 from tuner.profile.prediction import Part, Phase
 from tuner.runtime import torch_private
 
-OWN_NAMESPACE = "tuner"
+NAMESPACE = "tuner"
+"""Of the custom operations of this package."""
 READ_NUMBER = torch_private.operation("_local_scalar_dense")
 """What the host calls to read a number off a tensor."""
 
@@ -36,14 +37,14 @@ COMMUNICATION: dict[str, dict[str, Part]] = {
 
 
 @dataclass
-class Entry:
+class Storage:
     """One storage: its bytes now, where it was made, and what for once that is known."""
 
     size: int
     phase: Phase
     module: str
     part: Part | None = None
-    again: bool = False
+    recomputed: bool = False
     """Made by a layer that is computed again in the backward pass."""
     given: bool = False
     """Made outside of torch: rows of token ids as numpy lays them down."""
@@ -51,15 +52,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Change:
-    """``delta`` bytes of a storage came or went, at this place of the step; ``mark`` counts the marks before it."""
+    """``delta`` bytes of a storage came or went, at this point of the step."""
 
-    serial: int
+    storage: int
     delta: int
     phase: Phase
     module: str
 
 
-class Ledger(torch_private.TorchDispatchMode):  # type: ignore[misc]  # its type is not known
+class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc]  # its type is not known
     """Follows every storage that operations make while the mode is on, of fakes or not, all on the CPU.
 
     ``target`` is the kind of device that they stand for; ``phase`` is set by who drives the step. Host tensors of whole
@@ -70,7 +71,7 @@ class Ledger(torch_private.TorchDispatchMode):  # type: ignore[misc]  # its type
         super().__init__()
         self.target = target
         self.phase: Phase = "build"
-        self.entries: list[Entry] = []
+        self.storages: list[Storage] = []
         self.changes: list[Change] = []
         self._living: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._modules: list[str] = []
@@ -89,15 +90,15 @@ class Ledger(torch_private.TorchDispatchMode):  # type: ignore[misc]  # its type
         """Run the operation on fakes and enter what it made."""
         kwargs = dict(kwargs or {})
         self._settle_sum()
-        if func.namespace == OWN_NAMESPACE and (body := torch_private.custom_body(func)) is not None:
+        if func.namespace == NAMESPACE and (body := torch_private.custom_body(func)) is not None:
             with self:
                 return body(*args, **kwargs)
-        before = len(self.entries)
+        before = len(self.storages)
         given = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         for tensor in given:
             if (made := self._enter(tensor)) is not None and made >= before:
-                self.entries[made].part = "batch"
-                self.entries[made].given = not tensor.untyped_storage().resizable()
+                self.storages[made].part = "batch"
+                self.storages[made].given = not tensor.untyped_storage().resizable()
         if _stays_real(func, given, kwargs):
             with torch_private.unset_fake_temporarily():
                 result = func(*args, **kwargs)
@@ -105,26 +106,26 @@ class Ledger(torch_private.TorchDispatchMode):  # type: ignore[misc]  # its type
             return _plausible(args[0])
         else:
             result = IN_PLACE_OF_FAKES.get(func, func)(*args, **kwargs)
-        before = len(self.entries)
+        before = len(self.storages)
         for leaf in torch_private.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._enter(leaf)
         if func.namespace in COMMUNICATION:
             self._communicated(func, given)
         if (scratch := scratch_bytes(func, args, self.target)) and given:
-            serial = self._new(scratch, "other")
-            self._change(serial, scratch)
-            self._change(serial, -scratch)
+            number = self._new(scratch, "other")
+            self._change(number, scratch)
+            self._change(number, -scratch)
         if self.phase == "forward" and self.target == "cpu" and keeps_number(func, args):
             self._numbers.append(self._new(NUMBER_BYTES, "activations"))
             self._change(self._numbers[-1], NUMBER_BYTES)
-        if func is torch.ops.aten.add.Tensor and len(self.entries) == before + 1 and self.phase == "backward":
+        if func is torch.ops.aten.add.Tensor and len(self.storages) == before + 1 and self.phase == "backward":
             self._watch_sum(args, before)
         return result
 
     @contextmanager
     def watching(self, root: nn.Module) -> Iterator[None]:
-        """Within, know which module of ``root`` is at work, and see what no operation tells of.
+        """Within, know which module of ``root`` is at work, and see what no operation shows.
 
         That is storages that are resized, as FSDP2 frees what it gathered, and states of the generator of random
         numbers, which each layer that is computed again keeps.
@@ -160,8 +161,8 @@ class Ledger(torch_private.TorchDispatchMode):  # type: ignore[misc]  # its type
     def end_of_backward(self) -> None:
         """Numbers that were kept for the backward pass of this microbatch are gone."""
         self._settle_sum()
-        for serial in self._numbers:
-            self._change(serial, -NUMBER_BYTES)
+        for number in self._numbers:
+            self._change(number, -NUMBER_BYTES)
         self._numbers.clear()
 
     @property
@@ -173,22 +174,22 @@ class Ledger(torch_private.TorchDispatchMode):  # type: ignore[misc]  # its type
             return ""
         node = torch_private.current_autograd_node()
         if node is not None and (number := torch_private.node_number(node)) < COUNTED:
-            place = bisect_right(self._nodes, (number, "\uffff")) - 1
-            self._last = self._nodes[place][1] if place >= 0 else ""
+            at = bisect_right(self._nodes, (number, "\uffff")) - 1
+            self._last = self._nodes[at][1] if at >= 0 else ""
         return self._last
 
     def assign(self, tensors: Iterable[torch.Tensor], part: Part) -> None:
         """Count these tensors' storages, made before or now, to one part."""
         for tensor in tensors:
-            serial = self._enter(tensor)
-            if serial is not None:
-                self.entries[serial].part = part
+            number = self._enter(tensor)
+            if number is not None:
+                self.storages[number].part = part
 
     def assign_rest(self, part: Part) -> None:
         """Count what is there and has no part yet to this one."""
-        for reference, serial in self._living.values():
-            if reference() is not None and self.entries[serial].part is None:
-                self.entries[serial].part = part
+        for reference, number in self._living.values():
+            if reference() is not None and self.storages[number].part is None:
+                self.storages[number].part = part
 
     def _enter(self, tensor: torch.Tensor) -> int | None:
         local = torch_private.local_tensor(tensor)
@@ -199,29 +200,29 @@ class Ledger(torch_private.TorchDispatchMode):  # type: ignore[misc]  # its type
         known = self._living.get(key)
         if known is not None and known[0]() is not None:
             return known[1]
-        serial = self._new(storage.nbytes(), None)
-        self._living[key] = (weakref.ref(storage, lambda _: self._ended(key, serial)), serial)
-        self._change(serial, storage.nbytes())
-        return serial
+        number = self._new(storage.nbytes(), None)
+        self._living[key] = (weakref.ref(storage, lambda _: self._ended(key, number)), number)
+        self._change(number, storage.nbytes())
+        return number
 
     def _new(self, size: int, part: Part | None) -> int:
-        again = self.phase == "backward" and bool(self._modules)
-        self.entries.append(Entry(size, self.phase, self.module, part, again))
-        return len(self.entries) - 1
+        recomputed = self.phase == "backward" and bool(self._modules)
+        self.storages.append(Storage(size, self.phase, self.module, part, recomputed))
+        return len(self.storages) - 1
 
-    def _change(self, serial: int, delta: int) -> None:
-        self.changes.append(Change(serial, delta, self.phase, self.module))
+    def _change(self, number: int, delta: int) -> None:
+        self.changes.append(Change(number, delta, self.phase, self.module))
 
-    def _ended(self, key: int, serial: int) -> None:
+    def _ended(self, key: int, number: int) -> None:
         known = self._living.get(key)
-        if known is not None and known[1] == serial:
+        if known is not None and known[1] == number:
             del self._living[key]
-            self._change(serial, -self.entries[serial].size)
+            self._change(number, -self.storages[number].size)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         known = self._living.get(torch_private.storage_key(storage))
         if known is not None:
-            entry = self.entries[known[1]]
+            entry = self.storages[known[1]]
             self._change(known[1], storage.nbytes() - entry.size)
             entry.size = storage.nbytes()
 
@@ -229,18 +230,18 @@ class Ledger(torch_private.TorchDispatchMode):  # type: ignore[misc]  # its type
         """Name the buffers of FSDP2 and of collectives, which are made by operations like any other."""
         part: Part | None = COMMUNICATION[func.namespace].get(func.name())
         for tensor in tensors if part is not None else ():
-            serial = self._enter(tensor)
-            if serial is not None and self.entries[serial].part is None:
-                self.entries[serial].part = part
+            number = self._enter(tensor)
+            if number is not None and self.storages[number].part is None:
+                self.storages[number].part = part
 
     def _watch_sum(self, args: tuple[Any, ...], result: int) -> None:
         """Note an addition in the backward pass: autograd makes it in place where it holds the last reference."""
         if torch_private.current_autograd_node() is None or not isinstance(args[0], torch.Tensor):
             return
         for term in args[:2]:
-            serial = self._enter(term)
-            if serial is not None and self.entries[serial].size == self.entries[result].size:
-                self._sum = (result, serial)
+            number = self._enter(term)
+            if number is not None and self.storages[number].size == self.storages[result].size:
+                self._sum = (result, number)
                 return
 
     def _settle_sum(self) -> None:
@@ -251,9 +252,9 @@ class Ledger(torch_private.TorchDispatchMode):  # type: ignore[misc]  # its type
         self._sum = None
         tail = self.changes[-3:]
         for number, change in enumerate(tail):
-            if change.serial == term and change.delta == -self.entries[term].size:
+            if change.storage == term and change.delta == -self.storages[term].size:
                 at = len(self.changes) - len(tail) + number
-                made = next(i for i in range(len(self.changes) - 1, -1, -1) if self.changes[i].serial == result)
+                made = next(i for i in range(len(self.changes) - 1, -1, -1) if self.changes[i].storage == result)
                 if made < at:  # the end of the term comes before the sum
                     self.changes.insert(made, self.changes.pop(at))
                 return

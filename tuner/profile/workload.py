@@ -35,18 +35,18 @@ class Workload:
     assumptions: tuple[str, ...]
 
 
-def workload(wish: Recipe, max_length: int, rank_info: RankInfo, config: PretrainedConfig) -> Workload:
+def workload(recipe: Recipe, max_length: int, rank_info: RankInfo, config: PretrainedConfig) -> Workload:
     """What a recipe's step is made of; data that are prepared are looked at, and nothing is prepared."""
-    n_rows = wish.train.micro_batch_size
-    count = min(TRACED, -(-wish.train.global_batch_size // (n_rows * rank_info.world_size)))
-    found = _prepared_for(wish)
+    n_rows = recipe.train.micro_batch_size
+    count = min(TRACED, -(-recipe.train.global_batch_size // (n_rows * rank_info.world_size)))
+    found = _prepared_for(recipe)
     if found is None:
         batch = full_rows(max_length, n_rows)
-        held_out = None if wish.data.eval is None else batch
+        held_out = None if recipe.data.eval is None else batch
         assumed = [
             f"data is not prepared: every row holds {max_length:,} tokens, one document each, all of them trained"
         ]
-        samples = () if held_out is None else _assumed_samples(wish, max_length)
+        samples = () if held_out is None else _assumed_samples(recipe, max_length)
         if samples:
             assumed.append(f"sample answers go on to the end of a row: {len(samples)} of {samples[0][1]} tokens")
         return Workload(_step(batch, count), held_out, float(max_length), None, samples, tuple(assumed))
@@ -55,39 +55,40 @@ def workload(wish: Recipe, max_length: int, rank_info: RankInfo, config: Pretrai
     held_out = None if prepared.eval is None else fullest(prepared.eval, n_rows)
     mean = float(prepared.train.tokens_per_row.mean())
     rows = f"rows are the {n_rows:,} longest of the {len(prepared.train):,} that are prepared, in each microbatch"
-    asked = prepared.samples[: wish.eval.samples]
+    asked = prepared.samples[: recipe.eval.samples]
     limits = answer_limits(asked, tokenizer, config)
     samples = tuple((len(sample.prompt_ids), limit) for sample, limit in zip(asked, limits, strict=True))
     return Workload(_step(batch, count), held_out, mean, prepared, samples, (rows,))
 
 
-def added_ids(wish: Recipe, config: PretrainedConfig) -> tuple[range, tuple[str, ...]]:
+def added_ids(recipe: Recipe, config: PretrainedConfig) -> tuple[range, tuple[str, ...]]:
     """The ids of the tokens that a recipe adds, and what was assumed of them where its tokenizer is not here."""
-    if not wish.tokenizer.add_tokens:
+    if not recipe.tokenizer.add_tokens:
         return range(0), ()
     try:
-        return prepare_spec(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed).tokenizer.new_ids, ()
+        spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
+        return spec.tokenizer.new_ids, ()
     except (TunerError, OSError):
-        size, count = config.get_text_config().vocab_size, len(wish.tokenizer.add_tokens)
+        size, count = config.get_text_config().vocab_size, len(recipe.tokenizer.add_tokens)
         return range(size, size + count), (f"the tokenizer is not here: all of {count:,} added tokens are new to it",)
 
 
-def _assumed_samples(wish: Recipe, max_length: int) -> tuple[tuple[int, int], ...]:
+def _assumed_samples(recipe: Recipe, max_length: int) -> tuple[tuple[int, int], ...]:
     """Answers as long as can be, to prompts that fill the rest of a row."""
-    if wish.method.examples.kind == "pretrain":
+    if recipe.method.examples.kind == "pretrain":
         return ()
     answer = min(MAX_ANSWER_TOKENS, max(1, max_length - 1))
-    return ((max(1, max_length - answer), answer),) * wish.eval.samples
+    return ((max(1, max_length - answer), answer),) * recipe.eval.samples
 
 
-def _prepared_for(wish: Recipe) -> tuple[PreparedData, TextTokenizer] | None:
+def _prepared_for(recipe: Recipe) -> tuple[PreparedData, TextTokenizer] | None:
     """The prepared data of a recipe where they are there; None too where the sources or the tokenizer are not."""
     try:
-        request = prepare_spec(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
-        found = find_prepared(request)
+        spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
+        found = find_prepared(spec)
     except (TunerError, OSError):
         return None
-    return None if found is None else (open_prepared(found), request.tokenizer)
+    return None if found is None else (open_prepared(found), spec.tokenizer)
 
 
 def full_rows(max_length: int, n_rows: int) -> Batch:

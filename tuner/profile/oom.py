@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -31,11 +31,11 @@ from tuner.train.step import forward_backward, optimizer_step
 BETWEEN = "between steps"
 """The phase of what could not be examined: neither forward nor backward."""
 SHOWN, LISTED = 8, 400
-"""Rows of the table, where like layers share one, and owners in the report."""
+"""Lines of the table, where like layers share one, and owners in the report."""
 
 
 @dataclass(frozen=True)
-class Shortage:
+class OomReport:
     """What was there when memory ran out, and overrides that were tried and fit, with their peak; empty if none did."""
 
     where: str
@@ -60,12 +60,12 @@ class Shortage:
     def table(self) -> str:
         """What was held, by part and by the largest owners: one line each."""
         parts = ", ".join(f"{part} {gib(size)}" for part, size in self.parts.items() if size)
-        rows = [f"{gib(size):>12}  {part:<12} {owner}" for owner, part, size in alike(self.largest)[:SHOWN]]
-        if not self.predicted:
-            return "\n".join([parts, *rows])
-        whole = gib(sum(self.predicted.values()))
-        foreseen = ", ".join(f"{part} {gib(size)}" for part, size in self.predicted.items() if size)
-        return "\n".join([parts, f"predicted at the fullest moment of a step {whole}: {foreseen}", *rows])
+        lines = [f"{gib(size):>12}  {part:<12} {owner}" for owner, part, size in alike(self.largest)[:SHOWN]]
+        if self.predicted:
+            predicted = ", ".join(f"{part} {gib(size)}" for part, size in self.predicted.items() if size)
+            whole = gib(sum(self.predicted.values()))
+            lines.insert(0, f"predicted at the fullest moment of a step {whole}: {predicted}")
+        return "\n".join([parts, *lines])
 
     def hint(self) -> str:
         """What to do."""
@@ -84,8 +84,8 @@ class Shortage:
         return asdict(self)
 
 
-def forget(error: BaseException) -> None:
-    """Let go of what a failed step still holds: the variables of its frames, and the errors behind it."""
+def clear_frames(error: BaseException) -> None:
+    """Let go of what a failed step still holds: the variables of its frames, and the errors that caused it."""
     seen: set[int] = set()
     here: BaseException | None = error
     while here is not None and id(here) not in seen:
@@ -95,35 +95,59 @@ def forget(error: BaseException) -> None:
     gc.collect()
 
 
-def examine(assembly: Assembly, number: int, told: str) -> Shortage:
-    """Take step ``number`` (0: the mock batch) again to see what holds the memory; ``told`` is what the device said.
+def replay_step(assembly: Assembly, number: int, message: str) -> OomReport:
+    """Take step ``number`` (0: the mock batch) again to see what holds the memory; ``message`` is the device's own.
 
     For a single process: the others of several would have to take part. It raises what else goes wrong.
     """
-    where = f"step {number}" if number else "the largest micro-batch"
-    record, failed = _again(assembly, number)
+    _clear(assembly)
+    with torch.compiler.set_stance("force_eager"):
+        recorder, failed = _recorded(assembly, lambda: _take(assembly, number), modules=True)
+    record = recorder.memory(failed)
     at = len(record.changes) - 1 if failed else record.peak_at()
-    return with_way_out(assembly, shortage_at(record, at, where, _asked(told)))
+    return with_fix(assembly, report_at(record, at, _where(number), _asked_bytes(message)))
 
 
-def shortage_at(record: MemoryRecord, at: int, where: str, asked: int | None = None) -> Shortage:
+def report_at(record: MemoryRecord, at: int, where: str, asked: int | None = None) -> OomReport:
     """What a record tells of the moment after change ``at``."""
     change = record.changes[at]
     largest = tuple(record.owners(at)[:LISTED])
     held = record.totals()[at + 1]
-    return Shortage(where, change.phase, change.module, asked, held, record.parts(at), largest, {}, None)
+    return OomReport(where, change.phase, change.module, asked, held, record.parts(at), largest, {}, None)
 
 
-def with_way_out(assembly: Assembly, shortage: Shortage, limit: int | None = None) -> Shortage:
+def resident_report(assembly: Assembly, number: int, message: str) -> OomReport:
+    """What can be said without the other processes: what lies there between steps."""
+    owned = resident(assembly.train_state)
+    parts: dict[Part, int] = dict.fromkeys(PARTS, 0)
+    for block in owned:
+        parts[block.part] += block.size
+    largest = sorted((Holding(block.owner, block.part, block.size) for block in owned), key=lambda h: -h.bytes)
+    asked, held = _asked_bytes(message), sum(parts.values())
+    return OomReport(_where(number), BETWEEN, "", asked, held, parts, tuple(largest[:LISTED]), {}, None)
+
+
+def with_fix(assembly: Assembly, report: OomReport, limit: int | None = None) -> OomReport:
     """Try the changes that keep the global batch, the cheapest first, until the largest micro-batch fits.
 
     It fits where the device can do it and, where there is one, within ``limit`` bytes of tensors.
     """
-    overrides, peak = _that_fits(assembly, limit)
-    return replace(shortage, overrides=overrides, override_peak_bytes=peak)
+    train = assembly.resolved.recipe.train
+    size = train.micro_batch_size
+    for smaller in (n for n in range(size - 1, 0, -1) if size % n == 0):
+        if (peak := _peak_of(assembly, smaller, limit)) is not None:
+            return replace(report, overrides={"train.micro_batch_size": str(smaller)}, override_peak_bytes=peak)
+    if train.gradient_checkpointing != "none" or train.compile is True:
+        return report
+    apply_recompute(assembly.train_state.root, "full", len(decoder_blocks(assembly.train_state.root.model)))
+    if (peak := _peak_of(assembly, 1, limit)) is None:
+        return report
+    overrides = {"train.micro_batch_size": "1"} if size > 1 else {}
+    overrides["train.gradient_checkpointing"] = "full"
+    return replace(report, overrides=overrides, override_peak_bytes=peak)
 
 
-def foreseen(assembly: Assembly) -> dict[Part, int]:
+def predicted_peak(assembly: Assembly) -> dict[Part, int]:
     """What is predicted for the fullest moment of a step of this run, as its allocator would count it."""
     from tuner.profile.predict import Target, predict
 
@@ -133,36 +157,20 @@ def foreseen(assembly: Assembly) -> dict[Part, int]:
     return predict(assembly.resolved.recipe, target).memory.counted_peak()
 
 
-def standing(assembly: Assembly, number: int, told: str) -> Shortage:
-    """What can be said without the other processes: what lies there between steps."""
-    owned = resident(assembly.train_state)
-    parts: dict[Part, int] = dict.fromkeys(PARTS, 0)
-    for block in owned:
-        parts[block.part] += block.size
-    largest = sorted((Holding(block.owner, block.part, block.size) for block in owned), key=lambda h: -h.bytes)
-    return Shortage(
-        f"step {number}" if number else "the largest micro-batch", BETWEEN, "", _asked(told),
-        sum(parts.values()), parts, tuple(largest[:LISTED]), {}, None,
-    )  # fmt: skip
-
-
-def _again(assembly: Assembly, number: int) -> tuple[MemoryRecord, bool]:
-    """The memory of the step once more, and whether it failed again."""
-    train_state, failed = assembly.train_state, False
-    _clear(assembly)
-    recorder = StepRecorder(train_state, modules=True)
+def _recorded(assembly: Assembly, work: Callable[[], object], modules: bool = False) -> tuple[StepRecorder, bool]:
+    """Work under the recorder, and whether memory ran out in it."""
+    recorder = StepRecorder(assembly.train_state, modules=modules)
     recorder.start()
     try:
-        with torch.compiler.set_stance("force_eager"):
-            _take(assembly, number)
+        work()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        failed = True
-        forget(error)
+        clear_frames(error)
+        return recorder, True
     finally:
         recorder.stop()
-    return recorder.memory(failed), failed
+    return recorder, False
 
 
 def _take(assembly: Assembly, number: int) -> None:
@@ -182,46 +190,27 @@ def _clear(assembly: Assembly) -> None:
         torch.cuda.empty_cache()
 
 
-def _that_fits(assembly: Assembly, limit: int | None) -> tuple[dict[str, str], int | None]:
-    recipe = assembly.resolved.recipe
-    rows, level = recipe.train.micro_batch_size, recipe.train.gradient_checkpointing
-    smaller = [n for n in range(rows - 1, 0, -1) if rows % n == 0]
-    for n in smaller:
-        if (peak := _tried(assembly, n, limit)) is not None:
-            return {"train.micro_batch_size": str(n)}, peak
-    given = {"train.micro_batch_size": "1"} if rows > 1 else {}
-    if level != "none" or recipe.train.compile is True:
-        return {}, None
-    apply_recompute(assembly.train_state.root, "full", len(decoder_blocks(assembly.train_state.root.model)))
-    peak = _tried(assembly, 1, limit)
-    return ({}, None) if peak is None else (given | {"train.gradient_checkpointing": "full"}, peak)
-
-
-def _tried(assembly: Assembly, rows: int, limit: int | None) -> int | None:
+def _peak_of(assembly: Assembly, size: int, limit: int | None) -> int | None:
     """The peak of a step on micro-batches of so many full rows, or None where that does not fit either."""
-    section = assembly.resolved.recipe.train.model_copy(update={"micro_batch_size": rows})
+    section = assembly.resolved.recipe.train.model_copy(update={"micro_batch_size": size})
     changed = assembly.resolved.recipe.model_copy(update={"train": section})
     smaller = replace(assembly, resolved=replace(assembly.resolved, recipe=changed))
     _clear(assembly)
-    recorder = StepRecorder(assembly.train_state)
-    recorder.start()
-    try:
-        optimizer_step(assembly.train_state, 0, full_batches(smaller), 0.0)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        forget(error)
+    recorder, failed = _recorded(assembly, lambda: optimizer_step(assembly.train_state, 0, full_batches(smaller), 0.0))
+    if failed:
         return None
-    finally:
-        recorder.stop()
     peak = max(recorder.memory().totals())
     return peak if limit is None or peak <= limit else None
 
 
-def _asked(told: str) -> int | None:
-    """The bytes that could not be had, as torch's allocators tell it."""
-    if found := re.search(r"allocate (\d+) bytes", told):
+def _where(number: int) -> str:
+    return f"step {number}" if number else "the largest micro-batch"
+
+
+def _asked_bytes(message: str) -> int | None:
+    """The bytes that could not be had, as torch's allocators say it."""
+    if found := re.search(r"allocate (\d+) bytes", message):
         return int(found[1])
-    if found := re.search(r"allocate ([\d.]+) ([KMG])iB", told):
+    if found := re.search(r"allocate ([\d.]+) ([KMG])iB", message):
         return round(float(found[1]) * (1 << 10 * ("KMG".index(found[2]) + 1)))
     return None
