@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tuner import load_recipe as public_load
 from tuner.config.dump import recipe_yaml
 from tuner.config.load import LoadedRecipe, Override, load_recipe
-from tuner.config.origin import with_origins
 from tuner.config.schema import recipe_schema
 from tuner.config.shipped import recipes_dir, shipped_recipes
 from tuner.errors import RecipeError
@@ -162,7 +161,7 @@ def test_flags_win_address_items_and_null_takes_back(tmp_path: Path) -> None:
     assert recipe.model.config == {"rope_theta": 1e4}
     assert loaded.origins["adapter.r"] == "flag --adapter.r 2^3"
     assert loaded.origins["adapter.kind"] == "home/my recipe.yaml:4:17"
-    shown = with_origins(loaded)
+    shown = recipe_yaml(loaded.recipe, loaded.origins)
     assert "# flag --adapter.r 2^3" in shown
     assert "# default" in shown
 

@@ -39,14 +39,13 @@ def show(
 ) -> Outcome:
     """Print the whole recipe, defaults included."""
     from tuner.config.dump import recipe_dict, recipe_yaml
-    from tuner.config.origin import with_origins
 
     loaded = load_for_command(recipe, overrides_of(ctx))
     if plot_schedule:
         if origin:
             raise RecipeError("--origin and --plot-schedule exclude each other", hint="leave one of them out")
         return _schedule(loaded.recipe)
-    text = with_origins(loaded) if origin else recipe_yaml(loaded.recipe)
+    text = recipe_yaml(loaded.recipe, loaded.origins if origin else None)
     return Outcome(
         text, artifacts={"recipe": recipe_dict(loaded.recipe), "origins": dict(loaded.origins)}, is_text=True
     )

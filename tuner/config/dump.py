@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from tuner.config.leaves import shown
@@ -21,16 +22,27 @@ def recipe_dict(recipe: Recipe) -> dict[str, Any]:
     return dumped
 
 
-def recipe_yaml(recipe: Recipe) -> str:
-    """Return the whole recipe, defaults included, as YAML that loads to the same recipe."""
-    lines: list[str] = []
+def recipe_yaml(recipe: Recipe, origins: Mapping[str, str] | None = None) -> str:
+    """Return the whole recipe, defaults included, as YAML that loads to the same recipe.
+
+    With `origins`, where each written key comes from, that stands beside every line as a comment.
+    """
+    lines: list[tuple[str, str]] = []
     for key, value in recipe_dict(recipe).items():
         if isinstance(value, dict):
-            lines.append(f"{key}:")
-            lines += [f"  {name}: {flow(item)}" for name, item in value.items()]
+            lines.append((f"{key}:", ""))
+            lines += [(f"  {name}: {flow(item)}", f"{key}.{name}") for name, item in value.items()]
         else:
-            lines.append(f"{key}: {flow(value)}")
-    return "\n".join(lines) + "\n"
+            lines.append((f"{key}: {flow(value)}", key))
+    if origins is None:
+        return "".join(f"{text}\n" for text, _ in lines)
+    width = min(60, max(len(text) for text, _ in lines))
+    return "".join(f"{text.ljust(width)}  # {_origin(key, origins)}\n" if key else f"{text}\n" for text, key in lines)
+
+
+def _origin(key: str, origins: Mapping[str, str]) -> str:
+    places = [where for name, where in origins.items() if name == key or name.startswith(f"{key}.")]
+    return ", ".join(dict.fromkeys(places)) or "default"
 
 
 def flow(value: Any) -> str:

@@ -14,16 +14,6 @@ from tuner.config.leaves import Leaf, Table, Text, leaf_of
 from tuner.config.recipe import ITEMS, UNIONS, Recipe
 from tuner.config.section import Section
 
-SOURCES = "a path, a list of paths or of {path, format, columns, weight, count}"
-LISTS = {
-    "tokenizer.add_tokens": "a list of texts or of {token, special}",
-    "data.train": SOURCES,
-    "data.eval": f"{SOURCES}, 2%, 200 documents or null",
-    "optimizer.groups": "a list of {match, lr, weight_decay}",
-    "hooks": "a list of {use, stages, every, options}",
-}
-"""What may be written for each key of ITEMS, in words."""
-
 
 @dataclass(frozen=True)
 class Field:
@@ -48,7 +38,7 @@ class Field:
         """What may be written, in words."""
         if self.leaf is not None:
             return self.leaf.allowed
-        return LISTS.get(self.key, "text")
+        return ITEMS[self.key].allowed
 
     @property
     def takes_text(self) -> bool:
@@ -89,8 +79,8 @@ def fields() -> dict[str, Field]:
 @cache
 def item_fields(key: str) -> dict[str, Field]:
     """Return the keys of one item of a list of sections, such as those of data.train; empty for another key."""
-    section = ITEMS.get(key)
-    return {name: _field(name, info) for name, info in section.model_fields.items()} if section else {}
+    items = ITEMS.get(key)
+    return {name: _field(name, info) for name, info in items.section.model_fields.items()} if items else {}
 
 
 def list_of(path: tuple[str | int, ...]) -> str:

@@ -262,11 +262,15 @@ class Text(Leaf):
 
 @dataclass(frozen=True)
 class Several(Leaf):
-    """A list whose items are one leaf each, with exactly `length` items where it is given; `empty` allows none."""
+    """A list whose items are one leaf each: `length` of them where that is given, none where `empty`.
+
+    With `single`, a value that is no list is one of its own.
+    """
 
     item: Leaf | None = None
     length: int | None = None
     empty: bool = False
+    single: bool = False
 
     def of(self, annotation: Any) -> Self:
         """The leaf of a field with this annotation; its item's is that of the tuple's members."""
@@ -284,6 +288,7 @@ class Several(Leaf):
 
     def read(self, value: Any) -> tuple[Any, ...]:
         """Return the items."""
+        value = [value] if self.single and isinstance(value, str) else value
         if self.item is None or not isinstance(value, Sequence) or isinstance(value, str):
             raise TypeError
         if not value and not self.empty:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from tuner.config.leaves import Real, Several, T, Text, Whole, Word, refuse, shown
-from tuner.config.section import Auto, Bool, Options, Section, Use
+from tuner.config.leaves import Real, Several, T, Text, Whole, Word, refuse
+from tuner.config.section import Auto, Bool, Items, Options, Section, Use
 
 Lr = Annotated[float | Auto, Real(gt=0)]
 Betas = Annotated[tuple[float, float], Several(item=Real(ge=0, lt=1), length=2)]
@@ -19,7 +19,7 @@ Decay = Annotated[float, Real(ge=0)]
 class ParameterGroup(Section):
     """Parameters with a learning rate or a decay of their own."""
 
-    match: Annotated[tuple[str, ...], Several(item=Text(kind="names or globs"))]
+    match: Annotated[tuple[str, ...], Several(item=Text(kind="names or globs"), single=True)]
     """Parameters of the group: names or globs; one that several groups mean is in the first of them."""
     lr: Annotated[float | None, Real(gt=0)] = None
     """Their peak learning rate; null takes the optimizer's."""
@@ -33,17 +33,7 @@ class ParameterGroup(Section):
         return self
 
 
-def read_groups(value: Any) -> Any:
-    """Turn a list of groups, each with one pattern or several, into a list of mappings with lists of patterns."""
-    if not isinstance(value, (list, tuple)):
-        raise refuse(f"got {shown(value)}; allowed: a list of {{match, lr, weight_decay}}")
-    items = [{"match": item} if isinstance(item, str) else item for item in value]
-    return [
-        {**item, "match": [item["match"]]} if isinstance(item, dict) and isinstance(item.get("match"), str) else item
-        for item in items
-    ]
-
-
+GROUPS = Items(ParameterGroup, "a list of {match, lr, weight_decay}")
 _OPTIMIZER_KIND = (
     "adamw, sgd, adafactor, muon for hidden matrices with adamw for the rest, or custom for one of your own."
 )
@@ -51,9 +41,7 @@ OptimizerKind = Annotated[Word[T], Field(description=_OPTIMIZER_KIND)]
 _DECOUPLED_DECAY = "Share of the weights taken off per unit of learning rate; never on norms, biases and other vectors."
 DecoupledDecay = Annotated[Decay, Field(description=_DECOUPLED_DECAY)]
 _GROUPS = "Parameters with settings of their own: {match, lr, weight_decay} each."
-Groups = Annotated[
-    tuple[ParameterGroup, ...], BeforeValidator(read_groups, json_schema_input_type=Any), Field(description=_GROUPS)
-]
+Groups = Annotated[tuple[ParameterGroup, ...], GROUPS, Field(description=_GROUPS)]
 
 
 class AdamwOptimizer(Section):

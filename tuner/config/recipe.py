@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from tuner.config.duration import Duration
 from tuner.config.leaves import (
@@ -25,14 +25,13 @@ from tuner.config.leaves import (
     Whole,
     Word,
     refuse,
-    shown,
 )
 from tuner.config.optimizers import (
+    GROUPS,
     AdafactorOptimizer,
     AdamwOptimizer,
     CustomOptimizer,
     MuonOptimizer,
-    ParameterGroup,
     SgdOptimizer,
 )
 from tuner.config.schedules import (
@@ -44,7 +43,7 @@ from tuner.config.schedules import (
     WsdPeriodsSchedule,
     WsdSchedule,
 )
-from tuner.config.section import Auto, Bool, ByKind, Durations, Options, Section, Use, members
+from tuner.config.section import Auto, Bool, ByKind, Durations, Items, Options, Section, Use, members
 from tuner.config.sizes import Bytes
 from tuner.config.spans import Cadence, Span
 
@@ -84,15 +83,14 @@ class AddedToken(Section):
     """A control token: it may end a turn, generation leaves it out of the text, and users' text cannot hold it."""
 
 
-def read_tokens(value: Any) -> Any:
-    """Turn a list of texts and mappings into a list of mappings, no token of which comes twice."""
-    if not isinstance(value, (list, tuple)):
-        raise refuse(f"got {shown(value)}; allowed: a list of texts or of {{token, special}}")
-    items = [{"token": item} if isinstance(item, str) else item for item in value]
-    texts = [item.get("token") if isinstance(item, dict) else getattr(item, "token", None) for item in items]
-    if twice := [text for number, text in enumerate(texts) if text is not None and text in texts[:number]]:
+def _no_token_twice(tokens: tuple[AddedToken, ...]) -> tuple[AddedToken, ...]:
+    texts = [item.token for item in tokens]
+    if twice := [text for number, text in enumerate(texts) if text in texts[:number]]:
         raise refuse(f"got {twice[0]!r} twice")
-    return items
+    return tokens
+
+
+NEW_TOKENS = Items(AddedToken, "a list of texts or of {token, special}")
 
 
 class TokenizerSection(Section):
@@ -102,7 +100,7 @@ class TokenizerSection(Section):
     """Tokenizer to use; null takes the model's own, byte the built-in UTF-8 bytes."""
     chat_template: Annotated[str | None, Text(kind="the path of a jinja file")] = None
     """Path of a jinja file; null takes the tokenizer's own template."""
-    add_tokens: Annotated[tuple[AddedToken, ...], BeforeValidator(read_tokens, json_schema_input_type=Any)] = ()
+    add_tokens: Annotated[tuple[AddedToken, ...], NEW_TOKENS, AfterValidator(_no_token_twice)] = ()
     """New tokens: texts, or {token, special} each. The embeddings grow by their rows, which are trained."""
     special_tokens_in_text: Word[Literal["refuse", "escape"]] = "refuse"
     """Control tokens written out in a row's text: the row is bad, or they are encoded as plain text; both counted."""
@@ -264,33 +262,21 @@ def is_split(text: object) -> bool:
     return True
 
 
-def read_sources(value: Any) -> Any:
-    """Turn a path, or a list of paths and mappings, into a list of mappings."""
-    if isinstance(value, (str, dict)):
-        value = [value]
-    if not isinstance(value, (list, tuple)):
-        raise refuse(f"got {shown(value)}; allowed: a path or a list of paths or {{path, format}}")
-    if not value:
-        raise refuse("got an empty list; allowed: at least one path")
-    return [{"path": item} if not isinstance(item, (dict, DataSource)) else item for item in value]
+SOURCES = Items(DataSource, "a path, a list of paths or of {path, format, columns, weight, count}", one=True)
+HELD_OUT = Items(DataSource, f"{SOURCES.allowed}, 2%, 200 documents or null", one=True)
 
 
 def read_eval(value: Any) -> Any:
     """Turn data.eval into null, a split, or a list of mappings."""
     if value is None or isinstance(value, Duration):
         return value
-    if is_split(value):
-        return SPLIT.read(value)
-    if isinstance(value, (int, float)):
-        raise refuse(f"got {shown(value)}; allowed: a path, a list of paths, 2%, 200 documents or null")
-    return read_sources(value)
+    return SPLIT.read(value) if is_split(value) else HELD_OUT.read(value)
 
 
 def _eval_tag(value: Any) -> str:
     return "none" if value is None else "split" if isinstance(value, Duration) else "sources"
 
 
-Sources = Annotated[tuple[DataSource, ...], BeforeValidator(read_sources, json_schema_input_type=Any)]
 EvalSources = Annotated[
     Annotated[None, Tag("none")]
     | Annotated[Duration, SPLIT, Tag("split")]
@@ -303,7 +289,7 @@ EvalSources = Annotated[
 class DataSection(Section):
     """Training and held-out rows, and how they become batches."""
 
-    train: Sources
+    train: Annotated[tuple[DataSource, ...], SOURCES]
     """Training rows: a path, or a list of paths and {path, format, columns, weight, count} (required)."""
     eval: EvalSources = None
     """Held-out rows: the same forms, or `2%` or `200 documents` split off the training documents."""
@@ -465,23 +451,15 @@ class HookSection(Section):
     """Keyword arguments of the class or function."""
 
 
-def read_hooks(value: Any) -> Any:
-    """Turn a list of names and mappings into a list of mappings."""
-    if not isinstance(value, (list, tuple)):
-        raise refuse(f"got {shown(value)}; allowed: a list of {{use, stages, every, options}}")
-    return [{"use": item} if isinstance(item, str) else item for item in value]
-
-
-ITEMS: dict[str, type[Section]] = {
-    "tokenizer.add_tokens": AddedToken,
-    "data.train": DataSource,
-    "data.eval": DataSource,
-    "optimizer.groups": ParameterGroup,
-    "hooks": HookSection,
+HOOKS = Items(HookSection, "a list of {use, stages, every, options}")
+ITEMS: dict[str, Items] = {
+    "tokenizer.add_tokens": NEW_TOKENS,
+    "data.train": SOURCES,
+    "data.eval": HELD_OUT,
+    "optimizer.groups": GROUPS,
+    "hooks": HOOKS,
 }
-"""Keys whose value is a list of sections; a bare text in it is the section's first key."""
-
-
+"""Keys whose value is a list of sections."""
 Adapter = Annotated[NoAdapter | LoraAdapter | DoraAdapter, ByKind()]
 Method = Annotated[SftMethod | PretrainMethod | CustomMethod, ByKind()]
 Optimizer = Annotated[AdamwOptimizer | SgdOptimizer | AdafactorOptimizer | MuonOptimizer | CustomOptimizer, ByKind()]
@@ -527,7 +505,7 @@ class Recipe(Section):
     parallel: ParallelSection = ParallelSection()
     profile: ProfileSection = ProfileSection()
     logging: LoggingSection = LoggingSection()
-    hooks: Annotated[tuple[HookSection, ...], BeforeValidator(read_hooks, json_schema_input_type=Any)] = ()
+    hooks: Annotated[tuple[HookSection, ...], HOOKS] = ()
     """User code that is told how the run goes on: {use, stages, every, options} each, called in this order."""
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, GetCoreSchemaHandler, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, GetCoreSchemaHandler, Tag
 from pydantic_core import core_schema
 
 from tuner.config.duration import Duration
-from tuner.config.leaves import Switch, Table, Text
+from tuner.config.leaves import Switch, Table, Text, refuse, shown
 
 Auto = Literal["auto"]
 Durations = tuple[Duration, ...]
@@ -25,6 +25,27 @@ class Section(BaseModel):
     """A frozen part of the recipe that knows its keys and refuses others."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list of sections; a bare text in it is a section's first key. With `one`, an item may stand alone."""
+
+    section: type[Section]
+    allowed: str
+    one: bool = False
+
+    def read(self, value: Any) -> list[Any]:
+        """Return mappings and sections."""
+        if self.one and isinstance(value, (str, dict)):
+            value = [value]
+        if not isinstance(value, (list, tuple)) or (self.one and not value):
+            raise refuse(f"got {shown(value) if value else 'an empty list'}; allowed: {self.allowed}")
+        first = next(iter(self.section.model_fields))
+        return [{first: item} if isinstance(item, str) else item for item in value]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return handler.generate_schema(Annotated[source, BeforeValidator(self.read, json_schema_input_type=Any)])
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ RUN/
   launches/N/git.diff     the source tree's changes at each launch
   exports/step-N/         Hugging Face directories; exports/latest leads to the newest
   profile/                recorded steps
+  trackers/NAME.json      the id of its run for each tracker, and the newest step that it was sent
   curves.html             the page of `tuner runs plot`
   lock                    held by whoever trains in the directory or removes it
   STOP                    made by the user: the run saves and stops
@@ -43,6 +44,7 @@ SOURCE_DIFF = "git.diff"
 EXPORTS = "exports"
 LATEST = "latest"
 PROFILE = "profile"
+TRACKERS = "trackers"
 CURVES = "curves.html"
 LOCK = "lock"
 STOP = "STOP"

@@ -10,7 +10,7 @@ from tuner.errors import MachineError, TunerError
 from tuner.run.tasks.hooks import Registration, Report
 from tuner.run.tasks.trackers.outbox import Memory, Outbox
 from tuner.run.tasks.trackers.tracker import TrackedRun, Tracker, point_of, points_of_file
-from tuner.rundir.layout import METRICS
+from tuner.rundir.layout import METRICS, TRACKERS
 from tuner.train.plan import Cadence
 
 MODULES = {"tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
@@ -88,7 +88,7 @@ class TrackerHook:
             report.recipe,
             first_new_step,
         )
-        memory = Memory(report.run_dir / "trackers" / f"{self.name}.json")
+        memory = Memory(report.run_dir / TRACKERS / f"{self.name}.json")
         known_id, sent = memory.read()
         if self.name == "tensorboard":  # alone of the three it can take points back
             sent = {kind: min(step, first_new_step - 1) for kind, step in sent.items()}
