@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tuner.config.fields import Field, fields, item_fields  # noqa: E402
-from tuner.config.foreign import FOREIGN  # noqa: E402
+from tuner.config.other_tools import FOREIGN  # noqa: E402
 
 INTRODUCTION = """\
 # The recipe

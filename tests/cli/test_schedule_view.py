@@ -14,7 +14,7 @@ import pytest
 
 from tuner.api import prepare_data
 from tuner.cli.document import SCHEMA_PATH
-from tuner.cli.schedule_view import course, drawing, figures
+from tuner.cli.schedule_view import drawing, figures, planned_schedule
 from tuner.config.dump import recipe_dict
 from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe
@@ -48,7 +48,7 @@ def dots(line: str) -> set[int]:
 def test_the_curve_its_axes_and_its_turns(tmp_path: Path) -> None:
     groups = [{"match": ["embed"], "lr": 1e-5}, {"match": ["head"], "weight_decay": 0.5}]
     wanted = recipe(tmp_path, schedule=PERIODS, optimizer={"kind": "muon", "lr": 4e-4, "groups": groups})
-    found, warnings = course(wanted)
+    found, warnings = planned_schedule(wanted)
     lines = drawing(wanted, found, 91).splitlines()
     assert warnings == []
     assert lines[0].strip() == "learning rate"
@@ -76,7 +76,7 @@ def test_the_curve_its_axes_and_its_turns(tmp_path: Path) -> None:
 
 def test_figures(tmp_path: Path) -> None:
     wanted = recipe(tmp_path, schedule=PERIODS, optimizer={})
-    found = figures(wanted, course(wanted)[0])
+    found = figures(wanted, planned_schedule(wanted)[0])
     assert (found["total_steps"], found["peaks"]) == (4000, {"lr": None})
     assert {(point["at"], point["factor"]) for point in found["points"]} >= {(0, 0), (1000, 0), (1001, 1), (4000, 0)}
     assert [point["at"] for point in found["curve"]][:3] == [0, 10, 20]
@@ -86,16 +86,16 @@ def test_a_length_that_only_the_data_tell(tmp_path: Path) -> None:
     lengths = {"train": {"duration": "10 epochs", "global_batch_size": 8}}
     section = {"kind": "linear", "warmup": "820 tokens"}
     with pytest.raises(RecipeError, match="820 tokens cannot be drawn .*the data is not prepared"):
-        course(recipe(tmp_path, schedule=section, **lengths))
+        planned_schedule(recipe(tmp_path, schedule=section, **lengths))
     wanted = recipe(tmp_path, **lengths)
-    found, warnings = course(wanted)
-    assert (found.known, found.place(30)) == (False, "3%")
+    found, warnings = planned_schedule(wanted)
+    assert (found.known, found.label(30)) == (False, "3%")
     assert "the data is not prepared" in warnings[0]
     text = drawing(wanted, found, 80)
     assert "100%" in text
     assert "step" not in text
     prepare_data(recipe_dict(wanted))
-    found, warnings = course(recipe(tmp_path, schedule=section, **lengths))
+    found, warnings = planned_schedule(recipe(tmp_path, schedule=section, **lengths))
     assert (found.known, found.total_steps, warnings) == (True, 60, [])
     assert [index for index, what in found.points() if "warm-up ends" in what] == [3]  # at 307.5 tokens a step
 
@@ -105,7 +105,7 @@ def test_short_runs_can_be_drawn(tmp_path: Path) -> None:
         wanted = recipe(
             tmp_path, train={"duration": f"{steps} steps"}, schedule={"kind": "constant", "warmup": "never"}
         )
-        lines = drawing(wanted, course(wanted)[0], 20).splitlines()
+        lines = drawing(wanted, planned_schedule(wanted)[0], 20).splitlines()
         assert len(lines[14]) == 20
         assert lines[-1].endswith("last step")
 

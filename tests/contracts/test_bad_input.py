@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tuner.config.duration_types import Cadence, Span
 from tuner.config.fields import Field, fields, item_fields
-from tuner.config.foreign import FOREIGN
-from tuner.config.leaves import Choice, Real, Several, Switch, Table, Text, Whole
 from tuner.config.load import Override, load_recipe
-from tuner.config.spans import Cadence, Span
+from tuner.config.number_types import Real, Whole
+from tuner.config.other_tools import FOREIGN
+from tuner.config.value_types import Choice, Several, Switch, Table, Text
 from tuner.errors import RecipeError
 
 ALL = list(fields().values())
@@ -73,31 +74,35 @@ def misspelt(key: str) -> str:
 
 
 def wrong_types(field: Field) -> list[str]:
-    if isinstance(field.leaf, Table):
+    if isinstance(field.value_type, Table):
         return ["5", "[1, 2]", "word"]
-    if isinstance(field.leaf, (Several, Cadence)):
-        return ["true", "{a: 1}"] + ([] if isinstance(field.leaf, Several) and field.leaf.empty else ["[]"])
-    if isinstance(field.leaf, Text):
+    if isinstance(field.value_type, (Several, Cadence)):
+        return ["true", "{a: 1}"] + ([] if isinstance(field.value_type, Several) and field.value_type.empty else ["[]"])
+    if isinstance(field.value_type, Text):
         return ["5", "true", "[a, b]", "{a: 1}"]
-    if field.leaf is None:
+    if field.value_type is None:
         return ["5", "true", "{a: 1}", "[5]"] + ([] if field.key in MAY_BE_EMPTY else ["[]"])
-    return ["[1, 2]", "{a: 1}", "'some words'"] + ([] if isinstance(field.leaf, Switch) else ["true"])
+    return ["[1, 2]", "{a: 1}", "'some words'"] + ([] if isinstance(field.value_type, Switch) else ["true"])
 
 
 def wrong_values(field: Field) -> list[str]:
-    match field.leaf:
+    match field.value_type:
         case Choice():
             return ["bogus", "null"]
         case Switch():
             return ["yes", "1", "null"]
         case Whole():
-            return ["-1", "1.5", ".inf", ".nan", "99999999999999999999999"] + ([] if field.leaf.ge == 0 else ["0"])
+            return ["-1", "1.5", ".inf", ".nan", "99999999999999999999999"] + (
+                [] if field.value_type.ge == 0 else ["0"]
+            )
         case Real():
-            return ["-1", ".inf", ".nan", "1e9999"] + ([] if field.leaf.le is None and field.leaf.lt is None else ["7"])
+            return ["-1", ".inf", ".nan", "1e9999"] + (
+                [] if field.value_type.le is None and field.value_type.lt is None else ["7"]
+            )
         case Cadence():
             return ["500", "0 steps", "3 parsecs", "[5 steps, 7]", "-1", "null"]
         case Span():
-            return ["500", "0 steps", "3 parsecs", "-1", "null"] if not field.leaf.null else ["500", "3 parsecs"]
+            return ["500", "0 steps", "3 parsecs", "-1", "null"] if not field.value_type.null else ["500", "3 parsecs"]
         case Several():
             return ["[[]]", "[{a: 1}]", "null"]
         case Text():
@@ -186,16 +191,16 @@ def test_a_misspelt_key_gets_its_own_name_back(field: Field, tmp_path: Path) -> 
 def test_a_wrong_type_or_value_is_refused_in_its_place(field: Field, tmp_path: Path) -> None:
     for raw in wrong_types(field) + wrong_values(field):
         lines = problems(write(base(field.key), [(field.key, raw)]), tmp_path)
-        assert len(lines) == 1 or field.leaf is None
+        assert len(lines) == 1 or field.value_type is None
         for line in lines:
             assert re.match(rf"r\.yaml:\d+:\d+  {re.escape(field.key)}", line), (raw, line)
 
 
 @pytest.mark.parametrize("field", ALL, ids=lambda field: field.key)
 def test_a_wrong_value_of_a_flag_is_refused(field: Field) -> None:
-    if isinstance(field.leaf, Text):
+    if isinstance(field.value_type, Text):
         wrong = ["", "  ", "a\ab"]
-    elif field.leaf is None:
+    elif field.value_type is None:
         wrong = ["", "[5]", "{a: 1}", "[{pat: x}]", "[{path: x, format: csv}]"]
         wrong += [] if field.key in MAY_BE_EMPTY else ["[]"]
     else:
@@ -203,7 +208,7 @@ def test_a_wrong_value_of_a_flag_is_refused(field: Field) -> None:
         wrong = [raw.strip("'") for raw in wrong_types(field) + wrong_values(field) if raw != "null"]
     for raw in wrong:
         lines = flag_problems([(field.key, raw)], field.key)
-        assert len(lines) == 1 or field.leaf is None
+        assert len(lines) == 1 or field.value_type is None
         assert all(line.startswith(f"flag --{field.key}") for line in lines), (raw, lines)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.run.test_run import launch, lines
 from tools import resume_campaign
-from tuner.cli.schedule_view import course, drawing
+from tuner.cli.schedule_view import drawing, planned_schedule
 from tuner.config.duration import Duration
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
@@ -109,9 +109,9 @@ def test_it_is_drawn(workplace: Path) -> None:
         flags = {"schedule.kind": "custom", "schedule.use": "own.py:triangle", "train.duration": duration}
         return load_recipe(workplace / "r.yaml", [Override(*item) for item in flags.items()], cwd=workplace).recipe
 
-    found, _ = course(recipe("200 steps"))
+    found, _ = planned_schedule(recipe("200 steps"))
     lines = drawing(recipe("200 steps"), found, 80).splitlines()
     assert lines[1].lstrip().startswith("9.90e-04 ┤")
     assert lines[-1].split() == ["200", "0", "last", "step"]
     with pytest.raises(RecipeError, match="needs the number of steps, which is not known"):
-        course(recipe("3 epochs"))
+        planned_schedule(recipe("3 epochs"))

@@ -68,7 +68,7 @@ class Invocation:
 
 
 class _PassedOn(Exception):
-    """The command before failed or stopped: its document goes on, with its exit code."""
+    """The command before failed or stopped: its document is passed on, with its exit code."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def command(name: str) -> Callable[[Callable[..., Outcome]], Callable[..., None]
     """
 
     def decorate(body: Callable[..., Outcome]) -> Callable[..., None]:
-        own = inspect.signature(body, eval_str=True).parameters
+        declared = inspect.signature(body, eval_str=True).parameters
         shared = {
             key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=option)
             for key, option in (("json", JsonOption), ("verbose", VerboseOption), ("debug", DebugOption))
@@ -151,10 +151,10 @@ def command(name: str) -> Callable[[Callable[..., Outcome]], Callable[..., None]
         @wraps(body)
         def run(**values: Any) -> None:
             options = OutputOptions(**{key: values.pop(key) for key in shared})
-            given = {key: getattr(options, key) for key in shared if key in own}
+            given = {key: getattr(options, key) for key in shared if key in declared}
             run_command(name, options, lambda: body(**values, **given))
 
-        parameters = [*(parameter for key, parameter in own.items() if key not in shared), *shared.values()]
+        parameters = [*(parameter for key, parameter in declared.items() if key not in shared), *shared.values()]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -261,7 +261,7 @@ def _document(source: str) -> dict[str, Any]:
 def _line(stream: IO[str]) -> str:
     line = stream.readline(1 << 20).strip()
     if not line:
-        raise RecipeError("the command before printed no path", hint="its own error is above")
+        raise RecipeError("the command before printed no path", hint="its error is above")
     return line
 
 

@@ -52,9 +52,9 @@ def show(
 
 
 def _schedule(recipe: Recipe) -> Outcome:
-    from tuner.cli.schedule_view import course, drawing, figures
+    from tuner.cli.schedule_view import drawing, figures, planned_schedule
 
-    found, warnings = course(recipe)
+    found, warnings = planned_schedule(recipe)
     width = min(MOST_COLUMNS, shutil.get_terminal_size().columns)
     return Outcome(
         drawing(recipe, found, width), artifacts={"schedule": figures(recipe, found)}, warnings=warnings, is_text=True

@@ -66,7 +66,7 @@ def verify(
     if damaged:
         raise VerificationError(
             "\n  ".join([f"{len(damaged)} damaged:", *damaged]),
-            hint="tuner data gc --verify removes damaged directories; preparing again builds them anew",
+            hint="tuner data gc --verify removes damaged directories; preparing again rebuilds them",
         )
     files = sum(len(entry.manifest["files"]) for entry in found if entry.manifest is not None)
     size = sum(entry.size for entry in found)

@@ -16,12 +16,12 @@ from tuner.errors import ExitCode
 from tuner.runtime.openmp import limit_spinning
 
 COMMANDS: dict[str, str] = {
-    "init": "Look at your rows and write a commented recipe.",
-    "prepare-data": "Turn rows into packed, encoded, content-addressed data.",
+    "init": "Look at your data and write a commented recipe.",
+    "prepare-data": "Turn records into packed, encoded, content-addressed data.",
     "data": "List, show, verify or clean up prepared data.",
-    "train": "Train the recipe's model, or go on where it stopped.",
-    "resume": "Go on with a stopped run.",
-    "verify-resume": "Prove on this machine that a run goes on exactly.",
+    "train": "Train the recipe's model, or resume where it stopped.",
+    "resume": "Resume a stopped run.",
+    "verify-resume": "Prove on this machine that a run resumes exactly.",
     "eval": "Measure the loss on held-out rows.",
     "export-hf": "Write a Hugging Face directory and verify it.",
     "runs": "List, show, compare, plot or remove runs.",

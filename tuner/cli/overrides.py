@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Group, Parameter
 
+from tuner.config.duration_types import Cadence, Span
 from tuner.config.fields import Field, fields
-from tuner.config.leaves import Choice, Real, Switch, Text, Whole
-from tuner.config.spans import Cadence, Span
+from tuner.config.number_types import Real, Whole
+from tuner.config.value_types import Choice, Switch, Text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,7 +72,7 @@ def _parameter(field: Field, group: Group) -> inspect.Parameter:
 
 
 def _metavar(field: Field) -> str:
-    if isinstance(field.leaf, Choice):
+    if isinstance(field.value_type, Choice):
         return "WORD"
     names: dict[type, str] = {
         Whole: "COUNT",
@@ -81,4 +82,4 @@ def _metavar(field: Field) -> str:
         Cadence: "DURATION",
         Text: "TEXT",
     }
-    return names.get(type(field.leaf), "VALUE")
+    return names.get(type(field.value_type), "VALUE")

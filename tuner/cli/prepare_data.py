@@ -49,7 +49,7 @@ def prepare_data(
 
     from tuner.runtime.memory import calm_collector
 
-    terminal = sys.stdout.isatty()  # the command's body sees another stdout
+    terminal = sys.stdout.isatty()  # the body's stdout is another one
 
     def body() -> Outcome:
         from tuner.data.building.spec import prepare_spec
@@ -59,26 +59,26 @@ def prepare_data(
         if sum((explain is not None, check, dry_run)) > 1:
             raise RecipeError("--explain, --check and --dry-run each do one thing and stop: give one of them")
         loaded = load_for_command(recipe, overrides_of(ctx))
-        wish = loaded.recipe
-        request = prepare_spec(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
+        given = loaded.recipe
+        spec = prepare_spec(given.model, given.tokenizer, given.data, given.method, given.seed)
         console = Console(level="debug" if verbose else "info")
         if explain is not None:
-            return _explained(request, explain, terminal, verbose)
+            return _explained(spec, explain, terminal, verbose)
         if check:
-            return _checked(request)
+            return _checked(spec)
         if dry_run:
-            return _planned(request, console)
-        return _prepared(request, console, str(loaded.path) if loaded.path else None)
+            return _planned(spec, console)
+        return _prepared(spec, console, str(loaded.path) if loaded.path else None)
 
     run_command("prepare-data", OutputOptions(json, verbose, debug), calm_collector()(body))
 
 
-def _prepared(request: PrepareSpec, console: Console, recipe: str | None) -> Outcome:
+def _prepared(spec: PrepareSpec, console: Console, recipe: str | None) -> Outcome:
     from tuner.data.building.prepare import prepare
 
-    info = prepare(request, console)
-    warnings = say_report(info, request, console)
-    metrics = {**info.report, "max_length": request.max_length, "seconds": round(info.seconds, 3)}
+    info = prepare(spec, console)
+    warnings = say_report(info, spec, console)
+    metrics = {**info.report, "max_length": spec.max_length, "seconds": round(info.seconds, 3)}
     if not info.cached:
         metrics["megabytes_per_s"] = round(info.megabytes_per_s, 3)
     return Outcome(
@@ -90,13 +90,13 @@ def _prepared(request: PrepareSpec, console: Console, recipe: str | None) -> Out
     )
 
 
-def say_report(info: PreparedInfo, request: PrepareSpec, console: Console) -> list[str]:
+def say_report(info: PreparedInfo, spec: PrepareSpec, console: Console) -> list[str]:
     """Say what was prepared, as a table; return the warnings that it gives reason for."""
     from tuner.data.building.report import report_lines, warnings_of
 
     if info.cached:
         console.say("prepared", f"already prepared ({info.seconds:.1f} s)")
-    for label, text in report_lines(info.report, request.examples.kind, request.max_length, request.data.packing):
+    for label, text in report_lines(info.report, spec.examples.kind, spec.max_length, spec.data.packing):
         console.say(label, text)
     if not info.cached:
         size = info.report["bytes"]
@@ -104,42 +104,42 @@ def say_report(info: PreparedInfo, request: PrepareSpec, console: Console) -> li
     return warnings_of(info.report, str(info.path / "rejects.jsonl"))
 
 
-def _checked(request: PrepareSpec) -> Outcome:
+def _checked(spec: PrepareSpec) -> Outcome:
     from tuner.data.building.prepare import check_prepared
 
-    path = check_prepared(request)
+    path = check_prepared(spec)
     return Outcome(str(path), artifacts={"key": path.name, "cached": True})
 
 
-def _planned(request: PrepareSpec, console: Console) -> Outcome:
+def _planned(spec: PrepareSpec, console: Console) -> Outcome:
     from tuner.data.building.cache import place, valid
     from tuner.data.building.keys import keys_of
 
-    keys = keys_of(request)
-    path = place(request.cache_dir, "prepared", keys.prepared)
+    keys = keys_of(spec)
+    path = place(spec.cache_dir, "prepared", keys.prepared)
     there = valid(path, "prepared") is not None
     files = [file for source in [*keys.train, *(keys.eval or [])] for file in source.files]
     size = sum(file.size() for file in files)
     console.say("read", f"{len(files):,} files, {size:,} bytes")
-    console.say("plan", f"rows of {request.max_length:,} tokens, longer documents: {request.too_long}")
+    console.say("plan", f"rows of {spec.max_length:,} tokens, longer documents: {spec.too_long}")
     console.say("prepared", "already prepared" if there else "not yet prepared")
     return Outcome(
         str(path),
         artifacts={"cached": there},
-        metrics={"files": len(files), "bytes": size, "max_length": request.max_length},
+        metrics={"files": len(files), "bytes": size, "max_length": spec.max_length},
         is_text=True,
     )
 
 
-def _explained(request: PrepareSpec, count: int, terminal: bool, every_token: bool) -> Outcome:
+def _explained(spec: PrepareSpec, count: int, terminal: bool, every_token: bool) -> Outcome:
     from dataclasses import asdict
 
     from tuner.cli.token_view import row_texts, token_lines
     from tuner.data.building.explain import explain
 
-    rows = list(explain(request, count))
+    rows = list(explain(spec, count))
     artifacts = {"rows": [[asdict(token) for token in row.tokens] for row in rows]}
     if not terminal:
         return Outcome(token_lines(rows), artifacts=artifacts, is_text=True)
-    text = row_texts(rows, request.tokenizer, not os.environ.get("NO_COLOR"), every_token)
+    text = row_texts(rows, spec.tokenizer, not os.environ.get("NO_COLOR"), every_token)
     return Outcome(text, artifacts=artifacts, is_text=True)

@@ -22,7 +22,7 @@ HINT = "let it choose: tuner profile RECIPE --fit SIZE; or train an adapter: --a
 
 
 @dataclass(frozen=True)
-class Wish:
+class ProfileOptions:
     """The options of the command, as typed."""
 
     device: str | None
@@ -71,8 +71,8 @@ def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
     verbose: VerboseOption = False,
 ) -> Outcome:
     """Predict memory and time of a recipe, find what fits, or measure; no run directory is touched."""
-    wish = Wish(device, processes, memory, fit, measure, output, dry_run)
-    wish.check()
+    options = ProfileOptions(device, processes, memory, fit, measure, output, dry_run)
+    options.check()
     loaded = load_for_command(recipe, overrides_of(ctx))
     from tuner.profile.report import check_output
     from tuner.runtime.console import Console
@@ -83,20 +83,20 @@ def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
     level: Level = "debug" if verbose else "info"
     console = Console(RankInfo.from_environment().is_main, level)
     if measure is not None or dry_run:
-        return _measured(loaded, wish, console, level)
-    return _fitted(loaded, wish, console) if fit is not None else _predicted(loaded, wish, console)
+        return _measured(loaded, options, console, level)
+    return _fitted(loaded, options, console) if fit is not None else _predicted(loaded, options, console)
 
 
-def _target(loaded: LoadedRecipe, wish: Wish, limit: str | None, option: str) -> Target:
+def _target(loaded: LoadedRecipe, options: ProfileOptions, limit: str | None, option: str) -> Target:
     from tuner.profile.devices import find_device, parse_memory, parse_processes, present_device
     from tuner.profile.predict import Target
     from tuner.run.launch import local_processes
     from tuner.runtime.dist import RankInfo
 
     recipe = loaded.recipe
-    found = present_device(recipe.train.device) if wish.device is None else find_device(wish.device)
-    if wish.processes is not None:
-        machines, each = parse_processes(wish.processes)
+    found = present_device(recipe.train.device) if options.device is None else find_device(options.device)
+    if options.processes is not None:
+        machines, each = parse_processes(options.processes)
     else:
         machines, each = 1, local_processes(recipe.parallel, found.kind)
     there = found.memory_bytes if found.kind == "cuda" else found.memory_bytes // each
@@ -104,16 +104,16 @@ def _target(loaded: LoadedRecipe, wish: Wish, limit: str | None, option: str) ->
     return Target(found, rank_info, there if limit is None else parse_memory(option, limit))
 
 
-def _predicted(loaded: LoadedRecipe, wish: Wish, console: Console) -> Outcome:
+def _predicted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> Outcome:
     from tuner.cli.table import columns
     from tuner.profile.format import plain, sentence, table
     from tuner.profile.predict import predict
 
-    found = predict(loaded.recipe, _target(loaded, wish, wish.memory, "--memory"))
+    found = predict(loaded.recipe, _target(loaded, options, options.memory, "--memory"))
     lines = table(found)
     console.say("memory", columns(lines, right=range(1, len(lines[0]))))
     console.say("assumed", "\n".join(found.assumptions))
-    artifacts = _report(loaded, wish, console, None, found)
+    artifacts = _report(loaded, options, console, None, found)
     if found.verdict == "does not fit":
         raise MemoryLimitError(f"predicted {sentence(found)}", hint=HINT)
     warnings = ["the peak is within the stated error of the limit"] if found.verdict == "tight" else []
@@ -121,12 +121,12 @@ def _predicted(loaded: LoadedRecipe, wish: Wish, console: Console) -> Outcome:
     return Outcome(said, artifacts=artifacts, metrics=plain(found), warnings=warnings, is_text=True)
 
 
-def _fitted(loaded: LoadedRecipe, wish: Wish, console: Console) -> Outcome:
+def _fitted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> Outcome:
     from tuner.cli.table import columns
     from tuner.profile.fit import SHOWN, fit
     from tuner.profile.format import choices_table, flags, plain
 
-    target = _target(loaded, wish, wish.fit, "--fit")
+    target = _target(loaded, options, options.fit, "--fit")
     found = fit(loaded.recipe, target, lambda line: console.say("tried", line))
     console.say("fit", columns(choices_table(found), right=(1, 2)))
     best = found.best
@@ -135,7 +135,7 @@ def _fitted(loaded: LoadedRecipe, wish: Wish, console: Console) -> Outcome:
     return Outcome(flags(best), artifacts={"overrides": best.overrides}, metrics=metrics, is_text=True)
 
 
-def _measured(loaded: LoadedRecipe, wish: Wish, console: Console, level: Level) -> Outcome:
+def _measured(loaded: LoadedRecipe, options: ProfileOptions, console: Console, level: Level) -> Outcome:
     from tuner.profile.devices import parse_memory
     from tuner.profile.launch import measure_recipe
     from tuner.profile.measure import MeasureOptions
@@ -143,9 +143,9 @@ def _measured(loaded: LoadedRecipe, wish: Wish, console: Console, level: Level) 
     from tuner.profile.report import parts_table
     from tuner.runtime.dist import RankInfo
 
-    limit, steps = None if wish.memory is None else parse_memory("--memory", wish.memory), wish.measure or 1
-    output = None if wish.output is None else wish.output.absolute()
-    measured = measure_recipe(loaded, MeasureOptions(steps, limit, output), level, wish.dry_run)
+    limit, steps = None if options.memory is None else parse_memory("--memory", options.memory), options.measure or 1
+    output = None if options.output is None else options.output.absolute()
+    measured = measure_recipe(loaded, MeasureOptions(steps, limit, output), level, options.dry_run)
     found = measured.found
     if found is None:
         metrics = {"total_steps": measured.total_steps, "steps": steps, "dry_run": True}
@@ -153,9 +153,9 @@ def _measured(loaded: LoadedRecipe, wish: Wish, console: Console, level: Level) 
     console.say("memory", parts_table(found))
     console.say("time", found.time_text())
     predicted = None
-    if wish.output is not None and not RankInfo.is_given():  # by now the data is prepared
-        predicted = predict(loaded.recipe, _target(loaded, wish, wish.memory, "--memory"))
-    artifacts = _report(loaded, wish, console, found, predicted)
+    if options.output is not None and not RankInfo.is_given():  # by now the data is prepared
+        predicted = predict(loaded.recipe, _target(loaded, options, options.memory, "--memory"))
+    artifacts = _report(loaded, options, console, found, predicted)
     if found.shortage is not None:
         console.say("held", found.shortage.table(), "warning")
         raise MemoryLimitError(found.shortage.line(), hint=found.shortage.hint())
@@ -165,15 +165,19 @@ def _measured(loaded: LoadedRecipe, wish: Wish, console: Console, level: Level) 
 
 
 def _report(
-    loaded: LoadedRecipe, wish: Wish, console: Console, measured: Measurement | None, predicted: Prediction | None
+    loaded: LoadedRecipe,
+    options: ProfileOptions,
+    console: Console,
+    measured: Measurement | None,
+    predicted: Prediction | None,
 ) -> dict[str, str]:
     """Write the page where one is wanted; returns its files by what they are."""
     from tuner.profile.report import write_report
     from tuner.runtime.dist import RankInfo
 
-    if wish.output is None or not RankInfo.from_environment().is_main:
+    if options.output is None or not RankInfo.from_environment().is_main:
         return {}
-    written = write_report(wish.output, loaded.recipe, measured, predicted)
+    written = write_report(options.output, loaded.recipe, measured, predicted)
     artifacts = {name: str(path) for name, path in written.items()}
     console.say("report", artifacts["report"])
     return artifacts

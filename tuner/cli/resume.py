@@ -1,4 +1,4 @@
-"""`tuner resume`: go on with a stopped run."""
+"""`tuner resume`: resume a stopped run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def resume(  # noqa: PLR0913 - one parameter per option of the command
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is trained.")] = False,
     verbose: VerboseOption = False,
 ) -> Outcome:
-    """Go on with a stopped or killed run from its newest valid checkpoint; a finished, whole one is left as it is.
+    """Resume a stopped or killed run from its newest valid checkpoint; a finished, whole one is left as it is.
 
     Keys of the recipe that may change are given as --section.key value.
     """

@@ -40,12 +40,12 @@ def list_runs(
     from tuner.rundir.record import find_runs
     from tuner.rundir.summary import summary
 
-    place = input_path(directory)
-    runs, damaged = find_runs(place)
+    path = input_path(directory)
+    runs, damaged = find_runs(path)
     found = [summary(run) for run in runs]
-    names = [os.path.relpath(run.path, place) if run.path != place else run.name for run in runs]
+    names = [os.path.relpath(run.path, path) if run.path != path else run.name for run in runs]
     lines = [_row(name, item, "started") for name, item in zip(names, found, strict=True)]
-    text = _table([["run", *FIGURES.values(), "started"], *lines]) if runs else f"no runs in {place}"
+    text = _table([["run", *FIGURES.values(), "started"], *lines]) if runs else f"no runs in {path}"
     if runs:
         _say_what_was_checked()
     return Outcome(text, artifacts={"runs": found}, metrics={"runs": len(runs)}, warnings=damaged, is_text=True)
@@ -83,12 +83,12 @@ def compare(runs: RunsArgument) -> Outcome:
     summaries = [summary(run) for run in found]
     values = [{key: recipe[key] for key in keys if key in recipe} for recipe in recipes]
     lines = [["run", *keys, *FIGURES.values()]]
-    for name, item, own in zip(_names(found), summaries, values, strict=True):
-        shown = [_cut(flow(own[key])) if key in own else "-" for key in keys]
+    for name, item, recipe in zip(_names(found), summaries, values, strict=True):
+        shown = [_cut(flow(recipe[key])) if key in recipe else "-" for key in keys]
         first, *rest = _row(name, item)
         lines.append([first, *shown, *rest])
     text = _table(lines, len(keys)) if len(found) >= len(lines[0]) else _table_across(lines)
-    compared = [{**item, "recipe": own} for item, own in zip(summaries, values, strict=True)]
+    compared = [{**item, "recipe": recipe} for item, recipe in zip(summaries, values, strict=True)]
     return Outcome(text, artifacts={"runs": compared, "differing": keys}, warnings=left_out, is_text=True)
 
 
@@ -199,7 +199,7 @@ def _figure(item: dict[str, Any], key: str) -> str:
 
 
 def _table(lines: Sequence[Sequence[str]], keys: int = 0) -> str:
-    """Runs below each other; figures to the right, `keys` columns after the name are texts."""
+    """Runs one below the other; figures to the right, `keys` columns after the name are texts."""
     from tuner.cli.table import columns
 
     heading = lines[0]
@@ -208,7 +208,7 @@ def _table(lines: Sequence[Sequence[str]], keys: int = 0) -> str:
 
 
 def _table_across(lines: Sequence[Sequence[str]]) -> str:
-    """Runs beside each other."""
+    """Runs side by side."""
     from tuner.cli.table import columns
 
     return columns(list(zip(*lines, strict=True)))
@@ -273,7 +273,7 @@ def _launch(launch: dict[str, Any]) -> str:
 
 
 def _draw(charts: Sequence[Chart], names: Sequence[str]) -> None:
-    """Draw the charts on stderr, two beside each other where there is room; NO_COLOR gives letters to several runs."""
+    """Draw the charts on stderr, two side by side where there is room; NO_COLOR gives letters to several runs."""
     from rich.console import Console
     from rich.text import Text
 
@@ -284,14 +284,14 @@ def _draw(charts: Sequence[Chart], names: Sequence[str]) -> None:
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     letters = len(names) > 1 and (console.color_system is None or console.no_color)
     width = min(console.width, MOST_COLUMNS)
-    beside = 2 if width >= TWO_CHARTS else 1
-    drawn = [draw(c, width // beside - beside, CHART_ROWS, letters) for c in charts if c.key in DRAWN]
+    across = 2 if width >= TWO_CHARTS else 1
+    drawn = [draw(c, width // across - across, CHART_ROWS, letters) for c in charts if c.key in DRAWN]
     styles = [colours[number % len(colours)] for number in range(len(names))]
-    for start in range(0, len(drawn), beside):
-        for parts in zip(*drawn[start : start + beside], strict=True):
+    for start in range(0, len(drawn), across):
+        for parts in zip(*drawn[start : start + across], strict=True):
             line = Text()
             for number, spans in enumerate(parts):
-                line.append(" " * max(0, number * (width // beside) - line.cell_len))
+                line.append(" " * max(0, number * (width // across) - line.cell_len))
                 for text, run in spans:
                     line.append(text, style="" if run is None or letters else styles[run])
             console.print(line)

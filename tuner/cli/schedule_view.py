@@ -25,14 +25,14 @@ MOST_POINTS = 400
 
 
 @dataclass(frozen=True)
-class Course:
+class PlannedSchedule:
     """A schedule over `total_steps` steps; where the run's length is not known, over 1000 parts of it."""
 
     schedule: Schedule
     total_steps: int
     known: bool
 
-    def place(self, index: int) -> str:
+    def label(self, index: int) -> str:
         """An index as people read it."""
         return f"{index:,}" if self.known else f"{100 * index / PARTS:g}%"
 
@@ -46,7 +46,7 @@ class Course:
         return [(index, ", ".join(what)) for index, what in sorted(found.items())]
 
 
-def course(recipe: Recipe) -> tuple[Course, list[str]]:
+def planned_schedule(recipe: Recipe) -> tuple[PlannedSchedule, list[str]]:
     """The schedule of a recipe, and warnings.
 
     A length in steps is exact; one in epochs or tokens is that of the prepared data, and per cent where they are not
@@ -78,10 +78,10 @@ def course(recipe: Recipe) -> tuple[Course, list[str]]:
     length = recipe.train.duration if known else Duration.parse(f"{PARTS} steps")
     plan = plan_steps(length, rows, recipe.train.global_batch_size)
     warnings = [] if known else [f"drawn over per cent of the run: its number of steps is not known yet ({why})"]
-    return Course(build_schedule(recipe.schedule, plan, rows), plan.total_steps, known), warnings
+    return PlannedSchedule(build_schedule(recipe.schedule, plan, rows), plan.total_steps, known), warnings
 
 
-def figures(recipe: Recipe, found: Course) -> dict[str, Any]:
+def figures(recipe: Recipe, found: PlannedSchedule) -> dict[str, Any]:
     """The drawing as data: factors at indices, what happens at some, and each group's peak (null where it is auto)."""
     indices = [round(i * found.total_steps / MOST_POINTS) for i in range(MOST_POINTS + 1)]
     return {
@@ -110,8 +110,8 @@ def peaks(recipe: Recipe) -> list[tuple[str, float | None]]:
     return found
 
 
-def drawing(recipe: Recipe, found: Course, width: int) -> str:
-    """The curve of the main learning rate (of its share of the peak, where that is auto), and a table of its turns."""
+def drawing(recipe: Recipe, found: PlannedSchedule, width: int) -> str:
+    """The curve of the main learning rate (where that is auto, of its share of the peak), and a table of milestones."""
     from tuner.cli.table import columns
     from tuner.rundir.curves import Chart, Curve
     from tuner.rundir.terminal import AXIS_WIDTH, draw
@@ -124,32 +124,32 @@ def drawing(recipe: Recipe, found: Course, width: int) -> str:
     lines = ["".join(text for text, _ in spans).rstrip() for spans in drawn[:-1]]
     head = ["step" if found.known else "run", *(name if peak else f"{name} / auto" for name, peak in table), ""]
     rows = [
-        [found.place(index), *(f"{found.schedule.factor(index) * (peak or 1):.3g}" for _, peak in table), what]
+        [found.label(index), *(f"{found.schedule.factor(index) * (peak or 1):.3g}" for _, peak in table), what]
         for index, what in found.points()
     ]
     below = columns([head, *rows], right=range(len(head) - 1))
     return "\n".join([*lines, *_axis(found, cells, AXIS_WIDTH), "", below])
 
 
-def _dots(found: Course, peak: float, count: int) -> Points:
-    """One value for each column of dots: that of the first turn in it, else that in its middle."""
+def _dots(found: PlannedSchedule, peak: float, count: int) -> Points:
+    """One value for each column of dots: that of the first milestone in it, else that in its middle."""
     from tuner.rundir.curves import Points
 
     last = found.total_steps
-    turns: dict[int, int] = {}
+    milestones: dict[int, int] = {}
     for index, _ in found.points():
-        turns.setdefault(round(index / last * (count - 1)), index)
-    indices = sorted({turns.get(x, round(x * last / (count - 1))) for x in range(count)})
+        milestones.setdefault(round(index / last * (count - 1)), index)
+    indices = sorted({milestones.get(x, round(x * last / (count - 1))) for x in range(count)})
     return Points(step=list(map(float, indices)), value=[found.schedule.factor(i) * peak for i in indices])
 
 
-def _axis(found: Course, cells: int, left: int) -> list[str]:
-    """The axis with a mark at each turn, and under it the places of those for which there is room."""
+def _axis(found: PlannedSchedule, cells: int, left: int) -> list[str]:
+    """The axis with a mark at each milestone, and under it the labels of those for which there is room."""
     marks, under = ["─"] * cells, [" "] * cells
     for index, _ in found.points():
         column = round(index / found.total_steps * (cells - 1))
         marks[column] = "┴"
-        text = found.place(index)
+        text = found.label(index)
         start = min(max(0, column - len(text) // 2), cells - len(text))
         around = under[max(0, start - 1) : start + len(text) + 1]
         if all(cell == " " for cell in around):

@@ -31,7 +31,7 @@ ResetOption = Annotated[
     str | None,
     typer.Option(
         metavar="PART,...",
-        help="What begins anew: optimizer (or optimizer.state, optimizer.arguments), schedule, data, rng. Its keys of "
+        help="What to reset: optimizer (or optimizer.state, optimizer.arguments), schedule, data, rng. Its keys in "
         "the recipe may change.",
     ),
 ]
@@ -45,8 +45,8 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
         str,
         typer.Option(
             metavar="auto|must|never|PATH",
-            help="auto goes on where a run stopped, must needs a run to go on with, never refuses to touch one; the "
-            "PATH of a checkpoint or run begins a new run there.",
+            help="auto resumes a run where it stopped, must requires one to resume, never refuses to touch one; the "
+            "PATH of a checkpoint or run starts a new run from it.",
         ),
     ] = "never",
     reset: ResetOption = None,
@@ -64,7 +64,7 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
     verbose: VerboseOption = False,
 ) -> Outcome:
     """Train the recipe's model into its run directory; prepares the data where that is not done."""
-    wish = _wish(resume)
+    mode = _resume_mode(resume)
     if [overrides, prepared, recipe].count("-") > 1:
         raise RecipeError("stdin is read once: only one of recipe, --prepared and --overrides can be -")
     typed = overrides_of(ctx)
@@ -73,18 +73,18 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
     from tuner.run.resets import parse_reset
 
     data = None if prepared is None else input_path(prepared)
-    options = LaunchOptions(wish, data, no_prepare, dry_run, parse_reset(reset))
+    options = LaunchOptions(mode, data, no_prepare, dry_run, parse_reset(reset))
     return launch_training(loaded, options, verbose)
 
 
-def _wish(text: str) -> Resume:
+def _resume_mode(text: str) -> Resume:
     if text in WORDS:
         return cast("Resume", text)
     path = input_path(text)
     if not path.is_dir():
         raise RecipeError(
             f"--resume {text}: not one of {', '.join(WORDS)}, and there is no such directory",
-            hint="give the path of a checkpoint, or of a run, to begin a new run there",
+            hint="give the path of a checkpoint, or of a run, to start a new run from it",
         )
     return path
 

@@ -1,4 +1,4 @@
-"""`tuner verify-resume`: prove on this machine that a run goes on exactly."""
+"""`tuner verify-resume`: prove on this machine that a run resumes exactly."""
 
 from __future__ import annotations
 

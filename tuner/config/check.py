@@ -1,4 +1,4 @@
-"""Checks a recipe's tree once and says everything that is wrong with it, each with its place."""
+"""Checks a recipe's tree once and reports everything that is wrong with it, each with its file, line and column."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from tuner.config.fields import choices, fields, find, item_fields, list_of, suggestion
-from tuner.config.leaves import Choice, shown
 from tuner.config.recipe import UNIONS, Recipe
 from tuner.config.rules import RULES
 from tuner.config.tree import KeyPath, Node, Problems, dotted
+from tuner.config.value_types import Choice, shown
 
 PLACEHOLDERS: dict[str, dict[str, Any]] = {"model": {"name_or_path": "x"}, "data": {"train": "x"}}
 

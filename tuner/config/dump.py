@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tuner.config.leaves import shown
 from tuner.config.recipe import EvalSection, Recipe
+from tuner.config.value_types import shown
 from tuner.config.yaml import resolve
 
 _PLAIN = re.compile(r"[A-Za-z0-9/_]([A-Za-z0-9/_.% -]*[A-Za-z0-9/_.%-])?")

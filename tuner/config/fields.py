@@ -9,20 +9,20 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from tuner.config.foreign import ours
-from tuner.config.leaves import Leaf, Table, Text, leaf_of
+from tuner.config.other_tools import ours
 from tuner.config.recipe import ITEMS, UNIONS, Recipe
 from tuner.config.section import Section
+from tuner.config.value_types import Table, Text, ValueType, value_type_of
 
 
 @dataclass(frozen=True)
 class Field:
-    """One key: `kinds` are the kinds of its section that have it (empty when all do); no `leaf`: a list of sections."""
+    """One key: `kinds` are those of its section that have it (empty: all); a list of sections has no `value_type`."""
 
     key: str
     sentence: str
     default: Any
-    leaf: Leaf | None
+    value_type: ValueType | None
     required: bool = False
     kinds: tuple[str, ...] = ()
     others: tuple[tuple[str, str], ...] = ()
@@ -36,21 +36,21 @@ class Field:
     @property
     def allowed(self) -> str:
         """What may be written, in words."""
-        if self.leaf is not None:
-            return self.leaf.allowed
+        if self.value_type is not None:
+            return self.value_type.allowed
         return ITEMS[self.key].allowed
 
     @property
     def takes_text(self) -> bool:
         """Whether a value on the command line is taken as it stands, not read as YAML."""
-        return isinstance(self.leaf, Text) or self.leaf is None
+        return isinstance(self.value_type, Text) or self.value_type is None
 
     @property
     def default_text(self) -> str:
         """The default as people write it."""
         if self.required:
             return "required"
-        value = self.leaf.write(self.default) if self.leaf is not None else self.default
+        value = self.value_type.write(self.default) if self.value_type is not None else self.default
         if isinstance(value, bool):
             return str(value).lower()
         if isinstance(value, (list, tuple)):
@@ -90,11 +90,11 @@ def list_of(path: tuple[str | int, ...]) -> str:
 
 def _field(key: str, info: FieldInfo, kinds: tuple[str, ...] = ()) -> Field:
     default = None if info.is_required() else info.default
-    return Field(key, info.description or "", default, leaf_of(info), info.is_required(), kinds)
+    return Field(key, info.description or "", default, value_type_of(info), info.is_required(), kinds)
 
 
 def _add_member(table: dict[str, Field], section: str, kind: str, member: type[Section]) -> None:
-    from tuner.config.leaves import Choice
+    from tuner.config.value_types import Choice
 
     for key, info in member.model_fields.items():
         name = f"{section}.{key}"
@@ -126,8 +126,8 @@ def find(key: str) -> Field | None:
         rest = parts[depth + 1 :] or [next(iter(table))]
     for depth in range(1, len(rest)):
         owner = table.get(".".join(rest[:depth]))
-        if owner is not None and isinstance(owner.leaf, Table):
-            return Field(key, owner.sentence, None, owner.leaf)
+        if owner is not None and isinstance(owner.value_type, Table):
+            return Field(key, owner.sentence, None, owner.value_type)
     return table.get(".".join(rest))
 
 

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tuner.config.leaves import Real, Several, T, Text, Whole, Word, refuse
+from tuner.config.number_types import Real, Whole
 from tuner.config.section import Auto, Bool, Items, Options, Section, Use
+from tuner.config.value_types import Several, T, Text, Word, refuse
 
 Lr = Annotated[float | Auto, Real(gt=0)]
 Betas = Annotated[tuple[float, float], Several(item=Real(ge=0, lt=1), length=2)]
@@ -17,7 +18,7 @@ Decay = Annotated[float, Real(ge=0)]
 
 
 class ParameterGroup(Section):
-    """Parameters with a learning rate or a decay of their own."""
+    """Parameters with their own learning rate or weight decay."""
 
     match: Annotated[tuple[str, ...], Several(item=Text(kind="names or globs"), single=True)]
     """Parameters of the group: names or globs; one that several groups mean is in the first of them."""
@@ -114,7 +115,7 @@ class MuonOptimizer(Section):
 
 
 class CustomOptimizer(Section):
-    """An optimizer of the user's own; it has no auto for its learning rate, so that must be given."""
+    """A custom optimizer; it has no auto for its learning rate, so that must be given."""
 
     kind: OptimizerKind[Literal["custom"]] = "custom"
     use: Use
@@ -122,7 +123,7 @@ class CustomOptimizer(Section):
     lr: Annotated[float, Real(gt=0)]
     """Peak learning rate; custom has no auto."""
     options: Options = {}
-    """Keyword arguments of the class or function, beside lr and weight_decay."""
+    """Keyword arguments of the class or function, in addition to lr and weight_decay."""
     elementwise: Bool = False
     """Whether each element's update looks at no other element: only then can parameters be sharded."""
     weight_decay: Decay = 0.0
@@ -131,6 +132,6 @@ class CustomOptimizer(Section):
 
     @model_validator(mode="after")
     def _has_one_place_for_each(self) -> CustomOptimizer:
-        if own := [name for name in ("lr", "weight_decay") if name in self.options]:
-            raise refuse(f"{own[0]} among the options; write optimizer.{own[0]}, which each group is given")
+        if twice := [name for name in ("lr", "weight_decay") if name in self.options]:
+            raise refuse(f"{twice[0]} among the options; write optimizer.{twice[0]}, which each group is given")
         return self

@@ -103,7 +103,7 @@ def _read(key: str, override: Override, cwd: Path, problems: Problems) -> Node |
     field = find(key)
     flow = text.lstrip().startswith(("[", "{"))
     takes_text = field is not None and field.takes_text
-    if not flow or (takes_text and field is not None and field.leaf is not None):
+    if not flow or (takes_text and field is not None and field.value_type is not None):
         return Node(text if takes_text else resolve(text), override.where, cwd, override.where, flag=True)
     inner = Problems()
     tree = read_yaml(f"value: {text}", "value", cwd, inner)

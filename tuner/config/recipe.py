@@ -11,21 +11,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from tuner.config.duration import Duration
-from tuner.config.leaves import (
-    NEVER,
-    Choice,
-    Names,
-    Real,
-    Several,
-    Skips,
-    Switch,
-    T,
-    Table,
-    Text,
-    Whole,
-    Word,
-    refuse,
-)
+from tuner.config.duration_types import Cadence, Span
+from tuner.config.number_types import Bytes, Real, Skips, Whole
 from tuner.config.optimizers import (
     GROUPS,
     AdafactorOptimizer,
@@ -44,8 +31,7 @@ from tuner.config.schedules import (
     WsdSchedule,
 )
 from tuner.config.section import Auto, Bool, ByKind, Durations, Items, Options, Section, Use, members
-from tuner.config.sizes import Bytes
-from tuner.config.spans import Cadence, Span
+from tuner.config.value_types import NEVER, Choice, Names, Several, Switch, T, Table, Text, Word, refuse
 
 TIMES = ("s", "min", "h")
 COUNTS = ("steps", "epochs", "tokens", "%")
@@ -75,7 +61,7 @@ class ModelSection(Section):
 
 
 class AddedToken(Section):
-    """A piece of text that the tokenizer takes for one token from now on."""
+    """A text that becomes one token of the tokenizer."""
 
     token: Annotated[str, Text(kind="the token's text", pattern=r"(?s)(?=.*\S).+")]
     """Text of the token, wherever it stands (required)."""
@@ -103,11 +89,11 @@ class TokenizerSection(Section):
     add_tokens: Annotated[tuple[AddedToken, ...], NEW_TOKENS, AfterValidator(_no_token_twice)] = ()
     """New tokens: texts, or {token, special} each. The embeddings grow by their rows, which are trained."""
     special_tokens_in_text: Word[Literal["refuse", "escape"]] = "refuse"
-    """Control tokens written out in a row's text: the row is bad, or they are encoded as plain text; both counted."""
+    """Control tokens in the text of a record: the record is bad, or they are encoded as plain text; both counted."""
 
 
 _ADAPTER_KIND = (
-    "none trains the model in full; lora a low-rank adapter on a frozen model; dora its rows' lengths apart, too."
+    "none trains the model in full; lora a low-rank adapter on a frozen model; dora also the norm of each weight row."
 )
 AdapterKind = Annotated[Word[T], Field(description=_ADAPTER_KIND)]
 
@@ -135,7 +121,7 @@ class LowRankAdapter(Section):
     )
     """Linear layers that get an adapter: all-linear (all but the output), or names or globs, e.g. [attn.*_proj]."""
     modules_to_save: Globs = ()
-    """Modules trained in full beside the adapter, in fp32: names or globs, e.g. [lm_head, embed_tokens]."""
+    """Modules trained in full in addition to the adapter, in fp32: names or globs, e.g. [lm_head, embed_tokens]."""
 
 
 class LoraAdapter(LowRankAdapter):
@@ -145,7 +131,7 @@ class LoraAdapter(LowRankAdapter):
 
 
 class DoraAdapter(LowRankAdapter):
-    """DoRA: LoRA, and the length of each row of the sum trained on its own."""
+    """DoRA: LoRA, with the norm of each row of the sum trained separately."""
 
     kind: AdapterKind[Literal["dora"]] = "dora"
 
@@ -202,7 +188,7 @@ class PretrainMethod(Section):
 
 
 class CustomMethod(Section):
-    """A loss of the user's own."""
+    """A custom loss."""
 
     kind: MethodKind[Literal["custom"]] = "custom"
     use: Use
@@ -210,7 +196,7 @@ class CustomMethod(Section):
     options: Options = {}
     """Keyword arguments of the function."""
     rows: Word[Literal["sft", "pretrain"]] = "sft"
-    """Which method's rows it is trained on."""
+    """Which method's records it is trained on."""
     train_on: TrainOn = "assistant"
 
     @property
@@ -226,18 +212,18 @@ COLUMNS = (
     "prompt", "completion", "text",
     "input_ids", "labels", "loss_mask",
 )  # fmt: skip
-"""Keys of a row that `columns` may find under another name."""
+"""Keys of a record that `columns` may find under another name."""
 
 
 class DataSource(Section):
-    """One place of rows, and its share of them."""
+    """One source of records, and its share of them."""
 
     path: Annotated[str, Text(kind="a file, a directory, a glob, - or owner/name:split")]
     """File, directory, glob, - for stdin, or hub data set with its split, such as owner/name:train[:5%]."""
     format: Word[Format] = "auto"
-    """Form of the rows; auto tells it from the keys of each."""
+    """Form of the records; auto recognises it by the keys of each."""
     columns: Annotated[dict[str, str], Names(keys=COLUMNS)] = {}
-    """Where our keys are in a row, e.g. {prompt: question, messages: chat.turns}; a dot goes into an object."""
+    """Where our keys are in a record, e.g. {prompt: question, messages: chat.turns}; a dot goes into an object."""
     weight: Annotated[float, Real(gt=0, le=1000)] = 1.0
     """Share of the source's documents that is taken, drawn by the seed; above 1 repeats them."""
     count: Annotated[int | None, Whole(ge=1, le=2**53)] = None
@@ -287,12 +273,12 @@ EvalSources = Annotated[
 
 
 class DataSection(Section):
-    """Training and held-out rows, and how they become batches."""
+    """Training and held-out records, and how they become batches."""
 
     train: Annotated[tuple[DataSource, ...], SOURCES]
-    """Training rows: a path, or a list of paths and {path, format, columns, weight, count} (required)."""
+    """Training records: a path, or a list of paths and {path, format, columns, weight, count} (required)."""
     eval: EvalSources = None
-    """Held-out rows: the same forms, or `2%` or `200 documents` split off the training documents."""
+    """Held-out records: the same forms, or `2%` or `200 documents` split off the training documents."""
     max_length: Annotated[int | Auto, Whole(ge=2, le=2**24)] = "auto"
     """Tokens of a packed row; auto is the smaller of the model's longest position and 2048."""
     too_long: Word[Literal["auto", "truncate", "split", "drop"]] = "auto"
@@ -302,9 +288,9 @@ class DataSection(Section):
     shuffle: Bool = True
     """Visit the rows in a new order each epoch, given by the seed."""
     on_bad_row: Word[Literal["error", "skip"]] = "error"
-    """Stop at a row that cannot be used, or skip and count it."""
+    """Stop at a record that cannot be used, or skip and count it."""
     workers: Annotated[int | Auto, Whole(ge=1, le=1024)] = "auto"
-    """Processes that encode rows; auto takes one for each free core. Their number changes no byte of the result."""
+    """Processes that encode records; auto takes one for each free core. Their number changes no byte of the result."""
     cache_dir: Annotated[str | None, Text(kind="the path of a directory")] = None
     """Where prepared data is kept; null takes $TUNER_CACHE, else ~/.cache/tuner."""
 
@@ -341,7 +327,7 @@ class TrainSection(Section):
     overfit_first_batch: Bool = False
     """Train on the first global batch again and again: a model that can learn at all learns it by heart."""
     mock_batch: Annotated[bool | Auto, Switch()] = "auto"
-    """Run the largest possible micro-batch before the first step, so that a lack of memory shows; auto is on CUDA."""
+    """Run the largest possible micro-batch before the first step, so as to run out of memory early; auto is on CUDA."""
 
 
 class EvalSection(Section):
@@ -360,7 +346,7 @@ class EvalSection(Section):
 
 
 class CheckpointSection(Section):
-    """Saving, so that a run can go on."""
+    """Saving, so that a run can be resumed."""
 
     every: Annotated[Durations | None, Cadence(units=(*COUNTS, *TIMES))] = (
         Duration.parse("500 steps"),
@@ -376,14 +362,14 @@ class CheckpointSection(Section):
     marks: Annotated[Durations, Several(item=Span(units=COUNTS), empty=True)] = ()
     """Points of the run that are saved and never pruned, such as [1000 steps, 2B tokens]."""
     async_save: Annotated[bool | Auto, Switch()] = "auto"
-    """Write a copy in memory while training goes on, and wait for the copying alone; auto: on a GPU."""
+    """Copy to memory, then write while training continues, so that only the copy is waited for; auto: on a GPU."""
 
 
 class ExportSection(Section):
-    """Hugging Face directories written while the run trains, by a process beside it."""
+    """Hugging Face directories written by a process of their own while the run trains."""
 
     every: Annotated[Durations | None, Cadence(units=("steps", "epochs", "tokens", "%", *TIMES))] = None
-    """How often to save and export a checkpoint to RUN/exports/step-N; RUN/exports/latest leads to the newest."""
+    """How often to save and export a checkpoint to RUN/exports/step-N; RUN/exports/latest links to the newest."""
     at_end: Bool = False
     """Export the last checkpoint of a finished run."""
     keep: Annotated[int, Whole(ge=1, le=10**6)] = 2
@@ -415,7 +401,7 @@ class ProfileSection(Section):
     steps: Annotated[tuple[int, ...], Several(item=Whole(ge=1, le=2**53), empty=True)] = ()
     """Steps to record in RUN/profile, on every process, such as [10, 11]; they take longer, and compute the same."""
     memory: Bool = True
-    """Record the course of memory by part, and what is largest at its peak."""
+    """Record the memory timeline by part, and what is largest at its peak."""
     time: Bool = True
     """Record a trace of operations and kernels, for Perfetto or chrome://tracing."""
 
@@ -431,7 +417,7 @@ class LoggingSection(Section):
     console_every: Annotated[Duration, Span(units=TIMES)] = Duration.parse("2 s")
     """Time between two refreshes of the console and of metrics.jsonl."""
     trackers: Annotated[tuple[Tracker, ...], Several(item=Choice(), empty=True)] = ()
-    """Where every line of metrics.jsonl goes too; each is an extra to install, such as tuner[wandb]."""
+    """Where every line of metrics.jsonl is sent as well; each is an extra to install, such as tuner[wandb]."""
     project: Annotated[str, Text(kind="the name of a project")] = "tuner"
     """Project of wandb and experiment of mlflow that the run belongs to."""
     tags: Annotated[tuple[str, ...], Several(item=Text(kind="words"), empty=True)] = ()
@@ -439,14 +425,14 @@ class LoggingSection(Section):
 
 
 class HookSection(Section):
-    """Code of the user's own that is told how the run goes on."""
+    """User code that is notified of a run's progress."""
 
     use: Use
     """FILE.py:NAME, or the name of an entry point of the group tuner.hooks: a class or a function."""
     stages: Annotated[tuple[Stage, ...], Several(item=Choice())] = STAGES
-    """What it is told about: start, step, evaluation, save and end of a launch."""
+    """What it is notified of: start, step, evaluation, save and end of a launch."""
     every: Annotated[Durations | None, Cadence(units=(*COUNTS, *TIMES))] = (Duration.parse("1 step"),)
-    """How often it is told about a step."""
+    """How often it is notified of a step."""
     options: Options = {}
     """Keyword arguments of the class or function."""
 
@@ -506,7 +492,7 @@ class Recipe(Section):
     profile: ProfileSection = ProfileSection()
     logging: LoggingSection = LoggingSection()
     hooks: Annotated[tuple[HookSection, ...], HOOKS] = ()
-    """User code that is told how the run goes on: {use, stages, every, options} each, called in this order."""
+    """User code that is notified of the run's progress: {use, stages, every, options} each, called in this order."""
 
 
 UNIONS: dict[str, dict[str, type[Section]]] = {

@@ -7,18 +7,19 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from tuner.config.duration import Duration
-from tuner.config.leaves import NEVER, Real, T, Word
+from tuner.config.duration_types import Cadence, Span
+from tuner.config.number_types import Real
 from tuner.config.section import Durations, Options, Section, Use
-from tuner.config.spans import Cadence, Span
+from tuner.config.value_types import NEVER, T, Word
 
 _SCHEDULE_KIND = (
     "Shape of the learning rate after the warm-up, or custom: a function of your own, from the first step on."
 )
 ScheduleKind = Annotated[Word[T], Field(description=_SCHEDULE_KIND)]
-_WARMUP = "Linear rise from 0, in steps, tokens or percent of the run."
+_WARMUP = "Linear warm-up from 0, in steps, tokens or percent of the run."
 Warmup = Annotated[Duration | None, Span(units=("steps", "tokens", "%"), aliases=NEVER), Field(description=_WARMUP)]
 MinLrRatio = Annotated[float, Real(ge=0, le=1), Field(description="Learning rate at the end, as a share of the peak.")]
-_DECAY_SHAPE = "Shape of the fall: linear, sqrt (1 - sqrt of the progress) or cosine."
+_DECAY_SHAPE = "Shape of the decay: linear, sqrt (1 - sqrt of the progress) or cosine."
 DecayShape = Annotated[Word[Literal["linear", "sqrt", "cosine"]], Field(description=_DECAY_SHAPE)]
 PartOfRun = Annotated[Duration, Span(units=("steps", "tokens", "%"))]
 
@@ -31,7 +32,7 @@ class ConstantSchedule(Section):
 
 
 class LinearSchedule(Section):
-    """A learning rate that falls in a straight line."""
+    """A learning rate that decays linearly."""
 
     kind: ScheduleKind[Literal["linear"]] = "linear"
     warmup: Warmup = Duration.parse("3%")
@@ -39,7 +40,7 @@ class LinearSchedule(Section):
 
 
 class CosineSchedule(Section):
-    """A learning rate that falls along half a cosine."""
+    """A learning rate that decays along half a cosine."""
 
     kind: ScheduleKind[Literal["cosine"]] = "cosine"
     warmup: Warmup = Duration.parse("3%")
@@ -47,40 +48,40 @@ class CosineSchedule(Section):
 
 
 class InverseSqrtSchedule(Section):
-    """A learning rate that falls as one over the root of the step; it asks for no length of the run."""
+    """A learning rate that decays as one over the root of the step; it needs no length of the run."""
 
     kind: ScheduleKind[Literal["inverse_sqrt"]] = "inverse_sqrt"
     warmup: PartOfRun = Duration.parse("3%")
-    """Linear rise from 0, in steps, tokens or percent of the run; it also sets how slowly the fall goes."""
+    """Linear warm-up from 0, in steps, tokens or percent of the run; it also sets how slowly the rate decays."""
 
 
 class WsdSchedule(Section):
-    """Warm-up, stable, decay: a constant learning rate that falls over the last part of the run."""
+    """Warm-up, stable, decay: a constant learning rate that decays over the last part of the run."""
 
     kind: ScheduleKind[Literal["wsd"]] = "wsd"
     warmup: Warmup = Duration.parse("3%")
     decay: PartOfRun = Duration.parse("10%")
-    """Length of the fall at the end, in steps, tokens or percent of the run (wsd_s: of each period)."""
+    """Length of the decay at the end, in steps, tokens or percent of the run (wsd_s: of each period)."""
     decay_shape: DecayShape = "linear"
     min_lr_ratio: MinLrRatio = 0.0
 
 
 class WsdPeriodsSchedule(Section):
-    """WSD-S: several periods, each of which ends with a fall; the next starts at the peak, without a warm-up."""
+    """WSD-S: several periods, each of which ends with a decay; the next starts at the peak, without a warm-up."""
 
     kind: ScheduleKind[Literal["wsd_s"]] = "wsd_s"
     warmup: Warmup = Duration.parse("3%")
     periods: Annotated[Durations, Cadence(units=("steps", "tokens", "epochs", "%"), aliases=())]
     """Lengths of the periods, which together cover the run, such as [1000 steps, 1000 steps, 2000 steps]."""
     decay: PartOfRun = Duration.parse("10%")
-    """Length of the fall at the end of each period, in steps, tokens or percent of it."""
+    """Length of the decay at the end of each period, in steps, tokens or percent of it."""
     decay_shape: DecayShape = "linear"
     min_lr_ratio: Annotated[float, Real(ge=0, le=1)] = 0.0
     """Learning rate at the end of each period, as a share of the peak."""
 
 
 class CustomSchedule(Section):
-    """A schedule of the user's own."""
+    """A custom schedule."""
 
     kind: ScheduleKind[Literal["custom"]] = "custom"
     use: Use

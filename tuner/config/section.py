@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, GetC
 from pydantic_core import core_schema
 
 from tuner.config.duration import Duration
-from tuner.config.leaves import Switch, Table, Text, refuse, shown
+from tuner.config.value_types import Switch, Table, Text, refuse, shown
 
 Auto = Literal["auto"]
 Durations = tuple[Duration, ...]

@@ -1,1 +1,1 @@
-"""Looking at runs, finished or not: what their directories tell, beside each other, and as curves."""
+"""Run directories: their layout, record and metrics, which checkpoint is meant, comparisons and curves."""

@@ -43,7 +43,7 @@ class RunDir:
 
     @property
     def logs(self) -> Path:
-        """`rankN.log` of each process: what it said, with the time."""
+        """`rankN.log` of each process: its messages, with the time."""
         return self.path / LOGS
 
     @property
@@ -57,7 +57,7 @@ class RunDir:
         return self.path / RESOLVED_RECIPE
 
     def read_record(self) -> dict[str, Any] | None:
-        """The run's record, or what its checkpoints tell in place of one that is gone; None where no run has started.
+        """The run's record, or what its checkpoints say where it is missing; None where no run has started.
 
         Raises RecipeError for a directory of something else.
         """
@@ -98,7 +98,7 @@ class RunDir:
         return [self.path, self.checkpoints, self.path / TOKENIZER, self.path / MODEL_CONFIG, *launches]
 
     def recipe(self, record: Mapping[str, Any] | None) -> LoadedRecipe | None:
-        """The recipe that its next launch goes on with; None where none was written down yet.
+        """The recipe that its next launch resumes with; None where none was written down yet.
 
         After a reset that is the one in its record, which changes in one piece with what was reset; where its file is
         gone, the one that its newest checkpoint was saved with.
@@ -165,12 +165,12 @@ class RunDir:
             "status": "finished",
             "step": step,
             "saved_step": step,
-            "why": "killed behind its last save",
+            "why": "killed after its last save",
         }
         write_json(self.record, record)
 
     def _keep_source(self, work_dirs: Sequence[Path], launch: int) -> dict[str, Any] | None:
-        """The facts of the user's source tree, its diff kept beside them; None where there is none."""
+        """The facts of the user's source tree, with its diff in a file; None where there is none."""
         trees = (source_tree(directory) for directory in work_dirs)
         tree: SourceTree | None = next((tree for tree in trees if tree is not None), None)
         if tree is None:

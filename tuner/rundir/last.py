@@ -50,7 +50,7 @@ def last_problem(checkpoints: Path, record: Mapping[str, Any] | None) -> str | N
 
 
 def last_state(checkpoints: Path, record: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The state that a run's last checkpoint tells of; empty where that cannot be read."""
+    """The state in a run's last checkpoint; empty where that cannot be read."""
     step = last_step(checkpoints, record)
     try:
         return {} if step is None else read_json(checkpoints / step_name(step) / STATE_NAME)

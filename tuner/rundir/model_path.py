@@ -140,7 +140,7 @@ def _last(run_dir: Path, warn: Warn, shards: bool) -> CheckpointInfo:
 
 
 def _record(run_dir: Path, warn: Warn) -> Mapping[str, Any] | None:
-    """The run's record; None, and a warning, where it cannot be read: the checkpoints themselves tell what they are."""
+    """The run's record; None, and a warning, where it cannot be read: the checkpoints describe themselves."""
     if not is_run(run_dir):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Curves as one HTML file that needs nothing else: no network, no library, nothing beside it."""
+"""Curves as one HTML file that needs nothing else: no network, no library, no other file."""
 
 from __future__ import annotations
 

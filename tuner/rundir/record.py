@@ -37,7 +37,7 @@ def utc_now() -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory, with its record or with what its checkpoints tell in place of it."""
+    """One run directory, with its record, or with what its checkpoints say where that is missing."""
 
     path: Path
     record: Mapping[str, Any]

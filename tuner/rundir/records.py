@@ -48,7 +48,7 @@ class Records:
     def cut_back(self, step: int, evaluates: bool = False) -> None:
         """Drop the lines after ``step``, and a last line cut short by a crash: they will be written again.
 
-        Where the launch begins with the evaluation of the step, what an earlier one wrote of that goes, too.
+        Where the launch begins with the evaluation of the step, what an earlier one wrote of it is dropped, too.
         """
         if self._path is None or not self._path.exists():
             return

@@ -1,4 +1,4 @@
-"""The leaf types of a recipe: each reads one value, says what it allows, and writes its own JSON schema."""
+"""The value types of a recipe: each reads one value, says what it allows, and writes its own JSON schema."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from fractions import Fraction
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
@@ -15,12 +14,16 @@ from pydantic import GetCoreSchemaHandler, PlainSerializer, PlainValidator, With
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
 
-from tuner.config.numbers import parse_number
-
 
 def refuse(message: str) -> PydanticCustomError:
     """Return the error of one field; its message becomes the problem's line as it stands."""
     return PydanticCustomError("recipe", "{message}", {"message": message})
+
+
+def meant(value: object, words: Sequence[str], likeness: float = 0.5) -> str:
+    """Return the end of an error that names the word nearest to a value, if one is near."""
+    near = get_close_matches(str(value), words, 1, likeness)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def shown(value: object) -> str:
@@ -40,7 +43,7 @@ def shown(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Leaf(ABC):
+class ValueType(ABC):
     """A value that is read and checked in one place; an alias is a word that stands for a value.
 
     `null` and `words` are allowed, too: those of the annotation, such as ``str | None`` or ``int | Literal["auto"]``.
@@ -51,7 +54,7 @@ class Leaf(ABC):
     aliases: tuple[tuple[str, Any], ...] = ()
 
     def of(self, annotation: Any) -> Self:
-        """The leaf of a field with this annotation."""
+        """The value type of a field with this annotation."""
         if get_origin(annotation) not in {Union, UnionType}:
             return self
         members = get_args(annotation)
@@ -93,9 +96,8 @@ class Leaf(ABC):
         try:
             return self.read(value)
         except TypeError:
-            near = get_close_matches(str(value), [*self.words, *(word for word, _ in self.aliases)], 1, 0.6)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise refuse(f"got {shown(value)}; allowed: {self.allowed}{hint}") from None
+            words = [*self.words, *(word for word, _ in self.aliases)]
+            raise refuse(f"got {shown(value)}; allowed: {self.allowed}{meant(value, words, 0.6)}") from None
         except ValueError as error:
             raise refuse(str(error)) from None
 
@@ -111,82 +113,18 @@ class Leaf(ABC):
         return value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        leaf = self.of(source)
-        schema = leaf.schema()
-        constants: list[Any] = [*leaf.words, *(word for word, _ in leaf.aliases), *([None] if leaf.null else [])]
+        kind = self.of(source)
+        schema = kind.schema()
+        constants: list[Any] = [*kind.words, *(word for word, _ in kind.aliases), *([None] if kind.null else [])]
         if constants:
             schema = {"anyOf": [schema, {"enum": constants}]}
         return handler.generate_schema(
-            Annotated[Any, PlainValidator(leaf.check), PlainSerializer(leaf.write), WithJsonSchema(schema)]
+            Annotated[Any, PlainValidator(kind.check), PlainSerializer(kind.write), WithJsonSchema(schema)]
         )
 
 
 @dataclass(frozen=True)
-class Whole(Leaf):
-    """A whole number; `4K`, `2^20` and `16Ki` are understood."""
-
-    ge: int = 0
-    le: int | None = None
-
-    @property
-    def what(self) -> str:
-        """The description of the ordinary values."""
-        bound = f"from {self.ge} to {self.le}" if self.le is not None else f"at least {self.ge}"
-        return f"a whole number, {bound}"
-
-    def read(self, value: Any) -> int:
-        """Return the exact integer."""
-        number = _number(value)
-        if number.denominator != 1 or number < self.ge or (self.le is not None and number > self.le):
-            raise TypeError
-        return int(number)
-
-    def schema(self) -> dict[str, Any]:
-        """An integer, or a human number as text."""
-        bounds = {"minimum": self.ge} | ({"maximum": self.le} if self.le is not None else {})
-        return {"anyOf": [{"type": "integer"} | bounds, {"type": "string", "pattern": r"^\d.*$"}]}
-
-
-@dataclass(frozen=True)
-class Real(Leaf):
-    """A finite number between bounds."""
-
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
-    lt: float | None = None
-
-    @property
-    def what(self) -> str:
-        """The description of the ordinary values."""
-        names = (("at least", self.ge), ("above", self.gt), ("at most", self.le), ("below", self.lt))
-        return ", ".join(["a number", *(f"{name} {bound:g}" for name, bound in names if bound is not None)])
-
-    def read(self, value: Any) -> float:
-        """Return the nearest float to the exact number."""
-        try:
-            number = float(_number(value))
-        except OverflowError:
-            raise TypeError from None
-        inside = (
-            (self.ge is None or number >= self.ge)
-            and (self.gt is None or number > self.gt)
-            and (self.le is None or number <= self.le)
-            and (self.lt is None or number < self.lt)
-        )
-        if not inside:
-            raise TypeError
-        return number
-
-    def schema(self) -> dict[str, Any]:
-        """A number, or a human number as text."""
-        names = {"minimum": self.ge, "exclusiveMinimum": self.gt, "maximum": self.le, "exclusiveMaximum": self.lt}
-        bounds = {name: bound for name, bound in names.items() if bound is not None}
-        return {"anyOf": [{"type": "number"} | bounds, {"type": "string", "pattern": r"^[+-]?[\d.].*$"}]}
-
-
-@dataclass(frozen=True)
-class Switch(Leaf):
+class Switch(ValueType):
     """`true` or `false`, nothing else."""
 
     @property
@@ -206,13 +144,13 @@ class Switch(Leaf):
 
 
 @dataclass(frozen=True)
-class Choice(Leaf):
+class Choice(ValueType):
     """One of a few words: those of the annotation, a `Literal`."""
 
     values: tuple[Any, ...] = ()
 
     def of(self, annotation: Any) -> Self:
-        """The leaf of a field with this annotation."""
+        """The value type of a field with this annotation."""
         return replace(self, values=get_args(annotation))
 
     @property
@@ -224,8 +162,7 @@ class Choice(Leaf):
         """Return the word."""
         if not isinstance(value, bool) and type(value) in {type(item) for item in self.values} and value in self.values:
             return value
-        near = get_close_matches(str(value).lower(), [str(item) for item in self.values], 1, 0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = meant(str(value).lower(), [str(item) for item in self.values])
         raise ValueError(f"got {shown(value)}; allowed: {self.allowed}{hint}")
 
     def schema(self) -> dict[str, Any]:
@@ -234,7 +171,7 @@ class Choice(Leaf):
 
 
 @dataclass(frozen=True)
-class Text(Leaf):
+class Text(ValueType):
     """A string; `kind` says which, `pattern` which characters."""
 
     kind: str = "text"
@@ -261,19 +198,19 @@ class Text(Leaf):
 
 
 @dataclass(frozen=True)
-class Several(Leaf):
-    """A list whose items are one leaf each: `length` of them where that is given, none where `empty`.
+class Several(ValueType):
+    """A list whose items are of one type: `length` of them where that is given, none where `empty`.
 
     With `single`, a value that is no list is one of its own.
     """
 
-    item: Leaf | None = None
+    item: ValueType | None = None
     length: int | None = None
     empty: bool = False
     single: bool = False
 
     def of(self, annotation: Any) -> Self:
-        """The leaf of a field with this annotation; its item's is that of the tuple's members."""
+        """The value type of a field with this annotation; its item's is that of the tuple's members."""
         assert self.item is not None
         members = (annotation, *get_args(annotation))
         inner = next(get_args(member)[0] for member in members if get_origin(member) is tuple)
@@ -310,7 +247,7 @@ class Several(Leaf):
 
 
 @dataclass(frozen=True)
-class Table(Leaf):
+class Table(ValueType):
     """A free mapping of names to plain values."""
 
     @property
@@ -330,7 +267,7 @@ class Table(Leaf):
 
 
 @dataclass(frozen=True)
-class Names(Leaf):
+class Names(ValueType):
     """A mapping of some of `keys` to names of the user's own."""
 
     keys: tuple[str, ...] = ()
@@ -346,8 +283,7 @@ class Names(Leaf):
             raise TypeError
         for key, name in value.items():
             if key not in self.keys:
-                near = get_close_matches(str(key).lower(), self.keys, 1, 0.5)
-                hint = f"; did you mean {near[0]}?" if near else ""
+                hint = meant(str(key).lower(), self.keys)
                 raise ValueError(f"got the key {shown(str(key))}; allowed: {self.allowed}{hint}")
             if not isinstance(name, str) or not name.strip() or not name.isprintable():
                 raise ValueError(f"got {shown(name)} for {key}; allowed: the name of a key in the rows")
@@ -359,49 +295,13 @@ class Names(Leaf):
         return {"type": "object", "properties": dict.fromkeys(self.keys, names), "additionalProperties": False}
 
 
-@dataclass(frozen=True)
-class Skips(Leaf):
-    """`stop`, which is none, or `{skip: N}`: how many there may be."""
-
-    aliases: tuple[tuple[str, Any], ...] = (("stop", 0),)
-
-    @property
-    def what(self) -> str:
-        """The description of the ordinary values."""
-        return "{skip: 3}"
-
-    def read(self, value: Any) -> int:
-        """Return the number."""
-        if not isinstance(value, Mapping) or set(value) != {"skip"}:
-            raise TypeError
-        return Whole(ge=1, le=10**6).read(value["skip"])
-
-    def plain(self, value: Any) -> Any:
-        """Return the mapping."""
-        return {"skip": value}
-
-    def schema(self) -> dict[str, Any]:
-        """An object with one key."""
-        count = {"type": "integer", "minimum": 1}
-        return {"type": "object", "properties": {"skip": count}, "required": ["skip"], "additionalProperties": False}
-
-
 def _plain(value: Any) -> bool:
     return value is not None and not isinstance(value, (Mapping, list, tuple))
 
 
-def _number(value: Any) -> Fraction:
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise TypeError
-    try:
-        return parse_number(value)
-    except ValueError:
-        raise TypeError from None
-
-
-def leaf_of(info: FieldInfo) -> Leaf | None:
-    """Return the leaf type of a field, if its value is one leaf."""
-    return next((item.of(info.annotation) for item in info.metadata if isinstance(item, Leaf)), None)
+def value_type_of(info: FieldInfo) -> ValueType | None:
+    """Return the value type of a field; None for a list of sections."""
+    return next((item.of(info.annotation) for item in info.metadata if isinstance(item, ValueType)), None)
 
 
 T = TypeVar("T")

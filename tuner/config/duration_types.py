@@ -1,4 +1,4 @@
-"""The leaf types of time: one duration, or a cadence of several."""
+"""The value types of time: one duration, or a cadence of several."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuner.config.duration import Duration
-from tuner.config.leaves import NEVER, Leaf, shown
+from tuner.config.value_types import NEVER, ValueType, shown
 
 
 @dataclass(frozen=True)
-class Span(Leaf):
+class Span(ValueType):
     """One duration in one of `units`."""
 
     units: tuple[str, ...] = ()
