@@ -93,11 +93,11 @@ def flops_per_step(model: Path, lora: bool, rows: Sequence[dict[str, list[int]]]
     from transformers import AutoConfig
 
     from tuner.model.adapter import LoraSpec, add_lora
-    from tuner.model.build import build_skeleton
+    from tuner.model.build import meta_model
     from tuner.model.flops import training_flops
 
-    skeleton = build_skeleton(AutoConfig.from_pretrained(model), torch.float32)
+    on_meta = meta_model(AutoConfig.from_pretrained(model), torch.float32)
     if lora:
-        add_lora(skeleton, LoraSpec(16, 32.0, 0.0, "all-linear"), seed=0)
-    flops = training_flops(skeleton)
+        add_lora(on_meta, LoraSpec(16, 32.0, 0.0, "all-linear"), seed=0)
+    flops = training_flops(on_meta)
     return sum(flops.of(row["seq_lengths"], len(row["input_ids"])) for row in rows)

@@ -11,7 +11,7 @@ from transformers import Glm4MoeConfig
 from tests.model.tiny import tiny_config
 from tuner.errors import RecipeError
 from tuner.model.adapter import LoraSpec, add_lora, lora_layers
-from tuner.model.build import ModelSpec, build_model, build_skeleton
+from tuner.model.build import ModelSpec, build_model, meta_model
 from tuner.model.freeze import freeze, frozen_hash
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM, trained_parameters
@@ -60,10 +60,10 @@ def test_experts_are_not_adapted_in_the_place_of_what_was_named() -> None:
     shape |= {"moe_intermediate_size": 8, "n_routed_experts": 2, "num_experts_per_tok": 1, "vocab_size": 32}
     config = Glm4MoeConfig(**shape, head_dim=8)
     with pytest.raises(RecipeError, match=r"peft cannot adapt \S+gate_proj of a glm4_moe") as caught:
-        add_lora(build_skeleton(config, torch.float32), LoraSpec(2, 4, 0.0, "all-linear"), seed=3)
+        add_lora(meta_model(config, torch.float32), LoraSpec(2, 4, 0.0, "all-linear"), seed=3)
     assert caught.value.hint is not None
     names = caught.value.hint.partition("[")[2].rstrip("]").split(", ")
-    model = build_skeleton(config, torch.float32)
+    model = meta_model(config, torch.float32)
     add_lora(model, LoraSpec(2, 4, 0.0, names), seed=3)
     assert {name.rpartition(".")[2] for name, _ in lora_layers(model)} == set(names)
     assert {"q_proj", "k_proj", "v_proj", "o_proj"} <= set(names)
@@ -76,13 +76,13 @@ def test_the_seed_decides_the_start_and_b_is_zero(tmp_path: Path) -> None:
     assert all(one[name].any() for name in one if "lora_A" in name)
 
 
-def test_a_skeleton_has_the_same_parameters(tmp_path: Path) -> None:
+def test_a_meta_model_has_the_same_parameters(tmp_path: Path) -> None:
     root = adapted(tmp_path, "gpt2", LoraSpec(2, 4, 0.0, "all-linear"))
-    skeleton = build_skeleton(tiny_config("gpt2"), torch.float32)
-    add_lora(skeleton, LoraSpec(2, 4, 0.0, "all-linear"), seed=3)
+    on_meta = meta_model(tiny_config("gpt2"), torch.float32)
+    add_lora(on_meta, LoraSpec(2, 4, 0.0, "all-linear"), seed=3)
     shapes = {name: (p.shape, p.dtype, p.requires_grad) for name, p in root.model.named_parameters()}
-    assert {name: (p.shape, p.dtype, p.requires_grad) for name, p in skeleton.named_parameters()} == shapes
-    assert {p.device.type for p in skeleton.parameters()} == {"meta"}
+    assert {name: (p.shape, p.dtype, p.requires_grad) for name, p in on_meta.named_parameters()} == shapes
+    assert {p.device.type for p in on_meta.parameters()} == {"meta"}
 
 
 VARIANTS = {

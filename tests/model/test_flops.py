@@ -16,12 +16,12 @@ from transformers import (
 
 from tests.model.tiny import SHAPE, tiny_config
 from tuner.model.adapter import LoraSpec, add_lora
-from tuner.model.build import build_skeleton
+from tuner.model.build import meta_model
 from tuner.model.flops import Flops, training_flops
 
 
 def tiny(kind: str) -> PreTrainedModel:
-    return build_skeleton(tiny_config(kind), torch.float32)
+    return meta_model(tiny_config(kind), torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen3", "gpt2"])
@@ -60,9 +60,9 @@ def test_a_token_meets_its_experts_alone() -> None:
         head_dim=8, vocab_size=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
         architectures=["Qwen3MoeForCausalLM"],
     )  # fmt: skip
-    found = training_flops(build_skeleton(config, torch.float32)).products
+    found = training_flops(meta_model(config, torch.float32)).products
     config.num_experts_per_tok = 8
-    whole = training_flops(build_skeleton(config, torch.float32)).products
+    whole = training_flops(meta_model(config, torch.float32)).products
     assert whole - found == 6 * 6 * (3 * 32 * 16) * 2  # six experts fewer, in two layers
 
 
@@ -90,7 +90,7 @@ UNLIKE = {
 
 @pytest.mark.parametrize("config", UNLIKE.values(), ids=UNLIKE)
 def test_a_config_that_does_not_say_its_heads_leaves_attention_out_and_says_so(config: PretrainedConfig) -> None:
-    found = training_flops(build_skeleton(config, torch.float32))
+    found = training_flops(meta_model(config, torch.float32))
     assert not found.complete
     assert found.products > 0
     assert found.attention == {}

@@ -168,11 +168,11 @@ def test_logits_that_are_not_the_models_own_are_refused_even_without_packing(tmp
 )
 def test_a_config_that_cannot_be_is_the_recipes_problem(changes: dict[str, object], tmp_path: Path) -> None:
     from tuner.errors import RecipeError
-    from tuner.model.build import build_skeleton, model_config
+    from tuner.model.build import meta_model, model_config
 
     tiny_config("llama").save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match=r"model"):
-        build_skeleton(model_config(ModelSpec(str(tmp_path), config_overrides=changes)), torch.float32)
+        meta_model(model_config(ModelSpec(str(tmp_path), config_overrides=changes)), torch.float32)
 
 
 def test_missing_and_extra_weights_are_fatal(tmp_path: Path) -> None:

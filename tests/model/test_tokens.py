@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from tests.model.tiny import FAMILIES, VOCAB, family_model
 from tuner.errors import RecipeError
 from tuner.model.adapter import LoraSpec
-from tuner.model.build import ModelSpec, build_model, build_skeleton, model_config
+from tuner.model.build import ModelSpec, build_model, meta_model, model_config
 from tuner.model.choice import Choice
 from tuner.model.freeze import frozen_hash
 from tuner.model.root import CausalLM, outer_parameters, trained_parameters
@@ -59,8 +59,8 @@ def test_full_training_begins_with_the_mean(tmp_path: Path, family: str, tied: b
     (hidden, logits), (wanted, expected) = (hidden_and_logits(one, ids) for one in (model, base))
     assert torch.equal(hidden, wanted)
     torch.testing.assert_close(logits[:, : new_ids.start], expected[:, : new_ids.start], rtol=1e-5, atol=1e-6)
-    skeleton = build_skeleton(model_config(ModelSpec(str(tmp_path), new_ids=new_ids)), torch.float32)
-    assert {n: p.shape for n, p in skeleton.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+    on_meta = meta_model(model_config(ModelSpec(str(tmp_path), new_ids=new_ids)), torch.float32)
+    assert {n: p.shape for n, p in on_meta.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
     assert len(trained_parameters(CausalLM(model))) == len(list(model.parameters()))
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.model.tiny import tiny_config
 from tools.predict_counted import ProfilerMarks
-from tuner.model.build import build_skeleton
+from tuner.model.build import meta_model
 from tuner.model.decode import fullest_forwards, greedy
 from tuner.model.root import CausalLM
 
@@ -16,8 +16,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(("prompts", "limits"), [((40, 25, 3), (30, 12, 30)), ((9,), (50,)), ((60, 7), (1, 2))])
 def test_the_peak_is_that_of_the_whole_decoding(prompts: tuple[int, ...], limits: tuple[int, ...]) -> None:
-    skeleton = build_skeleton(tiny_config("llama"), torch.float32)
-    root = CausalLM(skeleton.to_empty(device="cpu")).eval()
+    on_meta = meta_model(tiny_config("llama"), torch.float32)
+    root = CausalLM(on_meta.to_empty(device="cpu")).eval()
     for tensor in (*root.parameters(), *root.buffers()):
         torch.nn.init.zeros_(tensor)
     given = [[1] * length for length in prompts]

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.model.tiny import TINY, VOCAB, tiny_config
 from tuner.export.verify import compare, last_logits
-from tuner.model.build import ModelSpec, build_model, build_skeleton
+from tuner.model.build import ModelSpec, build_model, meta_model
 from tuner.model.root import CausalLM
 from tuner.run.probes import record_probes
 
@@ -23,8 +23,8 @@ def test_a_frozen_bfloat16_base_adds_no_rounding(kind: str, tmp_path: Path) -> N
     model.save_pretrained(tmp_path)
     held = build_model(ModelSpec(str(tmp_path)), torch.bfloat16, seed=0)
     assert {parameter.dtype for parameter in held.parameters()} == {torch.bfloat16}
-    skeleton = build_skeleton(held.config, torch.bfloat16)  # what other processes fill with these values
-    assert {n: b.dtype for n, b in skeleton.named_buffers()} == {n: b.dtype for n, b in held.named_buffers()}
+    on_meta = meta_model(held.config, torch.bfloat16)  # what other processes fill with these values
+    assert {n: b.dtype for n, b in on_meta.named_buffers()} == {n: b.dtype for n, b in held.named_buffers()}
     for name, parameter in held.named_parameters():
         assert torch.equal(parameter.float(), model.get_parameter(name)), name
     probes = [torch.randint(0, VOCAB, (length,)) for length in (5, 12)]

@@ -28,7 +28,7 @@ from tuner.export.tensors import (
 from tuner.export.weights import choice_of, lora_spec, read_config, some
 from tuner.export.write import peft_name, saved_twin
 from tuner.model.adapter import ADAPTER, lora_layers
-from tuner.model.build import build_skeleton
+from tuner.model.build import meta_model
 from tuner.model.tokens import new_rows
 from tuner.rundir.layout import MODEL_PREFIX
 
@@ -51,8 +51,8 @@ def trained_skeleton(source: Source) -> Trained:
     Raises DataError where the checkpoint lacks a trained tensor, holds another, or one of another shape.
     """
     config, choice = read_config(source), choice_of(source)
-    plain = build_skeleton(config, torch.float32)
-    adapted = plain if choice.is_all else build_skeleton(config, torch.float32)
+    plain = meta_model(config, torch.float32)
+    adapted = plain if choice.is_all else meta_model(config, torch.float32)
     choice.apply(adapted, seed=0)
     wanted = {name: tuple(p.shape) for name, p in adapted.named_parameters() if p.requires_grad}
     index = source.checkpoint.index()

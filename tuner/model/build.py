@@ -116,7 +116,7 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
     return _finished(model)
 
 
-def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The same model on the meta device: every parameter has its shape and type and no storage."""
     attention.register()
     try:

@@ -24,7 +24,7 @@ from tuner.parallel.fsdp import local, sync_gradients
 from tuner.profile.cuda_stand_in import cuda_stand_in, unchanged_modules
 from tuner.profile.fakes import give_storage, quiet_kernels
 from tuner.profile.prediction import Phase
-from tuner.run.build import assembly_spec, build_train_state, mesh_of, meta_model, step_config_of
+from tuner.run.build import assembly_spec, build_train_state, mesh_of, meta_model_of, step_config_of
 from tuner.run.resolve import Resolved
 from tuner.rundir.layout import MODEL_PREFIX
 from tuner.runtime import phase, torch_private
@@ -69,7 +69,7 @@ def trace_step(
     from tuner.profile.allocations import AllocationTracker
 
     device, mesh = torch.device("cpu"), mesh_of(resolved.recipe, rank_info)
-    model = meta_model(resolved)
+    model = meta_model_of(resolved)
     blocks = _blocks(model)
     with ExitStack() as stack:
         if resolved.facts.kind == "cuda":

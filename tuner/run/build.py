@@ -16,7 +16,7 @@ from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
 from tuner.errors import RecipeError
 from tuner.model.adapter import LoraSpec
-from tuner.model.build import build_model, build_skeleton
+from tuner.model.build import build_model, meta_model
 from tuner.model.choice import Choice
 from tuner.model.flops import training_flops
 from tuner.model.freeze import frozen_hash
@@ -201,9 +201,9 @@ def _lora_spec(adapter: LowRankAdapter) -> LoraSpec:
     )
 
 
-def meta_model(resolved: Resolved) -> PreTrainedModel:
+def meta_model_of(resolved: Resolved) -> PreTrainedModel:
     """The model that is trained, without storage."""
-    return build_skeleton(resolved.config, DTYPES[resolved.recipe.model.dtype])
+    return meta_model(resolved.config, DTYPES[resolved.recipe.model.dtype])
 
 
 def _whole_model(resolved: Resolved) -> PreTrainedModel:
@@ -222,7 +222,7 @@ def _sharded(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.d
     frozen = Collective(gloo_group()).on_rank0(build_source)
     root = assemble(
         spec,
-        meta_model(resolved),
+        meta_model_of(resolved),
         device_mesh=mesh.device_mesh(device.type),
         give_values=lambda root: materialise(root, source[0] if source else None, device),
     )

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from tuner.config.optimizers import MuonOptimizer
 from tuner.config.recipe import Recipe
 from tuner.errors import MachineError, RecipeError
-from tuner.model.build import ModelSpec, build_skeleton, generation_config, has_liger, model_config
+from tuner.model.build import ModelSpec, generation_config, has_liger, meta_model, model_config
 from tuner.model.compile import compiler_problem
 from tuner.model.native.library import native_problem
 from tuner.runtime.device import DeviceFacts, device_facts, host_memory
@@ -44,7 +44,7 @@ def resolve(
     facts = facts or device_facts(recipe.train.device, rank_info.local_rank)
     spec = model_spec(recipe, new_ids)
     config = model_config(spec)
-    n_parameters = sum(p.numel() for p in build_skeleton(config, torch.float32).parameters())
+    n_parameters = sum(p.numel() for p in meta_model(config, torch.float32).parameters())
     reasons: dict[str, str] = {}
     values: dict[str, dict[str, Any]] = {}
 
