@@ -23,15 +23,20 @@ from tuner.export.verify import last_logits
 from tuner.generate import Prompt, Sampling, load_generator
 from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.choice import Choice
 from tuner.model.root import CausalLM, trained_parameters
 from tuner.model.tokens import new_rows
+from tuner.model.trainable import TrainableSpec
 from tuner.runtime.files import file_entries
 
 GROWN, ROOM = range(VOCAB, VOCAB + 3), range(VOCAB - 3, VOCAB)
 LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 SAVED = LoraSpec(4, 8.0, 0.0, "all-linear", modules_to_save=("lm_head",))
-CHOICES = {"full": Choice(), "lora": Choice(LORA), "saved": Choice(SAVED), "frozen": Choice(frozen=("input",))}
+CHOICES = {
+    "full": TrainableSpec(),
+    "lora": TrainableSpec(LORA),
+    "saved": TrainableSpec(SAVED),
+    "frozen": TrainableSpec(frozen=("input",)),
+}
 FAMILIES = ("gpt2", "gemma3", "phi", "qwen3-moe")
 pytestmark = pytest.mark.filterwarnings(
     "ignore:fan_in_fan_out", "ignore:`is_gradient_check", "ignore:Model has `tie_word_embeddings=True`"
@@ -73,7 +78,7 @@ def make(  # noqa: PLR0913 - what a run can be
     directory: Path,
     family: str,
     tied: bool,
-    choice: Choice,
+    choice: TrainableSpec,
     new_ids: range,
     frozen: str = "fp32",
     monkeypatch: pytest.MonkeyPatch | None = None,
@@ -83,7 +88,7 @@ def make(  # noqa: PLR0913 - what a run can be
     dtype = torch.bfloat16 if frozen == "bf16" else torch.float32
     trained = build_model(ModelSpec(str(base), new_ids=new_ids), dtype, seed=0)
     left_alone = ("wte" if family == "gpt2" else "embed_tokens",) if choice.frozen else ()
-    chosen = Choice(choice.lora, left_alone, new_ids)
+    chosen = TrainableSpec(choice.lora, left_alone, new_ids)
     chosen.apply(trained, seed=0)
     train_a_little(trained, 0.2)
     trained.config.save_pretrained(run / "model_config")

@@ -37,7 +37,7 @@ torch.set_num_threads(1)
 from tests.model.test_packing import gradient, packed_inputs, random_ids
 from tests.model.tiny import tiny_config
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.choice import Choice
+from tuner.model.trainable import TrainableSpec
 from tuner.parallel.assemble import AssemblySpec, assemble
 
 lengths = (3, 4)
@@ -46,7 +46,7 @@ def gradients(kind, level, liger):
     with tempfile.TemporaryDirectory() as directory:
         tiny_config(kind).save_pretrained(directory)
         model = build_model(ModelSpec(directory, random_init=True), torch.float32, seed=1)
-    root = assemble(AssemblySpec(Choice(), 0, "liger" if liger else "torch", level), model).train()
+    root = assemble(AssemblySpec(TrainableSpec(), 0, "liger" if liger else "torch", level), model).train()
     for parameter in root.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15, generator=torch.Generator().manual_seed(parameter.numel()))

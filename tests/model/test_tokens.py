@@ -12,10 +12,10 @@ from tests.model.tiny import FAMILIES, VOCAB, family_model
 from tuner.errors import RecipeError
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model, meta_model, model_config
-from tuner.model.choice import Choice
 from tuner.model.freeze import frozen_hash
 from tuner.model.root import CausalLM, outer_parameters, trained_parameters
 from tuner.model.tokens import NewRows
+from tuner.model.trainable import TrainableSpec
 
 GROWN, ROOM = range(VOCAB, VOCAB + 3), range(VOCAB - 3, VOCAB)
 CASES = [(family, GROWN) for family in FAMILIES] + [("llama", ROOM), ("gpt2", ROOM)]
@@ -23,7 +23,7 @@ LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_check")
 
 
-def built(directory: Path, kind: tuple[str, bool], new_ids: range, choice: Choice) -> PreTrainedModel:
+def built(directory: Path, kind: tuple[str, bool], new_ids: range, choice: TrainableSpec) -> PreTrainedModel:
     family_model(*kind).save_pretrained(directory)
     model = build_model(ModelSpec(str(directory), new_ids=new_ids), torch.float32, seed=0)
     choice.apply(model, seed=0)
@@ -44,7 +44,7 @@ def ends(model: PreTrainedModel) -> list[torch.Tensor]:
 @pytest.mark.parametrize("tied", [True, False])
 def test_full_training_begins_with_the_mean(tmp_path: Path, family: str, tied: bool, new_ids: range) -> None:
     base = family_model(family, tied)
-    model = built(tmp_path, (family, tied), new_ids, Choice(new_ids=new_ids))
+    model = built(tmp_path, (family, tied), new_ids, TrainableSpec(new_ids=new_ids))
     for before, after in zip(ends(base), ends(model), strict=True):
         assert after.shape[0] == max(VOCAB, new_ids.stop) == model.config.vocab_size
         assert torch.equal(after[: new_ids.start], before[: new_ids.start])
@@ -68,8 +68,8 @@ def test_full_training_begins_with_the_mean(tmp_path: Path, family: str, tied: b
 @pytest.mark.parametrize("tied", [True, False])
 def test_rows_alone_are_trained_as_in_the_whole_weight(tmp_path: Path, family: str, tied: bool, new_ids: range) -> None:
     """Beside an adapter: the same values and gradients as with the rows inside weights that are trained whole."""
-    whole = built(tmp_path, (family, tied), new_ids, Choice(new_ids=new_ids))
-    model = built(tmp_path, (family, tied), new_ids, Choice(LORA, new_ids=new_ids))
+    whole = built(tmp_path, (family, tied), new_ids, TrainableSpec(new_ids=new_ids))
+    model = built(tmp_path, (family, tied), new_ids, TrainableSpec(LORA, new_ids=new_ids))
     rows = {name: p for name, p in trained_parameters(CausalLM(model)).items() if "lora_" not in name}
     assert [name.rpartition(".")[2] for name in rows] == ["new_rows"] * (1 if tied else 2)
     assert set(rows) <= outer_parameters(CausalLM(model))
@@ -97,16 +97,16 @@ def test_rows_alone_are_trained_as_in_the_whole_weight(tmp_path: Path, family: s
 
 
 def test_the_hash_of_a_frozen_base_does_not_depend_on_them(tmp_path: Path) -> None:
-    model = built(tmp_path, ("llama", True), ROOM, Choice(LORA, new_ids=ROOM))
-    assert frozen_hash(model) == frozen_hash(built(tmp_path, ("llama", True), range(0), Choice(LORA)))
-    grown = built(tmp_path, ("llama", True), GROWN, Choice(LORA, new_ids=GROWN))
+    model = built(tmp_path, ("llama", True), ROOM, TrainableSpec(LORA, new_ids=ROOM))
+    assert frozen_hash(model) == frozen_hash(built(tmp_path, ("llama", True), range(0), TrainableSpec(LORA)))
+    grown = built(tmp_path, ("llama", True), GROWN, TrainableSpec(LORA, new_ids=GROWN))
     assert not grown.get_input_embeddings().base_layer.weight[VOCAB:].any()
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_modules_trained_in_full_hold_them(tmp_path: Path, tied: bool) -> None:
     lora = LoraSpec(4, 8.0, 0.0, "all-linear", modules_to_save=("lm_head",))
-    model = built(tmp_path, ("llama", tied), GROWN, Choice(lora, new_ids=GROWN))
+    model = built(tmp_path, ("llama", tied), GROWN, TrainableSpec(lora, new_ids=GROWN))
     assert not isinstance(model.get_output_embeddings(), NewRows)
     assert isinstance(model.get_input_embeddings(), NewRows) == (not tied)
     weight = model.get_output_embeddings().weight
@@ -114,7 +114,7 @@ def test_modules_trained_in_full_hold_them(tmp_path: Path, tied: bool) -> None:
 
 
 def test_embeddings_left_out_of_full_training_are_but_for_the_new_rows(tmp_path: Path) -> None:
-    model = built(tmp_path, ("llama", False), GROWN, Choice(frozen=("embed_tokens",), new_ids=GROWN))
+    model = built(tmp_path, ("llama", False), GROWN, TrainableSpec(frozen=("embed_tokens",), new_ids=GROWN))
     names = set(trained_parameters(CausalLM(model)))
     assert "model.embed_tokens.new_rows" in names and "lm_head.weight" in names
     assert "model.embed_tokens.base_layer.weight" not in names
@@ -124,7 +124,7 @@ def test_random_weights_stay_as_they_were_drawn(tmp_path: Path) -> None:
     family_model("llama", False).save_pretrained(tmp_path)
     spec = ModelSpec(str(tmp_path), random_init=True, new_ids=GROWN)
     models = [build_model(spec, torch.float32, seed=3) for _ in range(2)]
-    Choice(new_ids=GROWN, drawn=True).apply(models[0], seed=3)
+    TrainableSpec(new_ids=GROWN, drawn=True).apply(models[0], seed=3)
     assert ends(models[0])[0].shape[0] == GROWN.stop
     assert torch.equal(ends(models[0])[0], ends(models[1])[0])
 
@@ -132,7 +132,7 @@ def test_random_weights_stay_as_they_were_drawn(tmp_path: Path) -> None:
 def test_an_adapted_output_layer_is_refused(tmp_path: Path) -> None:
     lora = LoraSpec(4, 8.0, 0.0, ("q_proj", "lm_head"))
     with pytest.raises(RecipeError, match="which no adapter can train"):
-        built(tmp_path, ("llama", False), GROWN, Choice(lora, new_ids=GROWN))
+        built(tmp_path, ("llama", False), GROWN, TrainableSpec(lora, new_ids=GROWN))
 
 
 def test_an_embedding_of_its_own_kind_is_refused() -> None:
@@ -143,7 +143,7 @@ def test_an_embedding_of_its_own_kind_is_refused() -> None:
     model = family_model("llama", False)
     model.set_input_embeddings(Odd(VOCAB, 32))
     with pytest.raises(RecipeError, match="rows of a Odd cannot be trained alone"):
-        Choice(frozen=("embed_tokens",), new_ids=ROOM).apply(model, seed=0)
+        TrainableSpec(frozen=("embed_tokens",), new_ids=ROOM).apply(model, seed=0)
 
 
 def test_a_vocabulary_with_a_gap_is_left_for_the_check_of_sizes(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from tuner.config.duration import Duration
 from tuner.errors import RecipeError
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.choice import Choice
 from tuner.model.padding import Padding
+from tuner.model.trainable import TrainableSpec
 from tuner.parallel import assemble as assembling
 from tuner.parallel.assemble import AssemblySpec, assemble
 
@@ -33,7 +33,7 @@ def order_of(spec: AssemblySpec, model: Any, monkeypatch: pytest.MonkeyPatch) ->
     def noted(name: str) -> Any:
         return lambda *given, **named: done.append(name)
 
-    monkeypatch.setattr(Choice, "apply", noted("trained"))
+    monkeypatch.setattr(TrainableSpec, "apply", noted("trained"))
     for name in ("apply_native", "apply_liger", "apply_recompute", "compile_blocks", "shard"):
         monkeypatch.setattr(assembling, name, noted(name))
     devices: Any = object()
@@ -53,18 +53,18 @@ def order_of(spec: AssemblySpec, model: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_there_is_one_order(
     kernels: Any, padding: Padding | None, order: str, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = AssemblySpec(Choice(), 0, kernels, "full", padding=padding)
+    spec = AssemblySpec(TrainableSpec(), 0, kernels, "full", padding=padding)
     assert order_of(spec, model, monkeypatch) == order.split()
 
 
 def test_a_model_that_gives_its_values_is_not_wrapped(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = AssemblySpec(Choice(LoraSpec(4, 8, 0.0, "all-linear")), 7, "liger", "full", padding=PADDING)
-    assert (spec.for_values().trained, spec.for_values().seed) == (spec.trained, 7)
+    spec = AssemblySpec(TrainableSpec(LoraSpec(4, 8, 0.0, "all-linear")), 7, "liger", "full", padding=PADDING)
+    assert (spec.for_values().trainable, spec.for_values().seed) == (spec.trainable, 7)
     assert order_of(spec.for_values(), model, monkeypatch) == ["trained", "inspect", "shard", "values"]
-    assert AssemblySpec(Choice(), 0, "native").for_values().kernels == "native"
+    assert AssemblySpec(TrainableSpec(), 0, "native").for_values().kernels == "native"
 
 
 def test_no_more_layers_are_recomputed_than_there_are(model: Any) -> None:
-    spec = AssemblySpec(Choice(), 0, recompute="full", recomputed_layers=Duration.parse("9 layers"))
+    spec = AssemblySpec(TrainableSpec(), 0, recompute="full", recomputed_layers=Duration.parse("9 layers"))
     with pytest.raises(RecipeError, match="gradient_checkpointing_layers: 9 layers, but the model has 2"):
         assemble(spec, model)

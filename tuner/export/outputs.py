@@ -25,7 +25,7 @@ from tuner.export.tensors import (
     replaced_tensor,
     rounded_tensor,
 )
-from tuner.export.weights import choice_of, lora_spec, read_config, some
+from tuner.export.weights import lora_spec, read_config, some, trainable_spec_of
 from tuner.export.write import peft_name, saved_twin
 from tuner.model.adapter import ADAPTER, lora_layers
 from tuner.model.build import meta_model
@@ -50,7 +50,7 @@ def trained_skeleton(source: Source) -> Trained:
 
     Raises DataError where the checkpoint lacks a trained tensor, holds another, or one of another shape.
     """
-    config, choice = read_config(source), choice_of(source)
+    config, choice = read_config(source), trainable_spec_of(source)
     plain = meta_model(config, torch.float32)
     adapted = plain if choice.is_all else meta_model(config, torch.float32)
     choice.apply(adapted, seed=0)

@@ -18,8 +18,8 @@ from tuner.export.source import Source
 from tuner.model import transformers_private
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.choice import Choice
 from tuner.model.tokens import grow
+from tuner.model.trainable import TrainableSpec
 from tuner.model.vetting import vet_config
 from tuner.rundir.layout import MODEL_CONFIG, MODEL_PREFIX
 
@@ -39,7 +39,7 @@ def load_trained(source: Source) -> TrainedModel:
 
     Raises DataError where a trained parameter is missing, unexpected or of another shape.
     """
-    choice = choice_of(source)
+    choice = trainable_spec_of(source)
     if choice.lora is not None:
         model = base_model(source)
     else:
@@ -51,10 +51,10 @@ def load_trained(source: Source) -> TrainedModel:
     return TrainedModel(_widened(model), choice.lora)
 
 
-def choice_of(source: Source) -> Choice:
+def trainable_spec_of(source: Source) -> TrainableSpec:
     """Which parameters the run trained."""
     lora = None if source.adapter is None else lora_spec(source.adapter)
-    return Choice(lora, source.recipe.get("model", {}).get("freeze") or (), source.new_ids)
+    return TrainableSpec(lora, source.recipe.get("model", {}).get("freeze") or (), source.new_ids)
 
 
 def read_config(source: Source) -> PretrainedConfig:

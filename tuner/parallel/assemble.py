@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from tuner.config.duration import Duration
 from tuner.errors import RecipeError
 from tuner.model.build import apply_liger, apply_native, decoder_blocks
-from tuner.model.choice import Choice
 from tuner.model.compile import compile_blocks
 from tuner.model.padding import Padding
 from tuner.model.recompute import Level, apply_recompute
 from tuner.model.root import CausalLM
+from tuner.model.trainable import TrainableSpec
 from tuner.parallel.fsdp import shard
 
 Kernels = Literal["torch", "native", "liger"]
@@ -25,7 +25,7 @@ Kernels = Literal["torch", "native", "liger"]
 class AssemblySpec:
     """What is made of a model."""
 
-    trained: Choice
+    trainable: TrainableSpec
     seed: int
     """Of the weights that are drawn here: an adapter's."""
     kernels: Kernels = "torch"
@@ -61,7 +61,7 @@ def assemble(
     Raises RecipeError for parameters or layers that the model does not have.
     """
     root = CausalLM(model)
-    spec.trained.apply(root.model, spec.seed)
+    spec.trainable.apply(root.model, spec.seed)
     if spec.kernels == "native":
         apply_native(root.model)
     inspect(root)

@@ -17,7 +17,6 @@ from tuner.data.prepared import PreparedData
 from tuner.errors import RecipeError
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import build_model, meta_model
-from tuner.model.choice import Choice
 from tuner.model.flops import training_flops
 from tuner.model.freeze import frozen_hash
 from tuner.model.logit_transform import LogitTransform
@@ -25,6 +24,7 @@ from tuner.model.output_layer import KERNELS
 from tuner.model.padding import Padding
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM, outer_parameters, trained_parameters
+from tuner.model.trainable import TrainableSpec
 from tuner.parallel.assemble import AssemblySpec, Kernels, assemble
 from tuner.parallel.fsdp import materialise
 from tuner.parallel.mesh import Mesh
@@ -179,7 +179,7 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
     lora = _lora_spec(adapter) if isinstance(adapter, LowRankAdapter) else None
     longest = int(recipe.data.max_length)
     return AssemblySpec(
-        trained=Choice(lora, recipe.model.freeze, resolved.new_ids, recipe.model.init == "random"),
+        trainable=TrainableSpec(lora, recipe.model.freeze, resolved.new_ids, recipe.model.init == "random"),
         seed=recipe.seed,
         kernels=cast("Kernels", recipe.model.kernels),
         recompute=train.gradient_checkpointing,

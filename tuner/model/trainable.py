@@ -11,8 +11,11 @@ from tuner.model.tokens import train_new_rows
 
 
 @dataclass(frozen=True)
-class Choice:
-    """All of them, all but the ``frozen`` ones, or an adapter's; the rows of new tokens in any case."""
+class TrainableSpec:
+    """Which parameters are trained: all of them, all but the ``frozen`` ones, or an adapter's.
+
+    New tokens are trained in any case.
+    """
 
     lora: LoraSpec | None = None
     frozen: Sequence[str] = ()
