@@ -21,7 +21,7 @@ from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export.source import Source, resolve
 from tuner.export.weights import load_trained
 from tuner.export.write import quiet, turn_ends
-from tuner.model.tokens import grow
+from tuner.model.tokens import resize_embeddings
 from tuner.model.vetting import vet_config
 from tuner.rundir.exports import LINEAGE
 from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
@@ -175,7 +175,7 @@ def _with_adapter(path: Path, base: str | None, dtype: torch.dtype) -> Any:
     model = _plain_model(name, revision, dtype)
     # What it holds of new tokens belongs to ids that the base model has no rows for.
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    grow(model, len(tokenizer))
+    resize_embeddings(model, len(tokenizer))
     return PeftModel.from_pretrained(model, str(path))
 
 

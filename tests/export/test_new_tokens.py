@@ -24,7 +24,7 @@ from tuner.generate import Prompt, Sampling, load_generator
 from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.root import CausalLM, trained_parameters
-from tuner.model.tokens import new_rows
+from tuner.model.tokens import trainable_tokens
 from tuner.model.trainable import TrainableSpec
 from tuner.runtime.files import file_entries
 
@@ -56,7 +56,7 @@ class Case:
         plain = family_model(*self.kind)
         plain.resize_token_embeddings(max(VOCAB, self.trained.config.vocab_size), mean_resizing=False)
         own = dict(self.trained.named_parameters(remove_duplicate=False))
-        rows, lora = new_rows(self.trained), dict(lora_layers(self.trained))
+        rows, lora = trainable_tokens(self.trained), dict(lora_layers(self.trained))
         with torch.no_grad():
             for name, parameter in plain.named_parameters():
                 module, _, last = name.rpartition(".")
@@ -154,7 +154,7 @@ def test_a_base_held_in_bfloat16_adds_no_rounding_to_them(tmp_path: Path, tied: 
     case = make(tmp_path, "gemma3", tied, CHOICES["lora"], GROWN, frozen="bf16")
     report = export_hf(case.run, dtype="fp32")
     written = load_file(report.path / "model.safetensors")
-    for name, layer in new_rows(case.trained).items():
+    for name, layer in trainable_tokens(case.trained).items():
         if f"{name}.weight" in written:
             assert torch.equal(written[f"{name}.weight"][GROWN.start :], layer.new_rows)
             assert torch.equal(written[f"{name}.weight"][: GROWN.start], layer.base_layer.weight[:VOCAB])

@@ -14,7 +14,7 @@ from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model, meta_model, model_config
 from tuner.model.freeze import frozen_hash
 from tuner.model.root import CausalLM, outer_parameters, trained_parameters
-from tuner.model.tokens import NewRows
+from tuner.model.tokens import TrainableTokens
 from tuner.model.trainable import TrainableSpec
 
 GROWN, ROOM = range(VOCAB, VOCAB + 3), range(VOCAB - 3, VOCAB)
@@ -74,7 +74,7 @@ def test_rows_alone_are_trained_as_in_the_whole_weight(tmp_path: Path, family: s
     assert [name.rpartition(".")[2] for name in rows] == ["new_rows"] * (1 if tied else 2)
     assert set(rows) <= outer_parameters(CausalLM(model))
     parts = [model.get_input_embeddings(), model.get_output_embeddings()]
-    assert all(isinstance(part, NewRows) for part in parts)
+    assert all(isinstance(part, TrainableTokens) for part in parts)
     with torch.no_grad():
         for part, weight in zip(parts, ends(whole), strict=True):
             assert torch.equal(part.new_rows, weight[new_ids.start : new_ids.stop])
@@ -107,8 +107,8 @@ def test_the_hash_of_a_frozen_base_does_not_depend_on_them(tmp_path: Path) -> No
 def test_modules_trained_in_full_hold_them(tmp_path: Path, tied: bool) -> None:
     lora = LoraSpec(4, 8.0, 0.0, "all-linear", modules_to_save=("lm_head",))
     model = built(tmp_path, ("llama", tied), GROWN, TrainableSpec(lora, new_ids=GROWN))
-    assert not isinstance(model.get_output_embeddings(), NewRows)
-    assert isinstance(model.get_input_embeddings(), NewRows) == (not tied)
+    assert not isinstance(model.get_output_embeddings(), TrainableTokens)
+    assert isinstance(model.get_input_embeddings(), TrainableTokens) == (not tied)
     weight = model.get_output_embeddings().weight
     assert torch.equal(weight[VOCAB], weight[:VOCAB].double().mean(0).float())
 

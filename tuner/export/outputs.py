@@ -29,7 +29,7 @@ from tuner.export.weights import lora_spec, read_config, some, trainable_spec_of
 from tuner.export.write import peft_name, saved_twin
 from tuner.model.adapter import ADAPTER, lora_layers
 from tuner.model.build import meta_model
-from tuner.model.tokens import new_rows
+from tuner.model.tokens import trainable_tokens
 from tuner.rundir.layout import MODEL_PREFIX
 
 
@@ -76,7 +76,7 @@ class Values:
         self._index: Index = source.checkpoint.index()
         self._adapters: Mapping[str, Callable[[], LowRank]] = {}
         self._trained_names = {name.replace(".base_layer.", "."): name for name in trained.names}
-        self._new_rows = {f"{name}.weight": f"{name}.new_rows" for name in new_rows(trained.adapted)}
+        self._new_rows = {f"{name}.weight": f"{name}.new_rows" for name in trainable_tokens(trained.adapted)}
 
     def merged(self, dtype: torch.dtype) -> list[Output]:
         """Every published tensor of the plain model, floating ones in ``dtype``.

@@ -18,7 +18,7 @@ from tuner.export.source import Source
 from tuner.model import transformers_private
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.tokens import grow
+from tuner.model.tokens import resize_embeddings
 from tuner.model.trainable import TrainableSpec
 from tuner.model.vetting import vet_config
 from tuner.rundir.layout import MODEL_CONFIG, MODEL_PREFIX
@@ -116,7 +116,7 @@ def plain_base(source: Source) -> PreTrainedModel:
         for tensor in state_names(base).values():  # what it computes itself (Gemma's scale) is not rounded
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(frozen_dtype(source))
-        grow(base, read_config(source).get_text_config().vocab_size)
+        resize_embeddings(base, read_config(source).get_text_config().vocab_size)
         return _widened(base)
     plain = plain_model(read_config(source))
     _copy_base(plain, base_model(source))

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreT
 from tuner.errors import DataError, RecipeError
 from tuner.export.source import Source
 from tuner.model.adapter import ADAPTER, LoraSpec, saved_modules
-from tuner.model.tokens import new_rows
+from tuner.model.tokens import trainable_tokens
 from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
 from tuner.runtime.files import inside, json_bytes, read_json, regular_size, write_new
 from tuner.runtime.turn_end import Exchange, turn_end
@@ -70,7 +70,7 @@ def saved_twin(model: PreTrainedModel, lora: LoraSpec) -> tuple[str, str] | None
 
 def _new_tokens(model: PreTrainedModel) -> dict[str, Any]:
     """What peft's config says of rows that are trained alone; it finds tied layers itself. Raises RecipeError."""
-    layers, seen, found = new_rows(model), set[int](), {}
+    layers, seen, found = trainable_tokens(model), set[int](), {}
     for name, layer in layers.items():
         if layer.bias is not None:
             raise RecipeError(f"{name}: peft leaves out the bias of a layer with new tokens", hint="--adapter merge")

@@ -22,7 +22,7 @@ from tuner.model.native.rms_norm import apply_native_norms
 from tuner.model.native.rotary import apply_native_rotation
 from tuner.model.native.swiglu import apply_native_gates
 from tuner.model.reference import plain_config, takes_our_attention
-from tuner.model.tokens import grow, grow_config
+from tuner.model.tokens import resize_embeddings, resize_vocabulary
 from tuner.model.transformers_private import compute_buffers, decoder_classes, forget_attention, from_config
 from tuner.model.vetting import vet_config
 from tuner.runtime.files import inside, read_json
@@ -45,7 +45,7 @@ class ModelSpec:
 def model_config(spec: ModelSpec) -> PretrainedConfig:
     """The config of the model, grown by new tokens. Raises RecipeError for an unknown model, type or overridden key."""
     config = _own_config(spec)
-    grow_config(config, spec.new_ids)
+    resize_vocabulary(config, spec.new_ids)
     return config
 
 
@@ -112,7 +112,7 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
         )
         model, report = _attending(own, load)
     _require_complete(spec, report)
-    grow(model, grown.get_text_config().vocab_size)
+    resize_embeddings(model, grown.get_text_config().vocab_size)
     return _finished(model)
 
 

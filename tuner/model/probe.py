@@ -14,7 +14,7 @@ from tuner.model.attention import Unsupported
 from tuner.model.reach import require_numbered_by_document, require_same_reach
 from tuner.model.reference import plain_twin
 from tuner.model.root import CausalLM
-from tuner.model.tokens import NewRows
+from tuner.model.tokens import TrainableTokens
 
 _FIRST, _SECOND = 7, 9  # document lengths: different, so that a swapped bound shows
 _KEPT = 5  # tokens of the second document that stay when those after them change
@@ -123,7 +123,7 @@ def _refusing(name: str, what: str) -> Iterator[None]:
 def _in_float32(root: nn.Module) -> Iterator[None]:
     """Within, each module's own parameters are float32 while it runs: one module's worth of memory at a time."""
     # Rows of new tokens are put into the weight of the layer that they belong to, which does not run itself.
-    parts = {m: m.parameters(recurse=isinstance(m, NewRows)) for m in root.modules()}
+    parts = {m: m.parameters(recurse=isinstance(m, TrainableTokens)) for m in root.modules()}
     own = {m: [p for p in parameters if p.is_floating_point()] for m, parameters in parts.items()}
     kept: dict[nn.Module, list[torch.Tensor]] = {}
 

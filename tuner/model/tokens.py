@@ -12,7 +12,7 @@ from tuner.errors import RecipeError
 _SUMMED_ROWS = 4096
 
 
-class NewRows(nn.Module):
+class TrainableTokens(nn.Module):
     """An embedding or output layer whose weight is frozen but for the rows of new tokens, which are a tensor apart.
 
     ``new_rows`` float32 ``[N, H]`` stand for the rows from ``first`` on of the weight ``[V, H]`` in ``base_layer``, as
@@ -47,7 +47,7 @@ class NewRows(nn.Module):
         return torch.where(is_new[..., None], (new if scale is None else new * scale).to(old.dtype), old)
 
 
-def grow_config(config: PretrainedConfig, new_ids: range) -> None:
+def resize_vocabulary(config: PretrainedConfig, new_ids: range) -> None:
     """Give the config the vocabulary that the ids need, in place; unused rows that it has are taken first.
 
     Where they do not follow on its rows it stays as it is, for the tokenizer does not belong to the model.
@@ -58,7 +58,7 @@ def grow_config(config: PretrainedConfig, new_ids: range) -> None:
 
 
 @torch.no_grad()
-def grow(model: PreTrainedModel, size: int) -> None:
+def resize_embeddings(model: PreTrainedModel, size: int) -> None:
     """Append rows of zeros to the embeddings and the output layer, in place, up to this size."""
     embeddings: Any = model.get_input_embeddings()
     there = int(embeddings.weight.shape[0])
@@ -72,12 +72,12 @@ def grow(model: PreTrainedModel, size: int) -> None:
 
 
 @torch.no_grad()
-def train_new_rows(model: PreTrainedModel, new_ids: range, drawn: bool) -> None:
-    """Have the rows of new tokens trained, in place, from the mean of the rows before them.
+def train_new_tokens(model: PreTrainedModel, new_ids: range, drawn: bool) -> None:
+    """Have new tokens trained, in place, from the mean of the rows before theirs.
 
-    Layers that are trained in full hold them; in others they become a tensor apart (:class:`NewRows`). ``drawn``: rows
-    of the former are random like all others, and stay so. On a meta model there is nothing to set. Raises RecipeError
-    for an output layer that is adapted, and for embeddings that do more than look up and scale.
+    Layers that are trained in full hold their rows; in others these become a tensor apart (:class:`TrainableTokens`).
+    ``drawn``: rows of the former are random like all others, and stay so. On a meta model there is nothing to set.
+    Raises RecipeError for an output layer that is adapted, and for embeddings that do more than look up and scale.
     """
     if not new_ids:
         return
@@ -98,12 +98,12 @@ def train_new_rows(model: PreTrainedModel, new_ids: range, drawn: bool) -> None:
             continue
         if weight not in rows:
             rows[weight] = nn.Parameter(_mean(weight[: new_ids.start]).repeat(len(new_ids), 1))
-        _replace(model, names[layer], NewRows(_known(layer), rows[weight], new_ids.start))
+        _replace(model, names[layer], TrainableTokens(_known(layer), rows[weight], new_ids.start))
 
 
-def new_rows(model: nn.Module) -> dict[str, NewRows]:
+def trainable_tokens(model: nn.Module) -> dict[str, TrainableTokens]:
     """The layers whose rows of new tokens are a tensor apart, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, NewRows)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, TrainableTokens)}
 
 
 def _known(layer: nn.Module) -> nn.Module:

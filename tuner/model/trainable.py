@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.freeze import freeze
-from tuner.model.tokens import train_new_rows
+from tuner.model.tokens import train_new_tokens
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class TrainableSpec:
         return self.lora is None and not self.frozen
 
     def apply(self, model: PreTrainedModel, seed: int) -> None:
-        """Add the adapter, or freeze, in place; see :func:`~tuner.model.adapter.add_lora` and `train_new_rows`."""
+        """Add the adapter, or freeze, in place; see :func:`~tuner.model.adapter.add_lora` and `train_new_tokens`."""
         if self.lora is not None:
             add_lora(model, self.lora, seed)
         elif self.frozen:
             freeze(model, self.frozen)
-        train_new_rows(model, self.new_ids, self.drawn)
+        train_new_tokens(model, self.new_ids, self.drawn)
