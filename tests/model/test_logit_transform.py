@@ -16,7 +16,7 @@ from tuner.model.logit_transform import PLAIN, LogitTransform
 from tuner.model.output_layer import OutputLayer
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM
-from tuner.train.methods.custom import SummedLoss
+from tuner.train.methods.custom import token_mean
 
 GEMMA = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0}
 CONFIGS: dict[str, tuple[PretrainedConfig, LogitTransform]] = {
@@ -89,7 +89,7 @@ def test_a_loss_of_the_users_own_sees_the_factor() -> None:
     def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor) -> object:
         return cross_entropy(hidden @ weight.T, targets, reduction="sum"), {}
 
-    own = SummedLoss(plain, "own")  # type: ignore[arg-type]
+    own = token_mean(plain, "own")  # type: ignore[arg-type]
     hidden, weight, targets = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
     expected = cross_entropy(hidden @ weight.T * 0.25, targets, reduction="sum")
     found = own.terms(hidden, OutputLayer(weight, None, LogitTransform(0.25)), targets, {})

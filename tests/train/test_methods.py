@@ -1,6 +1,7 @@
 """A loss of the user's own: its value, its figures in metrics.jsonl, its rows, and its mistakes."""
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import torch
 
 from tests.run.test_run import launch, lines
 from tools import resume_campaign
+from tuner.config.recipe import UNIONS, Examples
 from tuner.errors import PluginError
 from tuner.model.logit_transform import LogitTransform
 from tuner.run import build
 from tuner.train.figures import CLOCKED
+from tuner.train.methods.build import build_method
+from tuner.train.methods.method import Method
 
 LOSS = """
 import torch
@@ -144,6 +148,14 @@ def test_the_method_in_the_docs_is_the_mean_over_documents(workplace: Path, root
     assert [line["grad_norm"] for line in own] == pytest.approx([line["grad_norm"] for line in ours], rel=1e-4)
     assert own[0]["token_loss"] == pytest.approx(plain[0]["loss"], rel=1e-5)
     assert abs(plain[0]["loss"] - ours[0]["loss"]) > 1e-3
+
+
+@pytest.mark.parametrize("kind", UNIONS["method"])
+def test_a_kind_is_a_file_of_its_name_and_says_what_its_examples_are(kind: str) -> None:
+    assert callable(import_module(f"tuner.train.methods.{kind}").build)
+    section = UNIONS["method"][kind].model_validate({"use": "a.py:b"} if kind == "custom" else {})
+    assert isinstance(section.examples, Examples)  # type: ignore[attr-defined]
+    assert kind == "custom" or isinstance(build_method(section), Method)  # type: ignore[arg-type]
 
 
 METHODS = """

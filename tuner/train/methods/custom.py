@@ -42,27 +42,25 @@ def check_logits(section: recipe.Method, transform: LogitTransform) -> None:
         )
 
 
-class SummedLoss(TokenMean):
-    """A loss function, whose loss and figures are means over the trained tokens."""
+def token_mean(function: LossFunction, name: str) -> TokenMean:
+    """The method of a loss function. It raises PluginError for a result that :data:`LossFunction` is not.
 
-    def __init__(self, function: LossFunction, name: str) -> None:
-        self._function, self._name = function, name
+    The function knows no factor of the logits, which is put into what it is given; a model with a cap is refused at
+    start.
+    """
 
-    def terms(
-        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
-    ) -> Terms:
-        """Call the function. Raises PluginError for a result that :data:`LossFunction` is not.
-
-        It knows no factor of the logits, which is put into what it is given; a model with a cap is refused at start.
-        """
+    def loss(
+        hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         bias, scale = head.bias, head.transform.scale
         if scale != 1:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
-        result = self._function(hidden, head.weight, bias, targets)
+        result = function(hidden, head.weight, bias, targets)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-            raise PluginError(f"{self._name} returned no pair of a loss and a mapping", hint="return loss, {}")
-        loss, figures = result
-        return Terms({"loss": Sum(loss, "tokens")}, {name: Sum(value, "tokens") for name, value in figures.items()})
+            raise PluginError(f"{name} returned no pair of a loss and a mapping", hint="return loss, {}")
+        return result
+
+    return TokenMean(loss)
 
 
 class Checked:
@@ -141,7 +139,7 @@ def build(section: recipe.CustomMethod) -> Method:
                 f"method.use {section.use} gave a {type(found).__name__}, not a loss function",
                 hint="nor has it all that a method has: by_document, counts, columns and terms",
             )
-        found = SummedLoss(found, section.use)
+        found = token_mean(found, section.use)
     return Checked(found, section.use, source_file(factory))
 
 

@@ -8,14 +8,27 @@ import torch
 
 from tuner.config.recipe import PretrainMethod
 from tuner.data.batches import Batch, StepBatches
-from tuner.model.output_layer import OutputLayer
+from tuner.model.output_layer import Objective, OutputLayer
 from tuner.train.methods.method import Counts, Sum, Terms
+
+SummedLoss = Objective[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+"""Gives the loss and figures by name, each a sum over the positions."""
+
+
+def cross_entropy(
+    hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """The loss of next-token prediction; nothing is logged beside it."""
+    return head.cross_entropy(hidden, targets), {}
 
 
 class TokenMean:
-    """Cross-entropy in nats per trained token; nothing is logged beside it."""
+    """Loss and figures per trained token, such as cross-entropy in nats."""
 
     by_document = False
+
+    def __init__(self, loss: SummedLoss = cross_entropy) -> None:
+        self._loss = loss
 
     def counts(self, batches: StepBatches) -> Counts:
         """Trained tokens."""
@@ -28,8 +41,9 @@ class TokenMean:
     def terms(
         self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
     ) -> Terms:
-        """The summed cross-entropy."""
-        return Terms({"loss": Sum(head.cross_entropy(hidden, targets), "tokens")}, {})
+        """What the loss function gives."""
+        loss, figures = self._loss(hidden, head, targets)
+        return Terms({"loss": Sum(loss, "tokens")}, {name: Sum(value, "tokens") for name, value in figures.items()})
 
 
 def build(section: PretrainMethod) -> TokenMean:
