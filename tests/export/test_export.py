@@ -20,8 +20,8 @@ from tuner.checkpoint.load import open_checkpoint, read_probe, read_tensors
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.export import frozen, hf, outputs, tensors, verify, weights
+from tuner.export.card import curve
 from tuner.export.checksums import Piece
-from tuner.export.curve import curve
 from tuner.export.hf import export_hf, plan_export
 from tuner.export.shards import Output, Shard
 from tuner.export.tensors import OpenFiles, held_tensor

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import jsonlines
 import torch
 import transformers
 
 import tuner
 from tuner.config.dump import flow
-from tuner.export.curve import curve
 from tuner.export.source import Source, hub_name
 
 CARD = "README.md"
 SCHEMA_VERSION = 1
+POINTS = 12
+"""Lines of each kind that are kept of `metrics.jsonl`."""
+_DETERMINED = ("step", "epoch", "tokens", "loss", "lr", "grad_norm")
 _SHOWN = ("method", "train", "optimizer", "schedule", "adapter", "seed")
 
 
@@ -48,6 +52,28 @@ def lineage(source: Source, manifest_sha256: str, options: Mapping[str, Any]) ->
     }
 
 
+def curve(run_dir: Path, last_step: int) -> dict[str, list[dict[str, Any]]]:
+    """Lines of training, evenly thinned to a dozen with the last one, and all evaluations, thinned likewise.
+
+    Empty lists where there are none. Lines that are cut short are passed over.
+    """
+    found: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
+    path = run_dir / METRICS
+    if path.is_file():
+        with jsonlines.open(path) as reader:
+            for line in reader.iter(type=dict, skip_invalid=True):
+                if line.get("kind") in found and isinstance(line.get("step"), int) and line["step"] <= last_step:
+                    found[line["kind"]].append({key: line[key] for key in _DETERMINED if line.get(key) is not None})
+    return {kind: thinned(lines) for kind, lines in found.items()}
+
+
+def thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most a dozen of them, the first and the last among these."""
+    if len(lines) <= POINTS:
+        return lines
+    return [lines[round(i * (len(lines) - 1) / (POINTS - 1))] for i in range(POINTS)]
+
+
 def without_paths(value: Any) -> Any:
     """The value with every local path in it cut to its last component."""
     if isinstance(value, Mapping):
@@ -72,11 +98,11 @@ def card(source: Source, facts: Mapping[str, Any], is_adapter: bool) -> str:
     rows = [(key, value) for key, value in _facts(source, facts, base) if value is not None]
     table = ["| | |", "|---|---|", *(f"| {key} | {_one_line(str(value))} |" for key, value in rows)]
     size = source.model["config"].get("vocab_size") if source.new_ids else None
-    usage, course = _usage(is_adapter, size), _course(facts["metrics"])
-    return "\n".join([*front, f"# {title}", "", *table, "", *usage, "", *course, *_settings(facts)])
+    usage, losses = _usage(is_adapter, size), _losses(facts["metrics"])
+    return "\n".join([*front, f"# {title}", "", *table, "", *usage, "", *losses, *_settings(facts)])
 
 
-def _course(metrics: Mapping[str, list[Mapping[str, Any]]]) -> list[str]:
+def _losses(metrics: Mapping[str, list[Mapping[str, Any]]]) -> list[str]:
     """The loss over the run as a table; nothing where it was not kept."""
     evaluated = {line["step"]: line.get("loss") for line in metrics["eval"]}
     trained = {line["step"]: line for line in metrics["train"]}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from transformers import PreTrainedModel
 
+from tuner.checkpoint.load import require_same_base
 from tuner.errors import DataError
 from tuner.export.base import published_tensors
-from tuner.export.published import Published, assembled, state_names
+from tuner.export.published import Published, assembled, published, state_names
 from tuner.export.source import Source
 from tuner.export.tensors import OpenFiles, TensorSource, grown_tensor, held_tensor, rounded_tensor
 from tuner.export.weights import base_model, frozen_dtype, some
@@ -81,13 +82,18 @@ class Frozen:
         return rounded_tensor(found, self._dtype) if found.dtype.is_floating_point else found
 
 
-def hash_of(frozen: Frozen, entries: Sequence[Published]) -> str | None:
-    """What :func:`tuner.model.freeze.frozen_hash` gives for a model that holds these tensors beside trained ones."""
+def require_same_frozen(source: Source, plain: PreTrainedModel, names: Collection[str], files: OpenFiles) -> None:
+    """Read the tensors of these names, which were not trained, and check their hash.
+
+    It is that of :func:`tuner.model.freeze.frozen_hash`. Raises DataError where the base model is another one now.
+    """
+    entries = [entry for entry in published(plain) if entry.name in names] if names else []
+    frozen = Frozen(source, plain, files, entries)
     whole = [entry for entry in entries if frozen.tensor(entry) is not None]
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         contents = dict(zip([entry.name for entry in whole], pool.map(frozen.sha256, whole), strict=True))
     contents |= {entry.name: frozen.sha256(entry) for entry in entries if entry.name not in contents}
-    return hash_of_frozen(contents)
+    require_same_base(source.checkpoint, hash_of_frozen(contents))
 
 
 def _known(target: str, prefix: str, found: Mapping[str, object]) -> str | None:

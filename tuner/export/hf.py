@@ -21,12 +21,12 @@ from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export import verify
 from tuner.export.card import CARD, card, lineage
 from tuner.export.checksums import Piece
+from tuner.export.frozen import require_same_frozen
 from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
 from tuner.export.shards import Output, plan_shards, write_one, write_shards
 from tuner.export.source import Source, resolve
 from tuner.export.tensors import OpenFiles
-from tuner.export.tokenizer_check import require_same_ids
-from tuner.export.unchanged import require_same_frozen, require_same_tokenizer
+from tuner.export.tokenizer_check import require_same_ids, require_same_tokenizer
 from tuner.export.weights import DTYPES, load_trained, lora_spec, plain_base, read_config
 from tuner.export.write import (
     ADAPTER_WEIGHTS,
@@ -36,6 +36,7 @@ from tuner.export.write import (
     write_generation_config,
     write_tokenizer,
 )
+from tuner.model.freeze import frozen_names
 from tuner.rundir.exports import LINEAGE
 from tuner.rundir.layout import export_dir
 from tuner.rundir.model_path import Warn, Which, ignore_warning, with_remedies
@@ -170,7 +171,7 @@ def _written_and_proven(plan: ExportPlan, started: float) -> ExportReport:
         with quiet():
             require_same_tokenizer(plan.source)
             with OpenFiles() as files:
-                require_same_frozen(plan.source, trained, files)
+                require_same_frozen(plan.source, trained.plain, frozen_names(trained.adapted), files)
             outputs, written = write_files(plan, directory, trained)
             id_probes = require_same_ids(directory, plan.source)
             digests = verify.require_written(directory, written, outputs)

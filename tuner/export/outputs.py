@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tuner.checkpoint.index import Index
-from tuner.errors import DataError, RecipeError
+from tuner.errors import RecipeError
 from tuner.export.frozen import Frozen
 from tuner.export.merged import LowRank, merged_tensor
 from tuner.export.published import Published, converter, published
@@ -25,7 +25,7 @@ from tuner.export.tensors import (
     replaced_tensor,
     rounded_tensor,
 )
-from tuner.export.weights import lora_spec, read_config, some, trainable_spec_of
+from tuner.export.weights import lora_spec, read_config, require_tensors, some, trainable_spec_of
 from tuner.export.write import peft_name, saved_twin
 from tuner.model.adapter import ADAPTER, lora_layers
 from tuner.model.build import meta_model
@@ -55,16 +55,7 @@ def trained_skeleton(source: Source) -> Trained:
     adapted = plain if choice.is_all else meta_model(config, torch.float32)
     choice.apply(adapted, seed=0)
     wanted = {name: tuple(p.shape) for name, p in adapted.named_parameters() if p.requires_grad}
-    index = source.checkpoint.index()
-    held = {key.removeprefix(MODEL_PREFIX): entry for key, entry in index.items() if key.startswith(MODEL_PREFIX)}
-    for problem, names in (("missing", wanted.keys() - held.keys()), ("unexpected", held.keys() - wanted.keys())):
-        if names:
-            raise DataError(f"{source.checkpoint.path}: model tensors are {problem}: {some(sorted(names))}")
-    for name, shape in wanted.items():
-        if held[name].shape != shape:
-            raise DataError(
-                f"{source.checkpoint.path}: {name} has shape {list(held[name].shape)}, the model has {list(shape)}"
-            )
+    require_tensors(source, wanted)
     return Trained(plain, adapted, frozenset(wanted))
 
 

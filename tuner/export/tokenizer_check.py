@@ -1,4 +1,4 @@
-"""Proof that readers of an export get the ids of training: its tokenizer, loaded as they load it, against the run's."""
+"""Proof that readers of an export get the ids of training: the run's tokenizer is as it was, and loads as such."""
 
 from __future__ import annotations
 
@@ -13,11 +13,27 @@ from transformers import AutoTokenizer
 from tuner.errors import DataError, VerificationError
 from tuner.export.source import Source
 from tuner.rundir.layout import ID_PROBES, TOKENIZER
-from tuner.runtime.files import verify_entries
+from tuner.runtime.files import file_entries, verify_entries
 
 _TEXTS = ("", " ", "a", " a ", "  a  b", "\n", "a\n b\n", "Hello, world! 12345", "\u00e9 \u4e2d\u6587 \U0001f642")
 """What is encoded for a run that recorded no probes."""
 _CLOCK = "strftime_now"
+
+
+def require_same_tokenizer(source: Source) -> None:
+    """Check every file of the run's tokenizer. Raises DataError naming the first that is missing, new or different."""
+    directory = source.run_dir / TOKENIZER
+    noted = source.meta.get("tokenizer_files")
+    if not isinstance(noted, Mapping):
+        raise DataError(f"{source.checkpoint.path}: its manifest does not say which tokenizer files it belongs to")
+    found = file_entries(directory)
+    for name in sorted(noted.keys() | found.keys()):
+        if noted.get(name) != found.get(name):
+            what = "is missing" if name not in found else "was not there" if name not in noted else "is another file"
+            raise DataError(
+                f"{directory / name}: the tokenizer changed since {source.checkpoint.path} was saved: this {what}",
+                hint="restore the run's tokenizer directory",
+            )
 
 
 def require_same_ids(directory: Path, source: Source) -> int:

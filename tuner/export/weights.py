@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +44,29 @@ def load_trained(source: Source) -> TrainedModel:
         model = base_model(source)
     else:
         model = plain_model(read_config(source))
-        if choice.frozen or any(True for _ in _persistent_buffers(model)):
+        if choice.frozen or len(state_names(model)) > len(list(model.parameters())):  # or buffers that files hold
             _copy_base(model, base_model(source))
     choice.apply(model, seed=0)
-    _fill(source, _trained(model))
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    require_tensors(source, {name: tuple(parameter.shape) for name, parameter in trained.items()})
+    with torch.no_grad():
+        for key, tensor in read_tensors(source.checkpoint, [MODEL_PREFIX + name for name in sorted(trained)]):
+            trained[key.removeprefix(MODEL_PREFIX)].data.copy_(tensor)
     return TrainedModel(_widened(model), choice.lora)
+
+
+def require_tensors(source: Source, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise DataError unless the checkpoint's model tensors are these, by their names in the model, of these shapes."""
+    index = source.checkpoint.index()
+    held = {key.removeprefix(MODEL_PREFIX): entry for key, entry in index.items() if key.startswith(MODEL_PREFIX)}
+    for problem, names in (("missing", wanted.keys() - held.keys()), ("unexpected", held.keys() - wanted.keys())):
+        if names:
+            raise DataError(f"{source.checkpoint.path}: model tensors are {problem}: {some(sorted(names))}")
+    for name, shape in wanted.items():
+        if held[name].shape != shape:
+            raise DataError(
+                f"{source.checkpoint.path}: {name} has shape {list(held[name].shape)}, the model has {list(shape)}"
+            )
 
 
 def trainable_spec_of(source: Source) -> TrainableSpec:
@@ -136,49 +154,16 @@ def base_model(source: Source) -> PreTrainedModel:
     return build_model(spec, frozen_dtype(source), int(source.recipe.get("seed", 42)))
 
 
-def _fill(source: Source, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Copy the checkpoint's model tensors into the parameters of the same names; the two sets must be equal."""
-    index = source.checkpoint.index()
-    names = {name.removeprefix(MODEL_PREFIX) for name in index if name.startswith(MODEL_PREFIX)}
-    _require_names(parameters, names, str(source.checkpoint.path))
-    unexpected = sorted(names - parameters.keys())
-    if unexpected:
-        raise DataError(f"{source.checkpoint.path}: unexpected model tensors: {some(unexpected)}")
-    wanted = [MODEL_PREFIX + name for name in sorted(names)]
-    with torch.no_grad():
-        for name, tensor in read_tensors(source.checkpoint, wanted):
-            parameter = parameters[name.removeprefix(MODEL_PREFIX)]
-            if parameter.shape != tensor.shape:
-                shapes = f"{list(tensor.shape)}, the model has {list(parameter.shape)}"
-                raise DataError(f"{source.checkpoint.path}: {name} has shape {shapes}")
-            parameter.data.copy_(tensor)
-
-
-def _require_names(wanted: Iterable[str], given: Iterable[str], where: str) -> None:
-    missing = sorted(set(wanted) - set(given))
-    if missing:
-        raise DataError(f"{where}: model tensors are missing: {some(missing)}")
-
-
-def _persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    kept = model.state_dict().keys()
-    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
-
-
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
 def _copy_base(model: nn.Module, base: nn.Module) -> None:
     """Fill parameters and persistent buffers with the base model's."""
-    own = dict(model.named_parameters()) | dict(model.named_buffers())
-    for name, tensor in (*base.named_parameters(), *_persistent_buffers(base)):
-        own[name].data.copy_(tensor)
+    targets = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, tensor in state_names(base).items():
+        targets[name].data.copy_(tensor)
 
 
 @torch.no_grad()
 def _widened(model: PreTrainedModel) -> PreTrainedModel:
-    for tensor in (*model.parameters(), *(buffer for _, buffer in _persistent_buffers(model))):
+    for tensor in state_names(model).values():
         if tensor.is_floating_point():
             tensor.data = tensor.data.float()
     model.train(False)
