@@ -20,7 +20,7 @@ from transformers import (
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export.source import Source, resolve
 from tuner.export.weights import load_trained
-from tuner.export.write import quiet, turn_ends
+from tuner.export.write import quiet, token_ids, turn_ends
 from tuner.model.tokens import resize_embeddings
 from tuner.model.vetting import vet_config
 from tuner.rundir.exports import LINEAGE
@@ -147,7 +147,7 @@ def make_generator(
     """A generator from loaded parts; the ends of a turn are those of the defaults, config, tokenizer and template."""
     ends: list[int] = []
     for value in (getattr(defaults, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id):
-        ends += [value] if isinstance(value, int) else list(value or ())
+        ends += token_ids(value)
     ends += turn_ends(tokenizer, ends)
     # Sampling defaults that a model ships must not reach greedy answers: only `Sampling` decides.
     model.generation_config = GenerationConfig(eos_token_id=ends or None)
@@ -229,7 +229,7 @@ def base_of(name_or_path: str) -> tuple[str, str | None]:
     RecipeError where nobody knows.
     """
     path = Path(name_or_path).absolute()
-    run = next((place for place in (path, path.parent.parent) if is_run_path(place)), None)
+    run = next((each for each in (path, path.parent.parent) if is_run_path(each)), None)
     if run is not None:
         facts = resolve(run).model
         if facts.get("init") == "random":

@@ -14,6 +14,7 @@ import transformers
 import tuner
 from tuner.config.dump import flow
 from tuner.export.source import Source, hub_name
+from tuner.rundir.layout import METRICS
 
 CARD = "README.md"
 SCHEMA_VERSION = 1

@@ -126,7 +126,7 @@ def write_generation_config(directory: Path, source: Source, config: PretrainedC
     recorded = source.run_dir / MODEL_CONFIG / GENERATION_CONFIG
     auto: Any = GenerationConfig
     facts = read_json(recorded) if recorded.is_file() else auto.from_model_config(config).to_dict()
-    ends = _ids(facts.get("eos_token_id")) + _ids(getattr(config, "eos_token_id", None))
+    ends = token_ids(facts.get("eos_token_id")) + token_ids(getattr(config, "eos_token_id", None))
     ends += _tokenizer_ends(source, ends)
     unique = list(dict.fromkeys(ends))
     if unique:
@@ -165,7 +165,7 @@ def _tokenizer_ends(source: Source, known: Sequence[int]) -> list[int]:
         )
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{source.run_dir / TOKENIZER}: transformers cannot load the tokenizer: {error}") from error
-    return _ids(tokenizer.eos_token_id) + turn_ends(tokenizer, known)
+    return token_ids(tokenizer.eos_token_id) + turn_ends(tokenizer, known)
 
 
 def turn_ends(tokenizer: Any, known: Sequence[int] = ()) -> list[int]:
@@ -193,7 +193,8 @@ def turn_ends(tokenizer: Any, known: Sequence[int] = ()) -> list[int]:
     return [] if end is None else [int(tokenizer.convert_tokens_to_ids(end))]
 
 
-def _ids(value: Any) -> list[int]:
+def token_ids(value: Any) -> list[int]:
+    """What a config says of token ids, none, one or several, as a list."""
     if value is None:
         return []
     return [int(item) for item in value] if isinstance(value, (list, tuple)) else [int(value)]

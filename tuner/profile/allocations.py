@@ -10,9 +10,10 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -25,8 +26,6 @@ NAMESPACE = "tuner"
 """Of the custom operations of this package."""
 READ_NUMBER = torch_private.operation("_local_scalar_dense")
 """What the host calls to read a number off a tensor."""
-
-
 COUNTED = 1 << 62
 """Autograd numbers its nodes from 0; those that add to a parameter's gradient have the largest number there is."""
 COMMUNICATION: dict[str, dict[str, Part]] = {
@@ -130,33 +129,25 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
         That is storages that are resized, as FSDP2 frees what it gathered, and states of the generator of random
         numbers, which each layer that is computed again keeps.
         """
-        handles = []
-        for name, module in root.named_modules():
-            handles.append(module.register_forward_pre_hook(self._entering(name)))
-            handles.append(module.register_forward_hook(self._leaving, always_call=True))
-        plain = torch.UntypedStorage.resize_
+        resize_plainly, state_plainly = torch.UntypedStorage.resize_, torch.get_rng_state
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            result = plain(storage, size)
+            result = resize_plainly(storage, size)
             self._resized(storage)
             return result
 
-        states = torch.get_rng_state
-
         def state() -> torch.Tensor:
-            result = states()
+            result = state_plainly()
             self._enter(result)
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        torch.get_rng_state = state
-        try:
+        with ExitStack() as stack:
+            for name, module in root.named_modules():
+                stack.callback(module.register_forward_pre_hook(self._entering(name)).remove)
+                stack.callback(module.register_forward_hook(self._leaving, always_call=True).remove)
+            stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize))
+            stack.enter_context(patch.object(torch, "get_rng_state", state))
             yield
-        finally:
-            torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
-            torch.get_rng_state = states
-            for handle in handles:
-                handle.remove()
 
     def end_of_backward(self) -> None:
         """Numbers that were kept for the backward pass of this microbatch are gone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from tuner.config.recipe import Recipe
@@ -123,13 +124,8 @@ def _shardings(rank_info: RankInfo) -> list[dict[str, Any]]:
 
 
 def _overrides(recipe: Recipe, values: dict[str, Any]) -> dict[str, Any]:
-    """Those values that are not the recipe's own."""
-    found = {}
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        if getattr(getattr(recipe, section), name) != value:
-            found[key] = value
-    return found
+    """Those values in which the recipe differs."""
+    return {key: value for key, value in values.items() if attrgetter(key)(recipe) != value}
 
 
 def _described(overrides: dict[str, Any]) -> str:

@@ -120,13 +120,11 @@ def _recorded_step(assembly: Assembly, longest: int, output: Path | None) -> Mem
     train_state.optimizer.allocate()
     train_state.optimizer.set_step_count(0)
     snapshot = None if output is None else output / f"memory-rank{assembly.rank_info.rank}.pickle"
-    recorder = StepRecorder(train_state, modules=True, snapshot=snapshot)
-    recorder.start()
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            _take(assembly, assembly.batches.step(longest), 0)
-    finally:
-        recorder.stop()
+    with (
+        StepRecorder(train_state, modules=True, snapshot=snapshot) as recorder,
+        torch.compiler.set_stance("force_eager"),
+    ):
+        _take(assembly, assembly.batches.step(longest), 0)
     return recorder.memory()
 
 
@@ -154,12 +152,8 @@ def _traced_step(assembly: Assembly, options: MeasureOptions) -> tuple[float, Ma
         return 0.0, {}
     index = options.steps + 1
     batches = assembly.batches.step(index)
-    recorder = StepRecorder(assembly.train_state, memory=False)
-    recorder.start()
-    try:
+    with StepRecorder(assembly.train_state, memory=False) as recorder:
         _take(assembly, batches, index)
-    finally:
-        recorder.stop()
     if output is None:
         return recorder.communication_s(), {}
     trace = output / f"trace-rank{rank}.json.gz"

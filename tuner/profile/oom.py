@@ -159,17 +159,14 @@ def predicted_peak(assembly: Assembly) -> dict[Part, int]:
 
 def _recorded(assembly: Assembly, work: Callable[[], object], modules: bool = False) -> tuple[StepRecorder, bool]:
     """Work under the recorder, and whether memory ran out in it."""
-    recorder = StepRecorder(assembly.train_state, modules=modules)
-    recorder.start()
-    try:
-        work()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        clear_frames(error)
-        return recorder, True
-    finally:
-        recorder.stop()
+    with StepRecorder(assembly.train_state, modules=modules) as recorder:
+        try:
+            work()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            clear_frames(error)
+            return recorder, True
     return recorder, False
 
 

@@ -62,6 +62,13 @@ class StepRecorder:
         finally:
             self._stack.close()
 
+    def __enter__(self) -> StepRecorder:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
     def abandon(self) -> None:
         """Leave everything as it was, after a start that failed."""
         self._phases.end()

@@ -89,15 +89,12 @@ def page(figures: Mapping[str, Any]) -> str:
 def parts_table(measured: Measurement) -> str:
     """The peak by part, by phase, and who holds most of it, for the terminal."""
     memory = measured.memory
-    lines = [f"{gib(memory.peak_bytes):>12}  at the peak, in {_fullest(memory.phases)}"]
+    fullest = max(memory.phases, key=lambda phase: memory.phases[phase])
+    lines = [f"{gib(memory.peak_bytes):>12}  at the peak, in {fullest}"]
     lines += [f"{gib(size):>12}  {part}" for part, size in memory.parts.items() if size]
     lines.append(" ".join(f"{phase} {gib(size)}" for phase, size in memory.phases.items()))
     lines += [f"{gib(size):>12}  {part:<12} {owner}" for owner, part, size in alike(memory.largest)[:5]]
     return "\n".join(lines)
-
-
-def _fullest(phases: Mapping[Any, int]) -> str:
-    return str(max(phases, key=lambda phase: phases[phase]))
 
 
 def _prediction(found: Prediction) -> dict[str, Any]:
