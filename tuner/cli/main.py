@@ -64,7 +64,7 @@ def run(args: list[str]) -> int:
     except Exception as error:  # whatever fails outside a command's body
         return _broken(command, args, error)
     if command in SHOWS_FLAGS and "--help" in rest:
-        from tuner.cli.overrides import print_flags
+        from tuner.cli.flags import print_flags
 
         print_flags()
     try:

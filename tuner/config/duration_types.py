@@ -13,6 +13,7 @@ from tuner.config.value_types import NEVER, ValueType, shown
 class Span(ValueType):
     """One duration in one of `units`."""
 
+    metavar = "DURATION"
     units: tuple[str, ...] = ()
 
     @property

@@ -15,6 +15,7 @@ from tuner.config.value_types import ValueType, shown
 class Whole(ValueType):
     """A whole number; `4K`, `2^20` and `16Ki` are understood."""
 
+    metavar = "COUNT"
     ge: int = 0
     le: int | None = None
 
@@ -41,6 +42,7 @@ class Whole(ValueType):
 class Real(ValueType):
     """A finite number between bounds."""
 
+    metavar = "NUMBER"
     ge: float | None = None
     gt: float | None = None
     le: float | None = None

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import GetCoreSchemaHandler, PlainSerializer, PlainValidator, WithJsonSchema
 from pydantic.fields import FieldInfo
@@ -49,6 +49,8 @@ class ValueType(ABC):
     `null` and `words` are allowed, too: those of the annotation, such as ``str | None`` or ``int | Literal["auto"]``.
     """
 
+    metavar: ClassVar[str] = "VALUE"
+    """What stands for a value in help."""
     null: bool = False
     words: tuple[str, ...] = ()
     aliases: tuple[tuple[str, Any], ...] = ()
@@ -127,6 +129,8 @@ class ValueType(ABC):
 class Switch(ValueType):
     """`true` or `false`, nothing else."""
 
+    metavar = "BOOL"
+
     @property
     def what(self) -> str:
         """The description of the ordinary values."""
@@ -147,6 +151,7 @@ class Switch(ValueType):
 class Choice(ValueType):
     """One of a few words: those of the annotation, a `Literal`."""
 
+    metavar = "WORD"
     values: tuple[Any, ...] = ()
 
     def of(self, annotation: Any) -> Self:
@@ -174,6 +179,7 @@ class Choice(ValueType):
 class Text(ValueType):
     """A string; `kind` says which, `pattern` which characters."""
 
+    metavar = "TEXT"
     kind: str = "text"
     pattern: str | None = None
 

@@ -1,7 +1,9 @@
-"""The recipe's flags as cyclopts sees them, generated from the model: their names, sentences, choices and defaults.
+"""The recipe's flags, generated from its model: cyclopts names and explains them.
 
-cyclopts names and explains the flags; their values are merged into the recipe's tree by `tuner.config.overrides`,
-so that a value from a flag is checked by the very same code, once, together with the rest of the recipe.
+Their values are merged into the recipe's tree by `tuner.config.overrides`, so that a value from a flag is read and
+checked by the code that reads the file, once, together with the rest. cyclopts does not split the command line: it
+takes no `-` for a value, has no names for items of lists (`--data.train.0.path`), drops `--`, and stops at the first
+flag that is wrong; a test holds each of these, so that it is seen when one of them changes.
 """
 
 from __future__ import annotations
@@ -11,10 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Group, Parameter
 
-from tuner.config.duration_types import Cadence, Span
 from tuner.config.fields import Field, fields
-from tuner.config.number_types import Real, Whole
-from tuner.config.value_types import Choice, Switch, Text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,22 +63,8 @@ def _parameter(field: Field, group: Group) -> inspect.Parameter:
         help=f"{field.sentence}{only} ({field.allowed})",
         show_default=False if field.required else show_default,
         negative=(),
-        metavar=_metavar(field),
+        metavar=field.value_type.metavar if field.value_type is not None else "VALUE",
     )
     return inspect.Parameter(
         field.key.replace(".", "__"), inspect.Parameter.KEYWORD_ONLY, default="", annotation=Annotated[str, marked]
     )
-
-
-def _metavar(field: Field) -> str:
-    if isinstance(field.value_type, Choice):
-        return "WORD"
-    names: dict[type, str] = {
-        Whole: "COUNT",
-        Real: "NUMBER",
-        Switch: "BOOL",
-        Span: "DURATION",
-        Cadence: "DURATION",
-        Text: "TEXT",
-    }
-    return names.get(type(field.value_type), "VALUE")
