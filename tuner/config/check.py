@@ -81,11 +81,11 @@ def _report(tree: Node, error: Any, guessed: set[str], problems: Problems) -> Ke
     key = dotted(path)
     if not exact and error["type"] == "missing":
         where = node.key_where or node.where
-    if node.flag:
+    if node.is_flag:
         key = ""
     if error["type"] == "extra_forbidden":
         if not (path[0] in guessed and find(dotted(path)) is not None):
-            problems.add(where, key, _unknown(tree, path, node.flag))
+            problems.add(where, key, _unknown(tree, path, node.is_flag))
     elif error["type"] == "missing":
         problems.add(where, dotted(path), f"missing; {_sentence(tree, path)}")
     elif error["type"] == "recipe":
@@ -95,13 +95,17 @@ def _report(tree: Node, error: Any, guessed: set[str], problems: Problems) -> Ke
     return path
 
 
+def _kind(tree: Node, section: str) -> str:
+    """The kind of a section, the default one where none is written."""
+    path = (section, "kind")
+    return str(tree.at(path).value) if tree.has(path) else next(iter(UNIONS[section]))
+
+
 def _sentence(tree: Node, path: KeyPath) -> str:
     """What a key that is missing means, as the kind of its section has it."""
     section = str(path[0])
     if section in UNIONS and len(path) == 2:
-        kind = tree.at((section, "kind"))
-        member = UNIONS[section][str(kind.value) if tree.has((section, "kind")) else next(iter(UNIONS[section]))]
-        return member.model_fields[str(path[1])].description or "required"
+        return UNIONS[section][_kind(tree, section)].model_fields[str(path[1])].description or "required"
     field = find(dotted(path))
     return field.sentence if field is not None else "required"
 
@@ -111,9 +115,7 @@ def _unknown(tree: Node, path: KeyPath, flag: bool) -> str:
     field = find(key)
     if field is not None and field.kinds:
         section = str(path[0])
-        kind = tree.at((section, "kind"))
-        now = kind.value if tree.has((section, "kind")) else next(iter(UNIONS[section]))
-        return f"not with kind {now}; write {section}.kind: {' or '.join(field.kinds)}"
+        return f"not with kind {_kind(tree, section)}; write {section}.kind: {' or '.join(field.kinds)}"
     listed = list_of(path)
     siblings = tuple(item_fields(listed)) if len(path) > listed.count(".") + 1 else ()
     meant = suggestion(key, siblings)

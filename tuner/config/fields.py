@@ -136,8 +136,8 @@ def suggestion(key: str, siblings: tuple[str, ...] = ()) -> str | None:
     section, _, name = key.rpartition(".")
     name = name.lower().replace("-", "_")
     table = fields()
-    own = [item.rpartition(".")[2] for item in table if item.rpartition(".")[0] == section]
-    near = _nearest(name, [*own, *siblings], 0.75)
+    here = [item.rpartition(".")[2] for item in table if item.rpartition(".")[0] == section]
+    near = _nearest(name, [*here, *siblings], 0.75)
     if near is not None:
         return f"{section}.{near}" if section else near
     if (foreign := ours(name)) is not None:
@@ -145,8 +145,7 @@ def suggestion(key: str, siblings: tuple[str, ...] = ()) -> str | None:
     if siblings and (near := _nearest(name, list(siblings), 0.4)) is not None:
         return f"{section}.{near}"
     if section:
-        mates = [item.rpartition(".")[2] for item in table if item.rpartition(".")[0] == section]
-        if (near := _nearest(name, mates, 0.6)) is not None:
+        if (near := _nearest(name, here, 0.6)) is not None:
             return f"{section}.{near}"
         sections = list(dict.fromkeys(item.split(".")[0] for item in table if "." in item))
         if section not in sections and (near := _nearest(section, sections, 0.5)) and f"{near}.{name}" in table:

@@ -127,16 +127,11 @@ def _read_text(path: Path, name: str, problems: Problems) -> str:
         return ""
 
 
-def _start_from(node: Node, recipes: Path, cwd: Path) -> None:
+def _start_from(tree: Node, recipes: Path, cwd: Path) -> None:
     """Let a shipped recipe's paths start from the working directory, unless the file ships with it."""
-    if isinstance(node.value, dict):
-        for child in node.value.values():
-            _start_from(child, recipes, cwd)
-    elif isinstance(node.value, list):
-        for child in node.value:
-            _start_from(child, recipes, cwd)
-    elif isinstance(node.value, str) and not (recipes / node.value).exists():
-        node.base = cwd
+    for _, node in tree.leaves():
+        if isinstance(node.value, str) and not (recipes / node.value).exists():
+            node.base = cwd
 
 
 def _name(tree: Node, stem: str, cwd: Path) -> None:

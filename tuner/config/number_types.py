@@ -81,10 +81,7 @@ class Real(ValueType):
 class Bytes(ValueType):
     """A whole number of bytes, such as 5GB or 4GiB."""
 
-    @property
-    def what(self) -> str:
-        """The description of the ordinary values."""
-        return "a size such as 5GB, 500MB or 4GiB"
+    what = "a size such as 5GB, 500MB or 4GiB"
 
     def read(self, value: Any) -> int:
         """Return the bytes."""
@@ -110,10 +107,7 @@ class Skips(ValueType):
 
     aliases: tuple[tuple[str, Any], ...] = (("stop", 0),)
 
-    @property
-    def what(self) -> str:
-        """The description of the ordinary values."""
-        return "{skip: 3}"
+    what = "{skip: 3}"
 
     def read(self, value: Any) -> int:
         """Return the number."""

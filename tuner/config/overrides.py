@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.config.fields import choices, fields, find, item_fields, list_of, suggestion
-from tuner.config.tree import KeyPath, Node, Problems
+from tuner.config.tree import KeyPath, Node, Problems, tree_of
 from tuner.config.yaml import read_yaml, resolve
 
 
@@ -72,7 +72,7 @@ def _merge_one(tree: Node, key: str, override: Override, cwd: Path, problems: Pr
         following = path[depth + 1]
         child = node.child(part)
         if child is None:
-            child = Node([] if isinstance(following, int) else {}, override.where, cwd, override.where, flag=True)
+            child = Node([] if isinstance(following, int) else {}, override.where, cwd, override.where)
             if not _attach(node, part, child, override, problems):
                 return
         elif isinstance(following, int) and not isinstance(child.value, list):
@@ -104,23 +104,9 @@ def _read(key: str, override: Override, cwd: Path, problems: Problems) -> Node |
     flow = text.lstrip().startswith(("[", "{"))
     takes_text = field is not None and field.takes_text
     if not flow or (takes_text and field is not None and field.value_type is not None):
-        return Node(text if takes_text else resolve(text), override.where, cwd, override.where, flag=True)
+        return Node(text if takes_text else resolve(text), override.where, cwd, override.where)
     inner = Problems()
-    tree = read_yaml(f"value: {text}", "value", cwd, inner)
-    value = tree.child("value")
+    value = read_yaml(f"value: {text}", "value", cwd, inner).child("value")
     for problem in inner.found:
         problems.add(override.where, "", problem.text)
-    if inner.found or value is None:
-        return None
-    _mark(value, override.where)
-    return value
-
-
-def _mark(node: Node, where: str) -> None:
-    node.where = node.key_where = where
-    node.flag = True
-    children = (
-        node.value.values() if isinstance(node.value, dict) else node.value if isinstance(node.value, list) else ()
-    )
-    for child in children:
-        _mark(child, where)
+    return None if inner.found or value is None else tree_of(value.plain(), override.where, cwd)

@@ -23,7 +23,11 @@ class Node:
     where: str
     base: Path
     key_where: str = ""
-    flag: bool = False
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether a flag of the command line gave the value."""
+        return self.where.startswith("flag --")
 
     def plain(self) -> Any:
         """Return the value with plain Python containers."""

@@ -131,10 +131,7 @@ class Switch(ValueType):
 
     metavar = "BOOL"
 
-    @property
-    def what(self) -> str:
-        """The description of the ordinary values."""
-        return "true or false"
+    what = "true or false"
 
     def read(self, value: Any) -> bool:
         """Return the truth value."""
@@ -256,10 +253,7 @@ class Several(ValueType):
 class Table(ValueType):
     """A free mapping of names to plain values."""
 
-    @property
-    def what(self) -> str:
-        """The description of the ordinary values."""
-        return "a mapping of names to values, such as {num_hidden_layers: 6}"
+    what = "a mapping of names to values, such as {num_hidden_layers: 6}"
 
     def read(self, value: Any) -> dict[str, Any]:
         """Return the mapping."""
