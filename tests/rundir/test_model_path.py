@@ -13,7 +13,7 @@ import torch
 from tests.rundir import made
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, RecipeError
-from tuner.rundir.last import last_step
+from tuner.rundir.last_checkpoint import last_step
 from tuner.rundir.model_path import find_checkpoint
 from tuner.rundir.record import read_run
 

@@ -245,7 +245,7 @@ def _shown(run: Run) -> str:
 
 def _saved(run: Run, path: Path) -> tuple[str, str]:
     """A checkpoint on one line, with what is wrong with it."""
-    from tuner.rundir.last import problem_of
+    from tuner.rundir.last_checkpoint import problem_of
 
     name, problem = str(path.relative_to(run.path)), problem_of(path)
     return ("saved", name) if problem is None else ("damaged", f"{name}  {problem}")

@@ -17,7 +17,7 @@ from tuner.run.options import LaunchOptions, RunResult
 from tuner.run.resets import freed_keys, pending, resets_of
 from tuner.run.state import outcome
 from tuner.rundir.directory import RunDir
-from tuner.rundir.last import last_step, way_to_whole
+from tuner.rundir.last_checkpoint import last_step, way_to_whole
 from tuner.rundir.model_path import find_checkpoint as find_run_checkpoint
 from tuner.rundir.record import hold
 from tuner.runtime.console import Console

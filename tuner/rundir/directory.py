@@ -11,7 +11,6 @@ from tuner.checkpoint.manifest import read_manifest
 from tuner.checkpoint.steps import step_dirs
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.errors import DataError, RecipeError
-from tuner.rundir.files import SCHEMA, other_contents, read_record, record_is_gone
 from tuner.rundir.layout import (
     CHECKPOINTS,
     LAUNCHES,
@@ -24,6 +23,7 @@ from tuner.rundir.layout import (
     TOKENIZER,
 )
 from tuner.rundir.record import utc_now
+from tuner.rundir.run_json import SCHEMA, other_contents, read_record, record_is_gone
 from tuner.runtime.environment import command_line, environment
 from tuner.runtime.files import set_aside, sweep, unfinished, write_atomic, write_json
 from tuner.runtime.git import SourceTree, source_tree

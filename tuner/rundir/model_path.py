@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.checkpoint.steps import STEP, step_dirs, step_name
 from tuner.errors import DataError, RecipeError
-from tuner.rundir.files import is_run, read_record
-from tuner.rundir.last import gone, last_step, way_to_whole
+from tuner.rundir.last_checkpoint import gone, last_step, way_to_whole
 from tuner.rundir.layout import CHECKPOINTS
+from tuner.rundir.run_json import is_run, read_record
 
 if TYPE_CHECKING:
     from tuner.checkpoint.load import CheckpointInfo

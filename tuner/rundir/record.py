@@ -17,9 +17,9 @@ from tuner.checkpoint.steps import step_dirs, step_name
 from tuner.config.tree import Problems
 from tuner.config.yaml import read_yaml
 from tuner.errors import DataError, RecipeError
-from tuner.rundir.files import is_run, other_contents, read_record
-from tuner.rundir.last import any_valid, last_problem, last_state, last_step, way_to_whole
+from tuner.rundir.last_checkpoint import any_valid, last_problem, last_state, last_step, way_to_whole
 from tuner.rundir.layout import CHECKPOINTS, LOCK, METRICS, RECORD, RESOLVED_RECIPE
+from tuner.rundir.run_json import is_run, other_contents, read_record
 from tuner.runtime.files import TMP_PREFIX, TRASH_PREFIX
 from tuner.runtime.lock import FileLock, is_locked
 
