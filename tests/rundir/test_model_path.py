@@ -14,7 +14,7 @@ from tests.rundir import made
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.last_checkpoint import last_step
-from tuner.rundir.model_path import find_checkpoint
+from tuner.rundir.model_path import HfDirectory, RunCheckpoint, find_checkpoint, resolve_model_path
 from tuner.rundir.record import read_run
 
 
@@ -127,3 +127,28 @@ def test_a_record_that_is_gone_or_damaged_is_not_what_makes_a_run(tmp_path: Path
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"step": 5}))
     assert read_run(path).status == "damaged"
     assert find_checkpoint(tmp_path, pytest.fail) is None
+
+
+def test_a_path_is_a_checkpoint_of_a_run_or_a_hugging_face_directory(tmp_path: Path) -> None:
+    path = run(tmp_path / "r", (2, 4), [{"from_step": 0, "saved_step": 4, "status": "finished"}])
+    found = resolve_model_path(path)
+    assert isinstance(found, RunCheckpoint)
+    assert (found.run_dir, found.checkpoint.step) == (path, 4)
+    found = resolve_model_path(path / "checkpoints" / "step-2")
+    assert isinstance(found, RunCheckpoint)
+    assert (found.run_dir, found.checkpoint.step) == (path, 2)
+    for names, is_adapter in ((["config.json"], False), (["adapter_config.json"], True)):
+        directory = tmp_path / names[0]
+        directory.mkdir()
+        for name in names:
+            (directory / name).write_text("{}")
+        assert resolve_model_path(directory) == HfDirectory(directory, is_adapter)
+
+
+def test_a_path_that_is_no_model_is_refused_with_what_a_model_is(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="nowhere: no such directory") as refused:
+        resolve_model_path(tmp_path / "nowhere")
+    assert refused.value.hint == "give a run, a checkpoint or a Hugging Face directory"
+    with pytest.raises(RecipeError, match="neither a run, a checkpoint nor a Hugging Face directory") as refused:
+        resolve_model_path(tmp_path)
+    assert "checkpoints/step-N" in (refused.value.hint or "")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tuner.cli.command import Outcome, VerboseOption, command, input_path, load_for_command, overrides_of
+from tuner.cli.table import columns
 from tuner.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -88,8 +89,6 @@ def perplexity(loss: float) -> float:
 
 
 def _show(score: Score, console: Console) -> None:
-    from tuner.cli.table import columns
-
     whole = score.evaluation
     parts = [*whole.sources.items(), ("all" if whole.sources else "held out", whole)]
     lines = [["", "loss", "perplexity", "tokens"]]

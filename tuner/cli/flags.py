@@ -52,16 +52,11 @@ null goes back to the default, items of lists are --data.train.0.path."""
 
 def _parameter(field: Field, group: Group) -> inspect.Parameter:
     only = f" Only with kind {' or '.join(field.kinds)}." if field.kinds else ""
-    default = field.default_text
-
-    def show_default(_: Any) -> str:
-        return default
-
     marked = Parameter(
         name=f"--{field.key}",
         group=group,
         help=f"{field.sentence}{only} ({field.allowed})",
-        show_default=False if field.required else show_default,
+        show_default=False if field.required else lambda _: field.default_text,
         negative=(),
         metavar=field.value_type.metavar if field.value_type is not None else "VALUE",
     )

@@ -6,15 +6,21 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from tuner.cli.command import Outcome, command, input_path
-
-if TYPE_CHECKING:
-    from tuner.rundir.curves import Chart
-    from tuner.rundir.record import Run
+from tuner.cli.table import columns
+from tuner.errors import DataError, VerificationError
+from tuner.rundir.curves import Chart, charts
+from tuner.rundir.last_checkpoint import problem_of
+from tuner.rundir.layout import CURVES
+from tuner.rundir.record import Run, find_runs, read_run, read_runs
+from tuner.rundir.remove import remove_runs
+from tuner.rundir.summary import differing, source_losses, summary
+from tuner.rundir.terminal import LETTERS, draw
+from tuner.runtime.console import LABEL_WIDTH, clock, escape
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 RunArgument = Annotated[str, typer.Argument(help="Run directory, or - for a path on stdin.")]
@@ -37,9 +43,6 @@ def list_runs(
     directory: Annotated[str, typer.Argument(metavar="[DIR]", help="Directory that holds runs.")] = "runs",
 ) -> Outcome:
     """List runs, oldest first: status, steps, losses, tokens and time."""
-    from tuner.rundir.record import find_runs
-    from tuner.rundir.summary import summary
-
     path = input_path(directory)
     runs, damaged = find_runs(path)
     found = [summary(run) for run in runs]
@@ -55,9 +58,6 @@ def list_runs(
 @command("runs show")
 def show(run: RunArgument) -> Outcome:
     """Show a run: its figures, its launches, its checkpoints and what it ran on."""
-    from tuner.rundir.record import read_run
-    from tuner.rundir.summary import source_losses, summary
-
     found = read_run(input_path(run))
     artifacts = {
         "run": summary(found),
@@ -75,7 +75,6 @@ def show(run: RunArgument) -> Outcome:
 def compare(runs: RunsArgument) -> Outcome:
     """Compare runs: the keys in which their recipes differ, losses, tokens and time."""
     from tuner.config.dump import flow
-    from tuner.rundir.summary import differing, summary
 
     found, left_out = _open(runs)
     recipes = [run.recipe for run in found]
@@ -102,9 +101,6 @@ def plot(
     smoothing: Annotated[float, typer.Option(min=0.0, max=0.99, help="Where the page's smoothing begins.")] = 0.8,
 ) -> Outcome:
     """Draw the curves of runs in the terminal, and as one HTML page that needs no network."""
-    from tuner.errors import DataError
-    from tuner.rundir.curves import charts
-    from tuner.rundir.layout import CURVES
     from tuner.rundir.page import write_page
 
     found, left_out = _open(runs)
@@ -124,7 +120,6 @@ def plot(
 def verify(runs: RunsArgument) -> Outcome:
     """Compare every file of every checkpoint with the SHA-256 that its manifest noted; exit 6 names what differs."""
     from tuner.checkpoint.load import open_checkpoint
-    from tuner.errors import DataError, VerificationError
 
     found, left_out = _open(runs)
     checkpoints, damaged = [path for run in found for path in run.every_checkpoint], []
@@ -151,8 +146,6 @@ def verify(runs: RunsArgument) -> Outcome:
 @command("runs rm")
 def rm(runs: RunsArgument) -> Outcome:
     """Remove runs with their checkpoints and exports; one that is in use, or something else, is refused."""
-    from tuner.rundir.remove import remove_runs
-
     removed = [str(path) for path in remove_runs([input_path(run) for run in runs])]
     return Outcome("\n".join(removed), artifacts={"removed": removed}, is_text=True)
 
@@ -165,8 +158,6 @@ def _say_what_was_checked() -> None:
 
 def _open(runs: Sequence[str]) -> tuple[list[Run], list[str]]:
     """The runs, and a warning about each directory in which none was ever started: `runs/*` names those too."""
-    from tuner.rundir.record import read_runs
-
     return read_runs(dict.fromkeys(input_path(run) for run in runs))
 
 
@@ -184,8 +175,6 @@ def _row(name: str, item: dict[str, Any], *more: str) -> list[str]:
 
 def _figure(item: dict[str, Any], key: str) -> str:
     """One figure of a summary for people."""
-    from tuner.runtime.console import clock
-
     value = item[key]
     if key == "step":
         return f"{value:,}" + (f"/{item['total_steps']:,}" if item["total_steps"] else "")
@@ -200,8 +189,6 @@ def _figure(item: dict[str, Any], key: str) -> str:
 
 def _table(lines: Sequence[Sequence[str]], keys: int = 0) -> str:
     """Runs one below the other; figures to the right, `keys` columns after the name are texts."""
-    from tuner.cli.table import columns
-
     heading = lines[0]
     texts = {i for i, name in enumerate(heading) if i <= keys or name in {"status", "started"}}
     return columns(lines, right=[i for i in range(len(heading)) if i not in texts])
@@ -209,8 +196,6 @@ def _table(lines: Sequence[Sequence[str]], keys: int = 0) -> str:
 
 def _table_across(lines: Sequence[Sequence[str]]) -> str:
     """Runs side by side."""
-    from tuner.cli.table import columns
-
     return columns(list(zip(*lines, strict=True)))
 
 
@@ -220,9 +205,6 @@ def _cut(text: str) -> str:
 
 def _shown(run: Run) -> str:
     """A run line by line."""
-    from tuner.rundir.summary import source_losses, summary
-    from tuner.runtime.console import LABEL_WIDTH, escape
-
     item, recipe = summary(run), run.recipe
     lines = [("run", str(run.path)), ("status", item["status"])]
     if recipe:
@@ -245,8 +227,6 @@ def _shown(run: Run) -> str:
 
 def _saved(run: Run, path: Path) -> tuple[str, str]:
     """A checkpoint on one line, with what is wrong with it."""
-    from tuner.rundir.last_checkpoint import problem_of
-
     name, problem = str(path.relative_to(run.path)), problem_of(path)
     return ("saved", name) if problem is None else ("damaged", f"{name}  {problem}")
 
@@ -276,9 +256,6 @@ def _draw(charts: Sequence[Chart], names: Sequence[str]) -> None:
     """Draw the charts on stderr, two side by side where there is room; NO_COLOR gives letters to several runs."""
     from rich.console import Console
     from rich.text import Text
-
-    from tuner.rundir.terminal import LETTERS, draw
-    from tuner.runtime.console import escape
 
     colours = ("blue", "yellow", "green", "magenta", "cyan", "red")
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -5,16 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from tuner.cli.table import columns
+from tuner.config.duration import Duration
+from tuner.config.optimizers import MuonOptimizer
+from tuner.config.recipe import Recipe
+from tuner.config.schedules import CustomSchedule
+from tuner.data.building.prepare import find_prepared
+from tuner.data.prepared import open_prepared
 from tuner.errors import RecipeError, TunerError
+from tuner.rundir.curves import Chart, Curve, Points
+from tuner.rundir.terminal import AXIS_WIDTH, draw
+from tuner.train.plan import plan_steps
+from tuner.train.schedule import Schedule, build_schedule
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
-    from tuner.config.duration import Duration
-    from tuner.config.recipe import Recipe
-    from tuner.rundir.curves import Points
-    from tuner.train.schedule import Schedule
 
 PARTS = 1000
 """Steps of a run whose length is not known yet: tenths of a percent."""
@@ -52,12 +60,6 @@ def planned_schedule(recipe: Recipe) -> tuple[PlannedSchedule, list[str]]:
     A length in steps is exact; one in epochs or tokens is that of the prepared data, and per cent where they are not
     there. Raises RecipeError for a schedule that cannot be placed in a run of unknown length.
     """
-    import numpy as np
-
-    from tuner.config.duration import Duration
-    from tuner.config.schedules import CustomSchedule
-    from tuner.train.plan import plan_steps
-    from tuner.train.schedule import build_schedule
 
     timed = [recipe.train.duration, *_durations(recipe.schedule)]
     rows, why = np.zeros(0, dtype=np.int64), ""
@@ -99,8 +101,6 @@ def figures(recipe: Recipe, found: PlannedSchedule) -> dict[str, Any]:
 
 def peaks(recipe: Recipe) -> list[tuple[str, float | None]]:
     """The peak learning rate of each group that has one, the main one first; None where it is auto."""
-    from tuner.config.optimizers import MuonOptimizer
-
     optimizer = recipe.optimizer
     main = None if optimizer.lr == "auto" else float(optimizer.lr)
     found: list[tuple[str, float | None]] = [("lr", main)]
@@ -112,10 +112,6 @@ def peaks(recipe: Recipe) -> list[tuple[str, float | None]]:
 
 def drawing(recipe: Recipe, found: PlannedSchedule, width: int) -> str:
     """The curve of the main learning rate (where that is auto, of its share of the peak), and a table of milestones."""
-    from tuner.cli.table import columns
-    from tuner.rundir.curves import Chart, Curve
-    from tuner.rundir.terminal import AXIS_WIDTH, draw
-
     table = peaks(recipe)
     cells = max(8, width - AXIS_WIDTH)
     label = "learning rate" if table[0][1] else "share of the peak learning rate, which is auto"
@@ -133,8 +129,6 @@ def drawing(recipe: Recipe, found: PlannedSchedule, width: int) -> str:
 
 def _dots(found: PlannedSchedule, peak: float, count: int) -> Points:
     """One value for each column of dots: that of the first milestone in it, else that in its middle."""
-    from tuner.rundir.curves import Points
-
     last = found.total_steps
     milestones: dict[int, int] = {}
     for index, _ in found.points():
@@ -159,8 +153,6 @@ def _axis(found: PlannedSchedule, cells: int, left: int) -> list[str]:
 
 
 def _durations(section: object) -> list[Duration]:
-    from tuner.config.duration import Duration
-
     values = vars(section).values()
     flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
     return [item for item in flat if isinstance(item, Duration)]
@@ -168,9 +160,7 @@ def _durations(section: object) -> list[Duration]:
 
 def _prepared_rows(recipe: Recipe) -> tuple[npt.NDArray[np.int64] | None, str]:
     """Tokens of each prepared row; without them, why not."""
-    from tuner.data.building.prepare import find_prepared
     from tuner.data.building.spec import prepare_spec
-    from tuner.data.prepared import open_prepared
 
     try:
         request = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tuner.data.building.explain import DocumentView, TokenView
-    from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.building.explain import DocumentView, TokenView
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.runtime.console import escape
 
 _ON, _DIM, _OFF = "\x1b[7;32m", "\x1b[2m", "\x1b[0m"
 
@@ -32,8 +31,6 @@ def row_texts(rows: list[DocumentView], tokenizer: TextTokenizer, colour: bool, 
 
 
 def _row(row: DocumentView, tokenizer: TextTokenizer, colour: bool, every_token: bool) -> str:
-    from tuner.runtime.console import escape
-
     trained = sum(token.trained for token in row.tokens)
     which = f"document {row.document + 1} of {row.documents}, " if row.documents > 1 else ""
     head = escape(f"{row.name}:{row.line}  {which}{len(row.tokens):,} tokens, {trained:,} trained [in brackets]")
@@ -46,8 +43,6 @@ def _row(row: DocumentView, tokenizer: TextTokenizer, colour: bool, every_token:
 
 
 def _marked(tokens: list[TokenView], tokenizer: TextTokenizer, colour: bool) -> str:
-    from tuner.runtime.console import escape
-
     parts = []
     for trained, group in groupby(tokens, key=lambda token: token.trained):
         text = tokenizer.decode([token.id for token in group])
@@ -58,8 +53,6 @@ def _marked(tokens: list[TokenView], tokenizer: TextTokenizer, colour: bool) -> 
 
 
 def _token(i: int, token: TokenView, colour: bool) -> str:
-    from tuner.runtime.console import escape
-
     text = escape(json.dumps(token.text, ensure_ascii=False))
     line = f"{i:>6}  {token.id:>7}  {'trained' if token.trained else '-':<7}  {token.rule:<16}  {text}"
     return f"{_ON}{line}{_OFF}" if colour and token.trained else line

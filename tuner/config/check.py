@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from tuner.config.fields import choices, fields, find, item_fields, list_of, suggestion
 from tuner.config.recipe import UNIONS, Recipe
 from tuner.config.rules import RULES
-from tuner.config.tree import KeyPath, Node, Problems, dotted
+from tuner.config.tree import KeyPath, Node, Problems, dotted, tree_of
 from tuner.config.value_types import Choice, shown
 
 PLACEHOLDERS: dict[str, dict[str, Any]] = {"model": {"name_or_path": "x"}, "data": {"train": "x"}}
@@ -135,8 +135,6 @@ def _not_a_mapping(path: KeyPath, value: Any) -> str:
 
 def _repair(plain: Any, bad: list[KeyPath]) -> Recipe | None:
     """Build a recipe without the wrong keys, for the rules between the others; None when that is not possible."""
-    from tuner.config.tree import tree_of
-
     tree = tree_of(plain, "", Path())
     for path in sorted(bad, key=lambda item: [str(part).zfill(6) for part in item], reverse=True):
         tree.remove(path)
