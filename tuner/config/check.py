@@ -23,8 +23,8 @@ def check(tree: Node, problems: Problems) -> Recipe | None:
         if _is_section(name) and (child is None or child.value is None):
             tree.value.pop(name, None)
             if name in PLACEHOLDERS:
-                place = child.key_where if child is not None else tree.where
-                tree.value[name] = Node({}, place, tree.base, place)
+                where = child.key_where if child is not None else tree.where
+                tree.value[name] = Node({}, where, tree.base, where)
     guessed = {section for section in UNIONS if _bad_kind(tree, section, problems)}
     plain = tree.plain()
     try:
@@ -48,7 +48,7 @@ def _is_section(name: str) -> bool:
 
 
 def _bad_kind(tree: Node, section: str, problems: Problems) -> bool:
-    """Note a kind that does not exist, and put the likeliest one in its place so that the rest can be checked."""
+    """Note a kind that does not exist, and take the likeliest one instead so that the rest can be checked."""
     node = tree.child(section)
     kind = node.child("kind") if node is not None else None
     kinds = UNIONS[section]

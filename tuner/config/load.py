@@ -26,7 +26,7 @@ class LoadedRecipe:
     """A recipe with absolute paths, and where it came from.
 
     `path` is None when it was given as a mapping; `text` is the file as it stands; `origins` maps each written key
-    (`optimizer.lr`) to its place (`recipe.yaml:7:7`, `flag --optimizer.lr 3e-4`); every other key has its default.
+    (`optimizer.lr`) to where it is written (`recipe.yaml:7:7`, `flag --optimizer.lr 3e-4`); others have their default.
     """
 
     recipe: Recipe
@@ -75,7 +75,7 @@ def load_recipe(
 
 
 def _error(problems: Problems) -> RecipeError:
-    lines = tuple(problem.line for problem in sorted(problems.found, key=lambda problem: problem.place))
+    lines = tuple(problem.line for problem in sorted(problems.found, key=lambda problem: problem.position))
     count = f"{len(lines)} problems" if len(lines) > 1 else "1 problem"
     return RecipeError(f"{count} in the recipe\n" + "\n".join(f"  {line}" for line in lines), problems=lines)
 

@@ -58,9 +58,9 @@ def _path_nodes(tree: Node) -> Iterator[tuple[KeyPath, Node, Callable[[str, Path
             continue
         items = list(enumerate(node.value)) if isinstance(node.value, list) else []
         entries = [(key, node), *(((*key, index), item) for index, item in items)]
-        for place, entry in entries:
+        for at, entry in entries:
             source = entry.child("path") if isinstance(entry.value, dict) else None
-            yield ((*place, "path"), source, _rows) if source is not None else (place, entry, _rows)
+            yield ((*at, "path"), source, _rows) if source is not None else (at, entry, _rows)
 
 
 def _always(text: str, base: Path) -> str:

@@ -15,7 +15,7 @@ KeyPath = tuple[Key, ...]
 class Node:
     """One value: a scalar, a list of nodes or a mapping to nodes.
 
-    `where` is the place of the value and `key_where` that of its key, as shown to people (`recipe.yaml:3:5`);
+    `where` says where the value is written and `key_where` where its key is, as shown to people (`recipe.yaml:3:5`);
     `base` is the directory that a relative path in it starts from.
     """
 
@@ -112,7 +112,7 @@ class Problem:
     text: str
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """Line and column in the file, by which problems are sorted; those of flags come last."""
         parts = self.where.rsplit(":", 2)
         numbers = len(parts) == 3 and parts[1].isdecimal() and parts[2].isdecimal()
@@ -132,7 +132,7 @@ class Problems:
     seen: set[Problem] = field(default_factory=set)
 
     def add(self, where: str, key: str, text: str) -> None:
-        """Note one problem; the same place and key are noted once."""
+        """Note one problem; the same position and key are noted once."""
         problem = Problem(where, key, " ".join(text.split()))
         if problem not in self.seen:
             self.seen.add(problem)

@@ -96,11 +96,11 @@ class _Builder:
             return None
         return root
 
-    def _place(self, event: Any) -> str:
+    def _where(self, event: Any) -> str:
         return f"{self.name}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
 
     def _fail(self, event: Any, text: str) -> None:
-        self.problems.add(self._place(event), "", text)
+        self.problems.add(self._where(event), "", text)
         raise _Stop
 
     def _checked(self, events: Iterator[Any]) -> Iterator[Any]:
@@ -126,21 +126,21 @@ class _Builder:
             items: list[Node] = []
             while type(item := next(events)).__name__ != "SequenceEndEvent":
                 items.append(self._node(item, events, (*path, len(items))))
-            return Node(items, self._place(event), self.base)
+            return Node(items, self._where(event), self.base)
         plain = event.style in {None, ""}
-        return Node(resolve(event.value) if plain else event.value, self._place(event), self.base)
+        return Node(resolve(event.value) if plain else event.value, self._where(event), self.base)
 
     def _mapping(self, event: Any, events: Iterator[Any], path: KeyPath) -> Node:
         children: dict[str, Node] = {}
         while type(key := next(events)).__name__ != "MappingEndEvent":
             if type(key).__name__ != "ScalarEvent":
                 self._fail(key, "a key is plain text")
-            place = self._place(key)
+            where = self._where(key)
             child = self._node(next(events), events, (*path, key.value))
-            child.key_where = place
+            child.key_where = where
             if key.value in children:
                 first = children[key.value].key_where.rsplit(":", 2)[1]
-                self.problems.add(place, dotted((*path, key.value)), f"duplicate key; first written on line {first}")
+                self.problems.add(where, dotted((*path, key.value)), f"duplicate key; first written on line {first}")
             else:
                 children[key.value] = child
-        return Node(children, self._place(event), self.base)
+        return Node(children, self._where(event), self.base)

@@ -99,7 +99,7 @@ def _columns(run: Run) -> dict[tuple[str, str], Points]:
         for name, value in line.items():
             if name in POSITIONS or isinstance(value, (str, bool)) or value is None:
                 continue
-            points = columns.setdefault(_place(line, name), Points())
+            points = columns.setdefault(_chart_of(line, name), Points())
             points.step.append(line["step"])
             points.tokens.append(tokens)
             points.seconds.append(round(seconds, 3))
@@ -107,7 +107,7 @@ def _columns(run: Run) -> dict[tuple[str, str], Points]:
     return columns
 
 
-def _place(line: Line, name: str) -> tuple[str, str]:
+def _chart_of(line: Line, name: str) -> tuple[str, str]:
     """The chart and the source that a value belongs to."""
     if line.get("kind") != "eval":
         return name, ""

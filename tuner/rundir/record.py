@@ -194,9 +194,9 @@ def read_run(path: Path) -> Run:
     if not path.is_dir():
         raise RecipeError(f"{path}: no such directory", hint="give a run directory, such as tuner runs list shows")
     if not is_run(path):
-        place = path if next(_run_dirs(path, MAX_DEPTH), None) is not None else path.parent
+        directory = path if next(_run_dirs(path, MAX_DEPTH), None) is not None else path.parent
         raise RecipeError(
-            f"{path} is not a run: it has no {RECORD}", hint=f"see which there are: tuner runs list {place}"
+            f"{path} is not a run: it has no {RECORD}", hint=f"see which there are: tuner runs list {directory}"
         )
     return Run(path, read_record(path))
 
