@@ -34,9 +34,9 @@ import pyarrow as pa
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tuner.data.balance import balance_rows, row_costs  # noqa: E402
 from tuner.data.building.bins import lower_bound, pack  # noqa: E402
 from tuner.data.building.pack import cut, row_batches  # noqa: E402
-from tuner.data.deal import deal, row_costs  # noqa: E402
 from tuner.data.prepared import arrow  # noqa: E402
 
 CAPACITIES = (4096, 8192, 32768)
@@ -152,7 +152,7 @@ def planner(items: int, steps: int = 50) -> list[dict[str, Any]]:
                         chosen = rng.choice(len(costs), 8 * ranks, replace=False)
                         n_micro = 8 // micro
                         started = time.process_time()
-                        dealt = deal(costs[chosen], n_micro, ranks, micro)
+                        dealt = balance_rows(costs[chosen], n_micro, ranks, micro)
                         spent += time.process_time() - started
                         before = in_order(len(chosen), n_micro, ranks)
                         for key, of in (("", costs), ("squares_", squares)):

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.encoded_batch import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.reading.rows import Conversation, Example, parse_row
+from tuner.data.reading.records import Conversation, Example, parse_record
 
 CALLERS: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
 
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--train-on", choices=("assistant", "last_assistant"), default="assistant")
     options = parser.parse_args(arguments)
     with options.rows.open(encoding="utf-8") as file:
-        examples = [parse_row(json.loads(line)) for line in file if line.strip()]
+        examples = [parse_record(json.loads(line)) for line in file if line.strip()]
     wrong = 0
     for pair in options.pairs:
         directory, template = map(Path, pair.split("=", 1))

@@ -52,26 +52,26 @@ class Verdicts:
 def by_functions(path: Path) -> Verdicts:
     """Read a file as a worker of the product does, without encoding."""
     from tuner.config.recipe import DataSource
-    from tuner.data.reading.blocks import blocks, lines_in, place, rows_of
-    from tuner.data.reading.problems import RowProblem
-    from tuner.data.reading.rows import parse_row
+    from tuner.data.reading.blocks import blocks, lines_in, position_of, records_of
+    from tuner.data.reading.problems import RecordProblem
+    from tuner.data.reading.records import parse_record
     from tuner.data.reading.sources import expand
 
     verdicts, before, started = Verdicts(), 0, time.process_time()
     for block in blocks(expand([DataSource(path=str(path))])[0]):
-        for row in rows_of(block):
+        for row in records_of(block):
             problem = row.problem
             try:
                 if row.value is not None:
-                    parse_row(row.value)
-            except RowProblem as found:
+                    parse_record(row.value)
+            except RecordProblem as found:
                 problem = found
             except Exception as error:  # noqa: BLE001 (any other exception is what this looks for)
                 verdicts.exceptions.append(f"line {before + row.line}: {error!r}")
             if problem is None:
                 verdicts.good[before + row.line] = row.value
             else:
-                line, col = place(row, problem)
+                line, col = position_of(row, problem)
                 verdicts.bad[before + line] = (col, problem.reason)
         before += lines_in(block)
     verdicts.seconds = time.process_time() - started

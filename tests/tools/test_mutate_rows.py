@@ -42,7 +42,7 @@ def test_the_command_counts_the_same_rows(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_wrong_product_is_found(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonl, "strict_json_row", lambda raw: {"text": "anything"})
+    monkeypatch.setattr(jsonl, "strict_json_record", lambda raw: {"text": "anything"})
     assert compare(broken, 2000, command=False)["disagreements"] > 100
     monkeypatch.undo()
     monkeypatch.setattr(jsonl, "_object", dict)

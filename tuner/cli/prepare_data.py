@@ -112,11 +112,11 @@ def _checked(spec: PrepareSpec) -> Outcome:
 
 
 def _planned(spec: PrepareSpec, console: Console) -> Outcome:
-    from tuner.data.building.cache import place, valid
+    from tuner.data.building.cache import cache_path, valid
     from tuner.data.building.keys import keys_of
 
     keys = keys_of(spec)
-    path = place(spec.cache_dir, "prepared", keys.prepared)
+    path = cache_path(spec.cache_dir, "prepared", keys.prepared)
     there = valid(path, "prepared") is not None
     files = [file for source in [*keys.train, *(keys.eval or [])] for file in source.files]
     size = sum(file.size() for file in files)

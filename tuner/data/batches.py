@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from tuner.data.deal import deal, row_costs
+from tuner.data.balance import balance_rows, row_costs
 from tuner.data.order import row_order
 from tuner.data.prepared import PackedRows, Row
 
@@ -96,7 +96,7 @@ class GlobalBatches:
     """Every step's rows, and which of them this rank computes, by arithmetic alone.
 
     The rows of step i depend on the seed and `global_batch_size` only, so any world size sees the same global batch.
-    They are dealt to `micro batches x world_size` cells of at most `micro_batch_size` rows, evenly by cost (`deal`).
+    They are given to `micro batches x world_size` slots of at most `micro_batch_size` rows, evenly by cost.
     The last batch of an epoch may hold fewer rows; its counts say so. Rows after the first `max_rows` are left out.
     """
 
@@ -145,13 +145,13 @@ class GlobalBatches:
         row_ids = self.row_ids(i)
         n_micro = math.ceil(len(row_ids) / (self._micro_batch_size * self._world_size))
         costs = row_costs(self._rows.tokens_per_row[row_ids], self._rows.squares_per_row[row_ids])
-        dealt = deal(costs, n_micro, self._world_size, self._micro_batch_size)
+        balanced = balance_rows(costs, n_micro, self._world_size, self._micro_batch_size)
         cheapest = int(row_ids[costs.argmin()])
         return StepBatches(
             row_ids=row_ids,
             trained_count=int(self._rows.trained_per_row[row_ids].sum()),
             tokens=int(self._rows.tokens_per_row[row_ids].sum()),
-            micro=[self._batch(row_ids[shares[self._rank]], filler=cheapest) for shares in dealt],
+            micro=[self._batch(row_ids[shares[self._rank]], filler=cheapest) for shares in balanced],
             trained_per_document=self._trained_per_document(row_ids) if self._by_document else None,
         )
 

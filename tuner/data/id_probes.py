@@ -1,6 +1,6 @@
 """Texts with the ids that training sees of them: every reader of an export must get the same ones.
 
-A prepared directory holds some of the rows as such texts; a run adds adversarial ones, and its exports are checked
+A prepared directory holds some of the records as such texts; a run adds adversarial ones, and its exports are checked
 with all of them.
 """
 
@@ -14,14 +14,14 @@ import jsonlines
 
 from tuner.data.encoding.adversarial import adversarial_texts
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.reading.blocks import blocks, rows_of
-from tuner.data.reading.problems import RowProblem
-from tuner.data.reading.rows import Conversation, Example, PlainText, PromptCompletion, parse_row
+from tuner.data.reading.blocks import blocks, records_of
+from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, parse_record
 from tuner.data.reading.sources import SourceFile
 from tuner.errors import DataError
 
 ID_PROBES = "id_probes.jsonl"
-MAX_ROWS = 16
+MAX_RECORDS = 16
 MAX_CHARS = 4000
 """A longer text is left out."""
 
@@ -40,12 +40,12 @@ class IdProbe:
     tools: list[dict[str, Any]] | None = None
 
 
-def row_probes(files: Iterable[SourceFile], tokenizer: TextTokenizer) -> Iterator[IdProbe]:
-    """Yield up to `MAX_ROWS` probes: of the first rows of every file. Rows that cannot be used are left out."""
-    every = list(files)[:MAX_ROWS]
+def record_probes(files: Iterable[SourceFile], tokenizer: TextTokenizer) -> Iterator[IdProbe]:
+    """Yield up to `MAX_RECORDS` probes: of the first records of every file that can be used."""
+    every = list(files)[:MAX_RECORDS]
     for file in every:
         found = (probe for example in _examples(file) for probe in _of_example(example, tokenizer))
-        yield from islice(found, MAX_ROWS // len(every))
+        yield from islice(found, MAX_RECORDS // len(every))
 
 
 def text_probes(tokenizer: TextTokenizer) -> Iterator[IdProbe]:
@@ -71,11 +71,11 @@ def read_probes(path: Path) -> list[IdProbe]:
 
 def _examples(file: SourceFile) -> Iterator[Example]:
     for block in blocks(file):
-        for row in rows_of(block):
-            if row.value is not None:
+        for record in records_of(block):
+            if record.value is not None:
                 try:
-                    yield parse_row(row.value, file.format, dict(file.columns))
-                except RowProblem:
+                    yield parse_record(record.value, file.format, dict(file.columns))
+                except RecordProblem:
                     continue  # preparation says what is wrong with it
 
 

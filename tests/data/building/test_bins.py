@@ -15,7 +15,7 @@ LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=60)
 MIDDLE = st.lists(st.integers(6, 15), min_size=1, max_size=60)
 
 
-def rows_of(lengths: list[int], capacity: int = CAPACITY) -> list[list[int]]:
+def records_of(lengths: list[int], capacity: int = CAPACITY) -> list[list[int]]:
     order, offsets = pack(np.array(lengths, dtype=np.int64), capacity)
     return [order[a:b].tolist() for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
 
@@ -59,12 +59,12 @@ def fewest_rows(lengths: list[int], capacity: int) -> int:
 @settings(max_examples=150, deadline=None)
 @given(st.one_of(LENGTHS, MIDDLE))
 def test_every_item_lies_once_in_a_row_within_capacity(lengths: list[int]) -> None:
-    rows = rows_of(lengths)
+    rows = records_of(lengths)
     assert sorted(item for row in rows for item in row) == list(range(len(lengths)))
     for row in rows:
         assert 0 < sum(lengths[item] for item in row) <= CAPACITY
         assert row == sorted(row)
-    assert rows == rows_of(lengths)
+    assert rows == records_of(lengths)
 
 
 @settings(max_examples=150, deadline=None)
@@ -93,7 +93,7 @@ def test_counting_gives_what_the_plain_algorithms_give(lengths: list[int]) -> No
 @settings(max_examples=200, deadline=None)
 @given(st.one_of(LENGTHS, MIDDLE))
 def test_never_more_rows_than_best_fit_or_first_fit_nor_fewer_than_the_bound(lengths: list[int]) -> None:
-    found = len(rows_of(lengths))
+    found = len(records_of(lengths))
     assert found <= min(len(plain_rows(lengths, True)), len(plain_rows(lengths, False)))
     assert found >= lower_bound(counts_of(lengths)) >= -(-sum(lengths) // CAPACITY)
 
@@ -102,7 +102,7 @@ def test_never_more_rows_than_best_fit_or_first_fit_nor_fewer_than_the_bound(len
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(12, 20))
 def test_the_bound_holds_for_every_packing_there_is(lengths: list[int], capacity: int) -> None:
     fewest = fewest_rows(lengths, capacity)
-    assert lower_bound(counts_of(lengths, capacity)) <= fewest <= len(rows_of(lengths, capacity))
+    assert lower_bound(counts_of(lengths, capacity)) <= fewest <= len(records_of(lengths, capacity))
 
 
 @pytest.mark.parametrize(
@@ -126,19 +126,19 @@ def test_the_rows_follow_from_the_multiset_of_lengths(lengths: list[int], random
     random.shuffle(shuffled)  # type: ignore[attr-defined]
 
     def kinds(of: list[int]) -> list[list[int]]:
-        return sorted(sorted(of[item] for item in row) for row in rows_of(of))
+        return sorted(sorted(of[item] for item in row) for row in records_of(of))
 
     assert kinds(lengths) == kinds(shuffled)
 
 
 def test_equal_items_are_handed_out_in_order() -> None:
-    assert rows_of([15, 7, 15, 7, 15, 15], 30) == [[0, 2], [4, 5], [1, 3]]
+    assert records_of([15, 7, 15, 7, 15, 15], 30) == [[0, 2], [4, 5], [1, 3]]
 
 
 def test_completing_rows_exactly_finds_what_greedy_packing_misses() -> None:
     lengths = [14, 8, 8, 13, 9, 8, 12, 10, 8, 11, 10, 9]
     assert len(plain_rows(lengths, True)) == len(plain_rows(lengths, False)) == 5
-    assert len(rows_of(lengths)) == fewest_rows(lengths, CAPACITY) == 4
+    assert len(records_of(lengths)) == fewest_rows(lengths, CAPACITY) == 4
 
 
 @pytest.mark.parametrize("kind", ["lognormal", "hard"])

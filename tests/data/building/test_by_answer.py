@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data import families, tiny
-from tests.data.building.test_selection import digests
+from tests.data.building.test_sampling import digests
 from tuner.config.duration import Duration
 from tuner.data.building.explain import explain
 from tuner.data.building.prepare import PreparedInfo, prepare
 from tuner.data.building.report import report_lines, warnings_of
-from tuner.data.building.selection import hold_out
+from tuner.data.building.sampling import hold_out
 from tuner.data.prepared import open_prepared
 from tuner.errors import DataError
 

@@ -189,7 +189,7 @@ def test_how_many_rows_are_encoded_at_a_time_changes_no_byte(
         info = prepare(tiny.request(tmp_path / cache, train, eval="10%", workers=1, on_bad_row="skip"))
         levels = (info.path, next((tmp_path / cache / "encoded").glob("[!.]*")))
         found.append({f"{path.parent.name}/{f.name}": f.read_bytes() for path in levels for f in path.iterdir()})
-        monkeypatch.setattr("tuner.data.building.encoded.SLICE_ROWS", rows_in_a_slice)
+        monkeypatch.setattr("tuner.data.building.encoded.SLICE_RECORDS", rows_in_a_slice)
     assert found[0] == found[1]
     assert b'"reason"' in found[0]["prepared/rejects.jsonl"]
     with pytest.raises(DataError) as stopped:

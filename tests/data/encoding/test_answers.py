@@ -14,7 +14,7 @@ from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.encoded_batch import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import TrainOn
-from tuner.data.reading.rows import parse_row
+from tuner.data.reading.records import parse_record
 
 NO_THINKING = "answers after the prompt of enable_thinking=false"
 THINKING = "answers after the prompt of enable_thinking=true"
@@ -111,10 +111,10 @@ def documents(batch: EncodedBatch) -> list[tuple[list[int], list[bool]]]:
 
 def encode(tokenizer: TextTokenizer, *rows: dict[str, Any], train_on: TrainOn = "assistant") -> EncodedBatch:
     """Encode rows; the two ways, for many rows and for one, agree."""
-    examples = [parse_row(row) for row in rows]
+    examples = [parse_record(row) for row in rows]
     batch, slow = (Encoder(tokenizer, train_on, fast=fast).encode(examples) for fast in (True, False))
     assert documents(batch) == documents(slow)
-    assert (batch.by_answer, batch.notes, batch.rows.tolist()) == (slow.by_answer, slow.notes, slow.rows.tolist())
+    assert (batch.by_answer, batch.notes, batch.records.tolist()) == (slow.by_answer, slow.notes, slow.records.tolist())
     assert batch.prompt_tokens.tolist() == slow.prompt_tokens.tolist()
     return batch
 
@@ -127,7 +127,7 @@ def test_each_answer_is_a_document_with_the_ids_of_its_prompt(name: str) -> None
     assert not batch.problems
     assert batch.by_answer == {0: ()}
     assert batch.notes == dict.fromkeys(case.notes, 1)
-    messages = parse_row(case.row).messages  # type: ignore[union-attr]
+    messages = parse_record(case.row).messages  # type: ignore[union-attr]
     prompts = [messages[:i] for i, message in enumerate(messages) if message["role"] == "assistant"]
     found = documents(batch)
     assert len(found) == len(prompts)
@@ -147,7 +147,7 @@ def test_prompts_are_those_of_transformers(tmp_path: Path) -> None:
         tokenizer = families.tokenizer(case.template)
         tokenizer.save(tmp_path / name)
         theirs = AutoTokenizer.from_pretrained(tmp_path / name)
-        messages = parse_row(case.row).messages  # type: ignore[union-attr]
+        messages = parse_record(case.row).messages  # type: ignore[union-attr]
         last = next(i for i in reversed(range(len(messages))) if messages[i]["role"] == "assistant")
         prompt = theirs.apply_chat_template(
             messages[:last], add_generation_prompt=True, return_dict=False, **case.variables[-1]
@@ -171,9 +171,9 @@ def test_the_prompt_is_what_a_model_is_given_where_an_answer_after_it_changes_it
     thought_and_call = '<|channel|>analysis<|message|>so f<|end|><|start|>assistant to=f<|message|>{"x": 1}<|call|>'
     assert tokenizer.decode(np.array(asked)[first].tolist()) == thought_and_call
     assert tokenizer.decode(np.array(answered)[second].tolist()) == "<|channel|>final<|message|>two<|return|>"
-    prompt = tokenizer.render(parse_row({"messages": messages}).messages[:3], True)  # type: ignore[union-attr]
+    prompt = tokenizer.render(parse_record({"messages": messages}).messages[:3], True)  # type: ignore[union-attr]
     assert "so f" in prompt
-    assert "so f" not in tokenizer.render(parse_row({"messages": messages}).messages)  # type: ignore[union-attr]
+    assert "so f" not in tokenizer.render(parse_record({"messages": messages}).messages)  # type: ignore[union-attr]
     assert tokenizer.decode(answered) == f"{prompt}<|channel|>final<|message|>two<|return|>"
 
 
@@ -204,7 +204,7 @@ def test_one_answer_is_one_text_with_its_prompt_apart() -> None:
     prompt = tokenizer.encode(tokenizer.render(row["messages"][:1], True))
     assert ids[: len(prompt)] == prompt and trained.index(True) == len(prompt)
     last = encode(tokenizer, PLAIN, train_on="last_assistant")
-    assert (last.by_answer, len(last.rows)) == ({}, 1)
+    assert (last.by_answer, len(last.records)) == ({}, 1)
     # A question after it is nothing that the answer is prompted with.
     more = encode(tokenizer, tiny.chat("hello", "world", "and?"))
     assert more.by_answer == {0: ()}
@@ -215,9 +215,9 @@ def test_one_text_is_kept_where_its_masks_are_exact() -> None:
     chats = [PLAIN, tiny.chat("a", "b")]
     assert encode(tiny.tokenizer(), *chats).by_answer == {}
     batch = encode(families.tokenizer(families.CHANNELS), *chats)
-    assert (batch.by_answer, batch.rows.tolist()) == ({0: ()}, [0, 0, 0, 1])
+    assert (batch.by_answer, batch.records.tolist()) == ({0: ()}, [0, 0, 0, 1])
     last = encode(families.tokenizer(families.CHANNELS), *chats, train_on="last_assistant")
-    assert (last.by_answer, len(last.rows)) == ({}, 2)
+    assert (last.by_answer, len(last.records)) == ({}, 2)
     assert encode(families.tokenizer(families.CHANNELS), *chats, train_on="all").by_answer == {}
 
 
@@ -243,7 +243,7 @@ def test_an_answer_that_no_prompt_leads_to_is_left_out_and_counted() -> None:
     batch = encode(tokenizer, tiny.chat("a", "b", "c", "d"), tiny.chat("a", "b"))
     reason = "the template writes the text before message N differently when it is a prompt"
     assert batch.by_answer == {0: (reason,)}
-    assert batch.rows.tolist() == [0]
+    assert batch.records.tolist() == [0]
     assert "differently when it is a prompt" in batch.problems[1].reason
 
 
@@ -251,8 +251,8 @@ def test_control_tokens_in_a_chat_of_documents_refuse_all_of_it_or_are_escaped()
     tokenizer = families.tokenizer(families.CHANNELS)
     row = tiny.chat("a", "b", "say <|end|>", "d")
     batch = encode(tokenizer, row, tiny.chat("a", "b"))
-    assert (list(batch.problems), batch.by_answer, batch.rows.tolist()) == ([0], {}, [1])
-    escaped = Encoder(tokenizer, "assistant", "escape").encode([parse_row(row)])
+    assert (list(batch.problems), batch.by_answer, batch.records.tolist()) == ([0], {}, [1])
+    escaped = Encoder(tokenizer, "assistant", "escape").encode([parse_record(row)])
     assert (escaped.by_answer, escaped.escaped) == ({0: ()}, 1)
     ids, trained = documents(escaped)[1]
     assert tokenizer.decode(ids) == tokenizer.render(row["messages"])
@@ -260,7 +260,7 @@ def test_control_tokens_in_a_chat_of_documents_refuse_all_of_it_or_are_escaped()
     # Where prompt and answer are encoded apart, too.
     tokenizer = families.tokenizer(families.THINKS)
     row = tiny.chat("say <|im_end|>", "no <|im_end|>")
-    escaped = Encoder(tokenizer, "assistant", "escape").encode([parse_row(row)])
+    escaped = Encoder(tokenizer, "assistant", "escape").encode([parse_record(row)])
     ((ids, trained),) = documents(escaped)
     assert tokenizer.decode(np.array(ids)[trained].tolist()) == f"{EMPTY}no <|im_end|><|im_end|>"
     assert tokenizer.decode(ids) == tokenizer.render(row["messages"])

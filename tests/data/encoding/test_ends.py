@@ -9,7 +9,7 @@ import pytest
 
 from tests.data import families, tiny
 from tuner.data.encoding.encode import Encoder
-from tuner.data.reading.rows import parse_row
+from tuner.data.reading.records import parse_record
 
 TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -61,7 +61,7 @@ def test_the_last_answers_own_end_is_the_one_at_which_generation_stops() -> None
 def test_the_end_of_turn_is_trained_whatever_stands_before_it(name: str) -> None:
     template, eos, end = CASES[name]
     tokenizer = tiny.with_tokens(template, ("</answer>", "<|end|>", "<|begin|>"), eos_token=eos, bos_token="<|begin|>")
-    batch = Encoder(tokenizer, "assistant").encode([parse_row(tiny.chat("a", "b", "c", "d"))])
+    batch = Encoder(tokenizer, "assistant").encode([parse_record(tiny.chat("a", "b", "c", "d"))])
     edges = np.flatnonzero(np.diff(batch.trained, prepend=False, append=False))
     spans = [batch.input_ids[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
     assert [tokenizer.decode(span) for span in spans] == [f"b{end}", f"d{end}"]
@@ -86,5 +86,5 @@ def test_exports_stop_at_the_same_token(name: str, tmp_path: Path) -> None:
 
 def test_a_marked_end_that_is_not_the_turns_is_said() -> None:
     marked = closed("{% generation %}{{ m.content }}</answer>{% endgeneration %}<|im_end|>")
-    batch = Encoder(tiny.with_tokens(marked, ("</answer>",)), "assistant").encode([parse_row(tiny.chat("a", "b"))])
+    batch = Encoder(tiny.with_tokens(marked, ("</answer>",)), "assistant").encode([parse_record(tiny.chat("a", "b"))])
     assert batch.notes == {"end of turn not trained: the template marks it as not generated": 1}

@@ -19,7 +19,7 @@ from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.encoding.fast import FastEncoder
 from tuner.data.encoding.proven import ProvenEncoder
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.reading.rows import Conversation, Example, PlainText, PromptCompletion, parse_row
+from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, parse_record
 
 
 class Liar:
@@ -116,7 +116,7 @@ def test_characters_are_looked_at_when_they_come(monkeypatch: pytest.MonkeyPatch
 
 def rows(count: int) -> list[Example]:
     texts = [f"say {i} {'word' * (i % 7)}\n" for i in range(count)]
-    chats = [parse_row(tiny.chat(text, f"answer {text}")) for text in texts]
+    chats = [parse_record(tiny.chat(text, f"answer {text}")) for text in texts]
     texts_alone: list[Example] = [PlainText(text) for text in texts[:20]]
     return [*chats, *texts_alone, *(PromptCompletion(text, f" yes {i}") for i, text in enumerate(texts[:20]))]
 
@@ -130,7 +130,7 @@ def same(tokenizer: TextTokenizer, examples: list[Example]) -> encode.EncodedBat
     """Encode in both ways, and return what the fast one gave when they are equal."""
     batch = Encoder(tokenizer, "assistant").encode(examples)
     alone = Encoder(tokenizer, "assistant", fast=False).encode(examples)
-    for name in ("input_ids", "trained", "offsets", "prompt_tokens", "rows"):
+    for name in ("input_ids", "trained", "offsets", "prompt_tokens", "records"):
         assert np.array_equal(getattr(batch, name), getattr(alone, name)), name
     assert {i: p.reason for i, p in batch.problems.items()} == {i: p.reason for i, p in alone.problems.items()}
     assert alone.fast == 0
@@ -148,19 +148,19 @@ def test_both_ways_give_the_same_documents() -> None:
 def test_rows_that_the_fast_way_cannot_take_are_taken_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     lie(monkeypatch, "\u03b1")
     odd = [
-        parse_row(tiny.chat("a", "\u03b1\u03b2")),
-        parse_row(tiny.chat("<|im_end|>", "b")),
+        parse_record(tiny.chat("a", "\u03b1\u03b2")),
+        parse_record(tiny.chat("<|im_end|>", "b")),
         PlainText("x <|im_end|>"),
     ]
     batch = same(tiny.tokenizer(), [*rows(10), *odd, *rows(10)])
     assert len(batch.problems) == 2 and all("control token" in p.reason for p in batch.problems.values())
-    assert batch.fast == len(batch.rows) - 1
+    assert batch.fast == len(batch.records) - 1
 
 
 @pytest.mark.usefixtures("always_fast")
 def test_bytes_that_the_tokenizer_does_not_know() -> None:
     tokenizer = without_byte("q")
-    examples = [parse_row(tiny.chat("a", "quite")), *rows(3), PlainText("aqua"), PlainText("q")]
+    examples = [parse_record(tiny.chat("a", "quite")), *rows(3), PlainText("aqua"), PlainText("q")]
     batch = same(tokenizer, examples)
     assert tokenizer.decode(batch.input_ids[: int(batch.offsets[1])].tolist()).endswith("uite<|im_end|>\n")
     assert batch.fast == len(examples) - 3
@@ -171,8 +171,8 @@ def test_a_normal_form_is_the_tokenizers_own_matter() -> None:
     backend = Tokenizer.from_str(tiny.tokenizer_json())
     backend.normalizer = normalizers.NFC()
     tokenizer = TextTokenizer({**tiny.files(), "tokenizer.json": backend.to_str().encode()})
-    batch = same(tokenizer, [parse_row(tiny.chat("e\u0301t\u00e9", "cafe\u0301")), *rows(5)])
-    assert batch.fast == len(batch.rows) - 1
+    batch = same(tokenizer, [parse_record(tiny.chat("e\u0301t\u00e9", "cafe\u0301")), *rows(5)])
+    assert batch.fast == len(batch.records) - 1
     assert "caf\u00e9" in tokenizer.decode(batch.input_ids[: int(batch.offsets[1])].tolist())
 
 
@@ -198,9 +198,9 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_library_words_are_remembered() -> None:
     encoder = Encoder(tiny.tokenizer(), "assistant")
     assert encoder.encode(rows(10)).fast == 0 and "not installed" in str(encoder.not_fast)
-    odd = [parse_row(tiny.chat("a\u0301 \u4e2d\n\n", "<|im_end|>")), PlainText("  x  \r\n\t <|im_ end|>")]
+    odd = [parse_record(tiny.chat("a\u0301 \u4e2d\n\n", "<|im_end|>")), PlainText("  x  \r\n\t <|im_ end|>")]
     assert same(tiny.tokenizer(), [*rows(300), *odd, *rows(5)]).fast == 0
-    examples = [parse_row(tiny.chat("a", "quite")), *rows(3), PlainText("aqua"), PlainText("q")]
+    examples = [parse_record(tiny.chat("a", "quite")), *rows(3), PlainText("aqua"), PlainText("q")]
     same(without_byte("q"), examples)
 
 
@@ -212,7 +212,7 @@ def test_words_are_forgotten_before_they_are_too_many(monkeypatch: pytest.Monkey
     for start in range(0, 600, 20):
         text = " ".join(f"w{i}" for i in range(start, start + 30)) + "<|im_end|>"
         assert encoder.encode(text).tolist() == tokenizer.encode(text)
-    assert len(encoder._place) <= 40 + 35
+    assert len(encoder._index) <= 40 + 35
 
 
 @pytest.mark.parametrize(
@@ -273,6 +273,6 @@ def test_memory_is_given_back_by_building_anew(monkeypatch: pytest.MonkeyPatch, 
 def test_conversations_with_other_keys_are_rendered() -> None:
     row = tiny.chat("a", "b")
     row["messages"][0]["name"] = "ann"
-    example = parse_row(row)
+    example = parse_record(row)
     assert isinstance(example, Conversation)
     same(tiny.tokenizer(), [example, *rows(3)])

@@ -16,8 +16,8 @@ from tuner.data.encoding.place import Document
 from tuner.data.encoding.template import MAX_STEPS
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import TrainOn
-from tuner.data.reading.problems import RowProblem
-from tuner.data.reading.rows import Tokens, parse_row
+from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.records import Tokens, parse_record
 from tuner.errors import DataError
 
 LOOP_LAST = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -42,7 +42,7 @@ NO_CONTROL = (
 
 
 def encode(row: dict[str, Any], train_on: TrainOn = "assistant", tokenizer: TextTokenizer | None = None) -> Document:
-    tokenizer, example = tokenizer or tiny.tokenizer(), parse_row(row)
+    tokenizer, example = tokenizer or tiny.tokenizer(), parse_record(row)
     batch = Encoder(tokenizer, train_on).encode([example])
     if batch.problems:
         raise batch.problems[0]
@@ -140,7 +140,7 @@ def test_earlier_turns_are_trained_as_the_template_writes_them() -> None:
 
 
 def test_a_prompt_that_is_not_what_stands_before_the_answer_is_refused() -> None:
-    with pytest.raises(RowProblem, match="differently when it is a prompt"):
+    with pytest.raises(RecordProblem, match="differently when it is a prompt"):
         encode(tiny.chat("a", "b"), tokenizer=tiny.tokenizer(LOOP_LAST + "{% if add_generation_prompt %}X{% endif %}"))
 
 
@@ -149,8 +149,8 @@ def test_a_token_over_the_boundary_is_cut_as_it_is_at_inference(template: str, a
     # Together "\n" of the prompt and "\n" of the answer are one token, and the space of "assistant: " is in " hello".
     tokenizer = tiny.tokenizer(template)
     row = tiny.chat("a", answer)
-    batch = Encoder(tokenizer, "assistant").encode([parse_row(row)])
-    assert (len(batch.rows), batch.problems, batch.by_answer) == (1, {}, {})
+    batch = Encoder(tokenizer, "assistant").encode([parse_record(row)])
+    assert (len(batch.records), batch.problems, batch.by_answer) == (1, {}, {})
     assert batch.notes[alone.APART] == 1
     prompt = tokenizer.encode(tokenizer.render(row["messages"][:1], True))
     ids = batch.input_ids.tolist()
@@ -190,7 +190,7 @@ def test_text_is_trained_whole_and_ended() -> None:
     ],
 )
 def test_control_tokens_in_text_are_refused(row: dict[str, Any]) -> None:
-    with pytest.raises(RowProblem, match="control token"):
+    with pytest.raises(RecordProblem, match="control token"):
         encode(row)
 
 
@@ -209,9 +209,9 @@ def test_a_conversation_without_answer_has_nothing_trained() -> None:
 def test_control_tokens_in_text_are_escaped_on_wish() -> None:
     tokenizer = tiny.tokenizer()
     chat = tiny.chat("say <|im_end|>\n<|im_start|>assistant\nno", "<|im_end|> it is", "b", "c")
-    examples = [parse_row(chat), parse_row({"text": "x <|endoftext|>"}), parse_row(tiny.chat("a", "b"))]
+    examples = [parse_record(chat), parse_record({"text": "x <|endoftext|>"}), parse_record(tiny.chat("a", "b"))]
     batch = Encoder(tokenizer, "assistant", "escape").encode(examples)
-    assert (batch.escaped, batch.problems, len(batch.rows)) == (2, {}, 3)
+    assert (batch.escaped, batch.problems, len(batch.records)) == (2, {}, 3)
     ids, trained = batch.input_ids[: batch.offsets[1]], batch.trained[: batch.offsets[1]]
     assert tokenizer.decode(ids.tolist()) == tokenizer.render(chat["messages"])
     # Only the template's own are control tokens: five turns with two each, the default system turn among them.
@@ -225,7 +225,7 @@ def test_control_tokens_in_text_are_escaped_on_wish() -> None:
 
 def test_noncharacters_are_no_text() -> None:
     for row in (tiny.chat("\ufdd4", "b"), tiny.chat("a", "\ufdd0b\ufdef"), {"text": "\ufdd5"}):
-        with pytest.raises(RowProblem, match="noncharacter"):
+        with pytest.raises(RecordProblem, match="noncharacter"):
             encode(row)
 
 
@@ -240,7 +240,7 @@ def test_what_a_template_does_not_write_is_noted() -> None:
         {"role": "tool", "content": "2"},
         {"role": "assistant", "content": "two"},
     ]
-    batch = Encoder(tiny.tokenizer(), "assistant").encode([parse_row({"messages": messages, "tools": [TOOL]})])
+    batch = Encoder(tiny.tokenizer(), "assistant").encode([parse_record({"messages": messages, "tools": [TOOL]})])
     assert batch.notes == {unwritten.NOT_SHOWN: 1, unwritten.CALLS_AS_TEXT: 1, unwritten.SHORTENED: 1}
     document = Document(batch.input_ids.astype(np.int64), batch.trained, 0, [])
     call = '{"name": "f", "arguments": {"x": 1}}'
@@ -251,9 +251,9 @@ def test_the_end_of_turn_is_trained_or_it_is_said() -> None:
     open_ended = MARKED.replace(
         "{{ m.content }}<|im_end|>{% endgeneration %}", "{{ m.content }}{% endgeneration %}<|im_end|>"
     )
-    batch = Encoder(tiny.tokenizer(open_ended), "assistant").encode([parse_row(tiny.chat("a", "b"))] * 3)
+    batch = Encoder(tiny.tokenizer(open_ended), "assistant").encode([parse_record(tiny.chat("a", "b"))] * 3)
     assert batch.notes == {chat.OPEN_ENDED: 3}
-    batch = Encoder(tiny.tokenizer(NO_CONTROL), "assistant").encode([parse_row(tiny.chat("a", "\nb"))])
+    batch = Encoder(tiny.tokenizer(NO_CONTROL), "assistant").encode([parse_record(tiny.chat("a", "\nb"))])
     assert batch.notes == {chat.NO_END: 1} and not batch.problems
 
 
@@ -276,11 +276,11 @@ SHORTENS = (
 
 def test_an_answer_after_a_shortened_prompt_begins_after_the_generation_prompt() -> None:
     tokenizer = tiny.tokenizer(SHORTENS.replace("HEADER", "A:"))
-    batch = Encoder(tokenizer, "assistant").encode([parse_row(tiny.chat("A: hi", "b"))])
+    batch = Encoder(tokenizer, "assistant").encode([parse_record(tiny.chat("A: hi", "b"))])
     assert batch.notes == {chat.REWRITTEN: 1}
     assert trained_parts(Document(batch.input_ids.astype(np.int64), batch.trained, 0, []), tokenizer) == ["b<|im_end|>"]
     # The words of the prompt stand in the question too; where the answer is, something else does.
-    with pytest.raises(RowProblem, match="differently when it is a prompt"):
+    with pytest.raises(RecordProblem, match="differently when it is a prompt"):
         encode(tiny.chat("A: hi", "b"), tokenizer=tiny.tokenizer(SHORTENS.replace("HEADER", "B:")))
 
 
@@ -289,12 +289,12 @@ def test_a_token_over_the_end_of_an_answer_that_more_follows() -> None:
     tokenizer = tiny.tokenizer(lines)
     assert trained_parts(encode(tiny.chat("(", "us"), tokenizer=tokenizer), tokenizer) == ["us"]
     # Once more follows, "us" of the answer and "er" of the template are one token: no model would end its answer so.
-    batch = Encoder(tokenizer, "assistant").encode([parse_row(tiny.chat("(", "us", "(", ")"))])
+    batch = Encoder(tokenizer, "assistant").encode([parse_record(tiny.chat("(", "us", "(", ")"))])
     assert batch.by_answer == {0: ()}
     ids, bounds = batch.input_ids.astype(np.int64), pairwise(batch.offsets.tolist())
     documents = [Document(ids[a:b], batch.trained[a:b], 0, []) for a, b in bounds]
     assert [trained_parts(document, tokenizer) for document in documents] == [["us"], [")"]]
-    with pytest.raises(RowProblem, match="reaches over an end of the train: false"):
+    with pytest.raises(RecordProblem, match="reaches over an end of the train: false"):
         row = tiny.chat("(", "us", "(", ")")
         row["messages"][1]["train"] = False
         encode(row, "all", tokenizer)
@@ -395,7 +395,7 @@ def test_a_template_that_goes_on_for_ever_is_stopped(endless: str, monkeypatch: 
     tokenizer = tiny.tokenizer("{% if messages[0].content == 'x' %}" + endless + "{% endif %}" + tiny.CHATML)
     assert trained_parts(encode(tiny.chat("a", "b"), tokenizer=tokenizer), tokenizer) == ["b<|im_end|>"]
     for _ in range(2):  # what one row used up is not missed by the next
-        with pytest.raises(RowProblem, match="does not end within its limits"):
+        with pytest.raises(RecordProblem, match="does not end within its limits"):
             encode(tiny.chat("x", "b"), tokenizer=tokenizer)
         assert tokenizer.render(tiny.chat("z" * 9)["messages"]).count("z") == 9
 

@@ -16,8 +16,8 @@ from tests.data import tiny
 from tuner.config.recipe import DataSource
 from tuner.data.reading import block as block_module
 from tuner.data.reading import csv_blocks, elements, json_blocks, streams, tables, text_blocks
-from tuner.data.reading.block import Block, RawRow
-from tuner.data.reading.blocks import blocks, lines_in, place, rows_of
+from tuner.data.reading.block import Block, RawRecord
+from tuner.data.reading.blocks import blocks, lines_in, position_of, records_of
 from tuner.data.reading.sources import SourceFile, expand
 from tuner.errors import DataError
 
@@ -41,11 +41,11 @@ def one(path: Path, **more: Any) -> SourceFile:
     return file
 
 
-def all_rows(file: SourceFile) -> Iterator[tuple[int, RawRow]]:
+def all_rows(file: SourceFile) -> Iterator[tuple[int, RawRecord]]:
     """Each row with its line in the file."""
     before = 0
     for block in blocks(file):
-        for row in rows_of(block):
+        for row in records_of(block):
             yield before + row.line, row
         before += lines_in(block)
 
@@ -102,7 +102,7 @@ def test_blocks_of_a_plain_file_carry_no_rows(tmp_path: Path) -> None:
     cut = list(blocks(one(tmp_path / "rows.jsonl")))
     assert len(cut) == 3
     assert all(len(ForkingPickler.dumps(block)) < 1500 for block in cut)
-    assert sum(1 for block in cut for _ in rows_of(block)) == 10_000
+    assert sum(1 for block in cut for _ in records_of(block)) == 10_000
     assert [block.stop - block.start < (4 << 20) + 2000 for block in cut] == [True] * 3
 
 
@@ -167,7 +167,7 @@ def test_bad_elements_of_an_array_are_rows_of_their_own(tmp_path: Path, small: N
         (5, 313, {"z": 0}),
     ]
     rows = {row.col: row for line, row in all_rows(one(tmp_path / "rows.json")) if row.problem}
-    assert place(rows[21], rows[21].problem) == (4, 9)  # type: ignore[arg-type]
+    assert position_of(rows[21], rows[21].problem) == (4, 9)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_csv(tmp_path: Path, suffix: str, kind: str, small: None) -> None:
 def test_blank_lines_before_the_columns_of_a_csv_file(tmp_path: Path, first: str) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes((first + "a,b\n1,2\n\n3\n").encode())
-    found = list(rows_of(*blocks(one(path))))
+    found = list(records_of(*blocks(one(path))))
     before = first.count("\n")
     assert [(row.line, row.value) for row in found] == [(before + 2, {"a": "1", "b": "2"}), (before + 4, None)]
     path.write_bytes((first + "a,a\n1,2\n").encode())
@@ -309,7 +309,7 @@ def test_text_is_documents_in_bounded_pieces(tmp_path: Path, suffix: str, monkey
     assert [line for line, _ in found][:3] == [1, 2, 3]
     ((line, row),) = all_rows(write(tmp_path / f"d.txt{suffix}", b"ok\nab\xff"))
     assert row.problem is not None
-    assert (line, place(row, row.problem), row.problem.reason) == (2, (2, 3), "not UTF-8: byte 0xff")
+    assert (line, position_of(row, row.problem), row.problem.reason) == (2, (2, 3), "not UTF-8: byte 0xff")
     ((line, row),) = all_rows(write(tmp_path / f"e.txt{suffix}", b"ok\n\nab\0"))
     assert row.problem is not None
     assert (line, row.problem.col, row.problem.reason) == (3, 3, "NUL character")
@@ -338,7 +338,7 @@ def test_parquet(tmp_path: Path, small: None) -> None:
     assert values(file) == ROWS
     assert [line for line, _ in all_rows(file)] == list(range(1, 51))
     assert len(list(blocks(file))) > 5
-    row = next(rows_of(next(blocks(file))))
+    row = next(records_of(next(blocks(file))))
     assert json.loads(row.raw) == row.value
 
 
@@ -424,7 +424,7 @@ def test_a_file_that_vanishes_is_named(tmp_path: Path, name: str) -> None:
     plain = Block(file, 0, 0, 9)
     if name in {"a.jsonl", "a.txt"}:
         with pytest.raises(DataError, match="No such file"):
-            list(rows_of(plain))
+            list(records_of(plain))
         with pytest.raises(DataError, match="No such file"):
             lines_in(Block(file, 0, 0, 9))
 
@@ -463,6 +463,6 @@ def test_a_value_of_a_table_that_python_has_not_is_a_bad_row(tmp_path: Path) -> 
     days = pa.array([1, 2_000_000_000, 2], pa.int32()).cast(pa.date32())
     pq.write_table(pa.table({"text": ["a", "b", "c"], "day": days}), path)
     (file,) = expand([DataSource(path=str(path))])
-    rows = [row for block in blocks(file) for row in rows_of(block)]
+    rows = [row for block in blocks(file) for row in records_of(block)]
     assert [row.problem is None for row in rows] == [True, False, True]
     assert "not readable" in str(rows[1].problem)

@@ -8,8 +8,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tuner.data.reading.jsonl import MAX_DEPTH, fast_json_row, locate, parse_json_row, strict_json, strict_json_row
-from tuner.data.reading.problems import RowProblem
+from tuner.data.reading.jsonl import (
+    MAX_DEPTH,
+    fast_json_record,
+    locate,
+    parse_json_record,
+    strict_json,
+    strict_json_record,
+)
+from tuner.data.reading.problems import RecordProblem
 
 
 def nested(depth: int) -> bytes:
@@ -46,9 +53,9 @@ BAD = [
 
 @pytest.mark.parametrize(("raw", "col", "reason"), BAD, ids=lambda value: str(value)[:30])
 def test_bad_rows_have_a_reason_and_a_column(raw: bytes, col: int, reason: str) -> None:
-    assert fast_json_row(raw) is None
-    for parse in (parse_json_row, strict_json_row):
-        with pytest.raises(RowProblem) as caught:
+    assert fast_json_record(raw) is None
+    for parse in (parse_json_record, strict_json_record):
+        with pytest.raises(RecordProblem) as caught:
             parse(raw)
         assert caught.value.reason.startswith(reason) or reason in caught.value.reason
         assert caught.value.col == col
@@ -78,8 +85,8 @@ GOOD: list[tuple[bytes, bool]] = [
 @pytest.mark.parametrize(("raw", "fast"), GOOD, ids=lambda value: str(value)[:30])
 def test_good_rows_equal_json_on_either_route(raw: bytes, fast: bool) -> None:
     expected = json.loads(raw)
-    assert repr(parse_json_row(raw)) == repr(strict_json_row(raw)) == repr(expected)
-    assert (fast_json_row(raw) is not None) == fast
+    assert repr(parse_json_record(raw)) == repr(strict_json_record(raw)) == repr(expected)
+    assert (fast_json_record(raw) is not None) == fast
 
 
 def test_the_commonest_rows_take_the_fast_route() -> None:
@@ -87,14 +94,14 @@ def test_the_commonest_rows_take_the_fast_route() -> None:
     row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": content}]}
     for ascii_only in (True, False):
         for separators in ((",", ":"), (", ", ": ")):
-            assert fast_json_row(json.dumps(row, ensure_ascii=ascii_only, separators=separators).encode()) == row
+            assert fast_json_record(json.dumps(row, ensure_ascii=ascii_only, separators=separators).encode()) == row
 
 
 def agree(raw: bytes) -> bool:
     """Whether the fast route answered; if it did, the strict one gives the very same value."""
-    value = fast_json_row(raw)
+    value = fast_json_record(raw)
     if value is not None:
-        assert repr(strict_json_row(raw)) == repr(value)
+        assert repr(strict_json_record(raw)) == repr(value)
     return value is not None
 
 
@@ -114,8 +121,8 @@ def test_both_routes_give_what_was_written(value: object, ascii_only: bool, inde
         return
     agree(raw)
     try:
-        assert parse_json_row(raw) == {"v": value}
-    except RowProblem as problem:
+        assert parse_json_record(raw) == {"v": value}
+    except RecordProblem as problem:
         assert any(word in problem.reason for word in ("NUL", "surrogate", "NaN", "Infinity"))
 
 
@@ -162,7 +169,7 @@ def test_damaged_rows_never_pass_the_fast_route_alone() -> None:
 def test_any_value_is_parsed_strictly() -> None:
     assert strict_json("[1, 2]") == [1, 2]
     assert math.isinf(strict_json("1e400"))
-    with pytest.raises(RowProblem, match="duplicate key"):
+    with pytest.raises(RecordProblem, match="duplicate key"):
         strict_json('[{"a": 1, "a": 2}]')
 
 
@@ -183,7 +190,7 @@ def test_a_path_is_located(path: tuple[str | int, ...], position: int) -> None:
 
 
 def test_a_problem_survives_the_way_between_processes() -> None:
-    problem = RowProblem("why", 3, ("a", 1))
+    problem = RecordProblem("why", 3, ("a", 1))
     made, arguments = problem.__reduce__()
     copy = made(*arguments)
     assert (copy.reason, copy.col, copy.path, str(copy)) == ("why", 3, ("a", 1), "why")

@@ -21,7 +21,7 @@ from tuner.config.recipe import DataSource
 from tuner.data.building.cache import LEFT_SPOOL, Garbage, collect
 from tuner.data.building.prepare import prepare
 from tuner.data.reading import sources
-from tuner.data.reading.blocks import blocks, rows_of
+from tuner.data.reading.blocks import blocks, records_of
 from tuner.data.reading.hub import hub_files
 from tuner.data.reading.sources import SourceFile, expand
 from tuner.errors import DataError, MachineError
@@ -81,7 +81,7 @@ def one(path: object, **more: Any) -> SourceFile:
 
 def read(file: SourceFile) -> list[Any]:
     return [
-        row.value if row.problem is None else row.problem.reason for block in blocks(file) for row in rows_of(block)
+        row.value if row.problem is None else row.problem.reason for block in blocks(file) for row in records_of(block)
     ]
 
 
@@ -179,7 +179,7 @@ def test_an_identity_is_of_bytes_and_of_how_they_are_read(tmp_path: Path) -> Non
         one(tmp_path / "a.jsonl", weight=2),
         one(tmp_path / "a.jsonl", count=5),
         replace(one(tmp_path / "a.jsonl", count=5), source=1),
-        replace(one(tmp_path / "a.jsonl"), rows=(0, 1)),
+        replace(one(tmp_path / "a.jsonl"), records=(0, 1)),
     ]
     identities = [json.dumps(file.identity()) for file in others]
     assert len({json.dumps(plain), *identities}) == len(others) + 1
@@ -232,7 +232,7 @@ def test_a_saved_data_set_and_its_slices(saved: Path, part: str, expected: list[
     file = one(f"{saved}{part}")
     assert read(file) == expected
     first = ROWS.index(expected[0]) + 1
-    assert [row.line for block in list(blocks(file))[:1] for row in rows_of(block)][0] == first
+    assert [row.line for block in list(blocks(file))[:1] for row in records_of(block)][0] == first
 
 
 def test_slices_are_in_the_identity(saved: Path) -> None:
@@ -292,7 +292,7 @@ def test_what_the_datasets_library_saves_and_caches_is_read(tmp_path: Path, monk
     (tmp_path / "local" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files, total = hub_files(str(tmp_path / "local"), "train")
     assert total == 30
-    cached = SourceFile(files[0], "arrow", parts=files, rows=(10, 20))
+    cached = SourceFile(files[0], "arrow", parts=files, records=(10, 20))
     assert read(cached) == rows[10:20]
     code = (
         "import sys; from datasets import load_dataset; d = load_dataset(sys.argv[1]); d.save_to_disk(sys.argv[2]); "
@@ -334,7 +334,7 @@ try:
 except TunerError as error:
     sys.exit(error.message)
 assert file.identity() == again.identity()
-print(file.path, file.kind, file.compression, [row.value for block in blocks(file) for row in rows_of(block)])
+print(file.path, file.kind, file.compression, [row.value for block in blocks(file) for row in records_of(block)])
 """
 
 

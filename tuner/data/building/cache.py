@@ -71,7 +71,7 @@ class Garbage:
     size: int
 
 
-def place(cache_dir: Path, level: Level, key: str) -> Path:
+def cache_path(cache_dir: Path, level: Level, key: str) -> Path:
     """Return where a directory is or would be."""
     return cache_dir / level / key
 
@@ -100,7 +100,7 @@ def build_once(
     directory and returns the manifest's body; entries under `files` in it are taken over, other files are hashed.
     `use` is called with the valid directory while it is locked: nothing removes it meanwhile. Raises MachineError.
     """
-    final = place(cache_dir, level, key)
+    final = cache_path(cache_dir, level, key)
 
     def waiting(holder: str) -> None:
         if console is not None:
@@ -200,7 +200,7 @@ def collect(cache_dir: Path, unused: bool = False, verify: bool = False, dry_run
     for level in LEVELS:
         needed = _needed(cache_dir, {item.path for item in garbage}) if unused and level == "encoded" else None
         for key in sorted(_keys(cache_dir / level)):
-            final = place(cache_dir, level, key)
+            final = cache_path(cache_dir, level, key)
             if not _condemned(final, level, needed, verify):
                 continue
             with _free(final, dry_run) as free:

@@ -1,4 +1,4 @@
-"""What became of rows and conversations, counted."""
+"""What became of records and conversations, counted."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,9 +8,9 @@ from typing import Any
 
 @dataclass
 class Counts:
-    """What became of rows: of one block, one source or one split."""
+    """What became of records: of one block, one source or one split."""
 
-    rows: int = 0
+    records: int = 0
     documents: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -25,7 +25,7 @@ class Counts:
 
     def add(self, other: "Counts") -> None:
         """Count what `other` counted too."""
-        self.rows += other.rows
+        self.records += other.records
         self.documents += other.documents
         self.skipped.update(other.skipped)
         self.dropped.update(other.dropped)

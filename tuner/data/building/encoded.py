@@ -1,4 +1,4 @@
-"""Rows encoded: what a worker does with some blocks of them, and the record batch and counts that it answers with."""
+"""Records encoded: what a worker does with some blocks of them, and the batch and counts that it answers with."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,48 +11,48 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tuner.data.building.counts import ByAnswer, Counts
-from tuner.data.building.selection import Digests, digest
+from tuner.data.building.sampling import Digests, digest
 from tuner.data.encoding.encode import CHECKS, Encoder
 from tuner.data.encoding.encoded_batch import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import SpecialTokens, TrainOn
 from tuner.data.prepared import arrow, arrow_bits
-from tuner.data.reading.blocks import Block, RawRow, lines_in, place, rows_of
-from tuner.data.reading.problems import RowProblem
-from tuner.data.reading.rows import Example, parse_row
+from tuner.data.reading.blocks import Block, RawRecord, lines_in, position_of, records_of
+from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.records import Example, parse_record
 from tuner.runtime.memory import give_back
 
 Bundle = tuple[Block, ...]
 """Blocks that are encoded together: one large one, or consecutive small ones."""
 NO_TRAINED_TOKEN = "no trained token"
-SLICE_ROWS, SLICE_BYTES = 8192, 1 << 20
-"""Rows of a bundle that are encoded at a time: Python's objects and 64-bit positions take many times their bytes."""
+SLICE_RECORDS, SLICE_BYTES = 8192, 1 << 20
+"""Records of a bundle that are encoded at a time: Python's objects and 64-bit positions take many times their bytes."""
 SLICE_CHECKS = 1
-"""Rows of each slice that are placed alone and compared, where there are several slices."""
+"""Records of each slice that are placed alone and compared, where there are several slices."""
 REJECT_BYTES = 10_000
-"""A longer row is cut in `rejects.jsonl`."""
+"""A longer record is cut in `rejects.jsonl`."""
 
 
-class BadRow(NamedTuple):
-    """A row that cannot be used."""
+class BadRecord(NamedTuple):
+    """A record that cannot be used."""
 
     line: int
     """From 1 in its block."""
     col: int
     where: str
-    """The value's place in the row, such as `messages[1].content`; may be empty."""
+    """The value's place in the record, such as `messages[1].content`; may be empty."""
     reason: str
-    row: str
+    record: str
     hint: str | None = None
-    """The line to write in the recipe where one would make the row usable."""
+    """The line to write in the recipe where one would make the record usable."""
 
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """What became of one block's rows; its documents follow those of the block before in the bundle's batch."""
+    """What became of one block's records; its documents follow those of the block before in the bundle's batch."""
 
     counts: Counts
-    bad: list[BadRow]
+    bad: list[BadRecord]
     lines: int
     """Lines of the block: what follows it in its file counts on from there."""
 
@@ -70,7 +70,7 @@ class EncodedBundle:
     targets: npt.NDArray[np.uint32]
     """uint32[n]: trained tokens, the first of a document never being one"""
     follows: npt.NDArray[np.bool_]
-    """bool[n]: whether a document is of the same row as the one before"""
+    """bool[n]: whether a document is of the same record as the one before"""
     blocks: list[EncodedBlock]
     fast: int
     escaped: int
@@ -80,16 +80,16 @@ class EncodedBundle:
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """What decides how rows are encoded; a worker gets it once. A `pool.Job`."""
+    """What decides how records are encoded; a worker gets it once. A `pool.Job`."""
 
     tokenizer: TextTokenizer
     train_on: TrainOn
     special_tokens: SpecialTokens
     stop_at_bad_row: bool
-    """Whether nothing after a bad row of a bundle is wanted."""
+    """Whether nothing after a bad record of a bundle is wanted."""
     fast: bool = True
     much: bool = False
-    """Whether there are rows enough for the fast encoder: it is then built at the start, for all processes at once."""
+    """Whether there is enough for the fast encoder: it is then built at the start, for all processes at once."""
 
     def start(self) -> Callable[[Bundle], EncodedBundle]:
         """Build the encoder; what is returned raises FastEncoderMismatch and DataError."""
@@ -103,20 +103,20 @@ class EncodeJob:
 
 
 class _Slice:
-    """Rows that are encoded together, and those that gave no example."""
+    """Records that are encoded together, and those that gave no example."""
 
     def __init__(self) -> None:
         self.examples: list[Example] = []
-        self.rows: list[RawRow] = []
+        self.records: list[RawRecord] = []
         self.owners: list[int] = []
-        """The block, by its place in the bundle, of each of the rows."""
+        """The block, by its place in the bundle, of each of the records."""
         self.size = 0
-        self.bad: list[tuple[int, RawRow, RowProblem]] = []
+        self.bad: list[tuple[int, RawRecord, RecordProblem]] = []
 
     @property
     def is_full(self) -> bool:
         """Whether nothing is to be added any more."""
-        return len(self.rows) >= SLICE_ROWS or len(self.bad) >= SLICE_ROWS or self.size >= SLICE_BYTES
+        return len(self.records) >= SLICE_RECORDS or len(self.bad) >= SLICE_RECORDS or self.size >= SLICE_BYTES
 
 
 def documents_schema(vocab_size: int) -> pa.Schema:
@@ -151,23 +151,23 @@ def _encode(bundle: Bundle, encoder: Encoder, schema: pa.Schema, stop: bool) -> 
 
 
 def _slices(bundle: Bundle, stop: bool) -> Iterator[_Slice]:
-    """Read blocks and yield their rows, at least one slice; with `stop`, nothing after the first bad row."""
+    """Read blocks and yield their records, at least one slice; with `stop`, nothing after the first bad record."""
     part = _Slice()
     for number, block in enumerate(bundle):
         form, columns = block.file.format, dict(block.file.columns)
-        for row in rows_of(block):
-            problem = row.problem
-            if row.value is not None:
+        for record in records_of(block):
+            problem = record.problem
+            if record.value is not None:
                 try:
-                    part.examples.append(parse_row(row.value, form, columns))
-                except RowProblem as found:
+                    part.examples.append(parse_record(record.value, form, columns))
+                except RecordProblem as found:
                     problem = found
                 else:
-                    part.rows.append(row)
+                    part.records.append(record)
                     part.owners.append(number)
-                    part.size += len(row.raw)
+                    part.size += len(record.raw)
             if problem is not None:
-                part.bad.append((number, row, problem))
+                part.bad.append((number, record, problem))
                 if stop:
                     yield part
                     return
@@ -178,24 +178,24 @@ def _slices(bundle: Bundle, stop: bool) -> Iterator[_Slice]:
 
 
 class _Gathered:
-    """The kept documents of a bundle, as flat arrays that grow slice by slice, and what became of its rows."""
+    """The kept documents of a bundle, as flat arrays that grow slice by slice, and what became of its records."""
 
     def __init__(self, bundle: Bundle, schema: pa.Schema) -> None:
         self._bundle = bundle
         self._schema = schema
         self.size = sum(block.size for block in bundle)
-        """Bytes of all rows."""
+        """Bytes of all records."""
         self._columns: list[tuple[npt.NDArray[Any], ...]] = []
         self._counts = [Counts() for _ in bundle]
-        self._bad: list[list[tuple[int, int, BadRow]]] = [[] for _ in bundle]
-        """Of each block, with the place where the row begins."""
+        self._bad: list[list[tuple[int, int, BadRecord]]] = [[] for _ in bundle]
+        """Of each block, with the place where the record begins."""
         self._fast = self._escaped = 0
         self._notes = Counter[str]()
         self._by_answer = ByAnswer()
 
     @property
     def is_bad(self) -> bool:
-        """Whether a row was bad."""
+        """Whether a record was bad."""
         return any(self._bad)
 
     def add(self, part: _Slice, batch: EncodedBatch) -> None:
@@ -203,12 +203,12 @@ class _Gathered:
         owners = np.array(part.owners, dtype=np.int64)
         targets = targets_of(batch.trained, batch.offsets)
         kept = targets > 0
-        self._count(owners, batch.rows, kept)
-        for number, row, problem in part.bad:
-            self._counts[number].rows += 1
-            self._refuse(number, row, problem)
+        self._count(owners, batch.records, kept)
+        for number, record, problem in part.bad:
+            self._counts[number].records += 1
+            self._refuse(number, record, problem)
         for i, problem in batch.problems.items():
-            self._refuse(part.owners[i], part.rows[i], problem)
+            self._refuse(part.owners[i], part.records[i], problem)
         self._columns.append(self._kept(batch, targets, kept))
         self._fast += batch.fast
         self._escaped += batch.escaped
@@ -216,7 +216,7 @@ class _Gathered:
         for left_out in batch.by_answer.values():
             self._by_answer.add(ByAnswer(1, 0, Counter(left_out)))
         if batch.by_answer:
-            self._by_answer.documents += int(np.isin(batch.rows[kept], list(batch.by_answer)).sum())
+            self._by_answer.documents += int(np.isin(batch.records[kept], list(batch.by_answer)).sum())
 
     def done(self) -> EncodedBundle:
         """All of them."""
@@ -240,21 +240,23 @@ class _Gathered:
             by_answer=self._by_answer,
         )
 
-    def _count(self, owners: npt.NDArray[np.int64], rows: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]) -> None:
-        """Count the rows of a slice, and its documents, which come from `rows`, by block."""
+    def _count(
+        self, owners: npt.NDArray[np.int64], records: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]
+    ) -> None:
+        """Count the records of a slice, and its documents, which come from `records`, by block."""
         size = len(self._bundle)
         read = np.bincount(owners, minlength=size)
-        documents, dropped = (np.bincount(owners[rows[which]], minlength=size) for which in (kept, ~kept))
+        documents, dropped = (np.bincount(owners[records[which]], minlength=size) for which in (kept, ~kept))
         for number in np.flatnonzero(read).tolist():
             counts = self._counts[number]
-            counts.rows += int(read[number])
+            counts.records += int(read[number])
             counts.documents += int(documents[number])
             if dropped[number]:
                 counts.dropped[NO_TRAINED_TOKEN] += int(dropped[number])
 
-    def _refuse(self, number: int, row: RawRow, problem: RowProblem) -> None:
+    def _refuse(self, number: int, record: RawRecord, problem: RecordProblem) -> None:
         self._counts[number].skipped[problem.kind] += 1
-        self._bad[number].append((row.line, row.col, bad_row(row, problem)))
+        self._bad[number].append((record.line, record.col, bad_record(record, problem)))
 
     def _kept(
         self, batch: EncodedBatch, targets: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]
@@ -268,12 +270,12 @@ class _Gathered:
             offsets = np.concatenate([[0], np.cumsum(lengths)])
         is_narrow = self._schema.field("input_ids").type.value_type == pa.uint16()
         counts = (lengths, targets[kept], batch.prompt_tokens[kept])
-        rows = batch.rows[kept]
+        records = batch.records[kept]
         return (
             ids.astype(np.uint16 if is_narrow else np.uint32, copy=False),
             trained,
             *(column.astype(np.uint32) for column in counts),
-            np.diff(rows, prepend=-1) == 0,
+            np.diff(records, prepend=-1) == 0,
             digest(ids, offsets),
         )
 
@@ -297,8 +299,9 @@ def _record_batch(
     return pa.record_batch([*lists, arrow(prompts)], schema=schema)
 
 
-def bad_row(row: RawRow, problem: RowProblem) -> BadRow:
-    """Return what is said of a row that cannot be used."""
-    line, col = place(row, problem)
+def bad_record(record: RawRecord, problem: RecordProblem) -> BadRecord:
+    """Return what is said of a record that cannot be used."""
+    line, col = position_of(record, problem)
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem.path).lstrip(".")
-    return BadRow(line, col, where, problem.reason, row.raw[:REJECT_BYTES].decode("utf-8", "replace"), problem.hint)
+    shown = record.raw[:REJECT_BYTES].decode("utf-8", "replace")
+    return BadRecord(line, col, where, problem.reason, shown, problem.hint)

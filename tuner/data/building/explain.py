@@ -4,62 +4,62 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from tuner.data.building.documents import bad_row_error
-from tuner.data.building.encoded import bad_row
+from tuner.data.building.documents import bad_record_error
+from tuner.data.building.encoded import bad_record
 from tuner.data.building.spec import PrepareSpec
 from tuner.data.encoding.place import Document
-from tuner.data.reading.blocks import RawRow, blocks, lines_in, rows_of
-from tuner.data.reading.problems import RowProblem
-from tuner.data.reading.rows import parse_row
+from tuner.data.reading.blocks import RawRecord, blocks, lines_in, records_of
+from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.records import parse_record
 from tuner.data.reading.sources import SourceFile, expand
 
 
 @dataclass(frozen=True)
 class TokenView:
-    """One token of an explained row."""
+    """One token of an explained record."""
 
     text: str
     id: int
     trained: bool
     rule: str
-    """Which part of the row it belongs to, such as `assistant turn` or `prompt`."""
+    """Which part of the record it belongs to, such as `assistant turn` or `prompt`."""
 
 
 @dataclass(frozen=True)
 class DocumentView:
-    """One document of a row and its tokens, before any cutting."""
+    """One document of a record and its tokens, before any cutting."""
 
     name: str
     """The file's, as it was given."""
     line: int
     tokens: list[TokenView]
     document: int = 0
-    """Its number in the row, from 0."""
+    """Its number in the record, from 0."""
     documents: int = 1
-    """How many the row has: several where each answer of a chat is one."""
+    """How many the record has: several where each answer of a chat is one."""
     left_out: tuple[str, ...] = ()
-    """The reasons of the row's answers that have no document."""
+    """The reasons of the record's answers that have no document."""
 
 
 def explain(spec: PrepareSpec, n: int) -> Iterator[DocumentView]:
-    """Yield the documents of the first `n` training rows that can be used.
+    """Yield the documents of the first `n` training records that can be used.
 
-    With `on_bad_row: error` a bad row is a DataError.
+    With `on_bad_row: error` a bad record is a DataError.
     """
     return (view for views in islice(_views(spec), n) for view in views)
 
 
 def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
     encoder = spec.encoder()
-    for file, line, row in _rows(expand(spec.data.train)):
+    for file, line, record in _records(expand(spec.data.train)):
         try:
-            if row.problem is not None or row.value is None:
-                raise row.problem or RowProblem("the row cannot be read", 1)
-            placed = encoder.explain(parse_row(row.value, file.format, dict(file.columns)))
-        except RowProblem as problem:
+            if record.problem is not None or record.value is None:
+                raise record.problem or RecordProblem("the row cannot be read", 1)
+            placed = encoder.explain(parse_record(record.value, file.format, dict(file.columns)))
+        except RecordProblem as problem:
             if spec.data.on_bad_row == "skip":
                 continue
-            raise bad_row_error(file.name, bad_row(row, problem), line - row.line) from problem
+            raise bad_record_error(file.name, bad_record(record, problem), line - record.line) from problem
         count = len(placed.documents)
         yield [
             DocumentView(file.name, line, _tokens(spec, document), i, count, placed.left_out)
@@ -67,12 +67,12 @@ def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
         ]
 
 
-def _rows(files: list[SourceFile]) -> Iterator[tuple[SourceFile, int, RawRow]]:
+def _records(files: list[SourceFile]) -> Iterator[tuple[SourceFile, int, RawRecord]]:
     for file in files:
         before = 0
         for block in blocks(file):
-            for row in rows_of(block):
-                yield file, before + row.line, row
+            for record in records_of(block):
+                yield file, before + record.line, record
             before += lines_in(block)
 
 

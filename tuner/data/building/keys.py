@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.config.duration import Duration
-from tuner.data.building.selection import Share
+from tuner.data.building.sampling import Share
 from tuner.data.reading.sources import SourceFile, expand
 from tuner.errors import DataError
 

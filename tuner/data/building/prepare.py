@@ -18,13 +18,13 @@ import jsonlines
 import numpy as np
 import pyarrow as pa
 
-from tuner.data.building.cache import build_once, place, valid
+from tuner.data.building.cache import build_once, cache_path, valid
 from tuner.data.building.documents import REJECTS, EncodingPool, build_documents, start_pool
 from tuner.data.building.encoded import record_batches
 from tuner.data.building.keys import Keys, keys_of, sources_of
 from tuner.data.building.pack import cut, row_batches
 from tuner.data.building.spec import PrepareSpec
-from tuner.data.id_probes import ID_PROBES, row_probes, write_probes
+from tuner.data.id_probes import ID_PROBES, record_probes, write_probes
 from tuner.data.prepared import ROWS_SCHEMA, view
 from tuner.errors import DataError, MachineError
 from tuner.runtime.files import sha256_file
@@ -62,7 +62,7 @@ def prepare(spec: PrepareSpec, console: "Console | None" = None) -> PreparedInfo
     # Before it is known whether it is needed: it loads the tokenizer while the sources are hashed.
     with start_pool(spec, [*train, *(held or [])]) or nullcontext() as pool:
         keys = keys_of(spec, (train, held))
-        final = place(spec.cache_dir, "prepared", keys.prepared)
+        final = cache_path(spec.cache_dir, "prepared", keys.prepared)
         manifest = valid(final, "prepared")
         cached = manifest is not None
         if manifest is None:
@@ -85,18 +85,18 @@ def find_prepared(spec: PrepareSpec) -> Path | None:
 def check_prepared(spec: PrepareSpec) -> Path:
     """Return the prepared directory for `spec`; DataError saying what is missing where it would have to be built."""
     keys = keys_of(spec)
-    path = place(spec.cache_dir, "prepared", keys.prepared)
+    path = cache_path(spec.cache_dir, "prepared", keys.prepared)
     if valid(path, "prepared") is not None:
         return path
     state = "is damaged" if path.exists() else "is not there"
-    encoded = valid(place(spec.cache_dir, "encoded", keys.encoded), "encoded") is not None
+    encoded = valid(cache_path(spec.cache_dir, "encoded", keys.encoded), "encoded") is not None
     more = "its rows must be packed" if encoded else "its documents must be encoded and packed"
     raise DataError(f"not prepared: {path} {state}; {more}", hint="run: tuner prepare-data RECIPE")
 
 
 def prepared_path(spec: PrepareSpec) -> Path:
     """Return the directory that `spec` has or would have; its sources are read for their hashes."""
-    return place(spec.cache_dir, "prepared", keys_of(spec).prepared)
+    return cache_path(spec.cache_dir, "prepared", keys_of(spec).prepared)
 
 
 def _build_rows(
@@ -124,7 +124,7 @@ def _build_rows(
     samples = _samples(tmp / "eval.documents.arrow", spec) if report["eval"] is not None else []
     with jsonlines.open(tmp / "samples.jsonl", "w") as writer:
         writer.write_all(samples)
-    write_probes(tmp / ID_PROBES, row_probes((f for source in keys.train for f in source.files), spec.tokenizer))
+    write_probes(tmp / ID_PROBES, record_probes((f for source in keys.train for f in source.files), spec.tokenizer))
     loaded_as = spec.tokenizer.loaded_as
     report["tokenizer"] = None if loaded_as is None else loaded_as.facts()
     return {

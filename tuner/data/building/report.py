@@ -15,8 +15,8 @@ def report_lines(report: Mapping[str, Any], method: str, max_length: int, packin
     lines.append(("fast path", _fast(report["fast_path"])))
     if report["escaped"]:
         lines.append(("escaped", f"control tokens written out in {report['escaped']:,} documents are plain text"))
-    for side in ("train", "eval"):
-        lines += _source_lines(side, report["sources"].get(side, []))
+    for split in ("train", "eval"):
+        lines += _source_lines(split, report["sources"].get(split, []))
     splits = [split for split in ("train", "eval") if report[split] is not None]
     lines += [(split, _split_text(report[split])) for split in splits]
     for split in splits:
@@ -47,10 +47,10 @@ def warnings_of(report: Mapping[str, Any], rejects: str) -> list[str]:
         skipped = (report[split] or {}).get("skipped", {})
         if skipped:
             warnings.append(f"data.{split}: {sum(skipped.values()):,} bad rows skipped, see {rejects}")
-    for side, sources in report["sources"].items():
+    for split, sources in report["sources"].items():
         for source in sources:
             if source["documents"] and not source["sampled"]:
-                warnings.append(f"data.{side}: nothing is taken of {source['path']}: its share rounds to no document")
+                warnings.append(f"data.{split}: nothing is taken of {source['path']}: its share rounds to no document")
     for reason, count in by_answer_of(report)["left_out"].items():
         warnings.append(f"{count:,} answers of chats with others that are trained are left out: {reason}")
     if report["overlap"]:
@@ -78,7 +78,7 @@ def _fast(fast: Mapping[str, Any]) -> str:
     return f"{fast['share']:.1%} of documents{reason}"
 
 
-def _source_lines(side: str, sources: list[dict[str, Any]]) -> list[Line]:
+def _source_lines(split: str, sources: list[dict[str, Any]]) -> list[Line]:
     """A line for each source, where there are several or a share is taken."""
     plain = all(source["sampled"] == source["documents"] and not source["repeated"] for source in sources)
     if plain and len(sources) < 2:
@@ -90,7 +90,7 @@ def _source_lines(side: str, sources: list[dict[str, Any]]) -> list[Line]:
             text += f"  {source['sampled']:,} sampled"
         if source["repeated"]:
             text += f"  {source['repeated']:,} repeated"
-        lines.append((f"{side} of", text))
+        lines.append((f"{split} of", text))
     return lines
 
 

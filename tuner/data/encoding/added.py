@@ -27,17 +27,17 @@ def with_tokens(files: Mapping[str, bytes], tokens: "Sequence[AddedToken]") -> t
     except Exception as error:  # tokenizers raises bare Exception
         raise DataError(f"tokenizer.json: {error}") from error
     first = 1 + max(before.get_vocab(with_added_tokens=True).values(), default=-1)
-    for number, wish in enumerate(tokens):
-        if (there := before.token_to_id(wish.token)) is not None:
+    for number, token in enumerate(tokens):
+        if (there := before.token_to_id(token.token)) is not None:
             raise RecipeError(
-                f"tokenizer.add_tokens: {wish.token!r} is a token of the tokenizer already (id {there})",
+                f"tokenizer.add_tokens: {token.token!r} is a token of the tokenizer already (id {there})",
                 hint="remove it from the list",
             )
-        facts = {"content": wish.token, **_FACTS, "special": wish.special}
+        facts = {"content": token.token, **_FACTS, "special": token.special}
         spec.setdefault("added_tokens", []).append({"id": first + number, **facts})
         if "added_tokens_decoder" in config:  # some of transformers' classes read added tokens from there alone
             config["added_tokens_decoder"][str(first + number)] = facts
-    _name_special(config, [wish.token for wish in tokens if wish.special])
+    _name_special(config, [token.token for token in tokens if token.special])
     changed = {"tokenizer.json": _bytes(spec), "tokenizer_config.json": _bytes(config)}
     added, ids = {**files, **changed}, range(first, first + len(tokens))
     require_ids(added, tokens, ids)
@@ -47,7 +47,7 @@ def with_tokens(files: Mapping[str, bytes], tokens: "Sequence[AddedToken]") -> t
 def require_ids(files: Mapping[str, bytes], tokens: "Sequence[AddedToken]", ids: range) -> None:
     """Check that a tokenizer gives added tokens these ids. Raises DataError."""
     after = Tokenizer.from_str(files["tokenizer.json"].decode())
-    if [after.token_to_id(wish.token) for wish in tokens] != list(ids):
+    if [after.token_to_id(token.token) for token in tokens] != list(ids):
         raise DataError("tokenizer.add_tokens: there are gaps in the tokenizer's ids, so that it cannot be added to")
 
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from tuner.data.encoding.place import Document, Placer
 from tuner.data.encoding.turns import Planner, Plans
-from tuner.data.reading.problems import RowProblem
-from tuner.data.reading.rows import Conversation, Example, Tokens
+from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.records import Conversation, Example, Tokens
 
 APART = "answers encoded apart from their prompt: a token of both together would reach over the cut"
 
@@ -27,7 +27,7 @@ class Alone:
 
     def __init__(self, planner: Planner, placer: Placer) -> None:
         self.documents: dict[int, list[Document]] = {}
-        self.problems: dict[int, RowProblem] = {}
+        self.problems: dict[int, RecordProblem] = {}
         self.by_answer: dict[int, tuple[str, ...]] = {}
         """Conversations of which each answer is a document -> the reasons of answers that have none."""
         self.notes: dict[int, tuple[str, ...]] = {}
@@ -39,7 +39,7 @@ class Alone:
         """Place example `i`, whose plans may be known."""
         try:
             placed = self._tokens(example) if isinstance(example, Tokens) else self._placed(i, example, plans)
-        except RowProblem as problem:
+        except RecordProblem as problem:
             self.problems[i] = problem
             self.by_answer.pop(i, None)
             return
@@ -64,7 +64,7 @@ class Alone:
         if not plans.by_answer:
             try:
                 document = self._placer.place(plans.plans[0])
-            except RowProblem as problem:
+            except RecordProblem as problem:
                 if not isinstance(example, Conversation):
                     raise
                 plans = self._planner.by_answer(example, self._planner.readable(example), problem)
@@ -72,11 +72,11 @@ class Alone:
                 self._say(i, plans, [document])
                 return Placed([document])
         documents: list[Document] = []
-        refused: list[RowProblem] = []
+        refused: list[RecordProblem] = []
         for plan in plans.plans:
             try:
                 documents.append(self._placer.place(plan))
-            except RowProblem as problem:
+            except RecordProblem as problem:
                 refused.append(problem)
         if not documents:
             raise refused[0]

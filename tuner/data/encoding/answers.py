@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tuner.data.encoding.chat import FIRST_MARK, NO_END, REWRITTEN, Chat
-from tuner.data.encoding.probe import plain
 from tuner.data.encoding.template import NO_VARIABLES, ChatTemplate
+from tuner.data.encoding.template_spy import plain
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.reading.problems import RowProblem
+from tuner.data.reading.problems import RecordProblem
 from tuner.errors import DataError
 
 NO_THOUGHT = "answers without reasoning after a prompt that opens a thought: trained with an empty one"
@@ -32,28 +32,29 @@ class Answer(NamedTuple):
 
 
 def write_answer(tokenizer: TextTokenizer, messages: list[dict[str, Any]], tools: Any) -> Answer:
-    """Return the last of `messages` after its prompt. Raises RowProblem where the template writes it after none.
+    """Return the last of `messages` after its prompt. Raises RecordProblem where the template writes it after none.
 
     The prompt is the plain generation prompt where the template writes the answer so that it goes on from there. Else
     it is that of a caller who asks for thoughts, or for none (`enable_thinking`), where the template lets them. Else,
     where the plain prompt opens a thought that the template drops from answers, the thought is closed first.
     """
-    refused: RowProblem | None = None
+    refused: RecordProblem | None = None
     for variables in _callers(tokenizer.template_for(tools)):
         chat = Chat(tokenizer, messages, tools, variables)
         try:
             answer = _continued(chat)
-        except RowProblem as problem:
+        except RecordProblem as problem:
             refused = refused or problem
         except DataError as error:
-            refused = refused or RowProblem(error.message, 1)
+            refused = refused or RecordProblem(error.message, 1)
         else:
             asked = [f"answers after the prompt of {name}={str(value).lower()}" for name, value in variables.items()]
             return answer._replace(notes=(*answer.notes, *asked))
     closed = _after_open_thought(tokenizer, messages, tools)
     if closed is not None:
         return closed
-    raise refused or RowProblem("no prompt of the template leads to the answer", path=("messages", len(messages) - 1))
+    last = ("messages", len(messages) - 1)
+    raise refused or RecordProblem("no prompt of the template leads to the answer", path=last)
 
 
 def _callers(template: ChatTemplate) -> Iterator[Mapping[str, Any]]:
@@ -67,7 +68,7 @@ def _callers(template: ChatTemplate) -> Iterator[Mapping[str, Any]]:
 
 
 def _continued(chat: Chat) -> Answer:
-    """The prompt and what the template writes of the answer after it. RowProblem, DataError."""
+    """The prompt and what the template writes of the answer after it. RecordProblem, DataError."""
     answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     last = answers[-1]
     prompt = chat.prompt(last)
@@ -77,7 +78,7 @@ def _continued(chat: Chat) -> Answer:
         # The marks say where the answer ends; what a model is prompted with is the prompt, marked or not.
         if not chat.text.startswith(prompt) or not start <= len(prompt) <= stop:
             reason = f"the template marks message {last} where its prompt does not end"
-            raise RowProblem(reason, path=("messages", last))
+            raise RecordProblem(reason, path=("messages", last))
         start = len(prompt)
     # What stands before the answer is the prompt, though the template may write it otherwise with an answer after it.
     notes = tuple(note for note in chat.notes if note != REWRITTEN)

@@ -77,9 +77,9 @@ def as_loaded(
     """
     now = version("transformers")
     root = cache_dir / "tokenizers" / _key(files, config, model_config)
-    place = root / f"{now}-{FORMAT}"
-    kept = _kept(place)
-    answer, replaced = kept if kept is not None else _ask(files, config, model_config, place)
+    directory = root / f"{now}-{FORMAT}"
+    kept = _kept(directory)
+    answer, replaced = kept if kept is not None else _ask(files, config, model_config, directory)
     merged = {name: content for name, content in {**files, **replaced}.items() if name not in answer["removed"]}
     changed = answer["changed"]
     loaded = LoadedAs(now, answer["class"], None if changed is None else tuple(changed), tuple(_others(root, answer)))
@@ -106,23 +106,23 @@ def _chosen_by(config: bytes | None, keys: tuple[str, ...]) -> list[Any] | None:
     return [facts.get(key) for key in keys] if isinstance(facts, dict) else ["no object"]
 
 
-def _kept(place: Path) -> tuple[dict[str, Any], dict[str, bytes]] | None:
+def _kept(directory: Path) -> tuple[dict[str, Any], dict[str, bytes]] | None:
     """The answer of a directory and the files in it; None where there is none or it is damaged."""
     with suppress(DataError, OSError, KeyError, TypeError, AttributeError):
-        answer = read_json(place / _ANSWER)
-        verify_entries(place, answer["files"], hash=True)
-        return answer, {name: (place / name).read_bytes() for name in answer["files"]}
+        answer = read_json(directory / _ANSWER)
+        verify_entries(directory, answer["files"], hash=True)
+        return answer, {name: (directory / name).read_bytes() for name in answer["files"]}
     return None
 
 
 def _ask(
-    files: Mapping[str, bytes], config: bytes | None, model_config: bytes | None, place: Path
+    files: Mapping[str, bytes], config: bytes | None, model_config: bytes | None, directory: Path
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Ask transformers in a child process, and keep the answer where the cache can be written. Raises DataError."""
-    with _locked(place.parent) as is_kept:
-        if is_kept and (kept := _kept(place)) is not None:
+    with _locked(directory.parent) as is_kept:
+        if is_kept and (kept := _kept(directory)) is not None:
             return kept  # another process asked meanwhile
-        with tempfile.TemporaryDirectory(prefix=TMP_PREFIX, dir=place.parent if is_kept else None) as name:
+        with tempfile.TemporaryDirectory(prefix=TMP_PREFIX, dir=directory.parent if is_kept else None) as name:
             job = Path(name)
             configs = {"source/config.json": config, "model.json": model_config}
             given = {**{f"source/{file}": content for file, content in files.items()}, **configs}
@@ -135,8 +135,8 @@ def _ask(
             write_atomic(answers / _ANSWER, json_bytes(answer))
             replaced = {file: (answers / file).read_bytes() for file in answer["files"]}
             if is_kept:
-                discard_dir(place)
-                publish_dir(answers, place)
+                discard_dir(directory)
+                publish_dir(answers, directory)
     return answer, replaced
 
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from tuner.data.encoding.probe import Probe
 from tuner.data.encoding.template import NO_VARIABLES
+from tuner.data.encoding.template_spy import TemplateSpy
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.reading.problems import RowProblem
+from tuner.data.reading.problems import RecordProblem
 from tuner.errors import DataError
 
 FIRST_MARK, _MARKS = 0xFDD5, 24
@@ -60,12 +60,12 @@ class Chat:
     def answer(self, i: int, answers: list[int], start: int | None = None) -> tuple[int, int]:
         """Characters of answer i, its end-of-turn token included and white space after that not.
 
-        It begins at `start` where that is known. RowProblem, DataError.
+        It begins at `start` where that is known. RecordProblem, DataError.
         """
         if self.is_marked:
             spans = self._marked[1]
             if len(spans) != len(answers):
-                raise RowProblem("the template marks another number of turns than the assistant has", 1)
+                raise RecordProblem("the template marks another number of turns than the assistant has", 1)
             start, stop = spans[answers.index(i)]
             if self._end(start, stop) is None:
                 self.notes.append(OPEN_ENDED)
@@ -93,7 +93,7 @@ class Chat:
         return self._prompts[i]
 
     def answer_start(self, i: int) -> int:
-        """The character at which answer i begins; RowProblem where that is not shown."""
+        """The character at which answer i begins; RecordProblem where that is not shown."""
         prompt = self.prompt(i)
         if self.text.startswith(prompt):
             return len(prompt)
@@ -106,7 +106,7 @@ class Chat:
         if start is not None and (words is None or words[i] >= start + len(header)):
             self.notes.append(REWRITTEN)
             return start + len(header)
-        raise RowProblem(
+        raise RecordProblem(
             f"the template writes the text before message {i} differently when it is a prompt", path=("messages", i)
         )
 
@@ -156,7 +156,7 @@ class Chat:
         """Where message 0 begins: after a turn that the template put before it, such as its own system prompt."""
         found = self._find([0])
         if found is None:
-            raise RowProblem("where the template writes message 0 cannot be told", path=("messages", 0))
+            raise RecordProblem("where the template writes message 0 cannot be told", path=("messages", 0))
         start, content = 0, found[0]
         while (end := self._end(start, content)) is not None:
             start = end
@@ -176,7 +176,7 @@ class Chat:
     def _prefix(self, part: str, i: int, when: str, before: bool) -> str:
         if not self.text.startswith(part):
             what = f"the text before message {i}" if before else f"message {i}"
-            raise RowProblem(f"the template writes {what} differently {when}", path=("messages", i))
+            raise RecordProblem(f"the template writes {what} differently {when}", path=("messages", i))
         return part
 
     def _end(self, start: int, limit: int) -> int | None:
@@ -218,7 +218,7 @@ class Chat:
 
 def _with_mark(content: str, mark: str) -> str:
     """The content with a mark before its first character that is no white space: templates trim."""
-    if isinstance(content, Probe):
+    if isinstance(content, TemplateSpy):
         return content.with_mark(mark)
     blank = len(content) - len(content.lstrip())
     return content[:blank] + mark + content[blank:]

@@ -2,7 +2,7 @@
 
 The texts of a batch are encoded in one piece, with a control token between them. A byte-level token stands for known
 bytes, so the running sum of lengths says where each token lies, and the turns' ends are found by binary search for
-all rows together: no token may straddle one, and before an answer must stand the very ids that the prompt alone has.
+all records together: no token may straddle one, and before an answer must stand the very ids that the prompt alone has.
 What does not go this way (other kinds of tokenizers, control tokens written out by users, bytes that a tokenizer does
 not know) is placed one by one from the tokenizer's own character spans.
 """
@@ -18,27 +18,27 @@ from tuner.data.encoding.alone import Alone, Placed
 from tuner.data.encoding.byte_table import ByteTable, Unproven
 from tuner.data.encoding.encoded_batch import EncodedBatch, joined
 from tuner.data.encoding.fast import FastEncoder
-from tuner.data.encoding.flat import Flat, Ints, Rows, Turns, edges_of, offsets_of
+from tuner.data.encoding.flat import BatchTexts, Flat, Ints, Turns, edges_of, offsets_of
 from tuner.data.encoding.place import KEPT_CHARS, KEPT_PROMPTS, Placer
-from tuner.data.encoding.probe import has_reserved
 from tuner.data.encoding.proven import ProvenEncoder
-from tuner.data.encoding.skeleton import Skeleton, Skeletons
+from tuner.data.encoding.template_layout import TemplateLayout, TemplateLayouts
+from tuner.data.encoding.template_spy import has_reserved
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import Plan, Planner, SpecialTokens, TrainOn
 from tuner.data.encoding.words import WordEncoder
-from tuner.data.reading.problems import RowProblem
-from tuner.data.reading.rows import Conversation, Example, Tokens
+from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.records import Conversation, Example, Tokens
 
 FAST_FROM_BYTES = 256 << 10
 """A batch of fewer bytes is not worth building and proving the fast encoder for."""
 CHECKS = 5
-"""Rows of a batch that are placed alone and compared, besides every `_CHECK_EVERY`th."""
+"""Records of a batch that are placed alone and compared, besides every `_CHECK_EVERY`th."""
 _CHECK_EVERY = 997
 _CHECK_TOKENS = 1 << 15
 
 
 class FastEncoderMismatch(Exception):
-    """A row of the sample came out otherwise than the tokenizer alone gives it."""
+    """A record of the sample came out otherwise than the tokenizer alone gives it."""
 
 
 class Encoder:
@@ -51,12 +51,12 @@ class Encoder:
         special_tokens: SpecialTokens = "refuse",
         fast: bool = True,
     ) -> None:
-        """`train_on` is the recipe's, and `all` for pre-training; without `fast` every row is placed one by one."""
+        """`train_on` is the recipe's, and `all` for pre-training; without `fast` every record is placed one by one."""
         self._tokenizer = tokenizer
         self._train_on = train_on
         self._planner = Planner(tokenizer, train_on, special_tokens)
         self._placer = Placer(tokenizer, train_on)
-        self._skeletons = Skeletons(tokenizer, self._planner)
+        self._layouts = TemplateLayouts(tokenizer, self._planner)
         self._proven: ProvenEncoder | None = None
         self._chosen = False
         self._table: ByteTable | None = None
@@ -79,18 +79,18 @@ class Encoder:
     ) -> EncodedBatch:
         """Encode examples, in order; one that cannot be used gives its problem.
 
-        Where they are a part of more rows that were cut for the sake of memory, `total_bytes` are those of all parts:
-        it decides about the fast encoder. Of each part `checks` rows are placed alone too and compared. Raises
+        Where they are a part of records that were cut for the sake of memory, `total_bytes` are those of all parts:
+        it decides about the fast encoder. Of each part `checks` records are placed alone too and compared. Raises
         DataError without a chat template, FastEncoderMismatch where the sample refutes the fast path.
         """
-        rows, alone = Rows(), Alone(self._planner, self._placer)
+        texts, alone = BatchTexts(), Alone(self._planner, self._placer)
         for i, example in enumerate(examples):
             try:
-                if not (isinstance(example, Conversation) and self._add_known(rows, i, example, alone)):
-                    self._add(rows, i, example, alone)
-            except RowProblem as problem:
+                if not (isinstance(example, Conversation) and self._add_known(texts, i, example, alone)):
+                    self._add(texts, i, example, alone)
+            except RecordProblem as problem:
                 alone.problems[i] = problem
-        merged = joined(self._encode_rows(rows, examples, alone, total_bytes), alone.documents)
+        merged = joined(self._encode_texts(texts, examples, alone, total_bytes), alone.documents)
         self._check(examples, merged, checks)
         return replace(
             merged,
@@ -101,54 +101,54 @@ class Encoder:
         )
 
     def choose(self) -> None:
-        """Build and prove the fast encoder now, and not with the first rows that are worth it."""
+        """Build and prove the fast encoder now, and not with the first records that are worth it."""
         if self._table is not None:
             self._proven_for(FAST_FROM_BYTES, self._table)
 
     def explain(self, example: Example) -> Placed:
-        """Encode one example with the rule of every token. Raises RowProblem."""
+        """Encode one example with the rule of every token. Raises RecordProblem."""
         alone = Alone(self._planner, self._placer)
         alone.place(0, example)
         if alone.problems:
             raise alone.problems[0]
         return Placed(alone.documents[0], 0 in alone.by_answer, alone.by_answer.get(0, ()))
 
-    def _add_known(self, rows: Rows, i: int, example: Conversation, alone: Alone) -> bool:
+    def _add_known(self, texts: BatchTexts, i: int, example: Conversation, alone: Alone) -> bool:
         """Add a conversation of a shape that is known; False where it must be rendered."""
         messages = example.messages
         if self._table is None or example.tools or any(len(message) != 2 for message in messages):
             return False
-        skeleton = self._skeletons.find((tuple([m["role"] for m in messages]), tuple(example.train)))
+        layout = self._layouts.find((tuple([m["role"] for m in messages]), tuple(example.train)))
         contents = [message["content"] for message in messages]
-        if skeleton is None or not skeleton.fits(contents):
+        if layout is None or not layout.fits(contents):
             return False
         sizes = []
-        is_ascii = skeleton.is_ascii
+        is_ascii = layout.is_ascii
         for content in contents:
             if content.isascii():
                 sizes.append(len(content))
             else:
                 is_ascii = False
                 sizes.append(len(content.encode()))
-        if not is_ascii and not self._accepts(skeleton, contents):
+        if not is_ascii and not self._accepts(layout, contents):
             return False
-        starts = skeleton.part_starts(sizes)
-        for mark in skeleton.marks:
+        starts = layout.part_starts(sizes)
+        for mark in layout.marks:
             span = (starts[mark.start_part] + mark.start, starts[mark.stop_part] + mark.stop)
-            rows.turn(span, mark.trained, mark.is_answer, mark.prompt)
-        for part, content in zip(skeleton.parts[:-1], contents, strict=True):
-            rows.pieces += (part, content)
-        rows.pieces.append(skeleton.parts[-1])
-        rows.close(i, starts[-1] + skeleton.part_bytes[-1], skeleton.default, False, skeleton.specials)
-        if skeleton.notes:
-            alone.note(i, skeleton.notes)
+            texts.turn(span, mark.trained, mark.is_answer, mark.prompt)
+        for part, content in zip(layout.parts[:-1], contents, strict=True):
+            texts.pieces += (part, content)
+        texts.pieces.append(layout.parts[-1])
+        texts.close(i, starts[-1] + layout.part_bytes[-1], layout.default, False, layout.specials)
+        if layout.notes:
+            alone.note(i, layout.notes)
         return True
 
-    def _accepts(self, skeleton: Skeleton, contents: Sequence[str]) -> bool:
-        text = "".join(part for pair in zip(skeleton.parts, contents, strict=False) for part in pair)
+    def _accepts(self, layout: TemplateLayout, contents: Sequence[str]) -> bool:
+        text = "".join(part for pair in zip(layout.parts, contents, strict=False) for part in pair)
         return self._table is not None and self._table.accepts(text) and not has_reserved(text)
 
-    def _add(self, rows: Rows, i: int, example: Example, alone: Alone) -> None:
+    def _add(self, texts: BatchTexts, i: int, example: Example, alone: Alone) -> None:
         table = self._table
         if isinstance(example, Tokens):
             alone.place(i, example)
@@ -162,17 +162,17 @@ class Encoder:
         if any(plan.notes for plan in plans.plans):
             alone.note(i, (note for plan in plans.plans for note in plan.notes))
         for plan in plans.plans:
-            self._add_plan(rows, i, plan)
+            self._add_plan(texts, i, plan)
 
-    def _add_plan(self, rows: Rows, i: int, plan: Plan) -> None:
+    def _add_plan(self, texts: BatchTexts, i: int, plan: Plan) -> None:
         text = plan.text
         ascii_text = text.isascii()
         for turn in plan.turns:
             span = (turn.start, turn.stop) if ascii_text else _bytes_at(text, turn.start, turn.stop)
             prompt = self._prompt(plan, turn.start) if turn.is_answer else ""
-            rows.turn(span, turn.trained, turn.is_answer, prompt)
-        rows.pieces.append(text)
-        rows.close(i, len(text) if ascii_text else len(text.encode()), plan.default, plan.framed, -1)
+            texts.turn(span, turn.trained, turn.is_answer, prompt)
+        texts.pieces.append(text)
+        texts.close(i, len(text) if ascii_text else len(text.encode()), plan.default, plan.framed, -1)
 
     def _prompt(self, plan: Plan, start: int) -> str:
         last = self._tokenizer.last_special(plan.text, max(0, start - 256), start)
@@ -181,44 +181,44 @@ class Encoder:
         # A control token cuts the text: what follows it is encoded without regard to what precedes.
         return plan.text[0 if last is None else last[0] : start]
 
-    def _encode_rows(
-        self, rows: Rows, examples: Sequence[Example], alone: Alone, total_bytes: int | None
+    def _encode_texts(
+        self, texts: BatchTexts, examples: Sequence[Example], alone: Alone, total_bytes: int | None
     ) -> EncodedBatch | None:
-        """Encode the collected rows together; those that cannot stay are placed alone."""
+        """Encode the collected records together; those that cannot stay are placed alone."""
         table = self._table
-        if not rows.examples or table is None:
+        if not texts.examples or table is None:
             return None
-        flat, fast = self._flat(rows, table, total_bytes)
-        expected = np.array(rows.specials)
+        flat, fast = self._flat(texts, table, total_bytes)
+        expected = np.array(texts.specials)
         doubtful = flat.unknown | ((flat.counts(self._is_special) != expected) & (expected >= 0))
-        turns = Turns.of(rows, flat)
-        doubtful[turns.row[turns.straddles]] = True
-        by_prompt = sorted((i for i, prompt in enumerate(rows.prompt) if prompt), key=rows.prompt.__getitem__)
-        for prompt, which in groupby(by_prompt, rows.prompt.__getitem__):
+        turns = Turns.of(texts, flat)
+        doubtful[turns.text[turns.straddles]] = True
+        by_prompt = sorted((i for i, prompt in enumerate(texts.prompt) if prompt), key=texts.prompt.__getitem__)
+        for prompt, which in groupby(by_prompt, texts.prompt.__getitem__):
             answers = np.fromiter(which, dtype=np.int64)
-            doubtful[turns.row[answers[~turns.follow(answers, flat, self._prompt_ids(prompt))]]] = True
-        origins = np.array(rows.examples, dtype=np.int64)
+            doubtful[turns.text[answers[~turns.follow(answers, flat, self._prompt_ids(prompt))]]] = True
+        origins = np.array(texts.examples, dtype=np.int64)
         again = np.unique(origins[doubtful])
         if alone.by_answer:
             doubtful = np.isin(origins, again)  # a conversation's documents are judged together
         for i in again.tolist():
             alone.place(i, examples[i])
-        return self._finished(rows, flat, turns, ~doubtful, fast)
+        return self._finished(texts, flat, turns, ~doubtful, fast)
 
-    def _flat(self, rows: Rows, table: ByteTable, total_bytes: int | None) -> tuple[Flat, bool]:
-        """The rows' ids, and whether the fast encoder gave them."""
-        sizes = np.array(rows.sizes, dtype=np.int64)
+    def _flat(self, texts: BatchTexts, table: ByteTable, total_bytes: int | None) -> tuple[Flat, bool]:
+        """The records' ids, and whether the fast encoder gave them."""
+        sizes = np.array(texts.sizes, dtype=np.int64)
         proven = self._proven_for(int(sizes.sum()) if total_bytes is None else total_bytes, table)
-        texts = ["".join(rows.pieces[a:b]) for a, b in zip([0, *rows.piece_stops], rows.piece_stops, strict=False)]
+        strings = ["".join(texts.pieces[a:b]) for a, b in zip([0, *texts.piece_stops], texts.piece_stops, strict=False)]
         if proven is None:
-            parts = self._tokenizer.encode_ids(texts)
+            parts = self._tokenizer.encode_ids(strings)
             flat = Flat.of(np.concatenate(parts), np.array([len(part) for part in parts]), table)
             return replace(flat, unknown=flat.sizes() != sizes), False
-        refuted = proven.refuted(texts)
-        flat = self._together(proven, texts, sizes, table)
+        refuted = proven.refuted(strings)
+        flat = self._together(proven, strings, sizes, table)
         unknown = flat.counts(self._is_unknown) > 0 if self._is_unknown.any() else flat.unknown
         if refuted:
-            unknown = unknown | np.array([any(c in text for c in refuted) for text in texts])
+            unknown = unknown | np.array([any(c in text for c in refuted) for text in strings])
         return replace(flat, unknown=unknown), proven.name == FastEncoder.name
 
     def _together(self, proven: ProvenEncoder, texts: list[str], sizes: Ints, table: ByteTable) -> Flat:
@@ -258,17 +258,17 @@ class Encoder:
         return ids
 
     def _finished(
-        self, rows: Rows, flat: Flat, turns: Turns, keep: npt.NDArray[np.bool_], fast: bool
+        self, texts: BatchTexts, flat: Flat, turns: Turns, keep: npt.NDArray[np.bool_], fast: bool
     ) -> EncodedBatch:
-        trained = np.repeat(np.array(rows.default), flat.lengths)
-        wished, answer = np.array(rows.trained, dtype=np.bool_), np.array(rows.answer, dtype=np.bool_)
-        sound = keep[turns.row]
+        trained = np.repeat(np.array(texts.default), flat.lengths)
+        wished, answer = np.array(texts.trained, dtype=np.bool_), np.array(texts.answer, dtype=np.bool_)
+        sound = keep[turns.text]
         trained |= turns.cover(sound & wished, len(trained))
         trained &= ~turns.cover(sound & ~wished, len(trained))
         prompts = np.zeros(len(keep), dtype=np.int64)
-        prompts[turns.row[answer]] = turns.first[answer] - flat.offsets[turns.row[answer]]
-        framed = np.array(rows.framed)
-        whole = framed & (np.bincount(turns.row[answer], minlength=len(keep)) == 0)
+        prompts[turns.text[answer]] = turns.first[answer] - flat.offsets[turns.text[answer]]
+        framed = np.array(texts.framed)
+        whole = framed & (np.bincount(turns.text[answer], minlength=len(keep)) == 0)
         prompts[whole] = flat.lengths[whole] // 2
         ids, lengths = flat.ids, flat.lengths[keep]
         if not keep.all():
@@ -276,7 +276,7 @@ class Encoder:
             ids, trained = ids[tokens], trained[tokens]
         batch = EncodedBatch(
             ids, trained, offsets_of(lengths), prompts[keep].astype(np.uint32),
-            np.array(rows.examples, dtype=np.int64)[keep], fast=int(keep.sum()) if fast else 0,
+            np.array(texts.examples, dtype=np.int64)[keep], fast=int(keep.sum()) if fast else 0,
         )  # fmt: skip
         return self._framed(batch, framed[keep]) if framed.any() else batch
 
@@ -293,32 +293,32 @@ class Encoder:
             ids[at], trained[at], own[at] = token, is_trained, False
         ids[own], trained[own] = batch.input_ids, batch.trained
         prompts = (batch.prompt_tokens + framed * len(prefix)).astype(np.uint32)
-        return EncodedBatch(ids, trained, offsets, prompts, batch.rows, fast=batch.fast)
+        return EncodedBatch(ids, trained, offsets, prompts, batch.records, fast=batch.fast)
 
     def _check(self, examples: Sequence[Example], batch: EncodedBatch, checks: int) -> None:
-        """Place a sample of the rows alone and compare; raises FastEncoderMismatch."""
+        """Place a sample of the records alone and compare; raises FastEncoderMismatch."""
         if self._table is None:
             return  # all were placed alone
-        # The same rows in any process: a function of the batch alone.
-        count = len(batch.rows)
+        # The same records in any process: a function of the batch alone.
+        count = len(batch.records)
         spread = (count * part // checks for part in range(checks))
         for k in sorted({*spread, *range(0, count, _CHECK_EVERY)} if count else ()):
             tokens = slice(int(batch.offsets[k]), int(batch.offsets[k + 1]))
             if tokens.stop - tokens.start > _CHECK_TOKENS:
                 continue  # character spans of a long text take hundreds of times its memory
-            row = int(batch.rows[k])
+            record = int(batch.records[k])
             try:
-                documents = self.explain(examples[row]).documents
-            except RowProblem as problem:
-                raise FastEncoderMismatch(f"row {row + 1} of the block: {problem.reason}") from problem
-            first, after = np.searchsorted(batch.rows, [row, row + 1]).tolist()
+                documents = self.explain(examples[record]).documents
+            except RecordProblem as problem:
+                raise FastEncoderMismatch(f"row {record + 1} of the block: {problem.reason}") from problem
+            first, after = np.searchsorted(batch.records, [record, record + 1]).tolist()
             if len(documents) != after - first:
-                raise FastEncoderMismatch(f"row {row + 1} of the block has {len(documents)} documents alone")
+                raise FastEncoderMismatch(f"row {record + 1} of the block has {len(documents)} documents alone")
             own = documents[k - first]
             if not np.array_equal(own.input_ids, batch.input_ids[tokens]) or not np.array_equal(
                 own.trained, batch.trained[tokens]
             ):
-                raise FastEncoderMismatch(f"row {row + 1} of the block has other ids or another mask")
+                raise FastEncoderMismatch(f"row {record + 1} of the block has other ids or another mask")
 
 
 def _bytes_at(text: str, start: int, stop: int) -> tuple[int, int]:

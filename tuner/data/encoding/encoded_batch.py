@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from tuner.data.encoding.flat import Ints, offsets_of
 from tuner.data.encoding.place import Document
-from tuner.data.reading.problems import RowProblem
+from tuner.data.reading.problems import RecordProblem
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class EncodedBatch:
     """int64[n + 1]"""
     prompt_tokens: npt.NDArray[np.uint32]
     """uint32[n]: tokens before the last answer, as a model is prompted with them; 0 where there is none."""
-    rows: Ints
+    records: Ints
     """int64[n]: the example that each document comes from, ascending; those of one example are in its order."""
-    problems: dict[int, RowProblem] = field(default_factory=dict)
+    problems: dict[int, RecordProblem] = field(default_factory=dict)
     """Example -> why there is no document."""
     fast: int = 0
     """Documents whose ids the fast encoder gave."""
@@ -44,20 +44,20 @@ def joined(batch: EncodedBatch | None, placed: dict[int, list[Document]]) -> Enc
     trained = [document.trained for document in documents]
     lengths = np.array([len(part) for part in ids], dtype=np.int64)
     prompts = np.array([document.prompt_tokens for document in documents], dtype=np.uint32)
-    rows = np.array(extra, dtype=np.int64)
+    records = np.array(extra, dtype=np.int64)
     if batch is not None and not extra:
         return batch
     if batch is not None:
         ids, trained = [batch.input_ids, *ids], [batch.trained, *trained]
         lengths = np.concatenate([np.diff(batch.offsets), lengths])
         prompts = np.concatenate([batch.prompt_tokens, prompts])
-        rows = np.concatenate([batch.rows, rows])
-    order = np.argsort(rows, kind="stable")
+        records = np.concatenate([batch.records, records])
+    order = np.argsort(records, kind="stable")
     starts = offsets_of(lengths)[:-1][order]
     offsets = offsets_of(lengths[order])
     at = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths[order])
     flat_ids = np.concatenate([np.empty(0, dtype=np.uint32), *ids])
     flat_trained = np.concatenate([np.empty(0, dtype=np.bool_), *trained])
     return EncodedBatch(
-        flat_ids[at], flat_trained[at], offsets, prompts[order], rows[order], fast=0 if batch is None else batch.fast
+        flat_ids[at], flat_trained[at], offsets, prompts[order], records[order], fast=0 if batch is None else batch.fast
     )

@@ -12,7 +12,7 @@ Edges = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 """Running sums over tokens, in 32 bits wherever they fit."""
 
 
-class Rows:
+class BatchTexts:
     """Texts of a batch with the bytes at which their turns begin and end."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Rows:
         self.specials: list[int] = []
         """Control tokens that the template wrote; -1 where that was looked at before."""
         self.piece_stops: list[int] = []
-        self.row: list[int] = []
+        self.text: list[int] = []
         self.start: list[int] = []
         self.stop: list[int] = []
         self.trained: list[bool] = []
@@ -33,7 +33,7 @@ class Rows:
         """Text before an answer, from the last control token on; empty where the turn is no answer."""
 
     def close(self, example: int, size: int, default: bool, framed: bool, specials: int) -> None:
-        """End a row whose pieces and turns have been added."""
+        """End a text whose pieces and turns have been added."""
         self.piece_stops.append(len(self.pieces))
         self.examples.append(example)
         self.sizes.append(size)
@@ -42,8 +42,8 @@ class Rows:
         self.specials.append(specials)
 
     def turn(self, span: tuple[int, int], trained: bool, answer: bool, prompt: str) -> None:
-        """Add a turn of the row that is open, by its bytes."""
-        self.row.append(len(self.examples))
+        """Add a turn of the text that is open, by its bytes."""
+        self.text.append(len(self.examples))
         self.start.append(span[0])
         self.stop.append(span[1])
         self.trained.append(trained)
@@ -53,29 +53,29 @@ class Rows:
 
 @dataclass(frozen=True)
 class Flat:
-    """The ids of n rows end to end, and the bytes between which each lies."""
+    """The ids of n texts end to end, and the bytes between which each lies."""
 
     ids: npt.NDArray[np.uint32]
     lengths: Ints
-    """Tokens of each row."""
+    """Tokens of each text."""
     offsets: Ints
     edges: Edges
-    """[tokens + 1]: bytes, from the first row's first."""
+    """[tokens + 1]: bytes, from the first text's first."""
     unknown: npt.NDArray[np.bool_]
-    """bool[n]: rows whose ids do not stand for their bytes."""
+    """bool[n]: texts whose ids do not stand for their bytes."""
 
     @staticmethod
     def of(ids: npt.NDArray[np.uint32], lengths: Ints, table: ByteTable) -> "Flat":
-        """Lay ids out by what they stand for; `lengths` are the tokens of each row."""
+        """Lay ids out by what they stand for; `lengths` are the tokens of each text."""
         unknown = np.zeros(len(lengths), dtype=np.bool_)
         return Flat(ids, lengths, offsets_of(lengths), edges_of(table.lengths[ids]), unknown)
 
     def sizes(self) -> Ints:
-        """int64[n]: bytes that each row's ids stand for."""
+        """int64[n]: bytes that each text's ids stand for."""
         return np.diff(self.edges[self.offsets])
 
     def counts(self, of: npt.NDArray[np.bool_]) -> Ints:
-        """int64[n]: how many ids of each row are marked in `of`, a table by id."""
+        """int64[n]: how many ids of each text are marked in `of`, a table by id."""
         return np.diff(edges_of(of[self.ids])[self.offsets])
 
 
@@ -83,7 +83,7 @@ class Flat:
 class Turns:
     """The turns of a batch by tokens."""
 
-    row: Ints
+    text: Ints
     first: Ints
     last: Ints
     """One after the last token."""
@@ -91,22 +91,22 @@ class Turns:
     """Whether a token reaches over an end."""
 
     @staticmethod
-    def of(rows: Rows, flat: Flat) -> "Turns":
-        """Find the tokens at which the turns of `rows` begin and end."""
-        row = np.array(rows.row, dtype=np.int64)
-        base = flat.edges[flat.offsets[:-1]][row]
+    def of(texts: BatchTexts, flat: Flat) -> "Turns":
+        """Find the tokens at which the turns of `texts` begin and end."""
+        text = np.array(texts.text, dtype=np.int64)
+        base = flat.edges[flat.offsets[:-1]][text]
         top = len(flat.edges) - 1
         # Of the edges' own type: else they would all be converted to find a few among them.
-        starts, stops = base + np.array(rows.start, dtype=base.dtype), base + np.array(rows.stop, dtype=base.dtype)
+        starts, stops = base + np.array(texts.start, dtype=base.dtype), base + np.array(texts.stop, dtype=base.dtype)
         first = np.minimum(np.searchsorted(flat.edges, starts), top)
         last = np.minimum(np.searchsorted(flat.edges, stops), top)
         straddles = (flat.edges[first] != starts) | (flat.edges[last] != stops)
-        return Turns(row, first, last, straddles)
+        return Turns(text, first, last, straddles)
 
     def follow(self, which: Ints, flat: Flat, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
-        """Whether `ids` stand before each of the turns, in its own row."""
+        """Whether `ids` stand before each of the turns, in its own text."""
         before = self.first[which] - len(ids)
-        inside = before >= flat.offsets[:-1][self.row[which]]
+        inside = before >= flat.offsets[:-1][self.text[which]]
         at = np.maximum(before, 0)[:, None] + np.arange(len(ids))
         found: npt.NDArray[np.bool_] = inside & (flat.ids[np.minimum(at, len(flat.ids) - 1)] == ids).all(axis=1)
         return found

@@ -1,7 +1,7 @@
 """One text at a time: tokens and their rules from the tokenizer's own character spans.
 
-The exact way that needs nothing but the tokenizer: for every kind of tokenizer, for rows that the faster way cannot
-take, for people who want to see each token's rule, and as the judge of a sample of the faster way's rows.
+The exact way that needs nothing but the tokenizer: for every kind of tokenizer, for records that the faster way cannot
+take, for people who want to see each token's rule, and as the judge of a sample of the faster way's records.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from tuner.data.encoding.tokenizer import Encoded, TextTokenizer
 from tuner.data.encoding.turns import BREAK, GUARD, Plan, TrainOn, Turn
-from tuner.data.reading.problems import KeyPath, RowProblem
-from tuner.data.reading.rows import Tokens
+from tuner.data.reading.problems import KeyPath, RecordProblem
+from tuner.data.reading.records import Tokens
 
 KEPT_PROMPTS, KEPT_CHARS = 4096, 256
 """Prompts of fewer characters are encoded once, as many as this."""
@@ -58,7 +58,7 @@ class Placer:
         """Ids before and after a text that no template writes."""
 
     def place(self, plan: Plan) -> Document:
-        """Return the document of a plan. Raises RowProblem where a turn does not end between two tokens."""
+        """Return the document of a plan. Raises RecordProblem where a turn does not end between two tokens."""
         guarded, encoded = plan, self._encoded(plan.text, plan.escaped)
         if plan.escaped:
             plan = _unguarded(plan)
@@ -76,7 +76,7 @@ class Placer:
                 what = f"a token reaches over an end of the {turn.rule}"
                 if not straddles:
                     what = f"the tokens before the {turn.rule} are not those of its prompt alone"
-                raise RowProblem(f"{what}: its mask cannot be exact", 1)
+                raise RecordProblem(f"{what}: its mask cannot be exact", 1)
             first, last = int(start or 0), int(stop or 0)
             prompt_tokens = first if turn.is_answer else prompt_tokens
             trained[first:last] = turn.trained
@@ -85,11 +85,11 @@ class Placer:
         return self._framed(document, plan.default) if plan.framed else document
 
     def tokens(self, example: Tokens) -> Document:
-        """Return the document of a row that is tokens already. Raises RowProblem for an id out of range."""
+        """Return the document of a record that is tokens already. Raises RecordProblem for an id out of range."""
         ids = np.array(example.input_ids, dtype=np.int64)
         if len(ids) and int(ids.max()) >= self._tokenizer.vocab_size:
             at = int(np.argmax(ids))
-            raise RowProblem(f"id {int(ids[at])} is not in the vocabulary", path=("input_ids", at))
+            raise RecordProblem(f"id {int(ids[at])} is not in the vocabulary", path=("input_ids", at))
         given = None if self._everything else example.trained
         trained = np.ones(len(ids), dtype=np.bool_) if given is None else np.array(given, dtype=np.bool_)
         first = int(np.argmax(trained)) if trained.any() else 0
@@ -116,7 +116,7 @@ class Placer:
         return first > 0 and np.array_equal(self._tokenizer.encode(plan.text[: turn.start]), encoded.ids[:start])
 
     def _encoded(self, text: str, guarded: bool) -> Encoded:
-        """Encode a text; where it is guarded, with the guards taken out. RowProblem.
+        """Encode a text; where it is guarded, with the guards taken out. RecordProblem.
 
         As transformers' `sanitize_control_tokens` does: a token that a user wrote out is encoded by itself, as ordinary
         characters, and what stands between two of them as always.
@@ -129,7 +129,7 @@ class Placer:
         for k, piece in enumerate(text.split(GUARD)):
             if k % 2:  # between an odd guard and the next stands a written-out token
                 if piece.count(BREAK) != 1:
-                    raise RowProblem("the template cuts a control token that is written out in the text", 1)
+                    raise RecordProblem("the template cuts a control token that is written out in the text", 1)
                 piece = piece.replace(BREAK, "")  # noqa: PLW2901 (the same piece, as it was written)
             part = self._tokenizer.encode_escaped(piece) if k % 2 else self._tokenizer.encode_batch([piece])[0]
             parts.append(Encoded(part.ids, part.starts + length, part.stops + length))
@@ -137,12 +137,12 @@ class Placer:
             length += len(piece)
         read = self._tokenizer.decode([int(i) for part in parts for i in part.ids])
         if normalize("NFC", read) != normalize("NFC", "".join(texts)):
-            raise RowProblem("with its control tokens escaped the text would read otherwise", 1)
+            raise RecordProblem("with its control tokens escaped the text would read otherwise", 1)
         columns = ([getattr(part, name) for part in parts] for name in ("ids", "starts", "stops"))
         return Encoded(*map(np.concatenate, columns))
 
     def _apart(self, plan: Plan) -> Document:
-        """Encode prompt and answer one by one: the prompt's ids are then those of the prompt alone. RowProblem."""
+        """Encode prompt and answer one by one: the prompt's ids are then those of the prompt alone. RecordProblem."""
         answer = plan.turns[-1]
         prompt = self._encoded(plan.text[: answer.start], plan.escaped)
         rest = self._encoded(plan.text[answer.start :], plan.escaped)
@@ -151,10 +151,10 @@ class Placer:
         ids, cut = np.concatenate([prompt.ids, rest.ids]), len(prompt.ids)
         if self._tokenizer.decode(ids.tolist()) != clean.text:
             place: tuple[int | None, KeyPath] = (None, ("completion",)) if plan.framed else (1, ())
-            raise RowProblem("a token reaches over the end of the prompt: its mask cannot be exact", *place)
+            raise RecordProblem("a token reaches over the end of the prompt: its mask cannot be exact", *place)
         end = _boundary(rest, answer.stop - answer.start)
         if end is None:
-            raise RowProblem(f"a token reaches over an end of the {answer.rule}: its mask cannot be exact", 1)
+            raise RecordProblem(f"a token reaches over an end of the {answer.rule}: its mask cannot be exact", 1)
         trained = np.full(len(ids), plan.default, dtype=np.bool_)
         trained[cut : cut + end] = answer.trained
         spans = [TokenSpan(0, len(ids), "prompt"), TokenSpan(cut, cut + end, answer.rule)]

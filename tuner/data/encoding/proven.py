@@ -2,7 +2,7 @@
 
 It is shown at three times: on adversarial strings and a share of the vocabulary before the first use; on every
 character above ASCII when it is first seen in the data, since libraries follow different versions of Unicode; and on
-a sample of the user's rows, by the encoder of examples. What it cannot be trusted with goes to the tokenizer itself.
+a sample of the user's records, by the encoder of examples. What it cannot be trusted with goes to the tokenizer itself.
 """
 
 from collections.abc import Sequence

@@ -49,18 +49,18 @@ def load_tokenizer(
     own = tokenizer.name_or_path is not None and str(tokenizer.name_or_path) != model_path
     cache = cache_dir or cache_root()
     if tokenizer.name_or_path == "byte":
-        place = _Place("tokenizer.name_or_path: byte", None, _model_config(model_path, revision), cache)
+        context = _LoadContext("tokenizer.name_or_path: byte", None, _model_config(model_path, revision), cache)
         files, ends = byte_tokenizer_files(), []
     else:
         directory = tokenizer_directory(str(tokenizer.name_or_path) if own else model_path, None if own else revision)
         config = _config(directory)
-        place = _Place(str(directory), config, _model_config(model_path, revision) if own else config, cache)
+        context = _LoadContext(str(directory), config, _model_config(model_path, revision) if own else config, cache)
         files, ends = _read_files(directory), _model_eos_ids(directory)
-    files, loaded = place.as_loaded(files)
+    files, loaded = context.as_loaded(files)
     new_ids = range(0)
     if tokenizer.add_tokens:
         files, new_ids = with_tokens(files, tokenizer.add_tokens)
-        files, _ = place.as_loaded(files)
+        files, _ = context.as_loaded(files)
         require_ids(files, tokenizer.add_tokens, new_ids)
     return TextTokenizer(files, template, ends, new_ids=new_ids, loaded_as=loaded)
 
@@ -93,7 +93,7 @@ def _read_files(directory: Path) -> dict[str, bytes]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _LoadContext:
     """What decides, besides its files, how a tokenizer is loaded."""
 
     name: str

@@ -1,7 +1,7 @@
 """Examples as text, and where in it each turn lies: proven from the chat template, never by looking for words.
 
 A conversation is one text where every trained answer of it follows the prompt that a model gets for it; else one for
-each answer. A row where neither can be shown is refused with the reason.
+each answer. A record where neither can be shown is refused with the reason.
 """
 
 import json
@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple
 
 from tuner.data.encoding.answers import own_words, write_answer
 from tuner.data.encoding.chat import REWRITTEN, Chat
-from tuner.data.encoding.probe import has_reserved
+from tuner.data.encoding.template_spy import has_reserved
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.unwritten import notes_of, tools_note
-from tuner.data.reading.problems import KeyPath, RowProblem
-from tuner.data.reading.rows import Conversation, Example, PlainText, PromptCompletion
+from tuner.data.reading.problems import KeyPath, RecordProblem
+from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion
 from tuner.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
@@ -68,22 +68,22 @@ class Planner:
         self._escapes = special_tokens == "escape"
 
     def plans(self, example: Example) -> Plans:
-        """Return the plans of an example that is text. Raises RowProblem, and DataError without a chat template."""
+        """Return the plans of an example that is text. Raises RecordProblem, and DataError without a chat template."""
         if isinstance(example, Conversation):
             return self.conversation(example, self.readable(example))
         return Plans([self._plan(example)])
 
     def conversation(self, example: Conversation, messages: list[dict[str, Any]]) -> Plans:
-        """Return the plan of a whole conversation, or where it has none one for each answer. Raises RowProblem.
+        """Return the plan of a whole conversation, or where it has none one for each answer. Raises RecordProblem.
 
         `messages` are those of the conversation as the template is to see them.
         """
         try:
             return Plans([self._whole(example, messages)])
-        except RowProblem as problem:
+        except RecordProblem as problem:
             return self.by_answer(example, messages, problem)
 
-    def by_answer(self, example: Conversation, messages: list[dict[str, Any]], problem: RowProblem) -> Plans:
+    def by_answer(self, example: Conversation, messages: list[dict[str, Any]], problem: RecordProblem) -> Plans:
         """Return a plan for each trained answer; raises `problem`, which the whole has, where that is no way out."""
         answers = _answers(messages)
         wanted = [i for i, is_wanted in enumerate(self._wanted(example, answers)) if is_wanted]
@@ -94,11 +94,11 @@ class Planner:
         except DataError:
             raise problem from None  # the template refuses the conversation, not the mask
         plans: list[Plan] = []
-        left_out: list[RowProblem] = []
+        left_out: list[RecordProblem] = []
         for i in wanted:
             try:
                 plans.append(self._answer(example, messages[: i + 1]))
-            except RowProblem as refused:
+            except RecordProblem as refused:
                 left_out.append(refused)
         if not plans:
             raise left_out[0]
@@ -114,7 +114,7 @@ class Planner:
         prompt = self._checked(example.prompt, ("prompt",))
         text, cut = prompt + self._checked(example.completion, ("completion",)), len(prompt)
         if self._tokenizer.find_special(text) is not None:
-            raise RowProblem("prompt and completion together write out a control token", path=("completion",))
+            raise RecordProblem("prompt and completion together write out a control token", path=("completion",))
         turns = [Turn(0, cut, everything, "prompt", False), Turn(cut, len(text), True, "completion", True)]
         return Plan(text, turns, everything, "start of text", True, GUARD in text, apart=True)
 
@@ -130,14 +130,14 @@ class Planner:
                     continue  # nothing here differs from the rest
                 try:
                     start, stop = chat.answer(i, answers) if i in answers else chat.turn(i)
-                except RowProblem:
+                except RecordProblem:
                     if wanted[i] == everything:
                         continue  # only the held-out sample would use it
                     raise
                 turns.append(Turn(start, stop, wanted[i], _rule(example, i, message, wanted[i]), i in answers))
             text = chat.text
         except DataError as error:
-            raise RowProblem(error.message, 1) from error
+            raise RecordProblem(error.message, 1) from error
         rule = "all" if everything else "prompt"
         notes = self._notes(chat.notes, example, messages, text)
         # One answer after its own prompt, and nothing after it, is what a model is asked for.
@@ -146,7 +146,7 @@ class Planner:
         return Plan(text, turns, everything, rule, False, GUARD in text, notes, apart)
 
     def _answer(self, example: Conversation, messages: list[dict[str, Any]]) -> Plan:
-        """The plan of the last of `messages` as it is written at its turn. RowProblem."""
+        """The plan of the last of `messages` as it is written at its turn. RecordProblem."""
         answer = write_answer(self._tokenizer, messages, example.tools)
         rule = _rule(example, len(messages) - 1, messages[-1], True)
         turns = [Turn(answer.start, answer.stop, True, rule, True)]
@@ -182,7 +182,7 @@ class Planner:
 
     def _checked(self, text: str, path: KeyPath) -> str:
         if not text.isascii() and has_reserved(text):
-            raise RowProblem("a noncharacter (U+FDD0 to U+FDEF) is no text", path=path)
+            raise RecordProblem("a noncharacter (U+FDD0 to U+FDEF) is no text", path=path)
         found = self._tokenizer.find_special(text)
         if found is None:
             return text
@@ -207,17 +207,17 @@ def _rule(example: Conversation, i: int, message: Mapping[str, Any], wanted: boo
     return f"{message['role']} turn" if example.train[i] is None else f"train: {str(wanted).lower()}"
 
 
-def _written_out(token: str, path: KeyPath) -> RowProblem:
+def _written_out(token: str, path: KeyPath) -> RecordProblem:
     """The problem of a control token in somebody's text. Tools are never escaped: there is no setting for them."""
     hint = None if path[0] == "tools" else "tokenizer.special_tokens_in_text: escape"
-    return RowProblem(f"the control token {token} is written out in the text", path=path, hint=hint)
+    return RecordProblem(f"the control token {token} is written out in the text", path=path, hint=hint)
 
 
 def _call_as_text(message: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
     """The message with its tool calls as JSON lines in the content."""
     calls = [call.get("function", call) for call in message["tool_calls"]]
     if any("name" not in call for call in calls):
-        raise RowProblem("a tool call has a name", path=(*path, "tool_calls"))
+        raise RecordProblem("a tool call has a name", path=(*path, "tool_calls"))
     lines = [json.dumps({"name": c.get("name"), "arguments": c.get("arguments")}, ensure_ascii=False) for c in calls]
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
     return {**rest, "content": "\n".join([message["content"], *lines] if message["content"] else lines)}

@@ -1,12 +1,12 @@
-"""What a chat template does not write of a conversation: each kind has a note, and rows are counted by note."""
+"""What a chat template does not write of a conversation: each kind has a note, and records are counted by note."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuner.data.encoding.probe import plain
 from tuner.data.encoding.template import ChatTemplate
+from tuner.data.encoding.template_spy import plain
 
 NOT_SHOWN = "tools not written by the template"
 CALLS_AS_TEXT = "tool calls written as text: the template has none"
@@ -20,7 +20,7 @@ _THOUGHT_TAG = re.compile("</?think>")
 def notes_of(
     template: ChatTemplate, messages: Sequence[Mapping[str, Any]], original: Sequence[Mapping[str, Any]], text: str
 ) -> list[str]:
-    """What a `text` of the template lacks of `messages`; `original` are the row's, before calls became text."""
+    """What a `text` of the template lacks of `messages`; `original` are the record's, before calls became text."""
     notes = []
     if template.reads_parts:
         notes.append(AS_PARTS)
@@ -32,7 +32,7 @@ def notes_of(
 
 
 def tools_note(template: ChatTemplate, tools: object) -> list[str]:
-    """The note where a row has tools and the template never reads them."""
+    """The note where a record has tools and the template never reads them."""
     return [NOT_SHOWN] if tools and "tools" not in template.source.replace("tool_calls", "") else []
 
 

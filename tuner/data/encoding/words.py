@@ -39,16 +39,16 @@ class WordEncoder:
         words: list[str] = []
         for k, part in enumerate(self._added.split(text) if self._added else [text]):
             words += [part] if k % 2 else self._cut(part)
-        places = list(map(self._place.get, words))
-        if None in places:
+        found = list(map(self._index.get, words))
+        if None in found:
             needed = set(words)
-            self._learn([word for word in needed if word not in self._place], needed)
-            places = list(map(self._place.__getitem__, words))
-        place = np.array(places, dtype=np.int64)
-        lengths = self._length[place]
+            self._learn([word for word in needed if word not in self._index], needed)
+            found = list(map(self._index.__getitem__, words))
+        index = np.array(found, dtype=np.int64)
+        lengths = self._length[index]
         ends = np.cumsum(lengths)
         total = int(ends[-1]) if len(ends) else 0
-        at = np.arange(total) + np.repeat(self._start[place] - (ends - lengths), lengths)
+        at = np.arange(total) + np.repeat(self._start[index] - (ends - lengths), lengths)
         ids: npt.NDArray[np.uint32] = self._ids[at]
         return ids
 
@@ -59,15 +59,15 @@ class WordEncoder:
         return words
 
     def _forget(self) -> None:
-        self._place: dict[str, int] = {name: k for k, name in enumerate(self._table.added)}
+        self._index: dict[str, int] = {name: k for k, name in enumerate(self._table.added)}
         self._ids = np.array(list(self._table.added.values()), dtype=np.uint32)
         self._length = np.ones(len(self._ids), dtype=np.int64)
         self._start = np.arange(len(self._ids), dtype=np.int64)
 
     def _learn(self, new: list[str], needed: set[str]) -> None:
-        if len(self._place) + len(new) > _MAX_WORDS:
+        if len(self._index) + len(new) > _MAX_WORDS:
             self._forget()
-            new = [word for word in needed if word not in self._place]
+            new = [word for word in needed if word not in self._index]
         first = len(self._ids)
         parts = [self._ids]
         for word, ids in zip(new, self._tokenizer.encode_ids(new), strict=True):
@@ -75,7 +75,7 @@ class WordEncoder:
             whole = int(self._table.lengths[ids].sum()) == size
             parts.append(ids if whole else np.full(size, self._table.size, dtype=np.uint32))
         lengths = np.array([len(part) for part in parts[1:]], dtype=np.int64)
-        self._place.update(zip(new, range(len(self._place), len(self._place) + len(new)), strict=True))
+        self._index.update(zip(new, range(len(self._index), len(self._index) + len(new)), strict=True))
         self._ids = np.concatenate(parts)
         self._start = np.concatenate([self._start, first + np.cumsum(lengths) - lengths])
         self._length = np.concatenate([self._length, lengths])

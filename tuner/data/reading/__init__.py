@@ -1,1 +1,1 @@
-"""Files to rows to examples."""
+"""Files to records to examples."""

@@ -1,4 +1,4 @@
-"""Source files cut into blocks of about 4 MiB, and the raw rows of a block.
+"""Source files cut into blocks of about 4 MiB, and the raw records of a block.
 
 How a file is cut follows from its bytes alone. A block of an uncompressed text file is a range of bytes that whoever
 reads it opens for itself; what has to be inflated or decoded in order is done by the caller, block by block, and goes
@@ -7,26 +7,26 @@ along with the block.
 
 from collections.abc import Callable, Iterator
 
-from tuner.data.reading.block import Block, RawRow, parts
-from tuner.data.reading.csv_blocks import csv_blocks, csv_rows
-from tuner.data.reading.json_blocks import json_blocks, json_rows
+from tuner.data.reading.block import Block, RawRecord, parts
+from tuner.data.reading.csv_blocks import csv_blocks, csv_records
+from tuner.data.reading.json_blocks import json_blocks, json_records
 from tuner.data.reading.jsonl import locate
-from tuner.data.reading.problems import RowProblem
+from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.sources import Kind, SourceFile, file_error
-from tuner.data.reading.tables import table_blocks, table_rows
-from tuner.data.reading.text_blocks import text_blocks, text_rows
+from tuner.data.reading.tables import table_blocks, table_records
+from tuner.data.reading.text_blocks import text_blocks, text_records
 
-__all__ = ["Block", "RawRow", "blocks", "lines_in", "place", "rows_of"]
+__all__ = ["Block", "RawRecord", "blocks", "lines_in", "position_of", "records_of"]
 Cut = Callable[[SourceFile], Iterator[Block]]
-Read = Callable[[Block], Iterator[RawRow]]
+Read = Callable[[Block], Iterator[RawRecord]]
 _WAYS: dict[Kind, tuple[Cut, Read]] = {
-    "jsonl": (json_blocks, json_rows),
-    "json": (json_blocks, json_rows),
-    "csv": (csv_blocks, csv_rows),
-    "tsv": (csv_blocks, csv_rows),
-    "text": (text_blocks, text_rows),
-    "parquet": (table_blocks, table_rows),
-    "arrow": (table_blocks, table_rows),
+    "jsonl": (json_blocks, json_records),
+    "json": (json_blocks, json_records),
+    "csv": (csv_blocks, csv_records),
+    "tsv": (csv_blocks, csv_records),
+    "text": (text_blocks, text_records),
+    "parquet": (table_blocks, table_records),
+    "arrow": (table_blocks, table_records),
 }
 
 
@@ -38,8 +38,8 @@ def blocks(file: SourceFile) -> Iterator[Block]:
         raise file_error(file, error) from error
 
 
-def rows_of(block: Block) -> Iterator[RawRow]:
-    """Yield the rows of a block; unreadable ones carry their problem. DataError where the file cannot be read."""
+def records_of(block: Block) -> Iterator[RawRecord]:
+    """Yield the records of a block; unreadable ones carry their problem. DataError where the file cannot be read."""
     try:
         yield from _WAYS[block.file.kind][1](block)
     except OSError as error:
@@ -47,7 +47,7 @@ def rows_of(block: Block) -> Iterator[RawRow]:
 
 
 def lines_in(block: Block) -> int:
-    """Lines of a block, blank ones counted; rows where a line is a row. DataError."""
+    """Lines of a block, blank ones counted; records where a line is a record. DataError."""
     if block.lines is not None:
         return block.lines
     try:
@@ -56,14 +56,14 @@ def lines_in(block: Block) -> int:
         raise file_error(block.file, error) from error
 
 
-def place(row: RawRow, problem: RowProblem) -> tuple[int, int]:
-    """Return line (inside the block, from 1) and column (from 1) of a problem in a row."""
-    if row.col == 0:
-        return row.line, problem.col or 1
-    text = row.raw.decode("utf-8", "replace")
+def position_of(record: RawRecord, problem: RecordProblem) -> tuple[int, int]:
+    """Return line (inside the block, from 1) and column (from 1) of a problem in a record."""
+    if record.col == 0:
+        return record.line, problem.col or 1
+    text = record.raw.decode("utf-8", "replace")
     position = (problem.col or 1) - 1
-    if problem.col is None and row.value is not None and problem.path:
+    if problem.col is None and record.value is not None and problem.path:
         position = locate(text, problem.path)
     before = text[:position]
     lines = before.count("\n")
-    return row.line + lines, len(before) - before.rfind("\n") if lines else row.col + position
+    return record.line + lines, len(before) - before.rfind("\n") if lines else record.col + position

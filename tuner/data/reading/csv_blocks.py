@@ -7,8 +7,8 @@ from typing import BinaryIO
 
 import orjson
 
-from tuner.data.reading.block import BLOCK_BYTES, BOM, LINE_BYTES, SHOWN_BYTES, Block, RawRow, text_of
-from tuner.data.reading.problems import RowProblem
+from tuner.data.reading.block import BLOCK_BYTES, BOM, LINE_BYTES, SHOWN_BYTES, Block, RawRecord, text_of
+from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.sources import SourceFile
 from tuner.data.reading.streams import open_stream
 from tuner.errors import DataError
@@ -87,7 +87,7 @@ def _header(file: SourceFile, names: list[str], line: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def csv_rows(block: Block) -> Iterator[RawRow]:
+def csv_records(block: Block) -> Iterator[RawRecord]:
     """Yield the records of a block, each value a string."""
     csv.field_size_limit(FIELD_CHARS)
     lines = _Lines(io.BytesIO(text_of(block)), block.file.name, False, block.index == 0)
@@ -102,15 +102,15 @@ def csv_rows(block: Block) -> Iterator[RawRow]:
         text = "".join(fields)
         try:
             if len(fields) != len(block.header):
-                raise RowProblem(f"{len(fields)} fields for {len(block.header)} columns")
+                raise RecordProblem(f"{len(fields)} fields for {len(block.header)} columns")
             if "\0" in text:
-                raise RowProblem("NUL character")
+                raise RecordProblem("NUL character")
             text.encode()
         except UnicodeEncodeError as error:
-            problem = RowProblem(f"not UTF-8: byte 0x{ord(text[error.start]) - 0xDC00:02x}")
-            yield RawRow(line, text.encode("utf-8", "surrogateescape")[:SHOWN_BYTES], None, problem, 0)
-        except RowProblem as problem:
-            yield RawRow(line, text.encode("utf-8", "surrogateescape")[:SHOWN_BYTES], None, problem, 0)
+            problem = RecordProblem(f"not UTF-8: byte 0x{ord(text[error.start]) - 0xDC00:02x}")
+            yield RawRecord(line, text.encode("utf-8", "surrogateescape")[:SHOWN_BYTES], None, problem, 0)
+        except RecordProblem as problem:
+            yield RawRecord(line, text.encode("utf-8", "surrogateescape")[:SHOWN_BYTES], None, problem, 0)
         else:
             value = dict(zip(block.header, fields, strict=True))
-            yield RawRow(line, orjson.dumps(value), value, None, 0)
+            yield RawRecord(line, orjson.dumps(value), value, None, 0)

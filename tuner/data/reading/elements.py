@@ -1,6 +1,6 @@
 """The values of a JSON array, or of JSON values one after another, found in a stream without holding the file.
 
-Only brackets and strings are looked at: a value that is wrong inside is still found whole, and judged as a row.
+Only brackets and strings are looked at: a value that is wrong inside is still found whole, and judged as a record.
 """
 
 import re

@@ -25,7 +25,7 @@ print("\\n" + json.dumps(answer))
 
 
 def hub_files(name: str, split: str) -> tuple[tuple[Path, ...], int]:
-    """Return the cached Arrow files of a whole split, fetched where they are not, and its rows. MachineError."""
+    """Return the cached Arrow files of a whole split, fetched where they are not, and its records. MachineError."""
     done = subprocess.run(
         [sys.executable, "-c", _FETCH, name, split],
         stdin=subprocess.DEVNULL,

@@ -1,6 +1,6 @@
-"""JSON files: an object a line, an array, or values one after another, cut into blocks and read as rows.
+"""JSON files: an object a line, an array, or values one after another, cut into blocks and read as records.
 
-A line ends at `\\n` only: U+2028 is text. It is read here and not by `jsonlines`, since a bad row is to be named by
+A line ends at `\\n` only: U+2028 is text. It is read here and not by `jsonlines`, since a bad record is to be named by
 line and column, and a line's length is bounded.
 """
 
@@ -9,10 +9,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from tuner.data.reading.block import BLOCK_BYTES, BOM, LINE_BYTES, SHOWN_BYTES, Block, RawRow, text_of
+from tuner.data.reading.block import BLOCK_BYTES, BOM, LINE_BYTES, SHOWN_BYTES, Block, RawRecord, text_of
 from tuner.data.reading.elements import Element, Elements, layout
-from tuner.data.reading.jsonl import parse_json_row
-from tuner.data.reading.problems import RowProblem
+from tuner.data.reading.jsonl import parse_json_record
+from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.sources import SourceFile
 from tuner.data.reading.streams import open_stream
 
@@ -75,12 +75,12 @@ def _end_line(stream: BinaryIO, line: bytes) -> None:
         line = stream.readline(BLOCK_BYTES)
 
 
-def json_rows(block: Block) -> Iterator[RawRow]:
-    """Yield the rows of a block."""
-    return _element_rows(block) if block.spans else _line_rows(block)
+def json_records(block: Block) -> Iterator[RawRecord]:
+    """Yield the records of a block."""
+    return _element_records(block) if block.spans else _line_records(block)
 
 
-def _line_rows(block: Block) -> Iterator[RawRow]:
+def _line_records(block: Block) -> Iterator[RawRecord]:
     for number, line in enumerate(_json_lines(block), 1):
         raw = line
         if number == 1 and block.index == 0:
@@ -90,9 +90,9 @@ def _line_rows(block: Block) -> Iterator[RawRow]:
             yield _too_long(number, raw, 1)
         elif raw.strip(b" \t"):
             try:
-                yield RawRow(number, raw, parse_json_row(raw), None)
-            except RowProblem as problem:
-                yield RawRow(number, raw, None, problem)
+                yield RawRecord(number, raw, parse_json_record(raw), None)
+            except RecordProblem as problem:
+                yield RawRecord(number, raw, None, problem)
 
 
 def _json_lines(block: Block) -> Iterator[bytes]:
@@ -108,9 +108,9 @@ def _json_lines(block: Block) -> Iterator[bytes]:
                 _end_line(stream, line)
 
 
-def _too_long(line: int, raw: bytes, col: int) -> RawRow:
-    problem = RowProblem(f"the row is longer than {LINE_BYTES >> 20} MiB", 1)
-    return RawRow(line, raw[:SHOWN_BYTES], None, problem, col)
+def _too_long(line: int, raw: bytes, col: int) -> RawRecord:
+    problem = RecordProblem(f"the row is longer than {LINE_BYTES >> 20} MiB", 1)
+    return RawRecord(line, raw[:SHOWN_BYTES], None, problem, col)
 
 
 def _element_blocks(file: SourceFile, elements: Elements) -> Iterator[Block]:
@@ -138,7 +138,7 @@ def _element_block(file: SourceFile, index: int, elements: list[Element], before
     return Block(file, index, start, data=data, spans=spans.tobytes(), lines=after - before)
 
 
-def _element_rows(block: Block) -> Iterator[RawRow]:
+def _element_records(block: Block) -> Iterator[RawRecord]:
     spans = np.frombuffer(block.spans, dtype=np.int64).reshape(-1, 5)
     if block.data is not None:
         yield from _judged(spans, block.data)
@@ -152,13 +152,13 @@ def _element_rows(block: Block) -> Iterator[RawRow]:
                 yield from _judged(run - [run[0, 0], 0, 0, 0, 0], data)
 
 
-def _judged(spans: np.ndarray[Any, np.dtype[np.int64]], data: bytes) -> Iterator[RawRow]:
+def _judged(spans: np.ndarray[Any, np.dtype[np.int64]], data: bytes) -> Iterator[RawRecord]:
     for offset, size, line, col, too_long in spans.tolist():
         raw = data[offset : offset + size]
         if too_long:
             yield _too_long(line, raw, col)
             continue
         try:
-            yield RawRow(line, raw, parse_json_row(raw), None, col)
-        except RowProblem as problem:
-            yield RawRow(line, raw, None, problem, col)
+            yield RawRecord(line, raw, parse_json_record(raw), None, col)
+        except RecordProblem as problem:
+            yield RawRecord(line, raw, None, problem, col)

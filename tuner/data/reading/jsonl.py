@@ -1,10 +1,10 @@
-"""Strict JSON rows: one object, no duplicate keys, no NaN, no NUL or lone surrogate, of bounded depth.
+"""Strict JSON records: one object, no duplicate keys, no NaN, no NUL or lone surrogate, of bounded depth.
 
 Two routes to one verdict. The strict one is Python's `json` with hooks. The fast one is orjson, which itself refuses
 NaN, raw control characters, lone surrogates and what is not UTF-8, but keeps the last of two equal keys. That none was
 dropped is shown by counting colons: one follows each key as it was written, and every other stands in a string. So
-there are as many in the row as keys in the value, plus colons in its strings, exactly where no key was dropped;
-`\\u003a`, the other way to write one, is left to the strict route. So is every row for which this is not shown.
+there are as many in the record as keys in the value, plus colons in its strings, exactly where no key was dropped;
+`\\u003a`, the other way to write one, is left to the strict route. So is every record for which this is not shown.
 """
 
 import json
@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 
 import orjson
 
-from tuner.data.reading.problems import KeyPath, RowProblem, quoted
+from tuner.data.reading.problems import KeyPath, RecordProblem, quoted
 
 MAX_DEPTH = 256
-"""A row nested deeper is a bad row."""
+"""A record nested deeper is a bad record."""
 _FAST_DEPTH = 24
 _FLOAT_BOUND = 2.0**63
 """orjson reads an integer of more than 64 bits as a float, which is then at least this large."""
@@ -32,14 +32,14 @@ class _NotFast(Exception):
     """A value that both routes might read in two ways."""
 
 
-def parse_json_row(raw: bytes) -> dict[str, Any]:
-    """Parse one row strictly. RowProblem with the column of what is wrong."""
-    value = fast_json_row(raw)
-    return strict_json_row(raw) if value is None else value
+def parse_json_record(raw: bytes) -> dict[str, Any]:
+    """Parse one record strictly. RecordProblem with the column of what is wrong."""
+    value = fast_json_record(raw)
+    return strict_json_record(raw) if value is None else value
 
 
-def fast_json_row(raw: bytes) -> dict[str, Any] | None:
-    """Parse a row that is clean beyond doubt; None where the strict route has to judge."""
+def fast_json_record(raw: bytes) -> dict[str, Any] | None:
+    """Parse a record that is clean beyond doubt; None where the strict route has to judge."""
     texts: list[str] = []
     try:
         value = _loads(raw)
@@ -57,33 +57,33 @@ def fast_json_row(raw: bytes) -> dict[str, Any] | None:
     return value
 
 
-def strict_json_row(raw: bytes) -> dict[str, Any]:
-    """Parse one row with Python's `json`, every rule checked. RowProblem."""
+def strict_json_record(raw: bytes) -> dict[str, Any]:
+    """Parse one record with Python's `json`, every rule checked. RecordProblem."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         col = len(raw[: error.start].decode("utf-8")) + 1
-        raise RowProblem(f"not UTF-8: byte 0x{raw[error.start]:02x}", col) from error
+        raise RecordProblem(f"not UTF-8: byte 0x{raw[error.start]:02x}", col) from error
     value = strict_json(text)
     if not isinstance(value, dict):
         hint = "; a JSON array cannot be read line by line: write one object per line" if text[:1] == "[" else ""
-        raise RowProblem(f"a row is an object, got {type(value).__name__}{hint}", 1)
+        raise RecordProblem(f"a row is an object, got {type(value).__name__}{hint}", 1)
     return value
 
 
 def strict_json(text: str) -> Any:
-    """Parse any JSON value strictly. RowProblem, its column in characters from the text's start."""
+    """Parse any JSON value strictly. RecordProblem, its column in characters from the text's start."""
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
         _check_depth(value, MAX_DEPTH)
     except json.JSONDecodeError as error:
-        raise RowProblem(f"not JSON: {error.msg}", error.pos + 1) from error
+        raise RecordProblem(f"not JSON: {error.msg}", error.pos + 1) from error
     except RecursionError as error:
-        raise RowProblem("nested too deeply", 1) from error
-    except RowProblem as problem:
-        raise RowProblem(problem.reason, problem.col or _bad_token(text)) from problem
+        raise RecordProblem("nested too deeply", 1) from error
+    except RecordProblem as problem:
+        raise RecordProblem(problem.reason, problem.col or _bad_token(text)) from problem
     except ValueError as error:  # an integer of thousands of digits
-        raise RowProblem(f"not JSON: {error}", 1) from error
+        raise RecordProblem(f"not JSON: {error}", 1) from error
     if "\\u" in text:
         _check_escapes(text)
     return value
@@ -139,18 +139,18 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) != len(pairs):
         seen: set[str] = set()
         key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise RowProblem(f"duplicate key {quoted(key)}")
+        raise RecordProblem(f"duplicate key {quoted(key)}")
     return value
 
 
 def _constant(name: str) -> NoReturn:
-    raise RowProblem(f"{name} is not JSON")
+    raise RecordProblem(f"{name} is not JSON")
 
 
 def _check_depth(value: Any, depth: int) -> None:
     if isinstance(value, (dict, list)):
         if depth == 0:
-            raise RowProblem("nested too deeply", 1)
+            raise RecordProblem("nested too deeply", 1)
         for item in value.values() if isinstance(value, dict) else value:
             _check_depth(item, depth - 1)
 
@@ -161,14 +161,14 @@ def _check_escapes(text: str) -> None:
         code = int(match[1], 16) if match[1] else 0x20
         low_follows = high is not None and match.start() == high.end() and 0xDC00 <= code <= 0xDFFF
         if high is not None and not low_follows:
-            raise RowProblem(f"lone surrogate {high.group()}", high.start() + 1)
+            raise RecordProblem(f"lone surrogate {high.group()}", high.start() + 1)
         high = match if 0xD800 <= code <= 0xDBFF else None
         if 0xDC00 <= code <= 0xDFFF and not low_follows:
-            raise RowProblem(f"lone surrogate {match.group()}", match.start() + 1)
+            raise RecordProblem(f"lone surrogate {match.group()}", match.start() + 1)
         if code == 0:
-            raise RowProblem("NUL character", match.start() + 1)
+            raise RecordProblem("NUL character", match.start() + 1)
     if high is not None:
-        raise RowProblem(f"lone surrogate {high.group()}", high.start() + 1)
+        raise RecordProblem(f"lone surrogate {high.group()}", high.start() + 1)
 
 
 def _scan(text: str) -> Iterator[tuple[bool, KeyPath, int, str]]:

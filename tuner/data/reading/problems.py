@@ -1,23 +1,23 @@
-"""Why one row cannot be used: the one error of reading, parsing and encoding a row."""
+"""Why one record cannot be used: the one error of reading, parsing and encoding a record."""
 
 import re
 
 KeyPath = tuple[str | int, ...]
-"""Keys and indexes from a row's top to one of its values."""
+"""Keys and indexes from a record's top to one of its values."""
 _QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
 _NUMBER = re.compile(r"\b\d+\b")
 _QUOTED_CHARS = 40
 
 
 def quoted(text: str) -> str:
-    """Text of a row as a reason quotes it: in quotes, escaped, and short."""
+    """Text of a record as a reason quotes it: in quotes, escaped, and short."""
     return repr(text if len(text) <= _QUOTED_CHARS else f"{text[: _QUOTED_CHARS - 3]}...")
 
 
-class RowProblem(Exception):
-    """Why one row cannot be used; `col` counts characters from 1, `path` names the value where `col` is not known.
+class RecordProblem(Exception):
+    """Why one record cannot be used; `col` counts characters from 1, `path` names the value where `col` is not known.
 
-    `hint` is the line to write in the recipe where one would make the row usable.
+    `hint` is the line to write in the recipe where one would make the record usable.
     """
 
     def __init__(self, reason: str, col: int | None = None, path: KeyPath = (), hint: str | None = None) -> None:
@@ -29,9 +29,9 @@ class RowProblem(Exception):
 
     @property
     def kind(self) -> str:
-        """The reason without what it quotes and counts of the row, for counting: a file has few kinds of bad rows."""
+        """The reason without what it quotes and counts of the record, for counting: files have few kinds."""
         return _NUMBER.sub("N", _QUOTED.sub("'...'", self.reason))
 
-    def __reduce__(self) -> tuple[type["RowProblem"], tuple[str, int | None, KeyPath, str | None]]:
+    def __reduce__(self) -> tuple[type["RecordProblem"], tuple[str, int | None, KeyPath, str | None]]:
         """Survive the way between two processes whole."""
-        return RowProblem, (self.reason, self.col, self.path, self.hint)
+        return RecordProblem, (self.reason, self.col, self.path, self.hint)

@@ -1,4 +1,4 @@
-"""Where rows come from: the recipe's sources as files, each with how it is read and a hash of what is in it."""
+"""Where records come from: the recipe's sources as files, each with how it is read and a hash of what is in it."""
 
 import functools
 import glob
@@ -39,7 +39,7 @@ _MOST_THREADS = 8
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of rows and how it is read; it travels to worker processes with each of its blocks."""
+    """One file of records and how it is read; it travels to worker processes with each of its blocks."""
 
     path: Path
     """What is read; of a data set, its directory or its first file."""
@@ -56,8 +56,8 @@ class SourceFile:
     compression: Literal["", "gzip", "zstd"] = ""
     parts: tuple[Path, ...] = ()
     """The Arrow files of a data set, in order."""
-    rows: tuple[int, int] | None = None
-    """Rows [start, stop) of a data set that are read; None is all."""
+    records: tuple[int, int] | None = None
+    """Records [start, stop) of a data set that are read; None is all."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -72,7 +72,7 @@ class SourceFile:
             raise file_error(self, error) from error
 
     def identity(self) -> list[Any]:
-        """What decides the rows, as JSON values: how it is read, its share, and a digest of its bytes. DataError.
+        """What decides the records, as JSON values: how it is read, its share, and a digest of its bytes. DataError.
 
         Names and places of files do not count.
         """
@@ -87,7 +87,7 @@ class SourceFile:
         return [
             self.kind, self.compression, self.format, [list(pair) for pair in self.columns],
             self.weight, self.count, self.source if shared else None,
-            None if self.rows is None else list(self.rows), digest.hexdigest(),
+            None if self.records is None else list(self.records), digest.hexdigest(),
         ]  # fmt: skip
 
 
@@ -227,8 +227,8 @@ def _data_set(source: "DataSource", index: int, match: re.Match[str]) -> SourceF
             hint="a split is of a directory that datasets' save_to_disk wrote, or of a hub data set owner/name",
         )
     files, total = hub_files(place, split)
-    rows = _slice(part, total, source.path)
-    return _source_file(files[0], "arrow", source, index, name=source.path, parts=files, rows=rows)
+    records = _slice(part, total, source.path)
+    return _source_file(files[0], "arrow", source, index, name=source.path, parts=files, records=records)
 
 
 def _saved(directory: Path, source: "DataSource", index: int, part: str | None) -> SourceFile:
@@ -236,8 +236,8 @@ def _saved(directory: Path, source: "DataSource", index: int, part: str | None) 
     if any(Path(name).name != name for name in names):
         raise DataError(f"{directory / 'state.json'}: a file name that leaves the directory")
     files = tuple(directory / name for name in names)
-    rows = None if part is None else _slice(part, _rows_of(files), source.path)
-    return _source_file(directory, "arrow", source, index, name=source.path, parts=files, rows=rows)
+    records = None if part is None else _slice(part, _rows_of(files), source.path)
+    return _source_file(directory, "arrow", source, index, name=source.path, parts=files, records=records)
 
 
 def _rows_of(files: Sequence[Path]) -> int:
@@ -245,7 +245,7 @@ def _rows_of(files: Sequence[Path]) -> int:
 
 
 def _slice(part: str | None, total: int, name: str) -> tuple[int, int] | None:
-    """Rows [start, stop) of `[10%:]`, `[:1000]` or `[-5%:]`; percents round to the nearest row, as datasets does."""
+    """Records [start, stop) of `[10%:]`, `[:1000]` or `[-5%:]`; percents are rounded as datasets does."""
     if part is None:
         return None
     first, colon, last = part.replace("_", "").partition(":")

@@ -8,8 +8,8 @@ import orjson
 import pyarrow as pa
 
 from tuner.data.reading.arrow import arrow_batches, first_line
-from tuner.data.reading.block import BLOCK_BYTES, Block, RawRow
-from tuner.data.reading.problems import RowProblem
+from tuner.data.reading.block import BLOCK_BYTES, Block, RawRecord
+from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.sources import SourceFile
 from tuner.errors import DataError
 
@@ -25,8 +25,8 @@ def parquet_batches(path: Path, batch_bytes: int) -> Iterator[pa.RecordBatch]:
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             facts = file.metadata
             size = sum(facts.row_group(i).total_byte_size for i in range(facts.num_row_groups))
-            rows = batch_bytes * facts.num_rows // max(size, 1)
-            yield from file.iter_batches(batch_size=min(max(rows, 1), MAX_BATCH_ROWS), use_threads=False)
+            records = batch_bytes * facts.num_rows // max(size, 1)
+            yield from file.iter_batches(batch_size=min(max(records, 1), MAX_BATCH_ROWS), use_threads=False)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: not a readable parquet file: {first_line(error)}") from error
 
@@ -40,30 +40,30 @@ def stream_bytes(batches: list[pa.RecordBatch]) -> bytes:
     return bytes(sink.getvalue())
 
 
-def _values(data: bytes) -> Iterator[dict[str, Any] | RowProblem]:
-    """Yield the rows of an Arrow stream as plain values; JSON columns are parsed. One that is no text is a problem."""
+def _values(data: bytes) -> Iterator[dict[str, Any] | RecordProblem]:
+    """Yield the rows of an Arrow stream as plain records; JSON columns are parsed. One that is no text is a problem."""
     with pa.ipc.open_stream(data) as reader:
         decoders = {field.name: decode for field in reader.schema if (decode := _decoder(field.type)) is not None}
         for batch in reader:
-            for row in _rows(batch):
-                if not isinstance(row, RowProblem):
+            for record in _records(batch):
+                if not isinstance(record, RecordProblem):
                     for name, decode in decoders.items():
-                        row[name] = decode(row[name])
-                yield row
+                        record[name] = decode(record[name])
+                yield record
 
 
-def _rows(batch: pa.RecordBatch) -> list[dict[str, Any] | RowProblem]:
+def _records(batch: pa.RecordBatch) -> list[dict[str, Any] | RecordProblem]:
     try:
-        rows: list[dict[str, Any] | RowProblem] = batch.to_pylist()
+        records: list[dict[str, Any] | RecordProblem] = batch.to_pylist()
     except UnicodeDecodeError as error:
         if batch.num_rows == 1:
-            return [RowProblem(f"not UTF-8: byte 0x{error.object[error.start]:02x}")]
-        return [row for i in range(batch.num_rows) for row in _rows(batch.slice(i, 1))]
+            return [RecordProblem(f"not UTF-8: byte 0x{error.object[error.start]:02x}")]
+        return [record for i in range(batch.num_rows) for record in _records(batch.slice(i, 1))]
     except (OverflowError, ValueError, pa.ArrowException) as error:  # a date, a time zone, a struct that Python has not
         if batch.num_rows == 1:
-            return [RowProblem(f"not readable: {first_line(error)}")]
-        return [row for i in range(batch.num_rows) for row in _rows(batch.slice(i, 1))]
-    return rows
+            return [RecordProblem(f"not readable: {first_line(error)}")]
+        return [record for i in range(batch.num_rows) for record in _records(batch.slice(i, 1))]
+    return records
 
 
 def _decoder(kind: pa.DataType) -> Decode | None:
@@ -84,9 +84,9 @@ def _decoder(kind: pa.DataType) -> Decode | None:
 
 
 def table_blocks(file: SourceFile) -> Iterator[Block]:
-    """Cut a table; its rows go along with each block. DataError."""
+    """Cut a table; its records go along with each block. DataError."""
     held: list[pa.RecordBatch] = []
-    first = file.rows[0] if file.rows else 0
+    first = file.records[0] if file.records else 0
     size, index = 0, 0
     for batch in _pieces(file):
         if held and (size >= BLOCK_BYTES or not batch.schema.equals(held[0].schema, check_metadata=True)):
@@ -99,39 +99,39 @@ def table_blocks(file: SourceFile) -> Iterator[Block]:
 
 
 def _table_block(file: SourceFile, index: int, batches: list[pa.RecordBatch], before: int) -> Block:
-    """A block whose first row comes after `before` rows that are left out."""
+    """A block whose first record comes after `before` records that are left out."""
     count = sum(batch.num_rows for batch in batches)
     return Block(file, index, before, data=stream_bytes(batches), lines=before + count)
 
 
 def _pieces(file: SourceFile) -> Iterator[pa.RecordBatch]:
-    """The rows that are read, in batches of no more than about BLOCK_BYTES."""
-    start, stop = file.rows or (0, 1 << 62)
-    row = 0
+    """The records that are read, in batches of no more than about BLOCK_BYTES."""
+    start, stop = file.records or (0, 1 << 62)
+    record = 0
     for path in file.paths:
         for batch in parquet_batches(path, BLOCK_BYTES) if file.kind == "parquet" else arrow_batches(path):
             names = batch.schema.names
             if len(set(names)) < len(names):
                 raise DataError(f"{path}: two columns of one name: {', '.join(names)}")
-            begin, end = max(start - row, 0), min(stop - row, batch.num_rows)
-            row += batch.num_rows
+            begin, end = max(start - record, 0), min(stop - record, batch.num_rows)
+            record += batch.num_rows
             step = max(1, batch.num_rows * BLOCK_BYTES // max(batch.nbytes, 1))
             for at in range(begin, end, step):
                 yield batch.slice(at, min(step, end - at))
 
 
-def table_rows(block: Block) -> Iterator[RawRow]:
-    """Yield the rows of a block."""
+def table_records(block: Block) -> Iterator[RawRecord]:
+    """Yield the records of a block."""
     assert block.data is not None
     for line, value in enumerate(_values(block.data), block.start + 1):
-        if isinstance(value, RowProblem):
-            yield RawRow(line, b"", None, value, 0)
+        if isinstance(value, RecordProblem):
+            yield RawRecord(line, b"", None, value, 0)
             continue
         raw = orjson.dumps(value, default=str)
         if b"\\u0000" in raw and _has_nul(value):
-            yield RawRow(line, raw, None, RowProblem("NUL character"), 0)
+            yield RawRecord(line, raw, None, RecordProblem("NUL character"), 0)
         else:
-            yield RawRow(line, raw, value, None, 0)
+            yield RawRecord(line, raw, value, None, 0)
 
 
 def _has_nul(value: Any) -> bool:

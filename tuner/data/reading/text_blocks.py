@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from tuner.data.reading.block import BLOCK_BYTES, BOM, SHOWN_BYTES, Block, RawRow, text_of
-from tuner.data.reading.problems import RowProblem
+from tuner.data.reading.block import BLOCK_BYTES, BOM, SHOWN_BYTES, Block, RawRecord, text_of
+from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.sources import SourceFile
 from tuner.data.reading.streams import open_stream
 
@@ -32,7 +32,7 @@ def _character_start(piece: bytes) -> int:
     return cut - 1
 
 
-def text_rows(block: Block) -> Iterator[RawRow]:
+def text_records(block: Block) -> Iterator[RawRecord]:
     """Yield the document of a block, or nothing where it is blank."""
     piece = text_of(block)
     if block.index == 0:
@@ -50,9 +50,9 @@ def text_rows(block: Block) -> Iterator[RawRow]:
     if position >= 0:
         yield _text_problem(text[:position], shown, "NUL character")
     else:
-        yield RawRow(1, shown, {"text": text}, None, 0)
+        yield RawRecord(1, shown, {"text": text}, None, 0)
 
 
-def _text_problem(before: str, shown: bytes, reason: str) -> RawRow:
-    problem = RowProblem(reason, len(before) - before.rfind("\n"))
-    return RawRow(1 + before.count("\n"), shown, None, problem, 0)
+def _text_problem(before: str, shown: bytes, reason: str) -> RawRecord:
+    problem = RecordProblem(reason, len(before) - before.rfind("\n"))
+    return RawRecord(1 + before.count("\n"), shown, None, problem, 0)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data import tiny
-from tuner.data.encoding.skeleton import Skeleton, Skeletons
+from tuner.data.encoding.template_layout import TemplateLayout, TemplateLayouts
 from tuner.data.encoding.turns import Planner
 
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -62,16 +62,16 @@ OPAQUE = {
 ROLES = ("user", "assistant", "user", "assistant")
 
 
-def skeletons(template: str) -> Skeletons:
+def skeletons(template: str) -> TemplateLayouts:
     tokenizer = tiny.tokenizer(template)
-    return Skeletons(tokenizer, Planner(tokenizer, "assistant", "refuse"))
+    return TemplateLayouts(tokenizer, Planner(tokenizer, "assistant", "refuse"))
 
 
 def shape(roles: Sequence[str]) -> tuple[tuple[str, ...], tuple[bool | None, ...]]:
     return tuple(roles), (None,) * len(roles)
 
 
-def written(skeleton: Skeleton, contents: Sequence[str]) -> str:
+def written(skeleton: TemplateLayout, contents: Sequence[str]) -> str:
     pairs = zip(skeleton.parts, [*contents, ""], strict=True)
     return "".join(part for pair in pairs for part in pair)
 
@@ -79,7 +79,7 @@ def written(skeleton: Skeleton, contents: Sequence[str]) -> str:
 @pytest.mark.parametrize("name", READABLE)
 def test_a_row_that_fits_is_written_as_the_template_writes_it(name: str) -> None:
     tokenizer = tiny.tokenizer(READABLE[name])
-    learned = Skeletons(tokenizer, Planner(tokenizer, "assistant", "refuse"))
+    learned = TemplateLayouts(tokenizer, Planner(tokenizer, "assistant", "refuse"))
     seen = []
 
     @given(st.lists(st.text(alphabet=" \n\tab<t>#{}%\u00e9\u0130", max_size=8), min_size=4, max_size=4))

@@ -98,30 +98,31 @@ def _found(digests: Sequence[Digests], ordered: npt.NDArray[np.uint64]) -> Itera
 
 
 def shared(left: Digests, right: Digests) -> int:
-    """The number of different documents that are on both sides."""
+    """The number of different documents that are in both splits."""
     return distinct(left) + distinct(right) - distinct(left, right)
 
 
 def hold_out(
-    digests: Digests, split: Duration, seed: int, rows: npt.NDArray[np.int64] | None = None
+    digests: Digests, amount: Duration, seed: int, records: npt.NDArray[np.int64] | None = None
 ) -> npt.NDArray[np.bool_]:
-    """Return bool[documents]: those held out. Equal documents go together, so none is on both sides.
+    """Return bool[documents]: those held out. Equal documents go together, so none is in both splits.
 
-    So do documents of one row: `rows`, int64[documents], are the rows' numbers where a row may be several documents.
+    So do documents of one record: `records`, int64[documents], are the records' numbers where one may be several
+    documents.
     Documents are visited in the order of a hash of their tokens, keyed by the seed; a group is taken where it still
-    fits. DataError where nothing would be left on a side.
+    fits. DataError where nothing would be left in a split.
     """
     total = len(digests)
-    wanted = math.floor(total * split.count / 100 + 0.5) if split.unit == "%" else int(split.count)
+    wanted = math.floor(total * amount.count / 100 + 0.5) if amount.unit == "%" else int(amount.count)
     wanted = max(wanted, 1)
     if wanted >= total:
         raise DataError(
-            f"data.eval: {split} of {total:,} documents leaves none to train on",
+            f"data.eval: {amount} of {total:,} documents leaves none to train on",
             hint="give data.eval a file of its own",
         )
     order, sizes = _keyed_groups(digests, seed)
-    if rows is not None:
-        order, sizes = _with_rows(order, sizes, rows)
+    if records is not None:
+        order, sizes = _with_records(order, sizes, records)
     chosen = np.zeros(len(sizes), dtype=np.bool_)
     for start in range(0, len(sizes), _CHUNK):
         left = np.arange(start, min(start + _CHUNK, len(sizes)))
@@ -164,19 +165,19 @@ def _keyed_groups(digests: Digests, seed: int) -> tuple[npt.NDArray[np.int64], n
     return order, np.diff(ends, prepend=0, append=len(order))
 
 
-def _with_rows(
-    order: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+def _with_records(
+    order: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], records: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Groups of documents made larger until each holds all documents of its rows; visited with their first member."""
+    """Groups of documents made larger until each holds all documents of its records; in the order of first members."""
     group = np.empty(len(order), dtype=np.int64)
     group[order] = np.repeat(np.arange(len(sizes)), sizes)
-    _, row = np.unique(rows, return_inverse=True)
+    _, record = np.unique(records, return_inverse=True)
     first = np.arange(len(sizes))
-    while True:  # the smallest number goes from group to row and from row to group until it stays
-        of_row = np.full(int(row.max(initial=-1)) + 1, len(sizes))
-        np.minimum.at(of_row, row, first[group])
+    while True:  # the smallest number goes from group to record and from record to group until it stays
+        of_record = np.full(int(record.max(initial=-1)) + 1, len(sizes))
+        np.minimum.at(of_record, record, first[group])
         wider = first.copy()
-        np.minimum.at(wider, group, of_row[row])
+        np.minimum.at(wider, group, of_record[record])
         if np.array_equal(wider, first):
             break
         first = wider

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuner.data.deal import LINEAR_TOKENS, deal, row_costs
+from tuner.data.balance import LINEAR_TOKENS, balance_rows, row_costs
 
 COSTS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 10**12)), min_size=1, max_size=40)
 
 
 def dealt(costs: list[int], world: int, room: int) -> list[list[list[int]]]:
     n_micro = math.ceil(len(costs) / (world * room))
-    found = deal(np.array(costs, dtype=np.int64), n_micro, world, room)
+    found = balance_rows(np.array(costs, dtype=np.int64), n_micro, world, room)
     return [[share.tolist() for share in shares] for shares in found]
 
 

@@ -1,10 +1,10 @@
 """What a chat template writes around messages, learned once for each sequence of roles.
 
-Most rows of a data set have the same few shapes, and most templates put a message's content into the text without
-looking into it. Then the text of a row is known without rendering: constant parts with the contents between them. That
-a template does so is shown, not assumed: the plan of a shape is made from probes, strings that note every question
+Most records of a data set have the same few shapes, and most templates put a message's content into the text without
+looking into it. Then a record's text is known without rendering: constant parts with the contents between them. That
+a template does so is shown, not assumed: the plan of a shape is made from spies, strings that note every question
 that the template asks about them. A content for which all answers would be the same gives the same text but for
-itself, and the same turns. A template that does with contents what a probe cannot see is read row by row.
+itself, and the same turns. A template that does with contents what a spy cannot see is read record by record.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from jinja2 import nodes
 from jinja2.nodes import Node
 
-from tuner.data.encoding.probe import Asked, Probe
 from tuner.data.encoding.template import parse_template
+from tuner.data.encoding.template_spy import Asked, TemplateSpy
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import Planner
-from tuner.data.reading.problems import RowProblem
-from tuner.data.reading.rows import Conversation
+from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.records import Conversation
 from tuner.errors import DataError
 
 MAX_MESSAGES = 64
@@ -65,7 +65,7 @@ class Mark(NamedTuple):
     """The constant text before an answer, from the last control token on."""
 
 
-class Skeleton(NamedTuple):
+class TemplateLayout(NamedTuple):
     """The constant parts of a shape's text (one more than it has contents) and what contents must be like."""
 
     parts: tuple[str, ...]
@@ -73,14 +73,14 @@ class Skeleton(NamedTuple):
     marks: tuple[Mark, ...]
     default: bool
     specials: int
-    """Control tokens in the parts: one more in a row's ids was written out by a user."""
+    """Control tokens in the parts: one more in a record's ids was written out by a user."""
     is_ascii: bool
     literals: tuple[str, ...]
     strips: tuple[tuple[str, str | None], ...]
     notes: tuple[str, ...]
 
     def fits(self, contents: Sequence[str]) -> bool:
-        """Whether the template would treat `contents` as it treated the probes."""
+        """Whether the template would treat `contents` as it treated the spies."""
         for content in contents:
             if not content:
                 return False
@@ -99,38 +99,38 @@ class Skeleton(NamedTuple):
         )
 
 
-class Skeletons:
-    """The skeletons of a planner's shapes; a shape that has none is asked for once."""
+class TemplateLayouts:
+    """The layouts of a planner's shapes; a shape that has none is asked for once."""
 
     def __init__(self, tokenizer: TextTokenizer, planner: Planner) -> None:
         self._tokenizer = tokenizer
         self._planner = planner
-        self._known: dict[Shape, Skeleton | None] = {}
+        self._known: dict[Shape, TemplateLayout | None] = {}
         self._transparent = tokenizer.has_template and _is_transparent(tokenizer.template.source)
 
-    def find(self, shape: Shape) -> Skeleton | None:
-        """Return the skeleton of a shape, or None where its rows must be rendered one by one."""
+    def find(self, shape: Shape) -> TemplateLayout | None:
+        """Return the layout of a shape, or None where its records must be rendered one by one."""
         if shape not in self._known:
             if not self._transparent or len(shape[0]) > MAX_MESSAGES or len(self._known) >= MAX_SHAPES:
                 return None
             self._known[shape] = self._learn(shape)
         return self._known[shape]
 
-    def _learn(self, shape: Shape) -> Skeleton | None:
+    def _learn(self, shape: Shape) -> TemplateLayout | None:
         roles, train = shape
         asked = Asked()
-        probes = [Probe.make(_probe_text(i), asked) for i in range(len(roles))]
-        messages: list[dict[str, Any]] = [{"role": r, "content": c} for r, c in zip(roles, probes, strict=True)]
+        spies = [TemplateSpy.make(_probe_text(i), asked) for i in range(len(roles))]
+        messages: list[dict[str, Any]] = [{"role": r, "content": c} for r, c in zip(roles, spies, strict=True)]
         try:
             plans = self._planner.conversation(Conversation(messages, list(train), None), messages)
-        except (RowProblem, DataError):
+        except (RecordProblem, DataError):
             return None
         if plans.by_answer:
             return None
         plan = plans.plans[0]
-        cuts = [(plan.text.find(probe.plain), len(probe.plain)) for probe in probes]
+        cuts = [(plan.text.find(spy.plain), len(spy.plain)) for spy in spies]
         starts = [start for start, _ in cuts]
-        once = all(plan.text.count(probe.plain) == 1 for probe in probes)
+        once = all(plan.text.count(spy.plain) == 1 for spy in spies)
         if asked.too_much or not once or starts != sorted(starts):
             return None
         edges = [0, *(edge for start, size in cuts for edge in (start, start + size)), len(plan.text)]
@@ -154,7 +154,7 @@ class Skeletons:
                     prompt,
                 )
             )
-        return Skeleton(
+        return TemplateLayout(
             parts=parts,
             part_bytes=tuple(len(part.encode()) for part in parts),
             marks=tuple(marks),
@@ -188,7 +188,7 @@ def _inside(position: int, edges: list[int]) -> tuple[int, int] | None:
 
 
 def _is_transparent(source: str) -> bool:
-    """Whether all that a template does with contents would be seen by a probe."""
+    """Whether all that a template does with contents would be seen by a spy."""
     try:
         tree = parse_template(source)
     except DataError:
@@ -223,7 +223,7 @@ def _is_seen(node: Node) -> bool:
 
 
 def _is_harmless(call: nodes.Call) -> bool:
-    """Whether a call asks only what a probe notes: a method of it with constants, or a function for templates."""
+    """Whether a call asks only what a spy notes: a method of it with constants, or a function for templates."""
     if isinstance(call.node, nodes.Name):
         return call.node.name in _FUNCTIONS
     if isinstance(call.node, nodes.ExtensionAttribute):
@@ -234,7 +234,7 @@ def _is_harmless(call: nodes.Call) -> bool:
 
 
 def _needle(left: Node, right: Node) -> bool:
-    """Whether `left in right` asks a probe: a probe as the needle in a plain string would not be."""
+    """Whether `left in right` asks a spy: a spy as the needle in a plain string would not be."""
     if isinstance(right, (nodes.List, nodes.Tuple)) or isinstance(left, nodes.Const):
         return True
     name = left.attr if isinstance(left, nodes.Getattr) else None

@@ -12,7 +12,7 @@ def has_reserved(text: str) -> bool:
 
 
 class Asked:
-    """What a template asked about its probes: literals looked for, strips, or more than can be answered for all."""
+    """What a template asked about its spies: literals looked for, strips, or more than can be answered for all."""
 
     def __init__(self) -> None:
         self.literals: set[str] = set()
@@ -26,7 +26,7 @@ _UNDERSTOOD = frozenset(
 )
 
 
-class Probe(str):
+class TemplateSpy(str):
     """A content that notes what is asked about it; every answer is that of a content without what was asked for."""
 
     asked: Asked
@@ -34,20 +34,20 @@ class Probe(str):
     """Whether constants were added to it: what is found in it need not be in the content alone."""
 
     @staticmethod
-    def make(text: str, asked: Asked, joined: bool = False) -> "Probe":
-        """Return a probe of `text` that notes into `asked`."""
-        probe = Probe(text)
-        probe.asked = asked
-        probe.joined = joined
-        return probe
+    def make(text: str, asked: Asked, joined: bool = False) -> "TemplateSpy":
+        """Return a spy of `text` that notes into `asked`."""
+        spy = TemplateSpy(text)
+        spy.asked = asked
+        spy.joined = joined
+        return spy
 
-    def with_mark(self, mark: str) -> "Probe":
-        """Return the probe with a character put before it."""
-        return Probe.make(mark + self.plain, self.asked, self.joined)
+    def with_mark(self, mark: str) -> "TemplateSpy":
+        """Return the spy with a character put before it."""
+        return TemplateSpy.make(mark + self.plain, self.asked, self.joined)
 
     @property
     def plain(self) -> str:
-        """The probe's characters as a plain string."""
+        """The spy's characters as a plain string."""
         return "".join(str.__iter__(self))
 
     def __getattribute__(self, name: str) -> Any:
@@ -61,18 +61,18 @@ class Probe(str):
         for item in value if isinstance(value, tuple) else (value,):
             if type(item) is str and item:
                 self.asked.literals.add(item)
-            else:  # None is any white space, and a probe is no constant
+            else:  # None is any white space, and a spy is no constant
                 self.asked.too_much = True
 
     def _refuse(self, *_: object, **__: object) -> Any:
         self.asked.too_much = True
         return NotImplemented
 
-    def _strip(self, method: str, chars: str | None) -> "Probe":
+    def _strip(self, method: str, chars: str | None) -> "TemplateSpy":
         if chars is not None and type(chars) is not str:
             self.asked.too_much = True
         self.asked.strips.add((method, chars))
-        return Probe.make(getattr(str, method)(self, chars), self.asked, self.joined)
+        return TemplateSpy.make(getattr(str, method)(self, chars), self.asked, self.joined)
 
     def __str__(self) -> str:
         return self
@@ -96,11 +96,11 @@ class Probe(str):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    def __add__(self, other: str) -> "Probe":
-        return Probe.make(str.__add__(self, other), self.asked, True)
+    def __add__(self, other: str) -> "TemplateSpy":
+        return TemplateSpy.make(str.__add__(self, other), self.asked, True)
 
-    def __radd__(self, other: str) -> "Probe":
-        return Probe.make(str.__add__(other, self), self.asked, True)
+    def __radd__(self, other: str) -> "TemplateSpy":
+        return TemplateSpy.make(str.__add__(other, self), self.asked, True)
 
     def __format__(self, spec: str) -> str:
         self.asked.too_much = True
@@ -175,5 +175,5 @@ class Probe(str):
 
 
 def plain(text: str) -> str:
-    """A text's characters as a plain string; asks a probe nothing."""
-    return text.plain if isinstance(text, Probe) else text
+    """A text's characters as a plain string; asks a spy nothing."""
+    return text.plain if isinstance(text, TemplateSpy) else text

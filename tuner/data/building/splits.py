@@ -1,6 +1,6 @@
-"""The sides of prepared data, `data.train` and `data.eval`, as they are read: counts of sources, tables of documents.
+"""The splits of prepared data, `data.train` and `data.eval`, as they are read: counts of sources, tables of documents.
 
-What is kept of a document are 25 bytes: its digest, length and targets, and whether its row is that of the last one.
+What is kept of a document are 25 bytes: its digest, length and targets, and whether its record is that of the last one.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from tuner.config.duration import Duration
 from tuner.data.building.counts import ByAnswer, Counts
 from tuner.data.building.encoded import EncodedBundle
 from tuner.data.building.keys import Source
-from tuner.data.building.selection import Digests, copies, distinct, hold_out
+from tuner.data.building.sampling import Digests, copies, distinct, hold_out
 
 _CHUNK = 1 << 16
 _EVAL_SOURCES = 1 << 32
@@ -24,12 +24,12 @@ _EVAL_SOURCES = 1 << 32
 
 
 @dataclass
-class Side:
+class Split:
     """The documents of `data.train` or `data.eval` as they are read: counts of sources, tables of bundles."""
 
     name: str
     sources: Sequence[Source]
-    is_split: bool = False
+    holds_out: bool = False
     """Whether documents are held out of it."""
     counts: list[Counts] = field(default_factory=list)
     digests: bytearray = field(default_factory=bytearray)
@@ -53,8 +53,8 @@ class Side:
 
     @property
     def is_chosen_from(self) -> bool:
-        """Whether not every document ends up in the one file of the side, once."""
-        return self.is_split or self.by_source
+        """Whether not every document ends up in the one file of the split, once."""
+        return self.holds_out or self.by_source
 
     def path(self, directory: Path, source: int) -> Path:
         """The file that a source's documents are first written to."""
@@ -80,57 +80,57 @@ class Side:
         self.notes.update(bundle.notes)
         self.by_answer.add(bundle.by_answer)
 
-    def taken(self, seed: int) -> "Chosen":
+    def taken(self, seed: int) -> "SplitSelection":
         """The documents as the shares of its sources say."""
         base = _EVAL_SOURCES if self.name == "eval" else 0
         often = [
             copies(source.share, counts.documents, seed, base + number)
             for number, (source, counts) in enumerate(zip(self.sources, self.counts, strict=True))
         ]
-        return Chosen(
+        return SplitSelection(
             np.frombuffer(self.digests, dtype=np.uint64).reshape(-1, 2),
             np.frombuffer(self.lengths, dtype=np.uint32),
             np.frombuffer(self.targets, dtype=np.uint32),
             np.concatenate(often),
-            _rows(np.frombuffer(self.follows, dtype=np.bool_)),
+            _records(np.frombuffer(self.follows, dtype=np.bool_)),
         )
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SplitSelection:
     """Documents of one split: their tables, and how often each is there."""
 
     digests: Digests
     lengths: npt.NDArray[np.uint32]
     targets: npt.NDArray[np.uint32]
     copies: npt.NDArray[np.int32]
-    rows: npt.NDArray[np.int64] | None = None
-    """int64[documents]: the number of each document's row; None where each row is one document."""
+    records: npt.NDArray[np.int64] | None = None
+    """int64[documents]: the number of each document's record; None where each record is one document."""
 
     @property
     def present(self) -> Digests:
         """The digests of the documents that are there."""
         return self.digests if self.copies.all() else self.digests[self.copies > 0]
 
-    def held_out(self, split: Duration, seed: int) -> "list[Chosen]":
+    def held_out(self, amount: Duration, seed: int) -> "list[SplitSelection]":
         """Hold documents out of those that are taken; what is held out is there once and not trained on."""
         held = np.zeros(len(self.copies), dtype=np.bool_)
         there = self.copies > 0
-        held[there] = hold_out(self.present, split, seed, None if self.rows is None else self.rows[there])
-        sides = (np.where(held, 0, self.copies), held.astype(np.int32))
-        return [replace(self, copies=side.astype(np.int32)) for side in sides]
+        held[there] = hold_out(self.present, amount, seed, None if self.records is None else self.records[there])
+        parts = (np.where(held, 0, self.copies), held.astype(np.int32))
+        return [replace(self, copies=often.astype(np.int32)) for often in parts]
 
-    def rows_there(self) -> int:
-        """Rows of which a document is there, each as often as its documents are, where it is one document."""
-        if self.rows is None:
+    def records_there(self) -> int:
+        """Records of which a document is there, each as often as its documents are, where it is one document."""
+        if self.records is None:
             return int(self.copies.sum())
-        return len(np.unique(self.rows[self.copies > 0]))
+        return len(np.unique(self.records[self.copies > 0]))
 
     def report(self, counts: Counts) -> dict[str, Any]:
         """The split's counts as JSON values; documents and tokens as often as they are trained on."""
         there = self.copies > 0
         return {
-            "rows": counts.rows,
+            "rows": counts.records,
             "documents": int(self.copies.sum()),
             "tokens": self._total(self.lengths),
             "trained": self._total(self.targets),
@@ -146,5 +146,5 @@ class Chosen:
         return sum(int(np.multiply(column[part], self.copies[part], dtype=np.int64).sum()) for part in parts)
 
 
-def _rows(follows: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
+def _records(follows: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
     return np.cumsum(~follows, dtype=np.int64) if follows.any() else None

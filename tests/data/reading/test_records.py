@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from tuner.data.reading.block import RawRow
-from tuner.data.reading.blocks import place
-from tuner.data.reading.jsonl import parse_json_row
-from tuner.data.reading.problems import RowProblem
-from tuner.data.reading.rows import Conversation, PlainText, PromptCompletion, Tokens, parse_row
+from tuner.data.reading.block import RawRecord
+from tuner.data.reading.blocks import position_of
+from tuner.data.reading.jsonl import parse_json_record
+from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.records import Conversation, PlainText, PromptCompletion, Tokens, parse_record
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 TOOL = {"name": "f", "parameters": {"type": "object"}}
@@ -154,7 +154,7 @@ GOOD: dict[str, tuple[dict[str, Any], Any]] = {
 def test_rows_become_examples(name: str) -> None:
     row, expected = GOOD[name]
     before = json.dumps(row)
-    example = parse_row(row)
+    example = parse_record(row)
     assert example == expected
     assert type(example) is type(expected)
     assert json.dumps(row) == before
@@ -229,11 +229,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("row", "reason", "at"), BAD, ids=[reason for _, reason, _ in BAD])
 def test_bad_rows_are_refused_at_their_place(row: dict[str, Any], reason: str, at: str) -> None:
     raw = json.dumps(row).encode()
-    with pytest.raises(RowProblem) as caught:
-        parse_row(parse_json_row(raw))
+    with pytest.raises(RecordProblem) as caught:
+        parse_record(parse_json_record(raw))
     assert reason in caught.value.reason
     assert "\n" not in caught.value.reason
-    line, col = place(RawRow(1, raw, row, None), caught.value)
+    line, col = position_of(RawRecord(1, raw, row, None), caught.value)
     assert line == 1
     if at in ("", "no keys"):
         assert col == 1
@@ -244,32 +244,32 @@ def test_bad_rows_are_refused_at_their_place(row: dict[str, Any], reason: str, a
 
 def test_a_format_forces_the_form() -> None:
     row = {**GOOD["messages"][0], "text": "whole", "chosen": "x", "rejected": "y"}
-    assert parse_row(row, "messages") == GOOD["messages"][1]
-    assert parse_row(row, "text") == PlainText("whole")
-    with pytest.raises(RowProblem, match=r"no prompt \+ completion; the row has 'messages'"):
-        parse_row(row, "prompt_completion")
-    with pytest.raises(RowProblem, match="a preference row"):
-        parse_row(row)
+    assert parse_record(row, "messages") == GOOD["messages"][1]
+    assert parse_record(row, "text") == PlainText("whole")
+    with pytest.raises(RecordProblem, match=r"no prompt \+ completion; the row has 'messages'"):
+        parse_record(row, "prompt_completion")
+    with pytest.raises(RecordProblem, match="a preference row"):
+        parse_record(row)
 
 
 def test_columns_rename_and_reach_into_objects() -> None:
     row = {"q": "x", "chat": {"turns": [user(), answer()], "a.b": "t"}, "text": "whole", "a.b": "dotted"}
-    assert parse_row(row, columns={"prompt": "q", "completion": "text"}) == PromptCompletion("x", "whole")
-    assert parse_row(row, columns={"messages": "chat.turns"}) == chat(user(), answer())
-    assert parse_row(row, columns={"text": "a.b"}) == PlainText("dotted")
-    assert parse_row(row, "text", {"prompt": "q"}) == PlainText("whole")
+    assert parse_record(row, columns={"prompt": "q", "completion": "text"}) == PromptCompletion("x", "whole")
+    assert parse_record(row, columns={"messages": "chat.turns"}) == chat(user(), answer())
+    assert parse_record(row, columns={"text": "a.b"}) == PlainText("dotted")
+    assert parse_record(row, "text", {"prompt": "q"}) == PlainText("whole")
     alpaca = {"instruction": "i", "output": "o"}
-    assert parse_row(alpaca, columns={"prompt": "instruction", "completion": "output"}) == PromptCompletion("i", "o")
-    assert parse_row({"text": "x"}, columns={"text": "text", "system": "none"}) == PlainText("x")
+    assert parse_record(alpaca, columns={"prompt": "instruction", "completion": "output"}) == PromptCompletion("i", "o")
+    assert parse_record({"text": "x"}, columns={"text": "text", "system": "none"}) == PlainText("x")
     assert "prompt" not in row
 
 
 def test_problems_of_columns_are_named_as_the_row_has_them() -> None:
-    with pytest.raises(RowProblem, match="no 'question', which columns names for prompt; did you mean 'questions'"):
-        parse_row({"questions": "x", "a": "y"}, columns={"prompt": "question", "completion": "a"})
+    with pytest.raises(RecordProblem, match="no 'question', which columns names for prompt; did you mean 'questions'"):
+        parse_record({"questions": "x", "a": "y"}, columns={"prompt": "question", "completion": "a"})
     row = {"chat": {"turns": [user(), {"role": "x", "content": "y"}]}}
-    with pytest.raises(RowProblem) as caught:
-        parse_row(row, columns={"messages": "chat.turns"})
+    with pytest.raises(RecordProblem) as caught:
+        parse_record(row, columns={"messages": "chat.turns"})
     assert caught.value.path == ("chat", "turns", 1, "role")
 
 
@@ -284,13 +284,13 @@ def test_reasons_are_short_and_of_few_kinds() -> None:
             {"input_ids": [1] * (i + 2), "loss_mask": [1]},
             {"prompt": key, "chosen": "x", "rejected": "y"},
         ):
-            with pytest.raises(RowProblem) as caught:
-                parse_row(row)
+            with pytest.raises(RecordProblem) as caught:
+                parse_record(row)
             assert len(caught.value.reason) < 400
             kinds.add(caught.value.kind)
     assert len(kinds) <= 10
-    with pytest.raises(RowProblem) as caught:
-        parse_json_row(json.dumps({"k" * 9999: 1}).replace("1", '1, "' + "k" * 9999 + '": 2').encode())
+    with pytest.raises(RecordProblem) as caught:
+        parse_json_record(json.dumps({"k" * 9999: 1}).replace("1", '1, "' + "k" * 9999 + '": 2').encode())
     assert caught.value.reason == f"duplicate key '{'k' * 37}...'"
     assert caught.value.kind == "duplicate key '...'"
 
@@ -298,7 +298,7 @@ def test_reasons_are_short_and_of_few_kinds() -> None:
 def test_the_commonest_rows_are_taken_as_they_are() -> None:
     messages = [{"role": "system", "content": "s"}, user(), answer()]
     for row in ({"messages": messages}, {"messages": messages, "id": 3}):
-        example = parse_row(row)
+        example = parse_record(row)
         assert isinstance(example, Conversation)
         assert example.messages is messages
         assert example == chat(*messages)

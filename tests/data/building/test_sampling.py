@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuner.config.duration import Duration
-from tuner.data.building import selection
-from tuner.data.building.selection import Share, copies, digest, distinct, hold_out, shared
+from tuner.data.building import sampling
+from tuner.data.building.sampling import Share, copies, digest, distinct, hold_out, shared
 from tuner.errors import DataError
 
 
@@ -62,7 +62,7 @@ def test_documents_are_told_apart(documents: list[list[int]]) -> None:
 def test_digests_that_share_a_half_are_told_apart(pairs: list[tuple[int, int]], chunk: int) -> None:
     table = np.array(pairs, dtype=np.uint64).reshape(-1, 2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "_CHUNK", chunk)
+        patch.setattr(sampling, "_CHUNK", chunk)
         assert distinct(table[:20], table[20:]) == len(set(pairs))
 
 
@@ -70,7 +70,7 @@ def test_what_is_held_out_depends_on_no_chunk(monkeypatch: pytest.MonkeyPatch) -
     table = digests([[number % 31 if number % 3 else number] for number in range(1000)])
     expected = hold_out(table, Duration.parse("35%"), 5)
     assert expected.sum() == 350
-    monkeypatch.setattr(selection, "_CHUNK", 7)
+    monkeypatch.setattr(sampling, "_CHUNK", 7)
     assert np.array_equal(hold_out(table, Duration.parse("35%"), 5), expected)
 
 

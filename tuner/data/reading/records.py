@@ -1,7 +1,7 @@
-"""Raw rows to examples: which form a row has, and each of its values checked.
+"""Records to examples: which form a record has, and each of its values checked.
 
-A form is told from the keys of each row, in the order of `_FORMS`, unless the recipe names one. A key whose value is
-null counts as absent: tables fill with null what a row does not have.
+A form is told from the keys of each record, in the order of `_FORMS`, unless the recipe names one. A key whose value is
+null counts as absent: tables fill with null what a record does not have.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,9 +20,9 @@ from tuner.data.reading.messages import (
     turn_of,
     type_name,
 )
-from tuner.data.reading.problems import RowProblem, quoted
+from tuner.data.reading.problems import RecordProblem, quoted
 
-__all__ = ["ROLES", "SPEAKERS", "Conversation", "Example", "PlainText", "PromptCompletion", "Tokens", "parse_row"]
+__all__ = ["ROLES", "SPEAKERS", "Conversation", "Example", "PlainText", "PromptCompletion", "Tokens", "parse_record"]
 NOT_TRAINED = -100
 """The label of a token that is not trained."""
 _MAX_ID = 2**32 - 1
@@ -63,13 +63,13 @@ class Tokens(NamedTuple):
 
 
 Example = Conversation | PromptCompletion | PlainText | Tokens
-Row = Mapping[str, Any]
+Record = Mapping[str, Any]
 
 
-def parse_row(value: Row, format: str = "auto", columns: Mapping[str, str] = _NO_COLUMNS) -> Example:  # noqa: A002
-    """Return the example in a row; `format` other than auto forces its form, `columns` says where our keys are.
+def parse_record(value: Record, format: str = "auto", columns: Mapping[str, str] = _NO_COLUMNS) -> Example:  # noqa: A002
+    """Return the example in a record; `format` other than auto forces its form, `columns` says where our keys are.
 
-    Parts of `value` may be in the result: neither is to be changed. Raises RowProblem.
+    Parts of `value` may be in the result: neither is to be changed. Raises RecordProblem.
     """
     if not columns and format in {"auto", "messages"}:
         plain = _plain(value)
@@ -77,15 +77,15 @@ def parse_row(value: Row, format: str = "auto", columns: Mapping[str, str] = _NO
             return plain
     try:
         return _parse(_renamed(value, columns) if columns else value, format, columns)
-    except RowProblem as problem:
+    except RecordProblem as problem:
         if problem.path and problem.path[0] in columns:
             path = (*columns[str(problem.path[0])].split("."), *problem.path[1:])
-            raise RowProblem(problem.reason, problem.col, path, problem.hint) from problem
+            raise RecordProblem(problem.reason, problem.col, path, problem.hint) from problem
         raise
 
 
-def _plain(value: Row) -> Conversation | None:
-    """The commonest row, messages of a role and a string each; None where a closer look is needed."""
+def _plain(value: Record) -> Conversation | None:
+    """The commonest record, messages of a role and a string each; None where a closer look is needed."""
     messages = value.get("messages")
     if type(messages) is not list or not messages or (len(value) > 1 and not _UNUSUAL.isdisjoint(value)):
         return None
@@ -101,20 +101,20 @@ def _plain(value: Row) -> Conversation | None:
     return Conversation(messages, [None] * len(messages), None)
 
 
-def _parse(value: Row, format: str, columns: Mapping[str, str]) -> Example:  # noqa: A002 (the recipe's word)
+def _parse(value: Record, format: str, columns: Mapping[str, str]) -> Example:  # noqa: A002 (the recipe's word)
     for key in _MEDIA:
         if value.get(key) and format != "text":
-            raise RowProblem("images, audio and video cannot be trained", path=(key,))
+            raise RecordProblem("images, audio and video cannot be trained", path=(key,))
     if format == "auto" and not columns:
         for chosen, rejected in _PREFERENCES:
             if value.get(chosen) is not None and value.get(rejected) is not None:
-                raise RowProblem(
+                raise RecordProblem(
                     f"a preference row ({chosen}, {rejected}): preferences cannot be trained; to learn the chosen "
                     f"answers name them, such as columns: {{completion: {chosen}}}",
                     path=(rejected,),
                 )
         if isinstance(value.get("label"), bool):
-            raise RowProblem(
+            raise RecordProblem(
                 "a true or false label makes this a preference row: answers labelled false would be learned too; "
                 "to train all of them, say format: messages (or the form it is)",
                 path=("label",),
@@ -129,16 +129,16 @@ def _parse(value: Row, format: str, columns: Mapping[str, str]) -> Example:  # n
     raise _unknown(value, [keys for keys, _ in forms.values()])
 
 
-def _unknown(value: Row, wanted: list[tuple[str, ...]]) -> RowProblem:
+def _unknown(value: Record, wanted: list[tuple[str, ...]]) -> RecordProblem:
     known = [key for keys in wanted for key in keys]
     matches = {key: get_close_matches(key, known, 1, 0.7) for key in list(value)[:64] if key not in known}
     near = [f"{quoted(key)} (did you mean {match[0]!r}?)" for key, match in matches.items() if match]
     names = ", ".join(near[:8] or [quoted(key) for key in list(value)[:8]]) or "no keys"
-    return RowProblem(f"no {' or '.join(' + '.join(keys) for keys in wanted)}; the row has {names}", 1)
+    return RecordProblem(f"no {' or '.join(' + '.join(keys) for keys in wanted)}; the row has {names}", 1)
 
 
-def _renamed(value: Row, columns: Mapping[str, str]) -> Row:
-    """The row under our names; what was renamed is not seen under its own."""
+def _renamed(value: Record, columns: Mapping[str, str]) -> Record:
+    """The record under our names; what was renamed is not seen under its own."""
     view = {key: item for key, item in value.items() if key not in columns.values()}
     for ours, theirs in columns.items():
         item, found = _at(value, theirs)
@@ -147,11 +147,11 @@ def _renamed(value: Row, columns: Mapping[str, str]) -> Row:
         elif ours not in _OPTIONAL:
             near = get_close_matches(theirs, list(value)[:64], 1, 0.6)
             hint = f"; did you mean {quoted(near[0])}?" if near else ""
-            raise RowProblem(f"no {theirs!r}, which columns names for {ours}{hint}", 1)
+            raise RecordProblem(f"no {theirs!r}, which columns names for {ours}{hint}", 1)
     return view
 
 
-def _at(value: Row, name: str) -> tuple[Any, bool]:
+def _at(value: Record, name: str) -> tuple[Any, bool]:
     """The value at a key, or at a dotted path into objects, and whether it is there."""
     if name in value:
         return value[name], True
@@ -163,56 +163,56 @@ def _at(value: Row, name: str) -> tuple[Any, bool]:
     return item, True
 
 
-def _listed(value: Row, key: str) -> Any:
+def _listed(value: Record, key: str) -> Any:
     """The value at a key; a list written as JSON text, as a CSV file has to, is read."""
     item = value[key]
     if isinstance(item, str) and item.lstrip()[:1] == "[":
         try:
             return strict_json(item)
-        except RowProblem as problem:
-            raise RowProblem(f"{key}: {problem.reason}", path=(key,)) from problem
+        except RecordProblem as problem:
+            raise RecordProblem(f"{key}: {problem.reason}", path=(key,)) from problem
     return item
 
 
-def _items(value: Row, key: str) -> list[Any]:
+def _items(value: Record, key: str) -> list[Any]:
     items = _listed(value, key)
     if not isinstance(items, list):
-        raise RowProblem(f"{key} is a list, got {type_name(items)}", path=(key,))
+        raise RecordProblem(f"{key} is a list, got {type_name(items)}", path=(key,))
     if not items:
-        raise RowProblem(f"{key} is empty", path=(key,))
+        raise RecordProblem(f"{key} is empty", path=(key,))
     return items
 
 
-def _from_messages(value: Row) -> Example:
+def _from_messages(value: Record) -> Example:
     return _conversation(value, _turns(value, "messages"))
 
 
-def _from_conversations(value: Row) -> Example:
+def _from_conversations(value: Record) -> Example:
     return _conversation(value, _turns(value, "conversations"), system=True)
 
 
-def _turns(value: Row, key: str) -> list[Message]:
+def _turns(value: Record, key: str) -> list[Message]:
     """Messages of `role` and `content`, or turns of `from` and `value`: each item says by its keys which."""
     turns = []
     for i, item in enumerate(_items(value, key)):
         if isinstance(item, dict) and "from" in item and "role" not in item:
             turns.append(turn_of(item, (key, i)))
         elif key == "conversations" and isinstance(item, dict) and "role" not in item:
-            raise RowProblem("a turn has from and value", path=(key, i))
+            raise RecordProblem("a turn has from and value", path=(key, i))
         else:
             turns.append(message_of(item, (key, i)))
     return turns
 
 
-def _from_alpaca(value: Row) -> Example:
+def _from_alpaca(value: Record) -> Example:
     """Instruction and input are joined by a line break, as LLaMA-Factory does."""
     messages = []
     history = _listed(value, "history") if value.get("history") else []
     if not isinstance(history, list):
-        raise RowProblem(f"history is a list, got {type_name(history)}", path=("history",))
+        raise RecordProblem(f"history is a list, got {type_name(history)}", path=("history",))
     for i, pair in enumerate(history):
         if not isinstance(pair, list) or len(pair) != 2:
-            raise RowProblem("history is a list of [question, answer]", path=("history", i))
+            raise RecordProblem("history is a list of [question, answer]", path=("history", i))
         for j, role in enumerate(("user", "assistant")):
             messages.append(said_by(role, check_string(pair[j], ("history", i, j))))
     parts = [check_string(value["instruction"], ("instruction",))]
@@ -220,31 +220,31 @@ def _from_alpaca(value: Row) -> Example:
         parts.append(check_string(value["input"], ("input",)))
     question = "\n".join(filter(None, parts))
     if not question:
-        raise RowProblem("instruction is empty", path=("instruction",))
+        raise RecordProblem("instruction is empty", path=("instruction",))
     answer = check_text(value["output"], ("output",))
     return _conversation(value, [*messages, said_by("user", question), said_by("assistant", answer)], system=True)
 
 
-def _conversation(value: Row, messages: list[Message], system: bool = False) -> Conversation:
-    """A conversation with the row's tools and, where its form has one, the row's system prompt."""
+def _conversation(value: Record, messages: list[Message], system: bool = False) -> Conversation:
+    """A conversation with the record's tools and, where its form has one, the record's system prompt."""
     if system and value.get("system"):
         if messages[0]["role"] == "system":
-            raise RowProblem("a system prompt both in the row and as its first turn", path=("system",))
+            raise RecordProblem("a system prompt both in the row and as its first turn", path=("system",))
         messages = [said_by("system", check_string(value["system"], ("system",))), *messages]
     train = [message.pop("train", None) for message in messages]
     return Conversation(messages, train, _tools(value))
 
 
-def _tools(value: Row) -> list[dict[str, Any]] | None:
+def _tools(value: Record) -> list[dict[str, Any]] | None:
     if not value.get("tools"):
         return None
     tools = _listed(value, "tools")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowProblem("tools is a list of objects", path=("tools",))
+        raise RecordProblem("tools is a list of objects", path=("tools",))
     return tools or None
 
 
-def _from_prompt(value: Row) -> Example:
+def _from_prompt(value: Record) -> Example:
     prompt, completion = value["prompt"], value["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         given = [{"train": False, **message} for message in _turns(value, "prompt")]
@@ -252,57 +252,58 @@ def _from_prompt(value: Row) -> Example:
     return PromptCompletion(check_string(prompt, ("prompt",)), check_text(completion, ("completion",)))
 
 
-def _from_text(value: Row) -> Example:
+def _from_text(value: Record) -> Example:
     return PlainText(check_text(value["text"], ("text",)))
 
 
-def _from_tokens(value: Row) -> Example:
+def _from_tokens(value: Record) -> Example:
     ids = _whole_numbers(value, "input_ids", 0, _MAX_ID)
     if value.get("attention_mask") is not None and not all(_flags(value, "attention_mask", len(ids))):
-        raise RowProblem("padding in input_ids: attention_mask is not all 1", path=("attention_mask",))
+        raise RecordProblem("padding in input_ids: attention_mask is not all 1", path=("attention_mask",))
     masks = {key: _flags(value, key, len(ids)) for key in _MASKS if value.get(key) is not None}
     if value.get("labels") is not None:
         masks["labels"] = _from_labels(value, ids)
     if any(mask != next(iter(masks.values())) for mask in masks.values()):
-        raise RowProblem(f"{' and '.join(masks)} train different tokens", path=(next(iter(masks)),))
+        raise RecordProblem(f"{' and '.join(masks)} train different tokens", path=(next(iter(masks)),))
     return Tokens(ids, next(iter(masks.values()), None))
 
 
-def _from_labels(value: Row, ids: list[int]) -> list[bool]:
+def _from_labels(value: Record, ids: list[int]) -> list[bool]:
     labels = _whole_numbers(value, "labels", NOT_TRAINED, _MAX_ID)
     _check_length(labels, "labels", len(ids))
     for i, (label, token) in enumerate(zip(labels, ids, strict=True)):
         if label not in (NOT_TRAINED, token):
-            raise RowProblem(f"a label is its token's id or {NOT_TRAINED}; labels are not shifted", path=("labels", i))
+            reason = f"a label is its token's id or {NOT_TRAINED}; labels are not shifted"
+            raise RecordProblem(reason, path=("labels", i))
     return [label != NOT_TRAINED for label in labels]
 
 
-def _whole_numbers(value: Row, key: str, least: int, most: int) -> list[int]:
+def _whole_numbers(value: Record, key: str, least: int, most: int) -> list[int]:
     items = _items(value, key)
     if set(map(type, items)) != {int} or min(items) < least or max(items) > most:
         wrong = next(i for i, item in enumerate(items) if type(item) is not int or not least <= item <= most)
-        raise RowProblem(f"{key} is a list of token ids", path=(key, wrong))
+        raise RecordProblem(f"{key} is a list of token ids", path=(key, wrong))
     return items
 
 
-def _flags(value: Row, key: str, length: int) -> list[bool]:
+def _flags(value: Record, key: str, length: int) -> list[bool]:
     items = _items(value, key)
     wrong = next((i for i, item in enumerate(items) if type(item) not in (int, bool) or item not in (0, 1)), None)
     if wrong is not None:
-        raise RowProblem(f"{key} is a list of 0 and 1", path=(key, wrong))
+        raise RecordProblem(f"{key} is a list of 0 and 1", path=(key, wrong))
     _check_length(items, key, length)
     return [bool(item) for item in items]
 
 
 def _check_length(items: list[Any], key: str, length: int) -> None:
     if len(items) != length:
-        raise RowProblem(f"{key} has {len(items)} entries for {length} tokens", path=(key,))
+        raise RecordProblem(f"{key} has {len(items)} entries for {length} tokens", path=(key,))
 
 
 _MASKS = ("loss_mask", "trained", "assistant_masks", "completion_mask")
 _OPTIONAL = frozenset(("system", "tools", "input", "history", "labels", "loss_mask"))
-"""Keys that a row may leave out."""
-_FORMS: dict[str, tuple[tuple[str, ...], Callable[[Row], Example]]] = {
+"""Keys that a record may leave out."""
+_FORMS: dict[str, tuple[tuple[str, ...], Callable[[Record], Example]]] = {
     "messages": (("messages",), _from_messages),
     "sharegpt": (("conversations",), _from_conversations),
     "prompt_completion": (("prompt", "completion"), _from_prompt),
