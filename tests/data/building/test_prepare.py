@@ -350,7 +350,7 @@ def test_a_refuted_fast_encoder_starts_the_work_again(tmp_path: Path, monkeypatc
     expected = open_prepared(prepare(tiny.request(tmp_path / "a", train)).path)
     said = io.StringIO()
     monkeypatch.setattr("tuner.data.building.encoded.Encoder", Mismatching)
-    info = prepare(tiny.request(tmp_path / "b", train), Console(stream=said))
+    info = prepare(tiny.request(tmp_path / "b", train, workers=1), Console(stream=said))
     assert info.report["fast_path"] == {"documents": 0, "share": 0.0, "reason": "row 7 differs"}
     assert "the fast encoder is not used: row 7 differs" in said.getvalue()
     assert documents(open_prepared(info.path, verify=True).train) == documents(expected.train)

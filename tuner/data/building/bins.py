@@ -58,7 +58,7 @@ def lower_bound(counts: Ints) -> int:
 
     The bound L2 of Martello and Toth (1990), the best over every k up to half a row: items above `capacity - k` take a
     row each, items above half a row share with none of their kind, and what items of at least k tokens overfill the
-    room beside those takes further rows. With k = 0 it is at least the sum of lengths over the capacity.
+    room next to those takes further rows. With k = 0 it is at least the sum of lengths over the capacity.
     """
     capacity, half = len(counts) - 1, (len(counts) - 1) // 2
     tokens = np.cumsum(counts * np.arange(capacity + 1))
@@ -184,7 +184,7 @@ class _Lengths:
         return row
 
     def _completion(self, row: dict[int, int], last: int, free: int) -> tuple[int, ...]:
-        """One or two lengths, none above `last`, that are left beside `row` and `last` and sum to `free`; or none."""
+        """One or two lengths, none above `last`, that are left besides `row` and `last` and sum to `free`; or none."""
 
         def has(length: int, times: int) -> bool:
             return self.counts[length] - row.get(length, 0) - (length == last) >= times

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,10 +72,9 @@ EncodingPool = WorkerPool[Bundle, EncodedBundle]
 
 
 def start_pool(spec: "PrepareSpec", sources: Iterable[Source]) -> EncodingPool | None:
-    """Start the workers that `build_documents` would, where their number is more than one and there is much to do."""
-    size = _expected_bytes(sources)
-    count = _workers(spec.workers)
-    return WorkerPool(_job(spec, much=True), count) if count > 1 and size >= FEW_BUNDLES * BUNDLE_BYTES else None
+    """Start the workers that `build_documents` would, where their number is more than one."""
+    count = _worker_count(spec, _expected_bytes(sources))
+    return WorkerPool(_job(spec, much=True), count) if count > 1 else None
 
 
 def build_documents(
@@ -97,8 +96,10 @@ def build_documents(
     return _build(spec, keys, tmp, console, slow_reason=reason)
 
 
-def _workers(wanted: int | None) -> int:
-    return cores() if wanted is None else wanted
+def _worker_count(spec: "PrepareSpec", expected: int) -> int:
+    """Processes that encode so many bytes: one where there are few, since starting others would take longer."""
+    many = expected >= FEW_BUNDLES * BUNDLE_BYTES
+    return 1 if not many else cores() if spec.workers is None else spec.workers
 
 
 def _job(spec: "PrepareSpec", much: bool, fast: bool = True) -> EncodeJob:
@@ -127,7 +128,7 @@ def _build(
     expected = _expected_bytes(source for split in splits for source in split.sources)
     job = _job(spec, much=False, fast=slow_reason is None)
     with pace(console, expected) as done:
-        hashed = _read(splits, job, spec.workers, tmp, done, pool)
+        hashed = _read(splits, job, _worker_count(spec, expected), tmp, done, pool)
     keys.refuse_changed()
     give_back()  # what encoding held: choosing documents needs its own
     taken = [split.taken(spec.seed) for split in splits]
@@ -158,7 +159,7 @@ def _missing_encoder(spec: "PrepareSpec", size: int) -> str | None:
 def _read(
     splits: Sequence[Split],
     job: EncodeJob,
-    workers: int | None,
+    workers: int,
     tmp: Path,
     done: Callable[[int], None],
     pool: EncodingPool | None,
@@ -168,13 +169,10 @@ def _read(
     Returns the manifest's entries of the files of documents that stay.
     """
     ahead: deque[list[_Origin]] = deque()
-    bundles = _bundles(splits, ahead)
-    first = deque(islice(bundles, FEW_BUNDLES))
-    count = 1 if len(first) < FEW_BUNDLES else _workers(workers)
     lines = 0
     with (
         StreamFiles(documents_schema(job.tokenizer.vocab_size)) as files,
-        closing(answers(job, _one_by_one(first, bundles), count, pool)) as encoded,
+        closing(answers(job, _bundles(splits, ahead), workers, pool)) as encoded,
         (tmp / REJECTS).open("w", encoding="utf-8") as rejects,
     ):
         while True:
@@ -204,13 +202,6 @@ def _read(
         entries = files.entries()
     kept = (path.name for split in splits if not split.is_chosen_from for path, _ in split.parts(tmp))
     return {name: entries[name] for name in kept}
-
-
-def _one_by_one(first: deque[Bundle], others: Iterator[Bundle]) -> Iterator[Bundle]:
-    """`first` and then `others`, none of them kept."""
-    while first:
-        yield first.popleft()
-    yield from others
 
 
 def _bundles(splits: Sequence[Split], ahead: "deque[list[_Origin]]") -> Iterator[Bundle]:

@@ -33,6 +33,8 @@ Answer = TypeVar("Answer")
 Item_contra = TypeVar("Item_contra", contravariant=True)
 Answer_co = TypeVar("Answer_co", covariant=True)
 
+_Outcome = tuple[Any, BaseException | None]
+"""An answer, or the exception in its place."""
 QUEUED = 2
 """Items that a worker holds: one in work and one that follows without a pause."""
 WINDOW = 3
@@ -112,7 +114,10 @@ class WorkerPool(Generic[Item, Answer]):
                     self._send(sent, item, done)
                     sent += 1
             if turn in done:
-                yield done.pop(turn).answer()
+                answer, error = done.pop(turn)
+                if error is not None:
+                    raise error
+                yield answer
                 turn += 1
             elif any(worker.numbers for worker in self._workers):
                 self._receive(done)
@@ -139,7 +144,7 @@ class WorkerPool(Generic[Item, Answer]):
         """Whether a worker takes an item without waiting."""
         return any(len(worker.numbers) < QUEUED for worker in self._workers)
 
-    def _send(self, number: int, item: Item, done: "dict[int, _Outcome]") -> None:
+    def _send(self, number: int, item: Item, done: dict[int, _Outcome]) -> None:
         """Send an item to the worker that has the least to do."""
         worker = min(self._workers, key=lambda worker: len(worker.numbers))
         worker.numbers.append(number)
@@ -149,7 +154,7 @@ class WorkerPool(Generic[Item, Answer]):
         except OSError:
             self._lost(worker, done)
 
-    def _receive(self, done: "dict[int, _Outcome]") -> None:
+    def _receive(self, done: dict[int, _Outcome]) -> None:
         """Wait for an answer, or for the death of a worker."""
         by_connection = {worker.connection: worker for worker in self._workers}
         for ready in wait(list(by_connection)):
@@ -161,15 +166,15 @@ class WorkerPool(Generic[Item, Answer]):
             else:
                 for text in warnings:
                     pass_on(text)
-                done[worker.numbers.popleft()] = _Outcome(*outcome)
+                done[worker.numbers.popleft()] = outcome
 
-    def _lost(self, worker: "_Worker", done: "dict[int, _Outcome]") -> None:
+    def _lost(self, worker: "_Worker", done: dict[int, _Outcome]) -> None:
         """Give up on a worker whose socket closed: its items fail in their turn. WorkerDiedError: it had none."""
         code = self._exit_code(worker.number)
         death = WorkerDiedError(f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
         if not worker.numbers:
             raise death
-        done.update((number, _Outcome(None, death)) for number in worker.numbers)
+        done.update((number, (None, death)) for number in worker.numbers)
         self._workers.remove(worker)
         worker.connection.close()
 
@@ -191,19 +196,6 @@ class WorkerPool(Generic[Item, Answer]):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._first.pid, signal.SIGKILL)
         return self._first.wait()
-
-
-class _Outcome:
-    """An answer, or the exception in its place."""
-
-    def __init__(self, answer: Any, error: BaseException | None = None) -> None:
-        self._answer = answer
-        self._error = error
-
-    def answer(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._answer
 
 
 class _Worker:

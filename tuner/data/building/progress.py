@@ -43,7 +43,7 @@ class Pace:
 
 @contextmanager
 def pace(console: "Console | None", total: int) -> Iterator[Callable[[int], None]]:
-    """Yield the function that is told of bytes as they are done; `total` is the bytes of all input."""
+    """Yield the function that counts bytes as they are done; `total` is the bytes of all input."""
     if console is None:
         yield lambda count: None
         return

@@ -69,7 +69,7 @@ def copies(share: Share, documents: int, seed: int, source: int) -> npt.NDArray[
 
 
 def distinct(*digests: Digests) -> int:
-    """The number of different documents in all tables together; beside them, 8 bytes a document are held or 16."""
+    """The number of different documents in all tables together; takes 8 or 16 bytes a document of its own."""
     first = np.concatenate([table[:, 0] for table in digests])
     first.sort()
     is_new = np.ones(len(first), dtype=np.bool_)

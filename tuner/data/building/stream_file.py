@@ -1,4 +1,4 @@
-"""Arrow IPC stream files to which record batches are appended, written and hashed by a thread beside the caller's."""
+"""Arrow IPC stream files to which record batches are appended, written and hashed in the background."""
 
 import hashlib
 import os

@@ -75,7 +75,7 @@ def _fork(exits: "Connection[Any, Any]", sockets: Sequence[int], answer: Callabl
 
 
 def _spawned(socket: int, closed: Sequence[int]) -> int:
-    """Start a process that loads the job for itself, where a fork is not safe beside another thread; its id."""
+    """Start a process that loads the job for itself, where a fork is not safe with a second thread; its id."""
     command = [sys.executable, "-m", "tuner.data.building.worker", _ALONE, str(socket)]
     actions = [(os.POSIX_SPAWN_CLOSE, other) for other in closed]
     return os.posix_spawn(sys.executable, command, os.environ, file_actions=actions)
@@ -88,7 +88,7 @@ def _serve(socket: int, answer: Callable[[Any], Any]) -> NoReturn:
     threading.Thread(target=_receive, args=(connection, items), daemon=True).start()
     while True:
         try:
-            message = _message((answer(ForkingPickler.loads(items.get())),))
+            message = _message((answer(ForkingPickler.loads(items.get())), None))
         except Exception as error:  # whatever it is, the parent decides
             message = _message((None, _portable(error)))
         try:
@@ -106,7 +106,7 @@ def _receive(connection: "Connection[Any, Any]", items: "SimpleQueue[bytes]") ->
         os._exit(0)
 
 
-def _message(outcome: tuple[Any, ...]) -> Any:
+def _message(outcome: tuple[Any, Exception | None]) -> Any:
     """An answer or an error, and what was warned of meanwhile, as they are sent."""
     message = ForkingPickler.dumps((outcome, _heard))
     _heard.clear()

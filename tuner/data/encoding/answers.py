@@ -3,7 +3,7 @@
 Some templates have no one text of a conversation in which every answer follows the prompt that a model gets for it:
 they drop the thoughts of earlier turns, end only the last answer with the token that ends a generation, or put the
 beginning of a thought into the prompt. At inference each answer is another call: the messages before it are rendered
-with the generation prompt, and the model goes on from there. That is the text made here.
+with the generation prompt, and the model continues from there. That is the text made here.
 """
 
 import re
@@ -34,7 +34,7 @@ class Answer(NamedTuple):
 def write_answer(tokenizer: TextTokenizer, messages: list[dict[str, Any]], tools: Any) -> Answer:
     """Return the last of `messages` after its prompt. Raises RecordProblem where the template writes it after none.
 
-    The prompt is the plain generation prompt where the template writes the answer so that it goes on from there. Else
+    The prompt is the plain generation prompt where the template writes the answer so that it continues from there. Else
     it is that of a caller who asks for thoughts, or for none (`enable_thinking`), where the template lets them. Else,
     where the plain prompt opens a thought that the template drops from answers, the thought is closed first.
     """

@@ -33,7 +33,7 @@ class Chat:
         tools: Any,
         variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> None:
-        """`variables` are told to the template beside the messages."""
+        """`variables` are passed to the template with the messages."""
         self.messages = messages
         self.notes: list[str] = []
         self._tokenizer = tokenizer
@@ -127,7 +127,7 @@ class Chat:
         return here[last] + len(prompt) - there[last]
 
     def _after_turn(self, i: int) -> int:
-        """Where the text goes on after message i's end-of-turn token and white space; -1 where that is not shown."""
+        """Where the text continues after message i's end-of-turn token and white space; -1 where that is not shown."""
         found = self._find([i]) if i >= 0 else None
         end = None if found is None else self._end(found[i], len(self.text))
         return -1 if end is None else end + len(self.text[end:]) - len(self.text[end:].lstrip())

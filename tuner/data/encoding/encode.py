@@ -261,10 +261,10 @@ class Encoder:
         self, texts: BatchTexts, flat: Flat, turns: Turns, keep: npt.NDArray[np.bool_], fast: bool
     ) -> EncodedBatch:
         trained = np.repeat(np.array(texts.default), flat.lengths)
-        wished, answer = np.array(texts.trained, dtype=np.bool_), np.array(texts.answer, dtype=np.bool_)
+        wanted, answer = np.array(texts.trained, dtype=np.bool_), np.array(texts.answer, dtype=np.bool_)
         sound = keep[turns.text]
-        trained |= turns.cover(sound & wished, len(trained))
-        trained &= ~turns.cover(sound & ~wished, len(trained))
+        trained |= turns.cover(sound & wanted, len(trained))
+        trained &= ~turns.cover(sound & ~wanted, len(trained))
         prompts = np.zeros(len(keep), dtype=np.int64)
         prompts[turns.text[answer]] = turns.first[answer] - flat.offsets[turns.text[answer]]
         framed = np.array(texts.framed)

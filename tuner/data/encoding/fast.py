@@ -11,7 +11,7 @@ from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.runtime.memory import allocated_bytes, give_back, resident_bytes
 
 _CACHE_BYTES = 32 << 20
-"""Growth after which the encoder, which remembers every word that it met, is built anew: twice what prose needs."""
+"""Growth after which the encoder, which remembers every word that it met, is rebuilt: twice what prose needs."""
 _LOOK_BYTES = 8 << 20
 """Growth of the process, which is cheap to read, after which the other is looked at again."""
 _CACHE_TEXT = 32 << 20

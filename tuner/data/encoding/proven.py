@@ -15,24 +15,7 @@ import numpy.typing as npt
 from tuner.data.encoding.byte_table import ByteTable, Unproven
 from tuner.data.encoding.tokenizer import TextTokenizer
 
-_ALPHABET = (
-    "a",
-    "S",
-    "1",
-    " ",
-    "\n",
-    "\r",
-    "\t",
-    "!",
-    "'s",
-    "'LL",
-    "\u00a0",
-    "\u00e9",
-    "\u4e2d",
-    "\u3000",
-    "\U0001f600",
-    "_",
-)
+_ALPHABET = [*"aS1 \n\r\t!_", "'s", "'LL", "\u00a0", "\u00e9", "\u4e2d", "\u3000", "\U0001f600"]
 
 
 class IdEncoder(Protocol):

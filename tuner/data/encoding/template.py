@@ -27,7 +27,7 @@ Message = Mapping[str, Any]
 """A chat message: `role`, `content` and whatever else the template reads."""
 
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
-"""What a template is told beside the messages, unless somebody asks for more."""
+"""What is passed to a template besides the messages, unless somebody asks for more."""
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 """Variables by which templates let their caller choose whether the prompt opens a thought."""
 
@@ -126,7 +126,7 @@ class ChatTemplate:
     """A compiled chat template; raises DataError where its source does not compile."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], now: datetime | None = None) -> None:
-        """Compile; `now` is the time that the template is told, whenever it asks. DataError."""
+        """Compile; `now` is the current time for the template, whenever it asks. DataError."""
         self.source = source
         self._has_marks = "endgeneration" in source
         self._special_tokens = dict(special_tokens)
@@ -189,7 +189,7 @@ class ChatTemplate:
 
     @cached_property
     def _call_form(self) -> tuple[bool, bool]:
-        """Whether tool calls are written where their arguments are JSON text, and beside a content of null, alone.
+        """Whether tool calls are written where their arguments are JSON text, and next to a content of null, alone.
 
         DeepSeek's templates join arguments to a text, and look for calls in messages without a content.
         """

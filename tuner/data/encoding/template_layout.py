@@ -31,15 +31,8 @@ _TESTS = frozenset(
     | {"eq", "ne", "equalto", "even", "odd", "divisibleby", "integer", "float", "callable"}
 )
 _OPAQUE = (
-    nodes.Macro,
-    nodes.Block,
-    nodes.FilterBlock,
-    nodes.AssignBlock,
-    nodes.Include,
-    nodes.Import,
-    nodes.FromImport,
-    nodes.Extends,
-    nodes.Mod,
+    *(nodes.Macro, nodes.Block, nodes.FilterBlock, nodes.AssignBlock, nodes.Include),
+    *(nodes.Import, nodes.FromImport, nodes.Extends, nodes.Mod),
 )
 
 _FUNCTIONS = frozenset({"namespace", "range", "raise_exception", "strftime_now"})
@@ -49,7 +42,7 @@ _METHODS = frozenset(
 )
 
 Shape = tuple[tuple[str, ...], tuple[bool | None, ...]]
-"""Roles, and each message's own wish to be trained."""
+"""Roles, and whether each message says of itself that it is trained."""
 
 
 class Mark(NamedTuple):
@@ -143,17 +136,8 @@ class TemplateLayouts:
             prompt = self._prompt(plan.text, turn.start, edges) if turn.is_answer else ""
             if prompt is None:
                 return None
-            marks.append(
-                Mark(
-                    start[0],
-                    len(parts[start[0]][: start[1]].encode()),
-                    stop[0],
-                    len(parts[stop[0]][: stop[1]].encode()),
-                    turn.trained,
-                    turn.is_answer,
-                    prompt,
-                )
-            )
+            first, last = (len(parts[part][:at].encode()) for part, at in (start, stop))
+            marks.append(Mark(start[0], first, stop[0], last, turn.trained, turn.is_answer, prompt))
         return TemplateLayout(
             parts=parts,
             part_bytes=tuple(len(part.encode()) for part in parts),

@@ -1,6 +1,7 @@
 """Strings that note what a chat template asks about them."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 _RESERVED = re.compile("[\ufdd0-\ufdef]")
@@ -22,8 +23,40 @@ class Asked:
 
 _UNDERSTOOD = frozenset(
     {"startswith", "endswith", "split", "rsplit", "partition", "rpartition", "replace", "strip", "lstrip", "rstrip"}
-    | {"plain", "asked", "joined", "make", "with_mark", "removeprefix", "removesuffix", "find"}
+    | {"plain", "asked", "joined", "make", "with_mark", "note_literal", "removeprefix", "removesuffix", "find"}
 )
+
+
+def _beyond(method: str) -> Any:
+    """A method of a spy of which the answer is not the same for all contents."""
+
+    def answer(spy: "TemplateSpy", *arguments: Any) -> Any:
+        spy.asked.too_much = True
+        return getattr(str, method)(spy, *arguments)
+
+    return answer
+
+
+def _looked_for(answer: Callable[["TemplateSpy"], Any], bounded: bool = False) -> Any:
+    """A method of a spy that looks for a literal, and its answer where that is not found; with `bounded` anywhere."""
+
+    def method(spy: "TemplateSpy", literal: Any = None, *more: Any) -> Any:
+        spy.note_literal(None if bounded and more else literal)
+        return answer(spy)
+
+    return method
+
+
+def _stripped(name: str) -> Any:
+    """One of the methods that strip: what is left is a spy again."""
+
+    def method(spy: "TemplateSpy", chars: str | None = None) -> "TemplateSpy":
+        if chars is not None and type(chars) is not str:
+            spy.asked.too_much = True
+        spy.asked.strips.add((name, chars))
+        return TemplateSpy.make(getattr(str, name)(spy, chars), spy.asked, spy.joined)
+
+    return method
 
 
 class TemplateSpy(str):
@@ -55,7 +88,8 @@ class TemplateSpy(str):
             str.__getattribute__(self, "asked").too_much = True
         return str.__getattribute__(self, name)
 
-    def _literal(self, value: object) -> None:
+    def note_literal(self, value: object) -> None:
+        """Note what was looked for."""
         if self.joined:
             self.asked.too_much = True
         for item in value if isinstance(value, tuple) else (value,):
@@ -68,12 +102,6 @@ class TemplateSpy(str):
         self.asked.too_much = True
         return NotImplemented
 
-    def _strip(self, method: str, chars: str | None) -> "TemplateSpy":
-        if chars is not None and type(chars) is not str:
-            self.asked.too_much = True
-        self.asked.strips.add((method, chars))
-        return TemplateSpy.make(getattr(str, method)(self, chars), self.asked, self.joined)
-
     def __str__(self) -> str:
         return self
 
@@ -81,14 +109,14 @@ class TemplateSpy(str):
         return True  # contents that fit are not empty
 
     def __contains__(self, item: object) -> bool:
-        self._literal(item)
+        self.note_literal(item)
         return False
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
         if type(other) is str and other:
-            self._literal(other)
+            self.note_literal(other)
         elif isinstance(other, str) and other:
             self.asked.too_much = True
         return False
@@ -102,76 +130,18 @@ class TemplateSpy(str):
     def __radd__(self, other: str) -> "TemplateSpy":
         return TemplateSpy.make(str.__add__(other, self), self.asked, True)
 
-    def __format__(self, spec: str) -> str:
-        self.asked.too_much = True
-        return str.__format__(self, spec)
-
-    def __hash__(self) -> int:
-        self.asked.too_much = True
-        return str.__hash__(self)
-
-    def __len__(self) -> int:
-        self.asked.too_much = True
-        return str.__len__(self)
-
-    def __iter__(self) -> Any:
-        self.asked.too_much = True
-        return str.__iter__(self)
-
-    def __getitem__(self, key: Any) -> str:
-        self.asked.too_much = True
-        return str.__getitem__(self, key)
-
+    __hash__ = _beyond("__hash__")
+    __format__, __len__ = _beyond("__format__"), _beyond("__len__")
+    __iter__, __getitem__ = _beyond("__iter__"), _beyond("__getitem__")
     __lt__ = __le__ = __gt__ = __ge__ = __mod__ = __rmod__ = __mul__ = __rmul__ = _refuse
 
-    def startswith(self, prefix: Any, *bounds: Any) -> bool:  # noqa: D102
-        self._literal(None if bounds else prefix)
-        return False
-
-    def endswith(self, suffix: Any, *bounds: Any) -> bool:  # noqa: D102
-        self._literal(None if bounds else suffix)
-        return False
-
-    def find(self, sub: Any, *bounds: Any) -> int:  # noqa: D102
-        self._literal(None if bounds else sub)
-        return -1
-
-    def split(self, sep: Any = None, maxsplit: Any = -1) -> list[str]:  # noqa: D102
-        self._literal(sep)
-        return [self]
-
-    def rsplit(self, sep: Any = None, maxsplit: Any = -1) -> list[str]:  # noqa: D102
-        self._literal(sep)
-        return [self]
-
-    def partition(self, sep: Any) -> tuple[str, str, str]:  # noqa: D102
-        self._literal(sep)
-        return self, "", ""
-
-    def rpartition(self, sep: Any) -> tuple[str, str, str]:  # noqa: D102
-        self._literal(sep)
-        return "", "", self
-
-    def replace(self, old: Any, new: Any, count: Any = -1) -> str:  # noqa: D102
-        self._literal(old)
-        return self
-
-    def removeprefix(self, prefix: Any) -> str:  # noqa: D102
-        self._literal(prefix)
-        return self
-
-    def removesuffix(self, suffix: Any) -> str:  # noqa: D102
-        self._literal(suffix)
-        return self
-
-    def strip(self, chars: str | None = None) -> str:  # noqa: D102
-        return self._strip("strip", chars)
-
-    def lstrip(self, chars: str | None = None) -> str:  # noqa: D102
-        return self._strip("lstrip", chars)
-
-    def rstrip(self, chars: str | None = None) -> str:  # noqa: D102
-        return self._strip("rstrip", chars)
+    startswith = endswith = _looked_for(lambda spy: False, bounded=True)
+    find = _looked_for(lambda spy: -1, bounded=True)
+    split = rsplit = _looked_for(lambda spy: [spy])
+    partition = _looked_for(lambda spy: (spy, "", ""))
+    rpartition = _looked_for(lambda spy: ("", "", spy))
+    replace = removeprefix = removesuffix = _looked_for(lambda spy: spy)
+    strip, lstrip, rstrip = _stripped("strip"), _stripped("lstrip"), _stripped("rstrip")
 
 
 def plain(text: str) -> str:

@@ -60,7 +60,7 @@ class TextTokenizer:
         """Build from a tokenizer directory's files by name.
 
         `chat_template` replaces the directory's own; `model_eos_ids` are further ids that end a turn, `now` the
-        time that a template is told, `new_ids` those of tokens that the recipe added to the files, `loaded_as` how
+        current time for a template, `new_ids` those of tokens that the recipe added to the files, `loaded_as` how
         transformers loads them, where it was asked. DataError.
         """
         self.loaded_as = loaded_as
@@ -310,7 +310,7 @@ class TextTokenizer:
 
 
 def _text_frame(backend: Tokenizer) -> tuple[list[int], list[int]]:
-    # tokenizer.json decides alone: transformers too leaves add_bos_token and add_eos_token unread beside one.
+    # tokenizer.json decides alone: transformers too leaves add_bos_token and add_eos_token unread next to one.
     encoding = backend.encode("a", add_special_tokens=True)
     added = np.array(encoding.special_tokens_mask, dtype=bool)
     body = np.flatnonzero(~added)

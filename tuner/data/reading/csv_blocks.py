@@ -100,17 +100,22 @@ def csv_records(block: Block) -> Iterator[RawRecord]:
         if not fields:
             continue
         text = "".join(fields)
-        try:
-            if len(fields) != len(block.header):
-                raise RecordProblem(f"{len(fields)} fields for {len(block.header)} columns")
-            if "\0" in text:
-                raise RecordProblem("NUL character")
-            text.encode()
-        except UnicodeEncodeError as error:
-            problem = RecordProblem(f"not UTF-8: byte 0x{ord(text[error.start]) - 0xDC00:02x}")
-            yield RawRecord(line, text.encode("utf-8", "surrogateescape")[:SHOWN_BYTES], None, problem, 0)
-        except RecordProblem as problem:
-            yield RawRecord(line, text.encode("utf-8", "surrogateescape")[:SHOWN_BYTES], None, problem, 0)
+        if reason := _wrong(text, len(fields), len(block.header)):
+            shown = text.encode("utf-8", "surrogateescape")[:SHOWN_BYTES]
+            yield RawRecord(line, shown, None, RecordProblem(reason), 0)
         else:
             value = dict(zip(block.header, fields, strict=True))
             yield RawRecord(line, orjson.dumps(value), value, None, 0)
+
+
+def _wrong(text: str, fields: int, columns: int) -> str | None:
+    """Why a record of so many fields, here joined, cannot be used."""
+    if fields != columns:
+        return f"{fields} fields for {columns} columns"
+    if "\0" in text:
+        return "NUL character"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"not UTF-8: byte 0x{ord(text[error.start]) - 0xDC00:02x}"
+    return None

@@ -14,7 +14,6 @@ _WORD_BYTES = 1 << 20
 _CONTINUATION = bytes(range(0x80, 0xC0))
 """Bytes of UTF-8 that begin no character."""
 _BLANK = re.compile(rb"[ \t\r\n]*+")
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["{}\[\]]', re.DOTALL)
 _SCALAR = re.compile(rb"[^ \t\r\n,\[\]{}\"]++")
 _OUTSIDE = re.compile(rb'["{}\[\]]')

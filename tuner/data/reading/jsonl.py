@@ -9,7 +9,7 @@ there are as many in the record as keys in the value, plus colons in its strings
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import orjson
@@ -40,12 +40,12 @@ def parse_json_record(raw: bytes) -> dict[str, Any]:
 
 def fast_json_record(raw: bytes) -> dict[str, Any] | None:
     """Parse a record that is clean beyond doubt; None where the strict route has to judge."""
-    texts: list[str] = []
     try:
-        value = _loads(raw)
+        value: dict[str, Any] = _loads(raw)
         if type(value) is not dict:
             return None
-        keys = _collect(value, texts, _FAST_DEPTH)
+        texts = list(value)
+        keys = len(value) + _collect(value.values(), texts, _FAST_DEPTH)
     except (ValueError, _NotFast):
         return None
     text = "".join(texts)
@@ -98,37 +98,20 @@ def locate(text: str, path: KeyPath) -> int:
     return best
 
 
-def _collect(value: dict[str, Any], texts: list[str], depth: int) -> int:
-    """Count the keys of an object and of all inside it, and add its strings to `texts`. _NotFast: a number in doubt."""
-    if depth < 0:
-        raise _NotFast
-    count = len(value)
-    texts.extend(value)
-    for item in value.values():
-        kind = type(item)
-        if kind is str:
-            texts.append(item)
-        elif kind is list:
-            count += _collect_items(item, texts, depth - 1)
-        elif kind is dict:
-            count += _collect(item, texts, depth - 1)
-        elif kind is float and abs(item) >= _FLOAT_BOUND:
-            raise _NotFast
-    return count
-
-
-def _collect_items(items: list[Any], texts: list[str], depth: int) -> int:
+def _collect(items: Iterable[Any], texts: list[str], depth: int) -> int:
+    """Count the keys of all objects in these values, and add their strings to `texts`. _NotFast: a number in doubt."""
     if depth < 0:
         raise _NotFast
     count = 0
     for item in items:
         kind = type(item)
-        if kind is dict:
-            count += _collect(item, texts, depth - 1)
-        elif kind is str:
+        if kind is str:
             texts.append(item)
         elif kind is list:
-            count += _collect_items(item, texts, depth - 1)
+            count += _collect(item, texts, depth - 1)
+        elif kind is dict:
+            texts.extend(item)
+            count += len(item) + _collect(item.values(), texts, depth - 1)
         elif kind is float and abs(item) >= _FLOAT_BOUND:
             raise _NotFast
     return count

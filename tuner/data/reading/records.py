@@ -29,13 +29,13 @@ _MAX_ID = 2**32 - 1
 _MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 _PREFERENCES = (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
 _UNUSUAL = frozenset(("tools", "label", *_MEDIA, *(key for pair in _PREFERENCES for key in pair)))
-"""Keys beside `messages` that need a look."""
+"""Keys next to `messages` that need a look."""
 _PLAIN_ROLES = frozenset(("system", "user", "assistant"))
 _NO_COLUMNS: Mapping[str, str] = {}
 
 
 class Conversation(NamedTuple):
-    """Messages for the chat template, each with the user's own wish to train it or not."""
+    """Messages for the chat template, each with the user's choice to train it or not, where there is one."""
 
     messages: list[Message]
     train: list[bool | None]

@@ -55,14 +55,12 @@ def _values(data: bytes) -> Iterator[dict[str, Any] | RecordProblem]:
 def _records(batch: pa.RecordBatch) -> list[dict[str, Any] | RecordProblem]:
     try:
         records: list[dict[str, Any] | RecordProblem] = batch.to_pylist()
-    except UnicodeDecodeError as error:
-        if batch.num_rows == 1:
-            return [RecordProblem(f"not UTF-8: byte 0x{error.object[error.start]:02x}")]
-        return [record for i in range(batch.num_rows) for record in _records(batch.slice(i, 1))]
     except (OverflowError, ValueError, pa.ArrowException) as error:  # a date, a time zone, a struct that Python has not
-        if batch.num_rows == 1:
-            return [RecordProblem(f"not readable: {first_line(error)}")]
-        return [record for i in range(batch.num_rows) for record in _records(batch.slice(i, 1))]
+        if batch.num_rows > 1:
+            return [record for i in range(batch.num_rows) for record in _records(batch.slice(i, 1))]
+        if isinstance(error, UnicodeDecodeError):
+            return [RecordProblem(f"not UTF-8: byte 0x{error.object[error.start]:02x}")]
+        return [RecordProblem(f"not readable: {first_line(error)}")]
     return records
 
 
