@@ -8,10 +8,14 @@ import pytest
 
 from tests.run.test_run import launch
 from tools import resume_campaign
+from tuner.checkpoint.load import CheckpointInfo
+from tuner.config.dump import recipe_dict
 from tuner.config.fields import fields
+from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
 from tuner.run.changes import ON_RESUME, UNTOLD, Changes, changes, effect
 from tuner.run.options import LaunchOptions
+from tuner.run.previous import require_recipe_of
 from tuner.runtime.console import Console
 
 
@@ -72,3 +76,13 @@ def test_a_machine_without_the_compiled_kernels_goes_on_and_says_so(
     monkeypatch.setattr("tuner.run.resolve.native_problem", lambda: "there is no C compiler (cc, gcc, clang)")
     assert launch(tmp_path, LaunchOptions(resume="auto"), train__stop_after="1 steps").step == 3
     assert [text.split(":")[0] for text in warned] == ["model.kernels native -> torch"]
+
+
+def test_a_checkpoint_from_before_a_key_was_there_goes_on(tmp_path: Path) -> None:
+    recipe = recipe_dict(load_recipe({"model": {"name_or_path": "/m"}, "data": {"train": "/d.jsonl"}}).recipe)
+    older = {**recipe, "method": {key: value for key, value in recipe["method"].items() if key != "reduction"}}
+    found = CheckpointInfo(tmp_path, 1, {"meta": {"recipe": older}}, {})
+    assert require_recipe_of(found, recipe, ()) == Changes()
+    other = {**recipe, "method": {**recipe["method"], "reduction": "document"}}
+    with pytest.raises(RecipeError, match="method.reduction token -> document"):
+        require_recipe_of(found, other, ())

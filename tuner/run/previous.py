@@ -156,7 +156,7 @@ def began(record: Mapping[str, Any]) -> Path | None:
 
 def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any], reset: Collection[str]) -> Changes:
     """What differs from the recipe that a checkpoint was saved with. Raises RecipeError where it is another run's."""
-    before = found.meta["recipe"]
+    before = recipe_dict(load_recipe(found.meta["recipe"]).recipe)  # a key that is newer than it has its default
     changed = changes(before, recipe, freed_keys(reset, before["optimizer"]["kind"], recipe["optimizer"]["kind"]))
     if changed.refuse:
         raise RecipeError(
