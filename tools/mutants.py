@@ -2,9 +2,9 @@
 
     python tools/mutants.py [--only NAME ...] [--workers N] [--list]
 
-Each fault of `tools/mutants_table.py` replaces one exact text, which must occur once. The tests named beside it must
-pass without the fault and fail with it. Prints one JSON object: caught, planted, and the names of the survivors; exits
-with 1 when more than one in ten survives.
+Each fault of `tools/mutants_table.py` changes a pattern in a place that is found by its name (`tools/mutations.py`).
+The tests named beside it must pass without the fault and fail with it. Prints one JSON object: caught, planted, and the
+names of the survivors; exits with 1 when more than one in ten survives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tools.mutants_table import MUTANTS, Mutant  # noqa: E402
+from tools.mutants_table import MUTANTS  # noqa: E402
+from tools.mutations import Mutant  # noqa: E402
 
 TIMEOUT_S = 400
 TESTS_FAILED, COLLECTION_FAILED = 1, 2
@@ -75,12 +76,12 @@ def report(verdicts: Sequence[Verdict], seconds: float) -> int:
 
 
 def list_mutants(chosen: Sequence[Mutant]) -> int:
-    """Name every fault, and whether its text occurs exactly once; 1 if one does not apply."""
+    """Name every fault, and whether its pattern is found exactly once; 1 if one does not apply."""
     good = True
     for mutant in chosen:
         problem = mutant.problem(ROOT)
         good = good and not problem
-        print(f"{mutant.name:44} {mutant.file:36} {problem or 'applies'}")
+        print(f"{mutant.name:44} {mutant.place:48} {problem or 'applies'}")
     return 0 if good else 1
 
 

@@ -1,32 +1,105 @@
-"""The fault table applies to the tree as it is, and the engine's report counts as it says."""
+"""The fault table applies to the tree as it is, wherever its functions are and however they are written down."""
 
 from __future__ import annotations
 
+import ast
 import json
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from tools import mutants
-from tools.mutants_table import MUTANTS, Mutant
+from tools.mutants_table import MUTANTS
+from tools.mutations import InC, Mutant, find_place
+
+CODE = '''
+import os
+
+class Log:
+    """A file."""
+
+    def close(self, sizes: list[int]) -> int:
+        with self.lock:
+            os.fsync(  # to the disk
+                self.handle)
+            os.close(self.handle)
+        return sum(size for size in sizes if size > 0) + 1
+'''
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "tuner" / "files").mkdir(parents=True)
+    (tmp_path / "tuner" / "files" / "log.py").write_text(CODE)
+    return tmp_path
+
+
+def planted(tree: Path, place: str, find: str, put: str) -> str:
+    return Mutant("it", place, find, put, ()).planted(tree)[1]
 
 
 def test_faults_are_many_and_different() -> None:
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 50
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 84
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_fault_applies(mutant: Mutant, root: Path) -> None:
+def test_fault_applies_and_changes_its_file(mutant: Mutant, root: Path) -> None:
     assert mutant.problem(root) == ""
+    file, text = mutant.planted(root)
+    if isinstance(mutant, InC):
+        assert text != file.read_text()
+    else:
+        assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(file.read_text()))
 
 
-def test_applying_changes_one_place(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("x = 1 + 2\n")
-    mutant = Mutant("sign", "a.py", "1 + 2", "1 - 2", ())
-    mutant.apply(tmp_path)
-    assert (tmp_path / "a.py").read_text() == "x = 1 - 2\n"
-    assert "occurs 0 times" in mutant.problem(tmp_path)
-    assert "no file" in Mutant("gone", "b.py", "1", "2", ()).problem(tmp_path)
+def test_a_statement_goes_and_the_rest_stays(tree: Path) -> None:
+    text = planted(tree, "files.log.Log.close", "os.fsync(...)", "")
+    assert "fsync" not in text and "os.close(self.handle)\n        return sum" in text
+    alone = planted(tree, "Log.close", "os.fsync(A)\nos.close(A)", "")
+    assert "with self.lock:\n            pass" in alone
+
+
+def test_letters_stand_for_any_expression_and_for_the_same_one(tree: Path) -> None:
+    assert "if size < 0" in planted(tree, "Log.close", "A > 0", "A < 0")
+    assert "return 1" in planted(tree, "Log.close", "sum(...) + A", "A")
+    with pytest.raises(ValueError, match="occurs 0 times"):
+        planted(tree, "Log.close", "os.fsync(A)\nos.close(A.name)", "")
+    with pytest.raises(ValueError, match="occurs 2 times in Log.close"):
+        planted(tree, "Log.close", "self.handle", "0")
+
+
+def test_a_function_that_moved_is_found_by_its_name(tree: Path) -> None:
+    assert find_place("old.module.Log.close", tree)[0].name == "log.py"
+    with pytest.raises(ValueError, match=r"nothing is named files.log.Log.clos; near it: .*files.log.Log.close"):
+        find_place("files.log.Log.clos", tree)
+    (tree / "tuner" / "other.py").write_text("class Log:\n    def close(self): ...\n")
+    other = tree.with_name(tree.name + "-other")
+    tree.rename(other)
+    with pytest.raises(ValueError, match=r"may be any of tuner.files.log.Log.close, tuner.other.Log.close"):
+        find_place("old.module.Log.close", other)
+    assert find_place("other.Log.close", other)[0].name == "other.py"
+
+
+def test_a_fault_that_names_what_is_not_there_does_not_apply(tree: Path) -> None:
+    assert "missing: not known there" in Mutant("it", "Log.close", "A > 0", "A > missing", ()).problem(tree)
+    known = Mutant("it", "Log.close", "A > 0", "A > len(os.name)", ("tests/gone",))
+    assert known.problem(tree) == "no tests at tests/gone"
+
+
+def test_kernels_in_c_are_compared_as_tokens(tree: Path) -> None:
+    code = """
+    static int one(int a) {
+      return a+ 1.0f;
+    }
+    static int two(int a) {
+      return a + 1.0f;
+    }
+    """
+    (tree / "tuner" / "k.c").write_text(textwrap.dedent(code))
+    _, text = InC("it", "two", "a + 1.0f", "a", ()).planted(tree)
+    assert "return a+ 1.0f" in text and "return a;" in text
+    assert InC("it", "three", "a", "b", ()).problem(tree) == "0 functions in C are named three"
 
 
 @pytest.mark.parametrize(("survivors", "code"), [(4, 0), (5, 1)])
