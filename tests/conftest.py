@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,17 @@ def _signals_of_a_terminal() -> Iterator[None]:
     yield
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
+
+
+@pytest.fixture
+def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the Python processes that the product starts from this one forked: ranks, and exports of a run."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    from tests.fixtures import forked
+
+    monkeypatch.setattr(subprocess, "Popen", forked.Popen)
+    monkeypatch.setattr(subprocess_handler, "Popen", forked.Popen)
 
 
 @pytest.fixture

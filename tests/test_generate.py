@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.export.runs import write_base, write_run
+from tests.fixtures import forked
 from tuner.cli.generate import _prompts
 from tuner.errors import DataError, RecipeError
 from tuner.export.hf import export_hf
@@ -129,7 +130,7 @@ def write_json_below(path: Path, value: dict[str, object]) -> None:
 
 def tuner(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tuner.cli.main", *args]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=120)
+    return forked.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=120)
 
 
 def test_commands(tmp_path: Path) -> None:

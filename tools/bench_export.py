@@ -58,8 +58,8 @@ def write_checkpoint(directory: Path, gigabytes: float, ranks: int) -> None:
     import torch
     from transformers import LlamaForCausalLM
 
-    from tests.checkpoint.processes import fork, wait
     from tests.export.runs import write_tokenizer
+    from tests.fixtures.processes import fork, wait
     from tuner.export.verify import last_logits
 
     torch.manual_seed(0)

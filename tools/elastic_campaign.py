@@ -56,9 +56,9 @@ main(sys.argv[2:])
 
 def prepare(directory: Path, total: int, lr: float, seed: int) -> None:
     """Write model, rows and recipe."""
-    from tools import resume_campaign
+    from tests.fixtures import trainings
 
-    resume_campaign.prepare(directory, 1)
+    trainings.prepare(directory, 1)
     rng = random.Random(seed)
     rows = []
     for number in range(97):

@@ -20,22 +20,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-DETERMINED = ("kind", "step", "epoch", "tokens", "loss", "lr", "grad_norm")
-STEPS_PER_EPOCH = 6
-RECIPE = """\
-model: {name_or_path: ./model}
-tokenizer: {name_or_path: byte}
-adapter: {kind: lora, r: 4, dropout: 0.2}
-data: {train: rows.jsonl, max_length: 64, packing: false}
-train: {duration: 3 epochs, global_batch_size: 8, micro_batch_size: %d, precision: fp32, device: cpu}
-optimizer: {lr: 1e-3}
-checkpoint: {every: 4 steps, keep: 3}
-logging: {level: warning}
-"""
+sys.path.insert(0, str(ROOT))
+
+from tests.fixtures.trainings import STEPS_PER_EPOCH, outcome, prepare  # noqa: E402
+
+Start = Callable[..., "subprocess.Popen[Any]"]
 # Dies in place of the given optimizer step on the given rank (-1: every rank), by the signal that nothing can catch.
 KILLED = """
 import os, signal, sys
@@ -52,30 +46,7 @@ main(sys.argv[3:])
 """
 
 
-def prepare(directory: Path, world_size: int, layers: int = 2) -> None:
-    """Write a tiny model with weights, rows of uneven length and the recipe."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory / "model")
-    rng = random.Random(0)
-    rows = [{"prompt": f"{i} ", "completion": "ab" * rng.randint(1, 20)} for i in range(8 * STEPS_PER_EPOCH - 3)]
-    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (directory / "r.yaml").write_text(RECIPE % (2 // world_size))
-
-
-def launch(directory: Path, world_size: int, words: list[str]) -> list[int]:
+def launch(directory: Path, world_size: int, words: list[str], start: Start = subprocess.Popen) -> list[int]:
     """Run one process a rank; when one fails or dies of a signal the others are killed too. Returns the exit codes."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -93,7 +64,7 @@ def launch(directory: Path, world_size: int, words: list[str]) -> list[int]:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         own = {k: str(v) for k, v in (ranks | place).items()} if world_size > 1 else {}
         with (directory / f"rank{rank}.log").open("w") as log:
-            started = subprocess.Popen([sys.executable, *words], cwd=directory, env=env | own, stdout=log, stderr=log)
+            started = start([sys.executable, *words], cwd=directory, env=env | own, stdout=log, stderr=log)
         processes.append(started)
     while any(p.poll() is None for p in processes):
         if any(p.poll() not in (None, 0, 75) for p in processes):
@@ -104,26 +75,16 @@ def launch(directory: Path, world_size: int, words: list[str]) -> list[int]:
     return [process.wait() for process in processes]
 
 
-def outcome(run: Path) -> dict[str, Any]:
-    """What a finished run is judged by: the hash of all tensors, and the log without what the clock says."""
-    from tuner.checkpoint.load import content_sha256, newest
-
-    found = newest(run / "checkpoints")
-    if found is None:
-        return {"sha256": None, "log": []}
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {"sha256": content_sha256(found), "log": [{k: line[k] for k in DETERMINED if k in line} for line in lines]}
-
-
 def trial(
-    directory: Path, world_size: int, number: int, rng: random.Random, unbroken: dict[str, Any]
+    directory: Path, world_size: int, number: int, rng: random.Random, unbroken: dict[str, Any], start: Start
 ) -> dict[str, Any]:
     """One kill and resume."""
     step = rng.randrange(STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH)
     rank = rng.choice([-1, *range(world_size)])
     name = f"w{world_size}-t{number}"
-    killed = launch(directory, world_size, ["-c", KILLED, str(step), str(rank), "train", "r.yaml", "--name", name])
-    resumed = launch(directory, world_size, ["-m", "tuner", "resume", f"runs/{name}"])
+    dying = ["-c", KILLED, str(step), str(rank), "train", "r.yaml", "--name", name]
+    killed = launch(directory, world_size, dying, start)
+    resumed = launch(directory, world_size, ["-m", "tuner", "resume", f"runs/{name}"], start)
     ended = outcome(directory / "runs" / name)
     return {
         "world_size": world_size,
@@ -136,17 +97,19 @@ def trial(
     }
 
 
-def campaign(directory: Path, world_size: int, trials: int, seed: int) -> list[dict[str, Any]]:
-    """All trials at one world size, in `directory`, which is empty."""
+def campaign(
+    directory: Path, world_size: int, trials: int, seed: int, start: Start = subprocess.Popen
+) -> list[dict[str, Any]]:
+    """All trials at one world size, in `directory`, which is empty; `start` starts each process."""
     prepare(directory, world_size)
-    codes = launch(directory, world_size, ["-m", "tuner", "train", "r.yaml", "--name", "unbroken"])
+    codes = launch(directory, world_size, ["-m", "tuner", "train", "r.yaml", "--name", "unbroken"], start)
     if any(codes):
         raise RuntimeError(f"the unbroken run failed: {codes}\n{(directory / 'rank0.log').read_text()[-2000:]}")
     unbroken = outcome(directory / "runs" / "unbroken")
     rng = random.Random(seed * 1000 + world_size)
     results = []
     for number in range(trials):
-        results.append(trial(directory, world_size, number, rng, unbroken))
+        results.append(trial(directory, world_size, number, rng, unbroken, start))
         print(json.dumps(results[-1]), flush=True)
     return results
 
@@ -168,5 +131,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     raise SystemExit(main())

@@ -162,7 +162,7 @@ def trial(directory: Path, number: int, way: str, rng: random.Random) -> dict[st
 
 def campaign(trials: int, seed: int, ways: tuple[str, ...] = WAYS) -> list[dict[str, Any]]:
     """All trials, the ways in turns."""
-    from tools.resume_campaign import prepare
+    from tests.fixtures.trainings import prepare
 
     rng, results = random.Random(seed), []
     with tempfile.TemporaryDirectory(prefix="tuner-signals-", ignore_cleanup_errors=True) as place:

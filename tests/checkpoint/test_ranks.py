@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.checkpoint.processes import run_ranks
 from tests.checkpoint.states import blank, equal, full_state
+from tests.fixtures.processes import run_ranks
 from tuner.checkpoint.background import Background
 from tuner.checkpoint.load import content_sha256, load_into, newest, open_checkpoint, read_tensors
 from tuner.checkpoint.save import CheckpointDir, save

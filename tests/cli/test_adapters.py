@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.caches import new_cache
-from tools import resume_campaign
+from tests.fixtures import forked, trainings
 from tuner.checkpoint.load import newest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +80,7 @@ def write_recipe(directory: Path, name: str, wish: dict[str, Any]) -> str:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory in which every wish was trained for two steps and exported in each form."""
     directory = tmp_path_factory.mktemp("adapters")
-    resume_campaign.prepare(directory, 1)
+    trainings.prepare(directory, 1)
     lines = []
     for name, wish in WISHES.items():
         lines += [["train", write_recipe(directory, name, wish)], ["export-hf", f"runs/{name}", "--dtype", "fp32"]]
@@ -95,7 +94,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "TUNER_CACHE": str(new_cache(directory / "c")),
     }
     command = [sys.executable, "-c", LINES, json.dumps(lines)]
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    done = forked.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return directory
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures import commands
 from tuner.cli.main import COMMANDS, GROUPS, SHOWS_FLAGS
 from tuner.config.dump import recipe_dict
 from tuner.config.load import load_recipe
@@ -19,17 +20,7 @@ MESSAGES = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant
 
 
 def tuner(*words: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "tuner", *words],
-        cwd=cwd,
-        env=environment,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    return commands.tuner(*words, cwd=cwd, stdin=stdin, COLUMNS="120", NO_COLOR="1")
 
 
 def test_the_program_names_its_commands(tmp_path: Path) -> None:

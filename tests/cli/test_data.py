@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 
 from tests.data import tiny
+from tests.fixtures import forked
 from tuner.cli.document import SCHEMA_PATH
 from tuner.data.building.prepare import PreparedInfo, prepare
 
@@ -29,7 +30,7 @@ def info(tmp_path: Path) -> PreparedInfo:
 def data(info: PreparedInfo, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(info.path.parents[1])}
     command = [sys.executable, "-m", "tuner", "data", *words]
-    return subprocess.run(command, env=environment, input=stdin, capture_output=True, text=True, check=False)
+    return forked.run(command, env=environment, input=stdin, capture_output=True, text=True, check=False)
 
 
 def document(done: subprocess.CompletedProcess[str], code: int = 0) -> dict[str, Any]:

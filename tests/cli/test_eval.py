@@ -13,8 +13,8 @@ import jsonschema
 import pytest
 
 from tests.caches import new_cache
+from tests.fixtures import forked, trainings
 from tests.multi import launcher
-from tools import resume_campaign
 from tuner.cli.document import SCHEMA_PATH
 from tuner.cli.eval import _load
 from tuner.config.load import load_recipe
@@ -36,7 +36,7 @@ QUIET = Console(main=False)
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a LoRA run of four steps, evaluated on two held-out files."""
     directory = tmp_path_factory.mktemp("place")
-    resume_campaign.prepare(directory, 1)
+    trainings.prepare(directory, 1)
     for name, texts in (("short", ["a", "ab"]), ("long", ["abcabcabc", "xyz" * 7, "ba" * 9])):
         rows = [{"prompt": f"{name} {i} ", "completion": text} for i, text in enumerate(texts)]
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -69,7 +69,7 @@ def scored(path: Path, recipe: Path | None = None, **flags: str) -> Score:
 
 def tuner(place: Path, *words: str, code: int = 0, stdin: str = "") -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "tuner", *words],
         cwd=place, env=environment, input=stdin, capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.caches import new_cache
-from tools import resume_campaign, signal_campaign
+from tests.fixtures import forked, trainings
 from tuner.checkpoint.load import newest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ if os.environ.get("RANK") == "1":
 
 def start(directory: Path, *words: str, before: str = "") -> subprocess.Popen[str]:
     flags = ["--parallel.processes", "2", "--train.duration", "100000 steps", "--logging.console_every", "0.2 s"]
-    return subprocess.Popen(
+    return forked.Popen(
         [sys.executable, "-m", "tuner", "train", "r.yaml", "--json", *flags, *words],
         cwd=directory,
         env={
@@ -69,7 +69,7 @@ def document(process: subprocess.Popen[str], code: int) -> tuple[dict[str, Any],
 
 @pytest.mark.multi
 def test_one_ranks_error_is_the_runs_which_goes_on_until_it_is_told_to_stop(tmp_path: Path) -> None:
-    resume_campaign.prepare(tmp_path, 1)
+    trainings.prepare(tmp_path, 1)
     (tmp_path / "sitecustomize.py").write_text(SPOILED)
     run, beside = tmp_path / "runs" / "r", ("--checkpoint.async_save", "true")
     failed, err = document(start(tmp_path, *beside, "--checkpoint.every", "2 steps", before=str(tmp_path)), 3)
@@ -104,16 +104,10 @@ def test_one_ranks_error_is_the_runs_which_goes_on_until_it_is_told_to_stop(tmp_
 
 @pytest.mark.multi
 def test_a_branch_in_two_processes_goes_on_from_another_runs_checkpoint(tmp_path: Path) -> None:
-    resume_campaign.prepare(tmp_path, 1)
+    trainings.prepare(tmp_path, 1)
     document(start(tmp_path, "--train.stop_after", "3 steps"), 75)
     origin = "runs/r/checkpoints/step-3"
     ended, _ = document(start(tmp_path, "--name", "b", "--resume", origin, "--train.stop_after", "2 steps"), 75)
     assert (ended["metrics"]["step"], Path(ended["artifacts"]["checkpoint"]).parents[1].name) == (5, "b")
     steps = [json.loads(line)["step"] for line in (tmp_path / "runs" / "b" / "metrics.jsonl").read_text().splitlines()]
     assert steps == [4, 5]
-
-
-@pytest.mark.multi
-def test_a_closed_terminal_stops_the_run_with_a_checkpoint() -> None:
-    [result] = signal_campaign.campaign(1, 0, ("hangup",))
-    assert result["good"], result

@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 import torch
 
+from tests.fixtures import forked
 from tests.rundir import made
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.cli.document import SCHEMA_PATH
@@ -36,7 +37,7 @@ def place(tmp_path: Path) -> Path:
 
 def runs(place: Path, *words: str, code: int = 0, stdin: str = "") -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1"}
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "tuner", "runs", *words],
         cwd=place, env=environment, input=stdin, capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.caches import new_cache
-from tools import resume_campaign
+from tests.fixtures import forked, trainings
 from tuner.config.shipped import shipped_scripts
 
 SCRIPT = shipped_scripts()["train.sbatch"]
@@ -83,8 +83,7 @@ def test_the_job_asks_for_its_signal_and_may_be_requeued() -> None:
 
 @pytest.mark.multi
 def test_two_tasks_train_stop_and_have_the_job_requeued(tmp_path: Path) -> None:
-    resume_campaign.prepare(tmp_path, 2)
-    put_on_path(tmp_path, srun=SRUN, tuner=f'#!/bin/bash\nexec "{sys.executable}" -m tuner "$@"\n')
+    trainings.prepare(tmp_path, 2)
     calls = tmp_path / "calls"
     env = {
         **os.environ,
@@ -98,7 +97,10 @@ def test_two_tasks_train_stop_and_have_the_job_requeued(tmp_path: Path) -> None:
         "SLURM_JOB_ID": str(os.getpid()),
     }
     words = ["bash", str(SCRIPT), "r.yaml", "--train.stop_after", "2 steps", "--logging.level", "info"]
-    done = subprocess.run(words, cwd=tmp_path, env=env, check=False, capture_output=True, text=True, timeout=300)
+    with forked.as_words() as (python, handle):
+        put_on_path(tmp_path, srun=SRUN, tuner=f'#!/bin/bash\nexec {shlex.join(python)} -m tuner "$@"\n')
+        kept = {"cwd": tmp_path, "env": env, "pass_fds": [handle], "timeout": 300}
+        done = subprocess.run(words, check=False, capture_output=True, text=True, **kept)
     assert done.returncode == 75, done.stderr
     assert calls.read_text() == f"scontrol [requeue] [{os.getpid()}]\n"
     run = tmp_path / "runs" / "r"

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import jsonschema
 import pytest
 
 from tests.caches import new_cache
-from tools import resume_campaign
+from tests.fixtures import forked, trainings
 from tuner.checkpoint.load import newest
 from tuner.cli.document import SCHEMA_PATH
 from tuner.config.load import load_recipe
@@ -24,13 +25,12 @@ from tuner.runtime.dist import RankInfo
 from tuner.runtime.lock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
-TUNER = f'tuner() {{ "{sys.executable}" -m tuner "$@"; }}\n'
 
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
     """A directory with a tiny model, rows and the recipe r.yaml (LoRA, 18 steps)."""
-    resume_campaign.prepare(tmp_path, 1)
+    trainings.prepare(tmp_path, 1)
     return tmp_path
 
 
@@ -46,7 +46,7 @@ def environment(directory: Path) -> dict[str, str]:
 
 
 def tuner(directory: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "tuner", *words],
         check=False,
         cwd=directory,
@@ -59,16 +59,25 @@ def tuner(directory: Path, *words: str, code: int = 0) -> subprocess.CompletedPr
     return done
 
 
+def start_shell(directory: Path, script: str) -> subprocess.Popen[str]:
+    """Start a shell script in which `tuner` is the command."""
+    with forked.as_words() as (words, handle):
+        return subprocess.Popen(
+            ["bash", "-c", f'set -o pipefail; tuner() {{ {shlex.join(words)} -m tuner "$@"; }}; {script}'],
+            cwd=directory,
+            env=environment(directory),
+            pass_fds=[handle],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
 def shell(directory: Path, script: str) -> subprocess.CompletedProcess[str]:
-    """A shell script in which `tuner` is the real command."""
-    return subprocess.run(
-        ["bash", "-c", TUNER + script],
-        check=False,
-        cwd=directory,
-        env=environment(directory),
-        capture_output=True,
-        text=True,
-    )
+    """Run a shell script in which `tuner` is the command."""
+    process = start_shell(directory, script)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(script, process.returncode, out, err)
 
 
 def files_of(directory: Path) -> list[str]:
@@ -121,30 +130,23 @@ def test_stopping_after_some_steps_and_resuming_gives_the_unbroken_run(workplace
     assert "tuner resume" in refused.stderr
     tuner(workplace, "train", "r.yaml", "--resume", "auto")
     runs = workplace / "runs"
-    assert resume_campaign.outcome(runs / "r") == resume_campaign.outcome(runs / "whole")
+    assert trainings.outcome(runs / "r") == trainings.outcome(runs / "whole")
 
 
 def test_the_pipeline_gives_a_valid_document(workplace: Path) -> None:
-    done = shell(workplace, "set -o pipefail; tuner train r.yaml --json -v | tuner export-hf - --json -v")
+    done = shell(workplace, "tuner train r.yaml --json -v | tuner export-hf - --json -v")
     assert done.returncode == 0, done.stderr
     document = valid(done.stdout)
     assert document["command"] == "export-hf"
     assert (Path(document["artifacts"]["path"]) / "model.safetensors").is_file()
-    by_path = shell(workplace, "set -o pipefail; tuner resume runs/r | tuner export-hf -")
+    by_path = shell(workplace, "tuner resume runs/r | tuner export-hf -")
     assert by_path.stdout.strip() == document["artifacts"]["path"], by_path.stderr
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_the_pipeline_with_75(workplace: Path, sent: signal.Signals) -> None:
     long = "tuner train r.yaml --json --train.duration '100000 steps' --logging.console_every '1 s'"
-    process = subprocess.Popen(
-        ["bash", "-c", f"set -o pipefail; {TUNER}{long} | tuner export-hf - --json"],
-        cwd=workplace,
-        env=environment(workplace),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
+    process = start_shell(workplace, f"{long} | tuner export-hf - --json")
     metrics = workplace / "runs" / "r" / "metrics.jsonl"
     for _ in range(1200):
         if metrics.is_file() and metrics.stat().st_size:
@@ -164,7 +166,7 @@ def test_a_signal_stops_the_pipeline_with_75(workplace: Path, sent: signal.Signa
 
 def test_a_failed_training_fails_the_pipeline_with_its_code(workplace: Path) -> None:
     (workplace / "rows.jsonl").write_text("")
-    done = shell(workplace, "set -o pipefail; tuner train r.yaml --json | tuner export-hf - --json")
+    done = shell(workplace, "tuner train r.yaml --json | tuner export-hf - --json")
     assert done.returncode == 3
     assert valid(done.stdout)["status"] == "failed"
 
@@ -217,7 +219,7 @@ def test_another_data_set_is_refused_on_resume(workplace: Path) -> None:
 
 def test_two_launches_on_one_run_have_one_winner(workplace: Path) -> None:
     tuner(workplace, "train", "r.yaml", "--train.stop_after", "2 steps", code=75)
-    held = subprocess.Popen(
+    held = forked.Popen(
         [sys.executable, "-c", "import sys, time; from tuner.runtime.lock import FileLock; from pathlib import Path\n"
          "with FileLock(Path('runs/r/lock')): print('held', flush=True); time.sleep(60)"],
         cwd=workplace, env=environment(workplace), stdout=subprocess.PIPE, text=True,
@@ -230,15 +232,6 @@ def test_two_launches_on_one_run_have_one_winner(workplace: Path) -> None:
         held.kill()
         held.communicate()
     tuner(workplace, "resume", "runs/r")
-
-
-@pytest.mark.multi
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_killed_and_resumed_is_the_unbroken_run(world_size: int, tmp_path: Path) -> None:
-    (result,) = resume_campaign.campaign(tmp_path, world_size, trials=1, seed=1)
-    assert result["killed"]
-    assert result["resumed"]
-    assert result["identical"]
 
 
 def test_a_run_without_a_final_checkpoint_is_finished_too(workplace: Path) -> None:
@@ -275,7 +268,7 @@ def test_a_smaller_micro_batch_goes_on_with_the_same_batches(workplace: Path) ->
 def test_prepared_data_of_another_recipe_are_refused(workplace: Path) -> None:
     other = tuner(workplace, "prepare-data", "r.yaml", "--data.max_length", "32").stdout.strip()
     assert "not prepared by this recipe" in tuner(workplace, "train", "r.yaml", "--prepared", other, code=3).stderr
-    own = shell(workplace, "set -o pipefail; tuner prepare-data r.yaml | tuner train r.yaml --prepared - --dry-run")
+    own = shell(workplace, "tuner prepare-data r.yaml | tuner train r.yaml --prepared - --dry-run")
     assert own.returncode == 0, own.stderr
 
 

@@ -7,14 +7,13 @@ import functools
 import inspect
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
 
 import tuner
+from tests.fixtures import commands
 from tuner import api
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +28,7 @@ def blocks(path: Path, language: str) -> list[str]:
     return [text for kind, text in BLOCK.findall(path.read_text(encoding="utf-8")) if kind == language]
 
 
-def commands() -> list[tuple[str, str]]:
+def documented() -> list[tuple[str, str]]:
     """Every `tuner` command that a document shows behind a `$`, with the document's name."""
     found = []
     for path in DOCUMENTS:
@@ -50,14 +49,7 @@ def pieces(line: str) -> list[str]:
 @functools.cache
 def help_text(*command: str) -> str:
     """What `--help` of a command prints, on one line."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tuner", *command, "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={"COLUMNS": "200", "NO_COLOR": "1", "PATH": "", "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
+    done = commands.tuner(*command, "--help", cwd=ROOT, COLUMNS="200", NO_COLOR="1")
     assert done.returncode == 0, done.stderr
     return " ".join((done.stdout + done.stderr).split())
 
@@ -71,10 +63,10 @@ def recipe_flags() -> set[str]:
 
 
 def test_documents_show_commands() -> None:
-    assert len(commands()) > 5
+    assert len(documented()) > 5
 
 
-@pytest.mark.parametrize(("document", "command"), commands())
+@pytest.mark.parametrize(("document", "command"), documented())
 def test_documented_command_exists(document: str, command: str) -> None:
     words = shlex.split(command)[1:]
     depth = 2 if words[0] in GROUPS else 1

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.processes import fork, kill_at, shim, wait
 from tests.export.runs import write_base, write_run
+from tests.fixtures.processes import fork, kill_at, shim, wait
 from tuner.errors import MachineError
 from tuner.export import hf, verify
 from tuner.export.hf import export_hf, plan_export

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.checkpoint.processes import run_ranks
 from tests.export.runs import PROMPTS, checkpoint_facts, recorded_probe, train_a_little, write_tokenizer
+from tests.fixtures.processes import run_ranks
 from tests.model.tiny import FAMILIES, family_model
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.export import verify

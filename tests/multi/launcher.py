@@ -8,6 +8,8 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
+from tests.fixtures import forked
+
 ROOT = Path(__file__).resolve().parents[2]
 _stores: list[TCPStore] = []
 """Where the ranks of this process's tests meet."""
@@ -53,7 +55,7 @@ def start(arguments: list[str], world_size: int, **options: object) -> list[subp
     listener, port = bound_listener()
     store = open_store(listener, port)
     processes = [
-        subprocess.Popen(
+        forked.Popen(
             [sys.executable, *arguments],
             env=rank_environment(rank, world_size, port),
             stdout=subprocess.PIPE,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures import trainings
 from tests.multi.launcher import start
-from tools import resume_campaign
 from tuner.checkpoint.load import step_dirs
 
 # Layer 3 of 4 gives NaN on rank 1 from step 7 (index 6) on; the replay of the step meets it again.
@@ -27,7 +27,7 @@ main(sys.argv[1:])
 
 @pytest.mark.multi
 def test_nan_in_layer_3_at_step_7_on_rank_1(tmp_path: Path) -> None:
-    resume_campaign.prepare(tmp_path, 2, layers=4)
+    trainings.prepare(tmp_path, 2, layers=4)
     processes = start(["-c", PLANTED, "train", "r.yaml", "--json"], 2, cwd=tmp_path)
     outputs = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [7, 7], [error for _, error in outputs]

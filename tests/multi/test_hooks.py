@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures import trainings
 from tests.multi.launcher import start
-from tools import resume_campaign
 from tuner.checkpoint.load import newest
 
 CODE = """\
@@ -22,7 +22,7 @@ def count(report, out, fail_at):
 
 @pytest.mark.multi
 def test_a_hook_that_fails_on_rank_0_stops_every_rank_with_the_state_saved(tmp_path: Path) -> None:
-    resume_campaign.prepare(tmp_path, 2)
+    trainings.prepare(tmp_path, 2)
     (tmp_path / "my_hooks.py").write_text(CODE)
     out = tmp_path / "out"
     hooks = json.dumps([{"use": "my_hooks.py:count", "options": {"out": str(out), "fail_at": 5}}])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.caches import new_cache
+from tests.fixtures import forked, trainings
 from tests.multi.launcher import ROOT
 from tests.train.synthetic import SyntheticRows, write_model
-from tools import resume_campaign
 from tuner.data.batches import GlobalBatches
 
 WORKER = str(Path(__file__).with_name("case_worker.py"))
@@ -100,7 +99,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, changes in CASES.items():
         case = {**ONE, **changes, "name": name, "model": str(directory)}
         cases.append({**case, "adapter": ADAPTERS[case["adapter"]]})
-    resume_campaign.prepare(directory, 1)
+    trainings.prepare(directory, 1)
     recipe = directory / "r.yaml"
     lines = recipe.read_text().splitlines(keepends=True)
     recipe.write_text("".join(line for line in lines if not line.startswith("adapter")))
@@ -109,7 +108,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cases.append({**changes, "name": name, "recipe": str(recipe), "flags": flags})
     own = {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(new_cache(directory / "cache"))}
     env = {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, WORKER, json.dumps(cases), str(directory)],
         env=env, check=False, capture_output=True, text=True, timeout=300,
     )  # fmt: skip

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.profile.commands import tuner
+from tests.fixtures import forked
+from tests.fixtures.commands import tuner
 from tests.profile.test_measure import recipe  # noqa: F401 - a fixture
 from tests.profile.test_predict import predicted, wish
 from tuner.errors import MemoryLimitError
@@ -20,7 +21,6 @@ from tuner.profile.format import choices_table, flags, sentence, table
 from tuner.profile.predict import Target
 from tuner.runtime.dist import RankInfo
 
-TUNER = [sys.executable, "-m", "tuner"]
 ROOMY = 16 << 30
 
 
@@ -84,10 +84,11 @@ def test_changed_goes_by_key(tmp_path: Path) -> None:
 
 
 def piped(where: Path, limit: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    python = " ".join(TUNER)
-    line = f"set -o pipefail; {python} profile r.yaml --fit {limit} --json | {python} train r.yaml --overrides - "
-    command = ["bash", "-c", line + " ".join(flags)]
-    return subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
+    with forked.as_words() as (words, handle):
+        python = f"{shlex.join(words)} -m tuner"
+        line = f"set -o pipefail; {python} profile r.yaml --fit {limit} --json | {python} train r.yaml --overrides - "
+        command = ["bash", "-c", line + " ".join(flags)]
+        return subprocess.run(command, cwd=where, capture_output=True, text=True, check=False, pass_fds=[handle])
 
 
 def test_the_choice_is_piped_into_training(recipe: Path) -> None:  # noqa: F811

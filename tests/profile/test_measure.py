@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.export.runs import write_base
-from tests.profile.commands import tuner
+from tests.fixtures.commands import tuner
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.data.building.prepare import prepare

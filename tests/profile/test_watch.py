@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.caches import new_cache
-from tools import resume_campaign
+from tests.fixtures import trainings
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.profile import watch
@@ -26,7 +26,7 @@ FLAGS = {"train.duration": "4 steps", "checkpoint.every": "never", "train.micro_
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TUNER_CACHE", str(new_cache(tmp_path / "cache")))
-    resume_campaign.prepare(tmp_path, 1)
+    trainings.prepare(tmp_path, 1)
     lines = (tmp_path / "r.yaml").read_text().splitlines(keepends=True)
     (tmp_path / "r.yaml").write_text("".join(line for line in lines if not line.startswith("adapter")))
     return tmp_path
@@ -47,7 +47,7 @@ def test_recorded_steps_compute_the_same(workplace: Path, capfd: pytest.CaptureF
     plain = launch(workplace, "plain")
     assert not (plain / "profile").exists()
     run = launch(workplace, "recorded", profile__steps="[2, 3, 900]")
-    assert resume_campaign.outcome(run) == resume_campaign.outcome(plain)
+    assert trainings.outcome(run) == trainings.outcome(plain)
     assert "profile.steps: 900 lies behind the last step, 4" in capfd.readouterr().err
     kinds = (("memory", ""), ("trace", ".gz"))
     names = [f"{kind}-step-{step}-rank0.json{end}" for kind, end in kinds for step in (2, 3)]
@@ -118,7 +118,7 @@ def test_a_step_that_fails_leaves_no_recording_behind(workplace: Path, monkeypat
 def test_a_recorded_step_on_a_gpu_has_the_allocators_history(workplace: Path) -> None:
     plain = launch(workplace, "plain", train__device="cuda", train__compile="false")
     run = launch(workplace, "recorded", train__device="cuda", train__compile="false", profile__steps="[2]")
-    assert resume_campaign.outcome(run) == resume_campaign.outcome(plain)
+    assert trainings.outcome(run) == trainings.outcome(plain)
     found = json.loads((run / "profile" / "memory-step-2-rank0.json").read_text())
     assert found["peak_bytes"] == sum(found["peak_parts"].values())
     assert found["peak_parts"]["optimizer"] > found["peak_parts"]["parameters"] > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tests.caches import new_cache
+from tests.fixtures import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +54,7 @@ def prepare(work: Path, recipe: dict[str, Any], cache: Path | None = None) -> Pr
     path.write_text(json.dumps(recipe, ensure_ascii=False), encoding="utf-8")
     command = [sys.executable, "-m", "tuner", "prepare-data", str(path), "--json"]
     environment = {**os.environ, "TUNER_CACHE": str(new_cache(cache or work / "cache")), "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=work, env=environment)
+    result = forked.run(command, capture_output=True, text=True, check=False, cwd=work, env=environment)
     assert result.returncode == 0, result.stderr
     return opened(Path(json.loads(result.stdout)["artifacts"]["path"]))
 

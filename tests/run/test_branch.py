@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.run.test_run import TOTAL, launch, lines
-from tools import resume_campaign
+from tests.fixtures import trainings
+from tests.fixtures.trainings import TOTAL, launch, lines
 from tuner.checkpoint.steps import step_dirs
 from tuner.data.batches import GlobalBatches
 from tuner.errors import DataError, RecipeError
@@ -18,7 +18,7 @@ from tuner.run.options import LaunchOptions
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    resume_campaign.prepare(tmp_path, 1)
+    trainings.prepare(tmp_path, 1)
     return tmp_path
 
 
@@ -32,7 +32,7 @@ def from_(path: Path) -> LaunchOptions:
 
 def same_from(run: Path, whole: Path, step: int) -> bool:
     """Whether a run that began at `step` ended as the unbroken one did."""
-    ended, wanted = resume_campaign.outcome(run), resume_campaign.outcome(whole)
+    ended, wanted = trainings.outcome(run), trainings.outcome(whole)
     assert len(wanted["log"]) == TOTAL
     return ended["sha256"] == wanted["sha256"] and ended["log"] == wanted["log"][step:]
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures import trainings
+from tests.fixtures.trainings import launch
 from tests.run.test_run import launch
-from tools import resume_campaign
 from tuner.checkpoint.load import CheckpointInfo
 from tuner.config.dump import recipe_dict
 from tuner.config.fields import fields
@@ -50,7 +51,7 @@ def test_a_run_that_goes_on_tells_what_changed(tmp_path: Path, monkeypatch: pyte
     def news() -> list[tuple[str, str]]:
         return [(label, text) for label, text in told if label in ("changed", "warning")]
 
-    resume_campaign.prepare(tmp_path, 1)
+    trainings.prepare(tmp_path, 1)
     launch(tmp_path, train__stop_after="2 steps")
     monkeypatch.setattr(Console, "say", say)
     again = LaunchOptions(resume="auto")
@@ -70,7 +71,7 @@ def test_a_machine_without_the_compiled_kernels_goes_on_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warned: list[str] = []
-    resume_campaign.prepare(tmp_path, 1)
+    trainings.prepare(tmp_path, 1)
     launch(tmp_path, train__stop_after="2 steps")
     monkeypatch.setattr(Console, "warn", lambda _, text: warned.append(text))
     monkeypatch.setattr("tuner.run.resolve.native_problem", lambda: "there is no C compiler (cc, gcc, clang)")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures import trainings
 from tests.rundir.test_directory import git
-from tools import resume_campaign
 from tuner.checkpoint import manifest
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
@@ -36,7 +36,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe in a git repository, which is not the working directory."""
     work = tmp_path / "work"
     work.mkdir()
-    resume_campaign.prepare(work, 1)
+    trainings.prepare(work, 1)
     git(work, "init")
     git(work, "add", "r.yaml")
     git(work, "commit", "-m", "one")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.processes import run_ranks
 from tests.checkpoint.states import full_state
-from tests.run.test_run import launch
-from tools import resume_campaign
+from tests.fixtures import trainings
+from tests.fixtures.processes import run_ranks
+from tests.fixtures.trainings import launch
 from tuner.checkpoint import load
 from tuner.checkpoint.load import open_checkpoint
 from tuner.checkpoint.manifest import sealed
@@ -52,7 +52,7 @@ def test_every_rank_takes_the_checkpoint_of_rank_0_or_none_does(tmp_path: Path) 
 
 
 def test_tensors_are_hashed_by_rank_0_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    resume_campaign.prepare(tmp_path, 1)
+    trainings.prepare(tmp_path, 1)
     stopped = launch(tmp_path, train__stop_after="2 steps")
     hashed: list[Path] = []
     real = load.verify_shard

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.run.test_run import TOTAL, launch, lines
-from tools import resume_campaign
+from tests.fixtures import trainings
+from tests.fixtures.trainings import TOTAL, launch, lines
 from tuner.checkpoint.load import CheckpointInfo, newest, read_tensors
 from tuner.config.overrides import Override
 from tuner.data.batches import GlobalBatches
@@ -25,7 +25,7 @@ from tuner.train import loop
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    resume_campaign.prepare(tmp_path, 1)
+    trainings.prepare(tmp_path, 1)
     launch(tmp_path, train__stop_after="6 steps", checkpoint__every="never", checkpoint__keep="9")
     return tmp_path
 
@@ -54,7 +54,7 @@ def test_a_reset_run_that_is_killed_or_stopped_goes_on_with_the_same_bits(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     shutil.copytree(workplace / "runs" / "r", workplace / "kept")
-    plain = resume_campaign.outcome(resumed(workplace).run_dir)
+    plain = trainings.outcome(resumed(workplace).run_dir)
     ended = []
     for _ in range(2):
         shutil.rmtree(workplace / "runs" / "r")
@@ -68,7 +68,7 @@ def test_a_reset_run_that_is_killed_or_stopped_goes_on_with_the_same_bits(
                     resumed(workplace, word)  # ends before it saved anything
             resumed(workplace, train__stop_after="3 steps")
             resumed(workplace)
-        ended.append(resume_campaign.outcome(workplace / "runs" / "r"))
+        ended.append(trainings.outcome(workplace / "runs" / "r"))
     assert ended[0] == ended[1]
     assert ended[0]["sha256"] != plain["sha256"]
     parts = sorted(parse_reset(word))

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tools import resume_campaign
+from tests.fixtures import trainings
+from tests.fixtures.trainings import TOTAL, launch, lines
 from tuner.checkpoint.load import newest
 from tuner.checkpoint.steps import step_dirs
 from tuner.cli.train import _evaluated, launch_training
 from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
 from tuner.data.batches import GlobalBatches
 from tuner.errors import DataError, DivergedError, MemoryLimitError, RecipeError
 from tuner.run import mock, preflight
@@ -28,23 +28,11 @@ from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.train import evaluate, loop
 
-TOTAL = 18
-
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    resume_campaign.prepare(tmp_path, 1)
+    trainings.prepare(tmp_path, 1)
     return tmp_path
-
-
-def launch(directory: Path, options: LaunchOptions | None = None, **flags: str) -> RunResult:
-    overrides = [Override(key.replace("__", "."), text) for key, text in flags.items()]
-    loaded = load_recipe(directory / "r.yaml", overrides, cwd=directory)
-    return train(loaded, options or LaunchOptions(), RankInfo(), Console(main=False))
-
-
-def lines(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_each_step_has_its_learning_rate(workplace: Path) -> None:
@@ -61,7 +49,7 @@ def test_stopped_and_resumed_is_the_unbroken_run(workplace: Path) -> None:
     assert (stopped.status, stopped.step) == ("stopped", 5)
     again = train(resume_source(stopped.run_dir), LaunchOptions(resume="must"), RankInfo(), Console(main=False))
     assert (again.status, again.step) == ("finished", TOTAL)
-    assert resume_campaign.outcome(again.run_dir) == resume_campaign.outcome(whole.run_dir)
+    assert trainings.outcome(again.run_dir) == trainings.outcome(whole.run_dir)
     record = json.loads((again.run_dir / "run.json").read_text())
     assert [(entry["from_step"], entry["status"]) for entry in record["launches"]] == [(0, "stopped"), (5, "finished")]
 
@@ -191,7 +179,7 @@ def test_a_signal_in_an_evaluation_cuts_it_short_and_it_is_done_when_the_run_goe
         assert (stopped.status, stopped.step) == ("stopped", step)
     done = launch(workplace, LaunchOptions(resume="auto"), **flags)
     assert (done.status, done.metrics["eval_loss"]) == ("finished", whole.metrics["eval_loss"])
-    assert resume_campaign.outcome(done.run_dir) == resume_campaign.outcome(whole.run_dir)
+    assert trainings.outcome(done.run_dir) == trainings.outcome(whole.run_dir)
     ended, unbroken = newest(done.run_dir / "checkpoints"), newest(whole.run_dir / "checkpoints")
     assert ended is not None and unbroken is not None
     assert ended.state == unbroken.state
@@ -360,4 +348,4 @@ def test_skipped_steps_are_marked_and_survive_a_resume(workplace: Path, monkeypa
     assert (whole.status, parts.status) == ("finished", "finished")
     assert [line.get("skipped", False) for line in lines(whole.run_dir)] == [False, False, True] + [False] * 15
     assert lines(whole.run_dir)[2]["loss"] is None
-    assert resume_campaign.outcome(parts.run_dir) == resume_campaign.outcome(whole.run_dir)
+    assert trainings.outcome(parts.run_dir) == trainings.outcome(whole.run_dir)

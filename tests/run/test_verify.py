@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.run.test_run import launch
-from tools import resume_campaign
+from tests.fixtures import trainings
+from tests.fixtures.trainings import launch
 from tuner.errors import MachineError, RecipeError, VerificationError
 from tuner.run import main as run_module
 from tuner.run.context import LaunchContext
@@ -22,7 +22,7 @@ SILENT = Console(main=False)
 
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
-    resume_campaign.prepare(tmp_path, 1)
+    trainings.prepare(tmp_path, 1)
     return launch(tmp_path, data__eval="7 documents", eval__every="5 steps", eval__samples="0").run_dir
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.run.test_run import TOTAL, launch
-from tools import resume_campaign
+from tests.fixtures import trainings
+from tests.fixtures.trainings import TOTAL, launch
 from tuner.checkpoint.steps import step_dirs
 from tuner.config.duration import Duration
 from tuner.errors import RecipeError
@@ -27,7 +27,7 @@ SPARSE = {"checkpoint__every": "6 steps", "checkpoint__keep": "1"}
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    resume_campaign.prepare(tmp_path, 1)
+    trainings.prepare(tmp_path, 1)
     return tmp_path
 
 

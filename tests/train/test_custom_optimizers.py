@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.run.test_run import launch, lines
-from tools import resume_campaign
+from tests.fixtures import trainings
+from tests.fixtures.trainings import launch, lines
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.config.recipe import Optimizer
@@ -123,7 +123,7 @@ SECTIONS: TypeAdapter[Any] = TypeAdapter(Optimizer)
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    resume_campaign.prepare(tmp_path, 1)
+    trainings.prepare(tmp_path, 1)
     (tmp_path / "own.py").write_text(CODE)
     return tmp_path
 
@@ -157,7 +157,7 @@ def test_stopped_and_resumed_is_the_unbroken_run(workplace: Path, name: str) -> 
     launch(workplace, train__stop_after="5 steps", **flags)
     again = launch(workplace, LaunchOptions(resume="auto"), **flags)
     assert (again.status, again.step) == ("finished", whole.step)
-    assert resume_campaign.outcome(again.run_dir) == resume_campaign.outcome(whole.run_dir)
+    assert trainings.outcome(again.run_dir) == trainings.outcome(whole.run_dir)
 
 
 @pytest.mark.parametrize("name", ["SGD", "RMSprop", "AdamW", "Adagrad", "Adafactor", "Counts"])

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.fixtures import trainings
+from tests.fixtures.trainings import launch, lines
 from tests.run.test_run import launch, lines
-from tools import resume_campaign
 from tuner.cli.schedule_view import drawing, planned_schedule
 from tuner.config.duration import Duration
 from tuner.config.load import load_recipe
@@ -69,7 +70,7 @@ def test_functions_and_classes(workplace: Path) -> None:
 
 
 def test_a_run_follows_it_from_the_first_step_on(workplace: Path) -> None:
-    resume_campaign.prepare(workplace, 1)
+    trainings.prepare(workplace, 1)
     flags = {"schedule__kind": "custom", "schedule__use": "own.py:triangle", "schedule__options": "{top: 0.5}"}
     found = [line["lr"] for line in lines(launch(workplace, **flags).run_dir)]
     assert found == pytest.approx([1e-3 * min(i, 18 - i) / 9 for i in range(1, 19)])
@@ -96,14 +97,14 @@ def test_mistakes_are_named(workplace: Path, name: str, options: dict[str, Any],
 
 
 def test_a_schedule_that_does_not_fit_costs_no_preparation(workplace: Path) -> None:
-    resume_campaign.prepare(workplace, 1)
+    trainings.prepare(workplace, 1)
     with pytest.raises(PluginError, match="no option topp"):
         launch(workplace, schedule__kind="custom", schedule__use="own.py:triangle", schedule__options="{topp: 1}")
     assert not (workplace / "runs").exists()
 
 
 def test_it_is_drawn(workplace: Path) -> None:
-    resume_campaign.prepare(workplace, 1)
+    trainings.prepare(workplace, 1)
 
     def recipe(duration: str) -> Recipe:
         flags = {"schedule.kind": "custom", "schedule.use": "own.py:triangle", "train.duration": duration}

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fixtures import trainings
+from tests.fixtures.trainings import launch, lines
 from tests.run.test_run import launch, lines
-from tools import resume_campaign
 from tuner.config.recipe import UNIONS, Examples
 from tuner.errors import PluginError
 from tuner.model.logit_transform import LogitTransform
@@ -41,7 +42,7 @@ def raises():
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    resume_campaign.prepare(tmp_path, 1)
+    trainings.prepare(tmp_path, 1)
     (tmp_path / "my_loss.py").write_text(LOSS)
     return tmp_path
 

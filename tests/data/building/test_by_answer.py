@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from tests.data import families, tiny
 from tests.data.building.test_sampling import digests
+from tests.data.building.test_selection import digests
+from tests.fixtures import forked
 from tuner.config.duration import Duration
 from tuner.data.building.explain import explain
 from tuner.data.building.prepare import PreparedInfo, prepare
@@ -148,7 +150,7 @@ def test_the_command_says_it(tmp_path: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "tuner", "prepare-data", *arguments]
         environment = {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(tmp_path / "cache")}
-        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+        return forked.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
 
     done = run("--json")
     assert done.returncode == 0, done.stderr

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.caches import new_cache
-from tools import resume_campaign
+from tests.fixtures import forked, trainings
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import RecipeError
@@ -34,10 +33,11 @@ def launch(directory: Path, **flags: str) -> Path:
     return launch_run(loaded, LaunchOptions(level="error")).run_dir
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_exports_of_a_run_are_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNER_CACHE", str(new_cache(tmp_path / "cache")))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    resume_campaign.prepare(tmp_path, 1)
+    trainings.prepare(tmp_path, 1)
     run = launch(tmp_path, export__every="4 steps", export__adapter="keep", export__shard_size="1MB")
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-4", "step-6"]
     assert sorted(path.name for path in (run / "exports").iterdir()) == ["latest", "step-4"]
@@ -63,11 +63,11 @@ def test_exports_of_a_run_are_the_commands(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.multi
 def test_rank_0_exports_once(tmp_path: Path) -> None:
-    resume_campaign.prepare(tmp_path, 1)
+    trainings.prepare(tmp_path, 1)
     flags = ["--parallel.processes", "2", "--train.duration", "6 steps", "--checkpoint.every", "500 steps"]
     flags += ["--export.every", "6 steps", "--export.at_end", "true", "--logging.level", "info"]
     cache = str(new_cache(tmp_path / "cache"))
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "tuner", "train", "r.yaml", "--json", *flags],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TUNER_CACHE": cache},

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tools import resume_campaign
+from tests.fixtures import trainings
 from tuner.checkpoint.load import newest
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
@@ -44,7 +44,7 @@ class Notify:
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    resume_campaign.prepare(tmp_path, 1)
+    trainings.prepare(tmp_path, 1)
     (tmp_path / "my_hooks.py").write_text(HOOK)
     return tmp_path
 
@@ -115,7 +115,7 @@ def test_a_hook_that_fails_stops_the_run_with_its_state_saved(workplace: Path) -
     (workplace / "my_hooks.py").write_text(HOOK.replace("raise ", "pass; "))
     whole = launch(workplace, "null", name="whole")
     resumed = launch(workplace, "null", LaunchOptions(resume="auto"))
-    assert resume_campaign.outcome(resumed.run_dir) == resume_campaign.outcome(whole.run_dir)
+    assert trainings.outcome(resumed.run_dir) == trainings.outcome(whole.run_dir)
 
 
 @pytest.mark.parametrize(("stage", "step"), [("start", 0), ("save", 4), ("end", TOTAL)])

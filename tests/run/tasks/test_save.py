@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.run.test_run import launch, lines
-from tools import resume_campaign
+from tests.fixtures import trainings
+from tests.fixtures.trainings import launch, lines
 from tuner.checkpoint import storage
 from tuner.checkpoint.load import content_sha256, newest, open_checkpoint
 from tuner.checkpoint.steps import step_dirs
@@ -28,7 +28,7 @@ BESIDE = {"checkpoint__async_save": "true", "checkpoint__keep": "9"}
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    resume_campaign.prepare(tmp_path, 1)
+    trainings.prepare(tmp_path, 1)
     return tmp_path
 
 
@@ -95,7 +95,7 @@ def test_what_is_saved_beside_training_is_what_is_saved_at_once(
     assert held.steps_during[:1] == [3]  # training went on, and changed every tensor
     assert saved(beside.run_dir) == saved(at_once.run_dir)
     assert {"probe.safetensors"} <= saved(beside.run_dir)[9][2]
-    assert resume_campaign.outcome(beside.run_dir) == resume_campaign.outcome(at_once.run_dir)
+    assert trainings.outcome(beside.run_dir) == trainings.outcome(at_once.run_dir)
 
 
 def test_the_next_save_and_a_stop_wait_for_the_one_before(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_a_failed_save_ends_the_run_at_the_next_step_with_its_own_error(
     assert not list((run / "checkpoints").glob(".tmp-*"))
     whole = launch(workplace, name="whole")
     again = launch(workplace, LaunchOptions(resume="auto"), **BESIDE)
-    assert resume_campaign.outcome(again.run_dir) == resume_campaign.outcome(whole.run_dir)
+    assert trainings.outcome(again.run_dir) == trainings.outcome(whole.run_dir)
 
 
 def test_an_error_leaves_the_save_before_it_whole(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from tests.caches import new_cache
+from tests.fixtures import forked, trainings
 from tests.run.tasks.trackers.readers import mlflow_points, tensorboard_points, wandb_records
-from tools import resume_campaign
+from tests.run.trackers.readers import mlflow_points, tensorboard_points, wandb_records
 
 ROOT = Path(__file__).resolve().parents[4]
 INSTALLED = [name for name in ("tensorboard", "wandb", "mlflow") if find_spec(name) is not None]
@@ -44,14 +45,14 @@ def python(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "MLFLOW_"))}
     env = kept | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
     env |= {"TUNER_CACHE": str(new_cache(directory / "cache")), "HOME": str(directory)}
-    return subprocess.run([sys.executable, *words], cwd=directory, env=env, capture_output=True, text=True, check=False)
+    return forked.run([sys.executable, *words], cwd=directory, env=env, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was killed at step 11, saved at step 8, and resumed to its end, with all trackers on."""
     directory = tmp_path_factory.mktemp("tracked")
-    resume_campaign.prepare(directory, 1)
+    trainings.prepare(directory, 1)
     words = ["train", "r.yaml", "--logging.trackers", f"[{', '.join(INSTALLED)}]", "--logging.tags", "[first, second]"]
     words += ["--logging.project", "demo", "--data.eval", "9 documents", "--eval.samples", "0", "--eval.every", "never"]
     words += ["--train.duration", "18 steps"]

@@ -1,0 +1,13 @@
+"""The campaign of stops in its smallest form, in real processes of a terminal of their own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools import signal_campaign
+
+
+@pytest.mark.multi
+def test_a_closed_terminal_stops_the_run_with_a_checkpoint() -> None:
+    [result] = signal_campaign.campaign(1, 0, ("hangup",))
+    assert result["good"], result
