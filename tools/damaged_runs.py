@@ -19,221 +19,34 @@ Exits with 1 where a command does otherwise.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import logging
 import os
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-RUN = Path("runs") / "r"
-LAST, EARLIER = 8, (4, 6)
-COMMANDS: dict[str, tuple[str, ...]] = {
-    "export": ("export-hf",),
-    "eval": ("eval",),
-    "generate": ("generate", "--prompt", "1 ", "--max-new-tokens", "2"),
-    "resume": ("resume",),
-    "runs list": ("runs", "list"),
-    "runs show": ("runs", "show"),
-    "runs verify": ("runs", "verify"),
-}
+from tests.fixtures.damaged import COMMANDS, EARLIER, LAST, ONE, RUN, Place, Said  # noqa: E402
+
 MEANS_LAST = ("export", "eval", "generate")
 MOST_HINTS = 3
 """Hints that are followed before it counts as a loop; the longest way has two."""
-
-
-@dataclass(frozen=True)
-class Said:
-    """What a command ended with: exit code, document and stderr."""
-
-    code: int
-    document: dict[str, Any]
-    stderr: str
-
-    @property
-    def last_line(self) -> str:
-        """The error's first line, or the last line on stderr."""
-        error = self.document.get("error")
-        if error is not None:
-            return f"error: {error['message'].splitlines()[0]}"
-        lines = [line for line in self.stderr.splitlines() if line.strip()]
-        return " ".join(lines[-1].split()) if lines else ""
-
-    @property
-    def hint(self) -> str:
-        """The hint of its error; empty without one."""
-        return str((self.document.get("error") or {}).get("hint") or "")
-
-    @property
-    def text(self) -> str:
-        """Everything that it says to people."""
-        return f"{self.stderr}\n{self.document.get('artifacts')}"
-
-
-def shard(checkpoint: Path) -> Path:
-    """The file with a checkpoint's tensors."""
-    return checkpoint / "rank-0000-of-0001.safetensors"
-
-
-def flip(checkpoint: Path) -> None:
-    """Flip one bit in a weight; in the optimizer's state it would be none of an export's business."""
-    tensors = json.loads((checkpoint / "index.json").read_text())["tensors"]
-    chunk = next(entry["chunks"][0] for name, entry in sorted(tensors.items()) if name.startswith("model/"))
-    data = bytearray(shard(checkpoint).read_bytes())
-    data[chunk["start"] + 1] ^= 4
-    shard(checkpoint).write_bytes(data)
-
-
-def says_running(run: Path) -> None:
-    """Have the record say what it says while a launch trains."""
-    record = json.loads((run / "run.json").read_text())
-    record["status"] = "running"
-    record.pop("metrics")
-    for key in ("ended", "status", "step", "saved_step", "why"):
-        record["launches"][-1].pop(key, None)
-    (run / "run.json").write_text(json.dumps(record))
-
-
-def every_flipped(run: Path) -> None:
-    """Damage all checkpoints and remove none."""
-    for step in (*EARLIER, LAST):
-        flip(run / "checkpoints" / f"step-{step}")
-
-
-Damage = Callable[[Path], None]
-ONE: dict[str, Damage] = {
-    "bit flipped": lambda run: flip(run / "checkpoints" / f"step-{LAST}"),
-    "file gone": lambda run: shard(run / "checkpoints" / f"step-{LAST}").unlink(),
-    "directory gone": lambda run: shutil.rmtree(run / "checkpoints" / f"step-{LAST}"),
-    "manifest gone": lambda run: (run / "checkpoints" / f"step-{LAST}" / "manifest.json").unlink(),
-    "all checkpoints gone": lambda run: shutil.rmtree(run / "checkpoints"),
-    "record says running": says_running,
-    "record gone": lambda run: (run / "run.json").unlink(),
-}
 PAIRS = (
     *((first, second) for first in list(ONE)[:5] for second in ("record says running", "record gone")),
     ("bit flipped", "one before: file gone"),
     ("directory gone", "one before: bit flipped"),
 )
-MORE: dict[str, Damage] = {
-    "one before: file gone": lambda run: shard(run / "checkpoints" / f"step-{EARLIER[-1]}").unlink(),
-    "one before: bit flipped": lambda run: flip(run / "checkpoints" / f"step-{EARLIER[-1]}"),
-    "all bits flipped": every_flipped,
-}
-
-
-ALL: dict[str, Damage] = ONE | MORE
 
 
 def states() -> list[tuple[str, ...]]:
     """What is done to the run in each state, in this order."""
     return [*((name,) for name in ONE), ("all bits flipped",), *PAIRS]
-
-
-class Place:
-    """A directory with the unbroken run and a copy of it, from which every trial begins."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.run = directory / RUN
-        self.sound = directory / "sound"
-        self.sha256 = ""
-
-    def set_up(self) -> None:
-        """Train the run and keep a copy. Raises RuntimeError where that fails."""
-        from tools import resume_campaign
-
-        for name in ("run.launch", "export.hf", "generate", "run.score"):
-            importlib.import_module(f"tuner.{name}")
-        resume_campaign.prepare(self.directory, 1)
-        recipe = self.directory / "r.yaml"
-        text = recipe.read_text().replace("duration: 3 epochs", f"duration: {LAST} steps")
-        text = text.replace("train: rows.jsonl", "train: rows.jsonl, eval: 10%")
-        text = text.replace("every: 4 steps", "every: 2 steps")
-        text = text.replace("level: warning", "level: info")
-        recipe.write_text(f"{text}eval: {{every: never, at_start: false, samples: 0}}\n")
-        said = self.call("train", "r.yaml")
-        if said.code:
-            raise RuntimeError(f"the unbroken run failed: {said.stderr[-2000:]}")
-        self.sha256 = self.content()
-        shutil.copytree(self.run, self.sound)
-
-    def damage(self, state: Sequence[str]) -> None:
-        """Make a state of the unbroken run anew."""
-        shutil.rmtree(self.run)
-        shutil.copytree(self.sound, self.run)
-        for name in state:
-            ALL[name](self.run)
-
-    def content(self) -> str:
-        """SHA-256 of the tensors of the last step; empty where that cannot be opened."""
-        from tuner.checkpoint.load import content_sha256, open_checkpoint
-        from tuner.errors import DataError
-
-        try:
-            return content_sha256(open_checkpoint(self.run / "checkpoints" / f"step-{LAST}"))
-        except DataError:
-            return ""
-
-    def ask(self, command: str, path: str | Path = RUN) -> Said:
-        """Run one of the table's commands on a path."""
-        first, *rest = COMMANDS[command]
-        words = [first, *rest] if command.startswith("runs") else [first, str(path), *rest]
-        return self.call(*words, *([str(path)] if command in ("runs show", "runs verify") else []))
-
-    def call(self, *words: str) -> Said:
-        """Run a command line of tuner in a child that has imported what takes time."""
-        with tempfile.TemporaryDirectory(dir=self.directory, prefix="call-") as place:
-            out, err = Path(place) / "out", Path(place) / "err"
-            code = os.waitstatus_to_exitcode(self._wait(words, out, err))
-            line = out.read_text()
-            return Said(code, json.loads(line) if line.startswith("{") else {}, err.read_text())
-
-    def follow(self, hint: str) -> list[Said]:
-        """Type what a hint says, word for word; what each command of tuner ended with."""
-        made = []
-        for typed in filter(None, (part.strip() for part in hint.split("&&"))):
-            words = typed.split()
-            if words[0] == "tuner":
-                made.append(self.call(*words[1:]))
-            else:
-                subprocess.run(words, cwd=self.directory, check=True)
-        return made
-
-    def _wait(self, words: Sequence[str], out: Path, err: Path) -> int:
-        child = os.fork()
-        if child:
-            return os.waitpid(child, 0)[1]
-        try:
-            os.chdir(self.directory)
-            for stream, path in ((1, out), (2, err)):
-                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), stream)
-            logging.getLogger().handlers.clear()  # a test's handlers and filters are not those of a command
-            warnings.resetwarnings()
-            for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
-                warnings.simplefilter("ignore", category)
-            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-            os.environ["TUNER_CACHE"] = str(self.directory / "cache")
-            from tuner.cli.main import main
-
-            main([*words, "--json"])
-        except SystemExit as ended:
-            sys.stderr.flush()
-            os._exit(int(ended.code or 0))
-        finally:
-            os._exit(99)
 
 
 def typed_in(hint: str) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.damaged_runs import RUN, Place, Said
+from tests.fixtures.damaged import RUN, Place, Said
 
 PACKAGE = Path(__file__).parents[2] / "tuner"
 HOOK = """

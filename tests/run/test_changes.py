@@ -8,7 +8,6 @@ import pytest
 
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch
-from tests.run.test_run import launch
 from tuner.checkpoint.load import CheckpointInfo
 from tuner.config.dump import recipe_dict
 from tuner.config.fields import fields

@@ -138,7 +138,6 @@ def test_a_signal_that_no_rank_could_heed_is_an_interruption(tmp_path: Path) -> 
 TWICE = """
 import sys
 from pathlib import Path
-from tests.runtime.spawn_worker import work
 job = {"actions": ["stops", "deaf"], "ready": sys.argv[1], "stop_s": 60}
 run_ranks(work, job, 2, Path(sys.argv[1]))
 """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.fixtures.damaged import ALL, LAST, Place
 from tools import damaged_runs
-from tools.damaged_runs import Place
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_a_damaged_last_checkpoint_is_named_and_the_ways_on_work(place: Place, s
     place.damage([state])
     said = place.ask(command)
     assert said.code == 3
-    assert f"checkpoints/step-{damaged_runs.LAST}" in said.last_line
+    assert f"checkpoints/step-{LAST}" in said.last_line
     assert damaged_runs.ways_on(place, [state], command, said) == []
     assert place.content() == place.sha256
 
@@ -43,4 +43,4 @@ def test_a_run_is_what_its_checkpoints_tell(place: Place, state: tuple[str, ...]
 def test_there_are_all_ways_to_damage_a_run() -> None:
     states = damaged_runs.states()
     assert len(states) == len(set(states)) >= 20
-    assert {name for state in states for name in state} == set(damaged_runs.ALL)
+    assert {name for state in states for name in state} == set(ALL)

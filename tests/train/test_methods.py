@@ -10,7 +10,6 @@ import torch
 
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
-from tests.run.test_run import launch, lines
 from tuner.config.recipe import UNIONS, Examples
 from tuner.errors import PluginError
 from tuner.model.logit_transform import LogitTransform

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from tests.data import families, tiny
 from tests.data.building.test_sampling import digests
-from tests.data.building.test_selection import digests
 from tests.fixtures import forked
 from tuner.config.duration import Duration
 from tuner.data.building.explain import explain

@@ -16,7 +16,6 @@ import pytest
 from tests.caches import new_cache
 from tests.fixtures import forked, trainings
 from tests.run.tasks.trackers.readers import mlflow_points, tensorboard_points, wandb_records
-from tests.run.trackers.readers import mlflow_points, tensorboard_points, wandb_records
 
 ROOT = Path(__file__).resolve().parents[4]
 INSTALLED = [name for name in ("tensorboard", "wandb", "mlflow") if find_spec(name) is not None]
