@@ -1,0 +1,105 @@
+"""A model in shards over two processes is the model: its values, its buffers, and the sum of its gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fixtures.processes import run_ranks
+from tests.model.tiny import VOCAB, tiny_config
+from tuner.errors import MachineError
+from tuner.model.root import CausalLM
+from tuner.parallel.fsdp import copies, data_mesh, local, materialise, shard, shard_size, sync_gradients
+from tuner.runtime.dist import RankInfo
+
+
+def tiny_model() -> CausalLM:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    return CausalLM(AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=torch.float32))
+
+
+def sharded(rank: int, reshard: bool = True, processes_to_a_copy: int = 2) -> CausalLM:
+    """The tiny model over two processes, with rank 0's values."""
+    with torch.device("meta"):
+        root = tiny_model()
+    shard(root, data_mesh("cpu", 2, processes_to_a_copy), reshard)
+    materialise(root, tiny_model() if rank == 0 else None, torch.device("cpu"))
+    return root
+
+
+def loss_of(root: CausalLM, seed: int) -> torch.Tensor:
+    ids = torch.randint(0, VOCAB, (13,), generator=torch.Generator().manual_seed(seed))
+    logits = root.logits(ids[:-1], torch.arange(12), (12,), torch.arange(12))
+    return torch.nn.functional.cross_entropy(logits.float(), ids[1:], reduction="sum")
+
+
+def gradients(root: CausalLM) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in root.named_parameters() if p.grad is not None}
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
+@pytest.mark.parametrize(("kind", "size"), [("none", 1), ("hybrid", 4), ("full", 8)])
+def test_a_copy_is_split_over_so_many_processes(kind: str, size: int) -> None:
+    assert shard_size(kind, RankInfo(5, 8, 1, 4)) == size
+
+
+def test_machines_with_unequal_numbers_of_processes_are_no_hybrid() -> None:
+    with pytest.raises(MachineError, match="as many processes on every machine; 6 are not a multiple of the 4 here"):
+        shard_size("hybrid", RankInfo(5, 6, 1, 4))
+
+
+def test_one_process_has_its_tensors_whole() -> None:
+    root = tiny_model()
+    weight = next(root.parameters())
+    assert copies(root) == 1
+    assert local(weight) is weight
+    sync_gradients(root, False)  # nothing to sync, nothing to fail
+
+
+@pytest.mark.multi
+def test_values_and_buffers_are_rank_0s_and_each_process_holds_half(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        root, one = sharded(rank), tiny_model()
+        names = dict(one.named_parameters())
+        for name, parameter in root.named_parameters():
+            assert torch.equal(whole(parameter), names[name]), name
+        buffers = dict(one.named_buffers())
+        assert buffers
+        for name, buffer in root.named_buffers():
+            assert torch.equal(buffer, buffers[name]), name
+        held = sum(local(parameter).numel() for parameter in root.parameters())
+        assert held == pytest.approx(sum(p.numel() for p in one.parameters()) / 2, rel=0.05)
+        assert copies(root) == 1
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("processes_to_a_copy", [1, 2])
+def test_gradients_are_summed_over_processes_once_they_are_asked_for(processes_to_a_copy: int, tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        one = tiny_model()
+        for seed in (0, 1, 10, 11):
+            loss_of(one, seed).backward()
+        root = sharded(rank, processes_to_a_copy=processes_to_a_copy)
+        assert copies(root) == 2 // processes_to_a_copy
+        sync_gradients(root, False)
+        loss_of(root, rank).backward()
+        sync_gradients(root, True)
+        loss_of(root, 10 + rank).backward()
+        expected = gradients(one)
+        found = gradients(root)
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(whole(gradient), expected[name], rtol=1e-4, atol=1e-5)
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]
