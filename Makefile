@@ -1,6 +1,7 @@
-# Two commands, each of which does its own set-up in .venv:
-#   make test   lint, strict types and every test
-#   make demo   fine-tunes a real model on this machine and checks what it learned
+# Three commands, each of which does its own set-up in .venv:
+#   make test       lint, strict types and every test
+#   make demo       fine-tunes a real model on this machine and checks what it learned
+#   make campaign   what is too long for every change: see CONTRIBUTING.md; ONLY="kills resume" runs these alone
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -11,7 +12,7 @@ BIN    := $(VENV)/bin
 # torch comes first and alone: a build that is already there (CPU or CUDA) is then kept by everything after it.
 TORCH  := torch==2.13.0
 
-.PHONY: help install test lint types unit assets demo mutants clean
+.PHONY: help install test lint types unit assets demo campaign mutants clean
 
 help:
 	@grep -E '^#  ' Makefile | cut -c3-
@@ -30,7 +31,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 test: $(VENV)/.installed
 	@started=$$(date +%s); \
-	$(MAKE) --no-print-directory lint types unit; \
+	$(MAKE) --no-print-directory lint $(VENV)/.installed .demo/.model assets; \
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=none types unit; \
 	echo "test      $$(( $$(date +%s) - started )) s, after an install of $$(cat $(VENV)/.installed) s" >&2
 
 lint: $(VENV)/.installed
@@ -66,6 +68,10 @@ assets: $(VENV)/.installed
 
 demo: $(VENV)/.installed .venv-plain/.installed .demo/.model
 	@$(BIN)/python -m tools.demo
+
+campaign: $(VENV)/.installed .demo/.model
+	@$(BIN)/python tools/fetch_assets.py .demo/assets --campaign >/dev/null
+	@$(BIN)/python tools/campaign.py $(if $(ONLY),--only $(ONLY))
 
 mutants: $(VENV)/.installed
 	@$(BIN)/python tools/mutants.py

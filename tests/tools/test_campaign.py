@@ -1,0 +1,44 @@
+"""`make campaign` runs every campaign that there is, and fails where one does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import campaign
+from tools.campaign import CAMPAIGNS, Campaign
+
+NEED_MORE = {"same_run", "kept_chats"}
+"""Tools that hold two things against each other which only their caller has."""
+
+
+def test_every_campaign_is_among_them(root: Path) -> None:
+    named = {one.words[0] for one in CAMPAIGNS}
+    others = {"damaged_runs", "mutants", "parity_figures"}
+    assert named == {path.stem for path in (root / "tools").glob("*_campaign.py")} | others
+    assert all((root / "tools" / f"{name}.py").is_file() for name in named | NEED_MORE)
+    assert len({one.name for one in CAMPAIGNS}) == len(CAMPAIGNS)
+
+
+def test_contributing_names_them(root: Path) -> None:
+    text = (root / "CONTRIBUTING.md").read_text()
+    assert [one.name for one in CAMPAIGNS if f"| `{one.name}` |" not in text] == []
+
+
+@pytest.mark.parametrize(("code", "ended"), [(0, "ok"), (3, "failed (3)")])
+def test_what_fails_is_told(
+    code: int, ended: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "tools" / "one.py"
+    script.parent.mkdir()
+    script.write_text(f"import sys; print('said', sys.argv[1]); sys.exit({code})")
+    monkeypatch.setattr(campaign, "ROOT", tmp_path)
+    monkeypatch.setattr(campaign, "PLACE", tmp_path / "campaigns")
+    monkeypatch.setattr(campaign, "CAMPAIGNS", (Campaign("one", ("one", "word"), "a thing"),))
+    monkeypatch.setattr(sys, "argv", ["campaign.py"])
+    assert campaign.main() == (1 if code else 0)
+    assert f"one           {ended}, 0.0 min" in capsys.readouterr().err
+    assert (tmp_path / "campaigns" / "one.log").read_text() == "said word\n"
+    assert f"| one | a thing | {ended} | 0.0 |" in (tmp_path / "campaigns" / "table.md").read_text()

@@ -1,0 +1,100 @@
+"""Run the campaigns one after the other: what is too long for `make test`, which holds each in its smallest form.
+
+    python tools/campaign.py [--only NAME ...] [--list]
+
+Each is a command of its own, whose output goes to `.demo/campaigns/NAME.log` and which fails with its exit code. A line
+says how each ended and how long it took; at the end they are a table in `.demo/campaigns/table.md`. Exits with 1 where
+one failed. `same_run` compares with another tree, and is not among them: `tools/same_run.py --against TREE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACE = ROOT / ".demo" / "campaigns"
+DEMO = str(ROOT / ".demo")
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """A command and what it covers."""
+
+    name: str
+    words: tuple[str, ...]
+    covers: str
+
+    @property
+    def command(self) -> list[str]:
+        """Its command line."""
+        script, *words = self.words
+        return [sys.executable, str(ROOT / "tools" / f"{script}.py"), *words]
+
+
+CAMPAIGNS = (
+    Campaign("kills", ("fault_campaign", "kills", "--count", "1000"), "killed at 1,000 system calls of every job"),
+    Campaign("beside", ("fault_campaign", "kills", "--beside", "--count", "300"), "the same, saved beside training"),
+    Campaign("ranks", ("fault_campaign", "ranks", "--count", "100"), "two processes train; all die, or one alone"),
+    Campaign("errors", ("fault_campaign", "errors", "--count", "300"), "a full disk, EIO and short writes"),
+    Campaign("compound", ("fault_campaign", "compound", "--count", "300"), "killed again during the recovery"),
+    Campaign("power", ("fault_campaign", "power", "--count", "300"), "what a disk may hold after a power loss"),
+    Campaign("damage", ("fault_campaign", "damage", "--count", "500"), "bits flipped and files cut in checkpoints"),
+    Campaign("hostile", ("fault_campaign", "hostile"), "runs, models and tokenizers made to do harm"),
+    Campaign("damaged-runs", ("damaged_runs",), "a finished run damaged in every way: what commands say and do"),
+    Campaign("resume", ("resume_campaign", "--trials", "20"), "killed in real processes, resumed, bit for bit"),
+    Campaign("signal", ("signal_campaign", "--trials", "50"), "Ctrl-C, SIGTERM and closed terminals on two processes"),
+    Campaign("elastic", ("elastic_campaign",), "another number of processes at each resume, losses and order"),
+    Campaign("prepare", ("prepare_campaign",), "builders of data killed at every call, and racing"),
+    Campaign("causal", ("causal_campaign",), "all causal types of transformers, against its own models"),
+    Campaign(
+        "tokenizer", ("tokenizer_campaign", f"{DEMO}/assets", f"{DEMO}/campaigns/tokenizers"),
+        "ids of training against an export's readers, 35 tokenizers",
+    ),
+    Campaign("predict", ("predict_campaign",), "predicted memory against counted allocations, 83 cases"),
+    Campaign("parity", ("parity_figures", "--smollm2", f"{DEMO}/smollm2"), "packed and alone, one process and two"),
+    Campaign("mutants", ("mutants",), "planted faults, of which tests catch at least nine in ten"),
+)  # fmt: skip
+
+
+def main() -> int:
+    """Run those that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [campaign.name for campaign in CAMPAIGNS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="name them, and run none")
+    options = parser.parse_args()
+    chosen = [campaign for campaign in CAMPAIGNS if campaign.name in options.only]
+    if options.list:
+        for campaign in chosen:
+            script, *words = campaign.words
+            print(f"{campaign.name:13} {campaign.covers}\n{'':13} python tools/{script}.py {' '.join(words)}")
+        return 0
+    PLACE.mkdir(parents=True, exist_ok=True)
+    rows = [run(campaign) for campaign in chosen]
+    lines = [f"| {campaign.name} | {campaign.covers} | {ended} | {minutes} |" for campaign, ended, minutes in rows]
+    table = "\n".join(["| campaign | covers | ended | minutes |", "|---|---|---|---|", *lines]) + "\n"
+    (PLACE / "table.md").write_text(table, encoding="utf-8")
+    return 0 if all(ended == "ok" for _, ended, _ in rows) else 1
+
+
+def run(campaign: Campaign) -> tuple[Campaign, str, str]:
+    """Run one to its end; how it ended, and the minutes that it took."""
+    started, log = time.monotonic(), PLACE / f"{campaign.name}.log"
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
+    with log.open("w") as output:
+        code = subprocess.run(
+            campaign.command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    ended, minutes = "ok" if code == 0 else f"failed ({code})", f"{(time.monotonic() - started) / 60:.1f}"
+    print(f"{campaign.name:13} {ended}, {minutes} min, {log}", file=sys.stderr, flush=True)
+    return campaign, ended, minutes
+
+
+if __name__ == "__main__":
+    sys.exit(main())
