@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,12 +20,25 @@ def test_versions_name_what_is_installed() -> None:
     assert {"torch", "transformers", "safetensors"} <= found.keys()
 
 
-def test_the_processor() -> None:
+CPUINFO = "processor : 0\nmodel name\t: A Processor 3000\nflags\t\t: fpu sse2{more}\n"
+
+
+@pytest.mark.parametrize(("more", "has_bf16"), [("", False), (" avx512_bf16 avx512f", True)])
+def test_the_processor_is_what_the_system_says(more: str, has_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    real = Path.read_text
+
+    def said(path: Path, **options: str) -> str:
+        return CPUINFO.format(more=more) if str(path) == "/proc/cpuinfo" else real(path, **options)
+
+    monkeypatch.setattr(Path, "read_text", said)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     facts = device_facts("cpu")
-    assert facts.kind == "cpu"
-    assert facts.name
-    assert 0 <= facts.free_bytes <= facts.total_bytes
-    assert facts.threads >= 1
+    assert (facts.kind, facts.name, facts.threads) == ("cpu", "A Processor 3000", 5)
+    assert facts.bf16_fast is has_bf16
+    whole = int(re.search(r"MemTotal:\s+(\d+)", real(Path("/proc/meminfo")))[1]) * 1024  # type: ignore[index]
+    assert 0 < facts.free_bytes <= facts.total_bytes <= whole
 
 
 def test_a_missing_cuda_device_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
