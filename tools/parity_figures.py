@@ -17,11 +17,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+TRAINED = [1, 29, 3, 15, 30, 7, 5, 2, 9, 24, 20, 7, 25, 2, 18, 11]
+"""Trained tokens of each row."""
 
 
 def packing(smollm2: str | None) -> dict[str, Any]:
     """Relative norms of the differences in logits and gradients, and of the control without isolation."""
-    from tests.model import test_packing as packed
+    from tests.fixtures import packed
     from tests.model.tiny import TINY
 
     found: dict[str, Any] = {}
@@ -36,29 +38,38 @@ def packing(smollm2: str | None) -> dict[str, Any]:
 
 def processes() -> dict[str, Any]:
     """Largest relative differences over 20 fp32 steps, and at step 0 in bf16."""
-    from tests.multi import test_parity as parity
     from tests.train.synthetic import write_model
 
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory)
         write_model(model)
-        for adapter in parity.ADAPTERS:
-            one = parity.steps(model, adapter, 1)
-            others = {
-                "2 processes": parity.steps(model, adapter, 2, micro=2),
-                "4 microbatches": parity.steps(model, adapter, 1, micro=1),
-            }
-            for name, other in others.items():
-                found[f"{adapter}, fp32, {name}"] = {
-                    key: parity.largest_relative(one[key], other[key]) for key in ("loss", "grad_norm")
-                }
-            first = parity.steps(model, adapter, 1, precision="bf16", steps=1)
-            second = parity.steps(model, adapter, 2, precision="bf16", steps=1, micro=2)
-            found[f"{adapter}, bf16 step 0, 2 processes"] = {
-                key: parity.largest_relative(first[key], second[key]) for key in ("loss", "grad_norm")
-            }
+        for name, adapter in {"full": {"kind": "none"}, "lora": {"kind": "lora", "r": 4}}.items():
+            wish = {"model": str(model), "adapter": adapter, "trained": TRAINED, "global": 8, "micro": 8}
+            wish |= {"precision": "fp32", "steps": 20}
+            one = taken(wish, 1)
+            found[f"{name}, fp32, 2 processes"] = differences(one, taken({**wish, "micro": 4}, 2))
+            found[f"{name}, fp32, 4 microbatches"] = differences(one, taken({**wish, "micro": 2}, 1))
+            first = {**wish, "precision": "bf16", "steps": 1}
+            found[f"{name}, bf16 step 0, 2 processes"] = differences(taken(first, 1), taken({**first, "micro": 4}, 2))
     return found
+
+
+def taken(wish: dict[str, Any], world_size: int) -> dict[str, list[float]]:
+    """Losses and gradient norms of a wish's steps on so many processes."""
+    from tests.multi.launcher import run
+
+    worker = str(ROOT / "tests/multi/parity_worker.py")
+    steps: dict[str, list[float]] = json.loads(run([worker, json.dumps(wish)], world_size))
+    return steps
+
+
+def differences(one: dict[str, list[float]], other: dict[str, list[float]]) -> dict[str, float]:
+    """The largest relative difference of each figure."""
+    return {
+        key: max(abs(a - b) / abs(b) for a, b in zip(one[key], other[key], strict=True))
+        for key in ("loss", "grad_norm")
+    }
 
 
 def main() -> int:

@@ -23,39 +23,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.predict_cases import Case, cases, draw, drawn_cases  # noqa: E402
-from tools.predict_counted import Figures, count_spread, resolved_case, saved_between  # noqa: E402
-from tuner.data.batches import StepBatches  # noqa: E402
+from tests.fixtures.predict_cases import Case, cases, draw, drawn_cases  # noqa: E402
+from tests.fixtures.predict_counted import Figures, count_spread, resolved_case  # noqa: E402
+from tests.fixtures.predict_traced import predicted  # noqa: E402
 from tuner.errors import TunerError  # noqa: E402
-from tuner.profile.tracing import Trace, trace_step  # noqa: E402
-from tuner.run.build import assemble_model, mesh_of  # noqa: E402
-from tuner.run.resolve import Resolved  # noqa: E402
-from tuner.runtime.dist import RankInfo  # noqa: E402
+from tuner.run.build import assemble_model
 
 PEAK_ALLOWED = 0.02
-
-
-def predicted(resolved: Resolved, rank_info: RankInfo, step: StepBatches) -> Figures:
-    """What the trace says of the same, without what torch's allocator does not give out (rows as numpy arrays)."""
-    trace = trace_step(resolved, rank_info, step)
-    level, levels, peak, at = 0, [], 0, 0
-    storages = trace.storages
-    for number, change in enumerate(trace.changes):
-        while at < len(trace.marks) and trace.marks[at][1] == number:
-            levels.append(level)
-            at += 1
-        level += 0 if storages[change.storage].given else change.delta
-        peak = max(peak, level) if at else 0
-    levels += [level] * (len(trace.marks) - len(levels))
-    of_step = [(name, there - levels[0]) for (name, _), there in zip(trace.marks, levels, strict=True)]
-    return Figures(
-        parameters=_part(trace, "parameters"),
-        optimizer=_part(trace, "optimizer"),
-        gradients=_part(trace, "gradients"),
-        saved=saved_between(of_step),
-        marks=of_step,
-        peak=peak - levels[0],
-    )
 
 
 def problems(real: Figures, said: Figures) -> list[str]:
@@ -72,10 +46,6 @@ def problems(real: Figures, said: Figures) -> list[str]:
     return found
 
 
-def _part(trace: Trace, part: str) -> int:
-    return sum(storage.size for storage in trace.storages if storage.part == part)
-
-
 def drawn_types(seed: int, count: int, directory: Path) -> tuple[list[str], dict[str, str]]:
     """The first architectures of the draw that can be trained, in full and as adapters, and why others cannot."""
     chosen: list[str] = []
@@ -86,7 +56,7 @@ def drawn_types(seed: int, count: int, directory: Path) -> tuple[list[str], dict
         try:
             for case in drawn_cases(model_type):
                 resolved, rank_info, _ = resolved_case(case, directory)
-                assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
+                assemble_model(resolved, rank_info)
             chosen.append(model_type)
         except (TunerError, Exception) as error:  # noqa: BLE001 - small numbers do not suit every config
             passed[model_type] = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"

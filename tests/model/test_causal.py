@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig, PhimoeConfig, PreTrainedModel
 
 from tests.model.tiny import SHAPE, TOKENS, VOCAB, family_model, tiny_config
-from tools.causal_campaign import LENGTHS, examine
 from tuner.errors import RecipeError
 from tuner.model import attention
 from tuner.model.adapter import LoraSpec, add_lora
@@ -19,28 +17,6 @@ from tuner.model.decode import greedy
 from tuner.model.probe import require_isolation
 from tuner.model.reference import plain_twin
 from tuner.model.root import CausalLM
-
-EQUAL = ("llama", "gemma2", "qwen3_moe", "codegen", "gptj", "gpt_neo")
-ONE_A_ROW = ("bloom", "falcon", "xglm", "mpt", "mamba", "bamba")
-REFUSED = {
-    "bert": "with this config it is not causal .a later token moves earlier logits",
-    "roc_bert": "differ from the model's own, as transformers loads it",
-    "gpt_oss": "packed attention does not compute: attention sinks",
-    "deepseek_v32": "does not run .TypeError",
-}
-
-
-@pytest.mark.parametrize("model_type", [*EQUAL, *ONE_A_ROW, *REFUSED])
-def test_the_first_step_is_that_of_the_plainly_loaded_model_or_refused(model_type: str) -> None:
-    found = examine(model_type)
-    assert not found.impossible
-    verdicts = {mode: outcome.verdict for mode, outcome in found.modes.items()}
-    packed = "equal" if model_type in EQUAL else "refused"
-    single = "refused" if model_type in REFUSED else "equal"
-    assert verdicts == {"packed": packed, "single": single, "several": packed}, found.modes
-    reason = found.modes["packed"].reason
-    assert "tuner_packed" not in reason
-    assert re.search(REFUSED.get(model_type, "" if packed == "equal" else "its documents see each other"), reason)
 
 
 def bloom(directory: Path) -> PreTrainedModel:
@@ -104,7 +80,3 @@ def test_windows_that_attention_is_told_of_are_no_reason(kind: str, tmp_path: Pa
     tiny_config(kind).save_pretrained(tmp_path)
     root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
     require_isolation(root, VOCAB, longest=100)
-
-
-def test_the_campaign_has_documents_longer_than_windows_and_shorter() -> None:
-    assert min(LENGTHS) < 8 < max(LENGTHS)

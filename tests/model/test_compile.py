@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.model.test_packing import gradient, packed_inputs, relative
+from tests.fixtures.packed import gradient, packed_inputs, relative
 from tests.model.tiny import VOCAB, tiny_config
 from tuner.model import compile as compiling
 from tuner.model.adapter import LoraSpec, add_lora

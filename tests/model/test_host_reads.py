@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.model.test_packing import LENGTHS, packed_inputs, random_ids, tiny_root
+from tests.fixtures.packed import LENGTHS, packed_inputs, random_ids, tiny_root
 from tests.model.tiny import TINY
 
 READS = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero"}

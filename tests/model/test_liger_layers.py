@@ -34,7 +34,7 @@ torch.cuda.get_device_properties = lambda device=None: Properties
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 torch.set_num_threads(1)
 
-from tests.model.test_packing import gradient, packed_inputs, random_ids
+from tests.fixtures.packed import gradient, packed_inputs, random_ids
 from tests.model.tiny import tiny_config
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.trainable import TrainableSpec

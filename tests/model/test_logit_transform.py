@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import Cohere2Config, CohereConfig, Gemma2Config, GraniteConfig, PretrainedConfig
 
-from tests.model.test_packing import LENGTHS, gradient, packed_inputs, random_ids, relative
+from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids, relative
 from tests.model.tiny import SHAPE
 from tuner.model import linear_cross_entropy as module
 from tuner.model.attention import PACKED

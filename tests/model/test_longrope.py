@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Phi3Config
 
-from tests.model.test_packing import packed_inputs, relative
+from tests.fixtures.packed import packed_inputs, relative
 from tests.model.tiny import SHAPE, VOCAB
 from tuner.model.attention import withdrawn
 from tuner.model.build import ModelSpec, apply_native, build_model

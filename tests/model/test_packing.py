@@ -5,76 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
+from tests.fixtures.packed import LENGTHS, figures, random_ids, relative, smollm2, tiny_root
 from tests.model.tiny import TINY, tiny_config
-from tuner.model import attention
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.linear_cross_entropy import linear_cross_entropy
 from tuner.model.logit_transform import LogitTransform
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM
-
-TEXTS = (
-    "The capital of France is Paris, and the river that crosses it is the Seine.",
-    "Once upon a time there was a small dog who lived by the sea with an old sailor named Tom.",
-    "def add(a, b):\n    return a + b\n",
-    "Water boils at one hundred degrees.",
-)
-LENGTHS = (5, 40, 1, 23)  # longer than the sliding windows of the tiny models
-
-
-def packed_inputs(ids: torch.Tensor, lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    position_ids = torch.cat([torch.arange(n) for n in lengths])
-    ends = torch.tensor(lengths).cumsum(0) - 1
-    positions = torch.tensor([i for i in range(sum(lengths)) if i not in set(ends.tolist())])
-    return {"input_ids": ids, "position_ids": position_ids, "positions": positions, "targets": ids[positions + 1]}
-
-
-def alone(root: CausalLM, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-    """Hidden states of every document run by itself through the model's own decoder and stock attention."""
-    root.model.set_attn_implementation("sdpa")
-    decoder = root.model.get_decoder()
-    hidden = [decoder(input_ids=part[None], use_cache=False).last_hidden_state[0] for part in ids.split(list(lengths))]
-    root.model.set_attn_implementation(attention.PACKED)
-    return torch.cat(hidden)
-
-
-def gradient(root: CausalLM) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for p in root.parameters() if p.grad is not None])
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.detach() - b.detach()).norm() / b.detach().norm())
-
-
-def random_ids(vocab_size: int) -> torch.Tensor:
-    return torch.randint(0, vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
-
-
-def figures(root: CausalLM, ids: torch.Tensor, lengths: tuple[int, ...]) -> dict[str, float]:
-    """Relative norms: packed logits and gradients against each document alone, and the control without isolation."""
-    inputs = packed_inputs(ids, lengths)
-    everywhere = torch.arange(sum(lengths))
-    logits = root.logits(inputs["input_ids"], inputs["position_ids"], lengths, everywhere)
-    head = root.model.get_output_embeddings()
-    reference = head(alone(root, inputs["input_ids"], lengths))
-    mixed = root.logits(inputs["input_ids"], everywhere, (sum(lengths),), everywhere)
-
-    loss = root(document_lengths=lengths, **inputs)
-    loss.backward()
-    packed_gradient = gradient(root)
-    root.zero_grad()
-    # The same loss on both sides: torch's own is the less exact one in float32 (see test_linear_cross_entropy).
-    hidden = alone(root, inputs["input_ids"], lengths)[inputs["positions"]]
-    expected = linear_cross_entropy(hidden, head.weight, head.bias, inputs["targets"])
-    expected.backward()
-    return {
-        "logits": relative(logits, reference),
-        "loss": abs(loss.item() - expected.item()) / abs(expected.item()),
-        "gradients": relative(packed_gradient, gradient(root)),
-        "control": relative(mixed, reference),
-    }
 
 
 def check_packed(root: CausalLM, ids: torch.Tensor, lengths: tuple[int, ...], allowed: float = 1e-6) -> None:
@@ -82,22 +20,6 @@ def check_packed(root: CausalLM, ids: torch.Tensor, lengths: tuple[int, ...], al
     assert found.pop("control") > 1e-2, "without isolation the logits must differ"
     assert max(found.values()) <= allowed, found
 
-
-def tiny_root(kind: str, directory: Path) -> CausalLM:
-    tiny_config(kind).save_pretrained(directory)
-    root = CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=1))
-    with torch.no_grad():  # the default initialisation is too small for attention to matter
-        for parameter in root.parameters():
-            if parameter.ndim >= 2:
-                parameter.mul_(6.0)
-    return root
-
-
-def smollm2(directory: str) -> tuple[CausalLM, torch.Tensor, tuple[int, ...]]:
-    root = CausalLM(build_model(ModelSpec(directory), torch.float32, seed=1))
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    documents = [tokenizer(text)["input_ids"] for text in TEXTS]
-    return root, torch.tensor(sum(documents, [])), tuple(map(len, documents))
 
 
 @pytest.mark.parametrize("kind", TINY)

@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy
 
-from tests.model.test_packing import LENGTHS, gradient, packed_inputs, random_ids
+from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids
 from tests.model.tiny import tiny_config
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model

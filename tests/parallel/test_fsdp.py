@@ -10,9 +10,9 @@ import torch
 
 from tests.fixtures.processes import run_ranks
 from tests.model.tiny import VOCAB, tiny_config
-from tuner.errors import MachineError
 from tuner.model.root import CausalLM
-from tuner.parallel.fsdp import copies, data_mesh, local, materialise, shard, shard_size, sync_gradients
+from tuner.parallel.fsdp import local, materialise, shard, sync_gradients
+from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
 
 
@@ -27,7 +27,9 @@ def sharded(rank: int, reshard: bool = True, processes_to_a_copy: int = 2) -> Ca
     """The tiny model over two processes, with rank 0's values."""
     with torch.device("meta"):
         root = tiny_model()
-    shard(root, data_mesh("cpu", 2, processes_to_a_copy), reshard)
+    device_mesh = Mesh.of(RankInfo(rank, 2, rank, 2), "full" if processes_to_a_copy == 2 else "none").device_mesh("cpu")
+    assert device_mesh is not None
+    shard(root, device_mesh, reshard)
     materialise(root, tiny_model() if rank == 0 else None, torch.device("cpu"))
     return root
 
@@ -47,20 +49,9 @@ def whole(tensor: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize(("kind", "size"), [("none", 1), ("hybrid", 4), ("full", 8)])
-def test_a_copy_is_split_over_so_many_processes(kind: str, size: int) -> None:
-    assert shard_size(kind, RankInfo(5, 8, 1, 4)) == size
-
-
-def test_machines_with_unequal_numbers_of_processes_are_no_hybrid() -> None:
-    with pytest.raises(MachineError, match="as many processes on every machine; 6 are not a multiple of the 4 here"):
-        shard_size("hybrid", RankInfo(5, 6, 1, 4))
-
-
 def test_one_process_has_its_tensors_whole() -> None:
     root = tiny_model()
     weight = next(root.parameters())
-    assert copies(root) == 1
     assert local(weight) is weight
     sync_gradients(root, False)  # nothing to sync, nothing to fail
 
@@ -78,7 +69,6 @@ def test_values_and_buffers_are_rank_0s_and_each_process_holds_half(tmp_path: Pa
             assert torch.equal(buffer, buffers[name]), name
         held = sum(local(parameter).numel() for parameter in root.parameters())
         assert held == pytest.approx(sum(p.numel() for p in one.parameters()) / 2, rel=0.05)
-        assert copies(root) == 1
 
     assert run_ranks(2, tmp_path, work) == [0, 0]
 
@@ -91,7 +81,6 @@ def test_gradients_are_summed_over_processes_once_they_are_asked_for(processes_t
         for seed in (0, 1, 10, 11):
             loss_of(one, seed).backward()
         root = sharded(rank, processes_to_a_copy=processes_to_a_copy)
-        assert copies(root) == 2 // processes_to_a_copy
         sync_gradients(root, False)
         loss_of(root, rank).backward()
         sync_gradients(root, True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.fixtures.predict_counted import ProfilerMarks
 from tests.model.tiny import tiny_config
-from tools.predict_counted import ProfilerMarks
 from tuner.model.build import meta_model
 from tuner.model.decode import fullest_forwards, greedy
 from tuner.model.root import CausalLM

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.predict_campaign import predicted, resolved_case
-from tools.predict_cases import LONG, Case
+from tests.fixtures.predict_cases import LONG, Case
+from tests.fixtures.predict_counted import resolved_case
+from tests.fixtures.predict_traced import predicted
 from tuner.model.target import target
 from tuner.profile.cuda_stand_in import cuda_stand_in
 from tuner.profile.timeline import memory_timeline, parts_of

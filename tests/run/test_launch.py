@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures import trainings
-from tests.rundir.test_directory import git
+from tests.fixtures.repositories import git
 from tuner.checkpoint import manifest
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.fixtures.repositories import git
 from tuner.run.changes import changes
 from tuner.rundir.directory import RunDir
 from tuner.rundir.record import read_run
-
-
-def git(directory: Path, *arguments: str) -> None:
-    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-    subprocess.run(["git", *identity, "-C", str(directory), *arguments], check=True, capture_output=True)
 
 
 def test_each_launch_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

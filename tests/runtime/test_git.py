@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.fixtures.repositories import git
 from tuner.runtime import git as module
 from tuner.runtime.git import source_tree
-
-
-def git(directory: Path, *arguments: str) -> None:
-    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-    subprocess.run(["git", *identity, "-C", str(directory), *arguments], check=True, capture_output=True)
 
 
 @pytest.fixture

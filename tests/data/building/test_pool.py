@@ -16,26 +16,12 @@ import pytest
 
 from tests.data import tiny
 from tests.data.building.worker_jobs import Echo, NeverStarts, Threaded, Unreadable
+from tests.fixtures.processes import gone, wait_until_gone
 from tuner.data.building.encoded import EncodeJob
 from tuner.data.building.pool import WINDOW, WorkerDiedError, WorkerPool, answers
 from tuner.errors import DataError
 
 ROOT = Path(__file__).parents[3]
-
-
-def gone(pid: int) -> bool:
-    """Whether a process ended; a zombie that nobody waited for counts."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 30
-    while not all(map(gone, pids)):
-        assert time.monotonic() < deadline, f"{pids} still run"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.predict_campaign import predicted, problems
-from tools.predict_cases import QUICK, Case, cases
-from tools.predict_counted import counted, resolved_case
+from tests.fixtures.predict_cases import QUICK, Case, cases
+from tests.fixtures.predict_counted import counted, resolved_case
+from tests.fixtures.predict_traced import predicted
+from tools.predict_campaign import problems
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.model)

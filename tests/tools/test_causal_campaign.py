@@ -1,0 +1,35 @@
+"""The campaign of causal types in its smallest form: types of each verdict."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tools.causal_campaign import LENGTHS, examine
+
+EQUAL = ("llama", "gemma2", "qwen3_moe", "codegen", "gptj", "gpt_neo")
+ONE_A_ROW = ("bloom", "falcon", "xglm", "mpt", "mamba", "bamba")
+REFUSED = {
+    "bert": "with this config it is not causal .a later token moves earlier logits",
+    "roc_bert": "differ from the model's own, as transformers loads it",
+    "gpt_oss": "packed attention does not compute: attention sinks",
+    "deepseek_v32": "does not run .TypeError",
+}
+
+
+@pytest.mark.parametrize("model_type", [*EQUAL, *ONE_A_ROW, *REFUSED])
+def test_the_first_step_is_that_of_the_plainly_loaded_model_or_refused(model_type: str) -> None:
+    found = examine(model_type)
+    assert not found.impossible
+    verdicts = {mode: outcome.verdict for mode, outcome in found.modes.items()}
+    packed = "equal" if model_type in EQUAL else "refused"
+    single = "refused" if model_type in REFUSED else "equal"
+    assert verdicts == {"packed": packed, "single": single, "several": packed}, found.modes
+    reason = found.modes["packed"].reason
+    assert "tuner_packed" not in reason
+    assert re.search(REFUSED.get(model_type, "" if packed == "equal" else "its documents see each other"), reason)
+
+
+def test_the_campaign_has_documents_longer_than_windows_and_shorter() -> None:
+    assert min(LENGTHS) < 8 < max(LENGTHS)
