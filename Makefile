@@ -31,8 +31,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 test: $(VENV)/.installed
 	@started=$$(date +%s); \
-	$(MAKE) --no-print-directory lint $(VENV)/.installed .demo/.model assets; \
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=none types unit; \
+	$(MAKE) --no-print-directory lint; \
+	$(MAKE) --no-print-directory --jobs 2 types unit; \
 	echo "test      $$(( $$(date +%s) - started )) s, after an install of $$(cat $(VENV)/.installed) s" >&2
 
 lint: $(VENV)/.installed
