@@ -34,7 +34,8 @@ class Campaign:
     def command(self) -> list[str]:
         """Its command line."""
         script, *words = self.words
-        return [sys.executable, str(ROOT / "tools" / f"{script}.py"), *words]
+        start = ["-m", "pytest", "-q"] if script == "pytest" else [str(ROOT / "tools" / f"{script}.py")]
+        return [sys.executable, *start, *words]
 
 
 CAMPAIGNS = (
@@ -56,6 +57,7 @@ CAMPAIGNS = (
         "tokenizer", ("tokenizer_campaign", f"{DEMO}/assets", f"{DEMO}/campaigns/tokenizers"),
         "ids of training against an export's readers, 35 tokenizers",
     ),
+    Campaign("rows", ("pytest", "tests/reference/test_files.py"), "every row of others' files, against transformers"),
     Campaign("predict", ("predict_campaign",), "predicted memory against counted allocations, 83 cases"),
     Campaign("parity", ("parity_figures", "--smollm2", f"{DEMO}/smollm2"), "packed and alone, one process and two"),
     Campaign("mutants", ("mutants",), "planted faults, of which tests catch at least nine in ten"),
@@ -72,8 +74,7 @@ def main() -> int:
     chosen = [campaign for campaign in CAMPAIGNS if campaign.name in options.only]
     if options.list:
         for campaign in chosen:
-            script, *words = campaign.words
-            print(f"{campaign.name:13} {campaign.covers}\n{'':13} python tools/{script}.py {' '.join(words)}")
+            print(f"{campaign.name:13} {campaign.covers}\n{'':13} {' '.join(campaign.command)}")
         return 0
     PLACE.mkdir(parents=True, exist_ok=True)
     rows = [run(campaign) for campaign in chosen]
@@ -86,7 +87,8 @@ def main() -> int:
 def run(campaign: Campaign) -> tuple[Campaign, str, str]:
     """Run one to its end; how it ended, and the minutes that it took."""
     started, log = time.monotonic(), PLACE / f"{campaign.name}.log"
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
+    inputs = {"TUNER_TEST_SMOLLM2": f"{DEMO}/smollm2", "TUNER_TEST_ASSETS": f"{DEMO}/assets"}
+    environment = {"OMP_NUM_THREADS": "1", **inputs, **os.environ, "TUNER_TEST_EVERY_ROW": "1", "PYTHONPATH": str(ROOT)}
     with log.open("w") as output:
         code = subprocess.run(
             campaign.command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ CHATS = (
     "reason_tool_use_demo_50.jsonl",
 )
 TEXTS = ("c4_demo.jsonl", "wiki_demo.txt")
+EVERY = {"smollm2": 1, "qwen3": 4, "llama3": 4}
+"""Of how many rows one is taken; of every one where TUNER_TEST_EVERY_ROW is set, as `make campaign` does."""
 REFUSED_SHARE = 0.005
 """Refused rows of a file, at most."""
 
@@ -43,9 +47,23 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-def texts(tokenizer: Any) -> Reference:
+def sampled(folder: Path, every: int, directory: Path) -> Path:
+    """The files with one of `every` rows, or where they are; the plain text is one row."""
+    if every == 1 or "TUNER_TEST_EVERY_ROW" in os.environ:
+        return folder
+    directory.mkdir()
+    for file in (*CHATS, *TEXTS):
+        text = (folder / file).read_text(encoding="utf-8")
+        if file.endswith(".json"):
+            text = json.dumps(json.loads(text)[::every], ensure_ascii=False)
+        elif file.endswith(".jsonl"):
+            text = "\n".join(text.rstrip("\n").split("\n")[::every]) + "\n"
+        (directory / file).write_text(text, encoding="utf-8")
+    return directory
+
+
+def texts(tokenizer: Any, folder: Path) -> Reference:
     """The rows of text and the plain text file, which is one document."""
-    folder = assets.asset("llamafactory")
     found = (
         [row["text"] for row in formats.read(folder / TEXTS[0])],
         [(folder / TEXTS[1]).read_text(encoding="utf-8")],
@@ -64,7 +82,7 @@ def test_every_row(name: str, tmp_path: Path) -> None:
 
     And the same conversations as the test writes them: plain messages.
     """
-    model, folder = assets.asset(name), assets.asset("llamafactory")
+    model, folder = assets.asset(name), sampled(assets.asset("llamafactory"), EVERY[name], tmp_path / "files")
     tokenizer = assets.tokenizer(model)
     wanted, sources = {}, []
     for file in CHATS:
@@ -74,7 +92,7 @@ def test_every_row(name: str, tmp_path: Path) -> None:
         wanted[file] = [hf.encode_chat(tokenizer, MARKED[name], chat) for chat in shown]
         wanted[rewritten.name] = wanted[file]
         sources += [folder / file, rewritten]
-    wanted |= texts(tokenizer)
+    wanted |= texts(tokenizer, folder)
     sources += [folder / file for file in TEXTS]
     check(name, judge(wanted, product.prepare(tmp_path, recipe(model, sources)), tokenizer))
 
@@ -83,7 +101,7 @@ def test_text(cache: Path, tmp_path: Path) -> None:
     """Pre-training, with GPT-2."""
     model, folder = assets.asset("gpt2"), assets.asset("llamafactory")
     tokenizer = assets.tokenizer(model)
-    wanted = texts(tokenizer)
+    wanted = texts(tokenizer, folder)
     sources = [folder / file for file in TEXTS]
     prepared = product.prepare(tmp_path, recipe(model, sources, kind="pretrain"), cache)
     check("gpt2, text", judge(wanted, prepared, tokenizer))
