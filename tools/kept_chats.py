@@ -54,7 +54,7 @@ def judge(directory: Path, template: Path, examples: list[Example], train_on: An
     tokenizer = TextTokenizer(files, template.read_text(encoding="utf-8"))
     batch = Encoder(tokenizer, train_on).encode(examples)
     kept = len(examples) - len(batch.problems)
-    print(f"{template.stem:32} kept {kept:,} of {len(examples):,} rows, {len(batch.rows):,} documents", end="")
+    print(f"{template.stem:32} kept {kept:,} of {len(examples):,} rows, {len(batch.records):,} documents", end="")
     print(f", {len(batch.by_answer):,} rows by answer")
     left_out = Counter(reason for reasons in batch.by_answer.values() for reason in reasons)
     for label, counts in (
@@ -84,7 +84,7 @@ def _differing(tokenizer: TextTokenizer, examples: list[Example], batch: Encoded
         answers = [i for i, message in enumerate(example.messages) if message["role"] == "assistant"]
         answers = answers if train_on == "assistant" else answers[-1:]
         wanted = [i for i in answers if example.train[i] is not False]
-        documents = np.flatnonzero(batch.rows == row)
+        documents = np.flatnonzero(batch.records == row)
         if len(wanted) != len(documents):
             wrong.append(f"row {row + 1}: {len(documents)} documents for {len(wanted)} answers")
             continue

@@ -10,7 +10,7 @@ CHECKPOINT = ("tests/checkpoint",)
 BATCHES = ("tests/data/test_batches.py",)
 MASKS = ("tests/data/encoding/test_masks.py",)
 AS_LOADED = ("tests/data/encoding/test_as_loaded.py",)
-SKELETONS = ("tests/data/encoding/test_skeleton.py",)
+SKELETONS = ("tests/data/encoding/test_template_layout.py",)
 FAST = ("tests/data/encoding/test_fast.py",)
 PREPARE = ("tests/data/building/test_changed.py",)
 MODEL = ("tests/model",)
@@ -46,7 +46,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "config-column",
-        "config.yaml._Builder._place",
+        "config.yaml._Builder._where",
         "A.start_mark.column + 1",
         "A.start_mark.column",
         CONFIG,
@@ -161,8 +161,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "checkpoint-save-not-waited-for",
-        "run.loop.train_loop",
-        "A.settle_save()",
+        "run.tasks.save.SaveTask.finish",
+        "yield from self._settle()",
         "",
         ("tests/run/tasks/test_save.py",),
     ),
@@ -267,7 +267,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "data-probe-literal-unseen",
-        "data.encoding.skeleton.Skeleton.fits",
+        "data.encoding.template_layout.TemplateLayout.fits",
         "if A in B:\n"
         "    return False",
         "if A == B:\n"
@@ -276,22 +276,22 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "data-probe-length-unseen",
-        "data.encoding.probe.Probe.__len__",
-        "self.asked.too_much = True",
+        "data.encoding.template_spy._beyond",
+        "spy.asked.too_much = True",
         "",
         SKELETONS,
     ),
     Mutant(
         "data-control-token-in-known-shape",
-        "data.encoding.encode.Encoder._encode_rows",
+        "data.encoding.encode.Encoder._encode_texts",
         "A.counts(self._is_special) != B",
         "A.counts(self._is_special) < B",
         MASKS + FAST,
     ),
     Mutant(
         "data-straddled-turn-kept",
-        "data.encoding.encode.Encoder._encode_rows",
-        "A[B.row[B.straddles]] = True",
+        "data.encoding.encode.Encoder._encode_texts",
+        "A[B.text[B.straddles]] = True",
         "",
         MASKS,
     ),
@@ -332,7 +332,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "data-duplicate-keys-unseen",
-        "data.reading.jsonl.fast_json_row",
+        "data.reading.jsonl.fast_json_record",
         "A.count(b\":\") - B",
         "0",
         ("tests/data/reading/test_jsonl.py",),
@@ -345,20 +345,17 @@ MUTANTS: tuple[Mutant, ...] = (
         PREPARE,
     ),
     Mutant(
-        "data-orders-not-waited-for",
-        "data.building.workers.answers",
-        "while A.are_ordered():\n"
-        "    A.receive()",
-        "",
-        ("tests/data/building/test_workers.py",),
+        "data-answers-as-they-come",
+        "data.building.pool.WorkerPool.answers",
+        "A, B = C.pop(D)",
+        "A, B = C.pop(next(iter(C)))",
+        ("tests/data/building/test_pool.py",),
     ),
     Mutant(
-        "data-hash-ahead-of-what-is-written",
-        "data.building.stream_file._StreamFile.filled",
-        "while self._open and A in self._filled:\n"
-        "    ...",
-        "while self._open:\n"
-        "    ...",
+        "data-hash-of-all-but-the-end",
+        "data.building.stream_file.StreamFiles._end",
+        "self._write(A)",
+        "write_all(self._descriptor, A)",
         ("tests/data/building/test_stream_file.py",),
     ),
     Mutant(
@@ -370,17 +367,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "data-share-is-the-beginning",
-        "data.building.selection.copies",
+        "data.building.sampling.copies",
         "A[np.argsort(B, kind='stable')[:C]] += 1",
         "A[:C] += 1",
-        ("tests/data/building/test_selection.py",),
+        ("tests/data/building/test_sampling.py",),
     ),
     Mutant(
         "data-equal-documents-on-both-sides",
-        "data.building.selection.hold_out",
+        "data.building.sampling.hold_out",
         "A[B] = np.repeat(C, D)",
         "A[B[np.cumsum(D) - D]] = C",
-        ("tests/data/building/test_selection.py",),
+        ("tests/data/building/test_sampling.py",),
     ),
     Mutant(
         "data-field-not-in-key",
@@ -398,10 +395,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "data-micro-batches-by-chance",
-        "data.deal.deal",
-        "sorted(range(A), key=lambda K: -B[K])",
+        "data.balance.balance_rows",
+        "sorted(range(A), key=lambda slot: -B[slot])",
         "list(range(A))",
-        ("tests/data/test_deal.py",),
+        ("tests/data/test_balance.py",),
     ),
     Mutant(
         "data-first-token-counted",
@@ -434,7 +431,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "model-last-chunk-alone",
-        "model.linear_cross_entropy._LinearCrossEntropy.forward",
+        "model.linear_cross_entropy._Head",
         "A if B.start == 0 else C",
         "A",
         MODEL,
@@ -472,8 +469,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "train-normalised-per-microbatch",
         "train.step.forward_backward",
-        "max(1, A.trained_count)",
-        "max(1, len(batch.trained_positions))",
+        "A.loss(B).backward()",
+        "A.loss({name: B[name] / len(batches.micro) for name in B}).backward()",
         TRAIN,
     ),
     Mutant(
@@ -527,7 +524,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "train-resume-forgets-updates",
-        "run.progress.restore_position",
+        "run.state.restore",
         "A.set_step_count(B)",
         "",
         TRAIN,
@@ -564,15 +561,15 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "export-damage-unseen",
-        "export.rows.CheckpointRows._check",
+        "export.tensors._Chunks._check",
         "A.hexdigest() != B.sha256",
         "not A.hexdigest()",
         EXPORT,
     ),
     Mutant(
         "export-first-rows-again",
-        "export.rows.CheckpointRows._fill",
-        "A if self.shape else 0",
+        "export.tensors._Chunks._fill",
+        "A if self._entry.shape else 0",
         "0",
         EXPORT,
     ),
@@ -614,7 +611,7 @@ MUTANTS: tuple[Mutant, ...] = (
     InC(
         "native-target-kept",
         "one_row",
-        "if (at == block) gradient[target - block] -= 1.0f;",
+        "if (at == block) gradient[target - block] -= weight;",
         "",
         NATIVE,
     ),

@@ -37,7 +37,7 @@ import tuner.train.loop as loop
 step, rank = int(sys.argv[1]), int(sys.argv[2])
 real = loop.optimizer_step
 def dying(state, index, *rest):
-    if index == step and rank in (-1, state.step_config.rank):
+    if index == step and rank in (-1, state.step_config.mesh.rank):
         os.kill(os.getpid(), signal.SIGKILL)
     return real(state, index, *rest)
 loop.optimizer_step = dying

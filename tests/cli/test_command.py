@@ -22,7 +22,7 @@ SCHEMA = json.loads(SCHEMA_PATH.read_text())
 COMMAND = """
 import os, sys
 from pathlib import Path
-from tuner.cli.command import OutputOptions, input_path, run_command
+from tuner.cli.command import Outcome, OutputOptions, input_path, run_command
 from tuner import errors
 options = OutputOptions(json="--json" in sys.argv, verbose="-v" in sys.argv, debug="--debug" in sys.argv)
 def body():

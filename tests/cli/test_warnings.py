@@ -114,7 +114,7 @@ CONSOLES = {"console", "self.console", "self._console"}
 PARAMETERS = {
     "warn": {"checkpoint/load.py", "rundir/model_path.py"},
     "self.warn": {"run/tasks/export_process.py"},
-    "self._warn": {"run/tasks/trackers/outbox.py"},
+    "self._warn": {"run/tasks/trackers/outbox.py", "profile/watch.py"},
 }
 GIVEN = {"console.warn", "self.console.warn", "self.warn", "warn", "ignore_warning", "hear"}
 """What is passed on as such a parameter."""

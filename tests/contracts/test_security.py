@@ -97,6 +97,10 @@ def receivers(tree: ast.AST) -> Iterator[str]:
         yield from (f"line {node.lineno}: {name}" for name in sorted(names & {*RECEIVERS, "multiprocessing"}))
 
 
+STANDS_FOR_PYTHON_C = ("tests/fixtures/forked.py", "exec")
+"""The one exception: a fixture of the tests that runs what `python -c` would."""
+
+
 def sources() -> list[Path]:
     """Every Python file that this project wrote, except this one, whose controls name what it forbids."""
     files = [path for folder in ("tuner", "tools", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -106,8 +110,8 @@ def sources() -> list[Path]:
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_source_stays_above_the_floor(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert list(dangers(tree)) == []
     name = path.relative_to(ROOT).as_posix()
+    assert [found for found in dangers(tree) if (name, found.split(": ")[1]) != STANDS_FOR_PYTHON_C] == []
     if not name.startswith("tests/"):
         assert bool(list(receivers(tree))) == (name in BETWEEN_OWN_PROCESSES), list(receivers(tree))
 

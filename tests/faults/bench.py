@@ -278,7 +278,7 @@ def note_order(path: Path) -> None:
         for batch in batches.micro:
             digest.update(batch.input_ids.tobytes())
         with path.open("a") as file:
-            file.write(f"{train_state.step_config.rank} {index + 1} {digest.hexdigest()}\n")
+            file.write(f"{train_state.step_config.mesh.rank} {index + 1} {digest.hexdigest()}\n")
         return real(train_state, index, batches, *rest)
 
     loop.optimizer_step = noted

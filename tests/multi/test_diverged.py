@@ -15,7 +15,7 @@ import sys
 import tuner.train.loop as loop
 real = loop.optimizer_step
 def planted(state, index, *rest):
-    if index == 6 and state.step_config.rank == 1:
+    if index == 6 and state.step_config.mesh.rank == 1:
         layer = state.root.model.get_decoder().layers[3]
         layer.mlp.down_proj.register_forward_hook(lambda module, inputs, output: output * float("nan"))
     return real(state, index, *rest)

@@ -17,7 +17,8 @@ from tuner.profile.measurement import Measurement, of_all
 
 def measured(path: Path, **flags: str) -> Measurement:
     overrides = [Override(key.replace("__", "."), text) for key, text in flags.items()]
-    total_steps, found = measure_recipe(load_recipe(path, overrides), MeasureOptions(1), "error")
+    measured = measure_recipe(load_recipe(path, overrides), MeasureOptions(1), "error")
+    total_steps, found = measured.total_steps, measured.found
     assert found is not None
     assert found.total_steps == total_steps
     return found

@@ -38,6 +38,7 @@ from tuner.run.launch import launch as launch_run
 from tuner.cli.main import main
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
+from tuner.errors import MemoryLimitError
 from tuner.runtime import allocator
 from tuner.run import build as run_build, main as run_main
 from tuner.run.options import LaunchOptions

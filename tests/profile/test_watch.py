@@ -14,10 +14,10 @@ from tests.caches import new_cache
 from tests.fixtures import trainings
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
-from tuner.profile import watch
 from tuner.profile.recorder import StepRecorder
 from tuner.run.launch import launch as launch_run
 from tuner.run.options import LaunchOptions
+from tuner.runtime import phase
 from tuner.train.guard import WINDOW
 
 FLAGS = {"train.duration": "4 steps", "checkpoint.every": "never", "train.micro_batch_size": "4"}
@@ -48,7 +48,7 @@ def test_recorded_steps_compute_the_same(workplace: Path, capfd: pytest.CaptureF
     assert not (plain / "profile").exists()
     run = launch(workplace, "recorded", profile__steps="[2, 3, 900]")
     assert trainings.outcome(run) == trainings.outcome(plain)
-    assert "profile.steps: 900 lies behind the last step, 4" in capfd.readouterr().err
+    assert "profile.steps: 900 comes after the last step, 4" in capfd.readouterr().err
     kinds = (("memory", ""), ("trace", ".gz"))
     names = [f"{kind}-step-{step}-rank0.json{end}" for kind, end in kinds for step in (2, 3)]
     assert sorted(path.name for path in (run / "profile").iterdir()) == names
@@ -102,8 +102,7 @@ def test_a_step_that_fails_leaves_no_recording_behind(workplace: Path, monkeypat
     from tuner.train import loop
 
     def failing(train_state: Any, index: int, *rest: Any) -> None:
-        assert watch.DIRECTORY == "profile"
-        train_state.marks("forward")
+        phase.enter_part(index + 1, "forward")
         raise RuntimeError("the step's own")
 
     monkeypatch.setattr(loop, "optimizer_step", failing)

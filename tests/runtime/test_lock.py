@@ -17,6 +17,7 @@ from tuner.runtime.lock import FileLock
 
 HOLD = """
 import sys, time
+from tuner.runtime.lock import FileLock
 from pathlib import Path
 with FileLock(Path(sys.argv[1])):
     print("held", flush=True)

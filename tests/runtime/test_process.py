@@ -17,6 +17,10 @@ from tuner.runtime.process import any_rank, gloo_group, process_group
 
 SCRIPT = """
 import os, sys
+from tuner.runtime.dist import RankInfo
+from tuner.runtime.process import any_rank
+from tuner.runtime.process import gloo_group
+from tuner.runtime.process import process_group
 import torch, torch.distributed as dist
 launch = RankInfo.from_environment()
 with process_group(launch, "cpu", 30.0):
@@ -81,6 +85,10 @@ def test_nowhere_to_meet_is_one_clear_line() -> None:
 
 FAIL = """
 import sys, time
+from tuner.runtime.dist import RankInfo
+from tuner.runtime.process import any_rank
+from tuner.runtime.process import gloo_group
+from tuner.runtime.process import process_group
 from tuner.errors import DataError, LostRankError
 launch = RankInfo.from_environment()
 try:

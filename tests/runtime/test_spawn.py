@@ -137,6 +137,8 @@ def test_a_signal_that_no_rank_could_heed_is_an_interruption(tmp_path: Path) -> 
 
 TWICE = """
 import sys
+from tuner.runtime.spawn import run_ranks
+from tests.runtime.spawn_worker import work
 from pathlib import Path
 job = {"actions": ["stops", "deaf"], "ready": sys.argv[1], "stop_s": 60}
 run_ranks(work, job, 2, Path(sys.argv[1]))

@@ -15,6 +15,7 @@ from tuner.runtime.stop import COUNTED_ABOVE, StopSignals
 
 SCRIPT = """
 import sys, time
+from tuner.runtime.stop import StopSignals
 with StopSignals(lambda name: print(name, flush=True), repeat_s=float(sys.argv[1])) as stop:
     print("ready", flush=True)
     while not stop.requested: time.sleep(0.01)

@@ -15,7 +15,7 @@ from tools.allocations import is_counted, preloaded
 PROGRAM = """
 import json, threading
 import numpy as np, torch
-from tools.allocations import allocated, level_now
+from tools.allocations import allocated, is_counted, level_now
 found = [is_counted()]
 start = allocated().level
 kept = torch.empty(1000)

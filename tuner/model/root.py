@@ -96,7 +96,10 @@ class CausalLM(nn.Module):
 
         Without ``documents`` there is one.
         """
-        self._rotation.expect(*((documents.new, documents.whole) if documents is not None else ((), ())))
+        if documents is None:
+            self._rotation.expect((), ())
+        else:
+            self._rotation.expect(documents.new, documents.whole)
         where = self._where(position_ids, documents)
         output = decoder_of(self.model)(input_ids=input_ids[None], past_key_values=cache, use_cache=True, **where)
         logits: torch.Tensor = self.model.get_output_embeddings()(output.last_hidden_state[0, lasts])

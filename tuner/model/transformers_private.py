@@ -12,20 +12,20 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tuner.runtime.private import private_attribute, private_name
+from tuner.runtime.private import Need, private_attribute, private_name
 
-_EXPORT = ("exporting (`tuner export-hf`, `export.every`)", "training goes on without it")
-_WINDOWS = ("checking how far a model with windows looks back", "models without windows train without it")
-_SAMPLES = ("decoding sample answers", "`--eval.samples 0` trains without it")
-_BUILDING = ("building a model", "exported directories load without tuner")
+_EXPORT = Need("exporting (`tuner export-hf`, `export.every`)", "training goes on without it")
+_WINDOWS = Need("checking how far a model with windows looks back", "models without windows train without it")
+_SAMPLES = Need("decoding sample answers", "`--eval.samples 0` trains without it")
+_BUILDING = Need("building a model", "exported directories load without tuner")
 NAMES = {
-    "revert_weight_conversion": ("transformers.core_model_loading.revert_weight_conversion", *_EXPORT),
-    "load_converted": ("transformers.core_model_loading.convert_and_load_state_dict_in_model", *_EXPORT),
-    "conversion_mapping": ("transformers.conversion_mapping.get_model_conversion_mapping", *_EXPORT),
-    "LoadStateDictConfig": ("transformers.modeling_utils.LoadStateDictConfig", *_EXPORT),
-    "no_init_weights": ("transformers.initialization.no_init_weights", *_EXPORT),
-    "sdpa_mask": ("transformers.masking_utils.sdpa_mask", *_WINDOWS),
-    "DynamicSlidingWindowLayer": ("transformers.cache_utils.DynamicSlidingWindowLayer", *_SAMPLES),
+    "revert_weight_conversion": ("transformers.core_model_loading.revert_weight_conversion", _EXPORT),
+    "load_converted": ("transformers.core_model_loading.convert_and_load_state_dict_in_model", _EXPORT),
+    "conversion_mapping": ("transformers.conversion_mapping.get_model_conversion_mapping", _EXPORT),
+    "LoadStateDictConfig": ("transformers.modeling_utils.LoadStateDictConfig", _EXPORT),
+    "no_init_weights": ("transformers.initialization.no_init_weights", _EXPORT),
+    "sdpa_mask": ("transformers.masking_utils.sdpa_mask", _WINDOWS),
+    "DynamicSlidingWindowLayer": ("transformers.cache_utils.DynamicSlidingWindowLayer", _SAMPLES),
 }
 """By the name here: where transformers has it, what needs it, and what works without."""
 
@@ -34,7 +34,8 @@ def __getattr__(name: str) -> Any:
     """One of ``NAMES``. Raises MachineError where this transformers has it no more."""
     if name not in NAMES:
         raise AttributeError(name)
-    found = globals()[name] = private_name(*NAMES[name])
+    path, need = NAMES[name]
+    found = globals()[name] = private_name(path, need)
     return found
 
 
@@ -51,7 +52,7 @@ def load_published(model: PreTrainedModel, tensors: dict[str, torch.Tensor], dty
 
 def attention_of(config: PretrainedConfig) -> str:
     """The name of the attention that a model of this config computes with."""
-    found: str = private_attribute(config.get_text_config(), "_attn_implementation", *_BUILDING)
+    found: str = private_attribute(config.get_text_config(), "_attn_implementation", _BUILDING)
     return found
 
 
@@ -62,23 +63,23 @@ def forget_attention(config: PretrainedConfig) -> None:
 
 def takes_attention(kind: Any) -> bool:
     """Whether a class of models computes attention through transformers' interface."""
-    return bool(private_attribute(kind, "_can_set_attn_implementation", *_BUILDING)())
+    return bool(private_attribute(kind, "_can_set_attn_implementation", _BUILDING)())
 
 
 def registered(interface: Any) -> dict[str, Any]:
     """What all models find in one of transformers' interfaces, by name; a change is a change for all."""
-    found: dict[str, Any] = private_attribute(interface, "_global_mapping", *_BUILDING)
+    found: dict[str, Any] = private_attribute(interface, "_global_mapping", _BUILDING)
     return found
 
 
 def decoder_classes(model: PreTrainedModel) -> set[str]:
     """Names of the classes of a model's decoder layers, as transformers notes them for sharding."""
-    return set(private_attribute(model, "_no_split_modules", *_BUILDING) or ())
+    return set(private_attribute(model, "_no_split_modules", _BUILDING) or ())
 
 
 def from_config(model: PreTrainedModel, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """A new model of the same class."""
-    made: PreTrainedModel = private_attribute(type(model), "_from_config", *_BUILDING)(config, **options)
+    made: PreTrainedModel = private_attribute(type(model), "_from_config", _BUILDING)(config, **options)
     return made
 
 
@@ -86,7 +87,7 @@ def compute_buffers(model: PreTrainedModel, module: nn.Module) -> None:
     """Compute a module's constants as its class does when it is made; its parameters stay as they are."""
     for parameter in module.parameters(recurse=False):
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-    private_attribute(model, "_init_weights", *_BUILDING)(module)
+    private_attribute(model, "_init_weights", _BUILDING)(module)
 
 
 def commit_of(config: PretrainedConfig) -> str | None:

@@ -63,7 +63,7 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
     if tensors[0].dtype != torch.bfloat16:
         return 0
     if func is _GROUPED:
-        func, tensors = torch.ops.aten.mm.default, list(_one_group(*tensors))
+        func, tensors = torch.ops.aten.mm.default, list(_one_group(tensors[0], tensors[1]))
     asked = [tuple(_layout(tensor, longest) for tensor in tensors) for longest in _LONGEST]
     return _asked(func, next((layouts for layouts in asked if _operations(layouts) <= _ASKED), asked[-1]))
 
@@ -99,7 +99,7 @@ def _asked(func: Any, layouts: tuple[_Layout, ...]) -> int:
     """What one real product of such matrices has the allocator give out at its fullest, less its result."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it reports every start and stop on stderr
     with torch_private.disable_current_modes(), torch.autocast("cpu", enabled=False), torch.no_grad():
-        given = [_zeros(*layout) for layout in layouts]
+        given = [_zeros(shape, order) for shape, order in layouts]
         func(*given)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
             result = func(*given)

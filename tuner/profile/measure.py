@@ -168,7 +168,7 @@ def _take(assembly: Assembly, batches: StepBatches, index: int) -> None:
 
 def _memory(record: MemoryRecord, device: torch.device) -> MeasuredMemory:
     """On CUDA the allocator's peak over all steps; what the recorded one did not have is `other`."""
-    at, timeline = record.peak_at(), record.timeline()
+    at, (seconds, series) = record.peak_at(), record.timeline()
     peak, parts = max(record.totals()), record.parts(at)
     reserved = None
     if device.type == "cuda":
@@ -176,7 +176,7 @@ def _memory(record: MemoryRecord, device: torch.device) -> MeasuredMemory:
         peak, parts = peak + extra, parts | {"other": parts["other"] + extra}
         reserved = torch.cuda.max_memory_reserved(device)
     owners, turns = tuple(record.owners(at)), record.turns()
-    return MeasuredMemory(peak, parts, record.phase_peaks(), owners, *timeline, turns, reserved)
+    return MeasuredMemory(peak, parts, record.phase_peaks(), owners, seconds, series, turns, reserved)
 
 
 def _oom_report(assembly: Assembly, record: MemoryRecord, free: int) -> OomReport | None:

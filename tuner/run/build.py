@@ -83,7 +83,8 @@ def build(
     table, held = timetable(recipe, prepared, starts), held_out_rows(recipe, prepared)
     check_metric(recipe.checkpoint.keep_best, held)
     peak = measured_peak(resolved.facts.kind, recipe.train.precision, rank_info.local_rank)  # while the memory is free
-    train_state = build_train_state(recipe, *assemble_model(resolved, rank_info, mesh))
+    root, step_config = assemble_model(resolved, rank_info, mesh)
+    train_state = build_train_state(recipe, root, step_config)
     train_state.rng_start = starts.rng
     batches = GlobalBatches(
         prepared.train,

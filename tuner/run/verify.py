@@ -108,6 +108,14 @@ def _start(run: RunDir, steps: int, console: Console) -> _Start:
     return _Start(0, "never")
 
 
+@dataclass(frozen=True)
+class _TrainedSteps:
+    """What a run left: its lines without what the clock said, and its last checkpoint."""
+
+    lines: list[dict[str, Any]]
+    checkpoint: CheckpointInfo
+
+
 class _Trained:
     """A run in a directory of its own with the recipe of another one, launch by launch."""
 
@@ -127,20 +135,16 @@ class _Trained:
         if result.step != last:
             raise KeyboardInterrupt
 
-    def result(self) -> tuple[list[dict[str, Any]], CheckpointInfo]:
-        """Its lines without what the clock said, and its last checkpoint."""
+    def result(self) -> _TrainedSteps:
+        """What it left."""
         found = newest(self.path / CHECKPOINTS)
         assert found is not None
         lines = [json.loads(line) for line in (self.path / METRICS).read_text().splitlines()]
-        return [{key: value for key, value in line.items() if key not in CLOCKED} for line in lines], found
+        determined = [{key: value for key, value in line.items() if key not in CLOCKED} for line in lines]
+        return _TrainedSteps(determined, found)
 
 
-def _compared(
-    run_dir: Path,
-    first: int,
-    whole: tuple[list[dict[str, Any]], CheckpointInfo],
-    broken: tuple[list[dict[str, Any]], CheckpointInfo],
-) -> ResumeProof:
+def _compared(run_dir: Path, first: int, whole: _TrainedSteps, broken: _TrainedSteps) -> ResumeProof:
     difference = next(_differences(whole, broken), None)
     if difference is not None:
         raise VerificationError(
@@ -148,21 +152,19 @@ def _compared(
             hint="code of your own that keeps state, or kernels that are not deterministic? "
             "try train.deterministic: true",
         )
-    info = whole[1]
-    return ResumeProof(run_dir, first, len(whole[0]), len(info.index()), content_sha256(info))
+    info = whole.checkpoint
+    return ResumeProof(run_dir, first, len(whole.lines), len(info.index()), content_sha256(info))
 
 
-def _differences(
-    whole: tuple[list[dict[str, Any]], CheckpointInfo], broken: tuple[list[dict[str, Any]], CheckpointInfo]
-) -> Iterator[str]:
+def _differences(whole: _TrainedSteps, broken: _TrainedSteps) -> Iterator[str]:
     """In words: of the log, then of the JSON state, then of tensors, each in its order."""
-    if len(whole[0]) != len(broken[0]):
-        yield f"{len(whole[0])} lines in the log, {len(broken[0])} with a stop"
-    for before, after in zip(whole[0], broken[0], strict=False):
+    if len(whole.lines) != len(broken.lines):
+        yield f"{len(whole.lines)} lines in the log, {len(broken.lines)} with a stop"
+    for before, after in zip(whole.lines, broken.lines, strict=False):
         for key in sorted(before.keys() | after.keys()):
             if before.get(key) != after.get(key):
                 yield f"step {before['step']}: {key} {before.get(key)}, {after.get(key)} with a stop"
-    one, other = whole[1], broken[1]
+    one, other = whole.checkpoint, broken.checkpoint
     for key in sorted(one.state.keys() | other.state.keys()):
         if one.state.get(key) != other.state.get(key):
             yield f"state after step {one.step}: {key} {one.state.get(key)}, {other.state.get(key)} with a stop"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -9,27 +10,35 @@ from typing import Any
 from tuner.errors import MachineError
 
 
-def private_name(path: str, needed_by: str, still_works: str) -> Any:
+@dataclass(frozen=True)
+class Need:
+    """What a private name is for: what needs it, and what works without."""
+
+    by: str
+    still_works: str
+
+
+def private_name(path: str, need: Need) -> Any:
     """What a library has under a dotted path. Raises MachineError where it has no such name (any more)."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise _gone(path, needed_by, still_works) from error
+        raise _gone(path, need) from error
 
 
-def private_attribute(owner: Any, name: str, needed_by: str, still_works: str) -> Any:
+def private_attribute(owner: Any, name: str, need: Need) -> Any:
     """An attribute of a library's object or class. Raises MachineError where it has it no more."""
     try:
         return getattr(owner, name)
     except AttributeError as error:
         kind = owner if isinstance(owner, type) else type(owner)
-        raise _gone(f"{kind.__module__}.{kind.__qualname__}.{name}", needed_by, still_works) from error
+        raise _gone(f"{kind.__module__}.{kind.__qualname__}.{name}", need) from error
 
 
-def _gone(path: str, needed_by: str, still_works: str) -> MachineError:
+def _gone(path: str, need: Need) -> MachineError:
     library = path.partition(".")[0]
     return MachineError(
-        f"{library} {version(library)} has no {path}, which {needed_by} needs; {still_works}",
+        f"{library} {version(library)} has no {path}, which {need.by} needs; {need.still_works}",
         hint=f"install a tested version of {library}: docs/versions.md",
     )

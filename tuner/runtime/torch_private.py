@@ -10,29 +10,29 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tuner.runtime.private import private_attribute, private_name
+from tuner.runtime.private import Need, private_attribute, private_name
 
 if TYPE_CHECKING:
     import torch
 
-_PREDICTION = ("predicting memory (`tuner profile` without --measure)", "training goes on without it")
-_RECORDING = ("recording a step (`tuner profile --measure`, `profile.steps`)", "training goes on without it")
-_SELECTIVE = ("`train.gradient_checkpointing: selective`", "`none` and `full` train without it")
+_PREDICTION = Need("predicting memory (`tuner profile` without --measure)", "training goes on without it")
+_RECORDING = Need("recording a step (`tuner profile --measure`, `profile.steps`)", "training goes on without it")
+_SELECTIVE = Need("`train.gradient_checkpointing: selective`", "`none` and `full` train without it")
 NAMES = {
-    "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", *_PREDICTION),
-    "disable_current_modes": ("torch.utils._python_dispatch._disable_current_modes", *_PREDICTION),
-    "tree_leaves": ("torch.utils._pytree.tree_leaves", *_PREDICTION),
-    "FakeTensor": ("torch._subclasses.fake_tensor.FakeTensor", *_PREDICTION),
-    "FakeTensorMode": ("torch._subclasses.fake_tensor.FakeTensorMode", *_PREDICTION),
-    "unset_fake_temporarily": ("torch._subclasses.fake_tensor.unset_fake_temporarily", *_PREDICTION),
-    "FakeStore": ("torch.testing._internal.distributed.fake_pg.FakeStore", *_PREDICTION),
-    "OPDEFS": ("torch._library.custom_ops.OPDEFS", *_PREDICTION),
-    "current_autograd_node": ("torch._C._current_autograd_node", *_PREDICTION),
-    "sequence_number": ("torch._C._autograd._get_sequence_nr", *_PREDICTION),
-    "RecordScope": ("torch._C._profiler.RecordScope", *_RECORDING),
-    "EventType": ("torch._C._profiler._EventType", *_RECORDING),
-    "record_memory_history": ("torch.cuda.memory._record_memory_history", *_RECORDING),
-    "dump_snapshot": ("torch.cuda.memory._dump_snapshot", *_RECORDING),
+    "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", _PREDICTION),
+    "disable_current_modes": ("torch.utils._python_dispatch._disable_current_modes", _PREDICTION),
+    "tree_leaves": ("torch.utils._pytree.tree_leaves", _PREDICTION),
+    "FakeTensor": ("torch._subclasses.fake_tensor.FakeTensor", _PREDICTION),
+    "FakeTensorMode": ("torch._subclasses.fake_tensor.FakeTensorMode", _PREDICTION),
+    "unset_fake_temporarily": ("torch._subclasses.fake_tensor.unset_fake_temporarily", _PREDICTION),
+    "FakeStore": ("torch.testing._internal.distributed.fake_pg.FakeStore", _PREDICTION),
+    "OPDEFS": ("torch._library.custom_ops.OPDEFS", _PREDICTION),
+    "current_autograd_node": ("torch._C._current_autograd_node", _PREDICTION),
+    "sequence_number": ("torch._C._autograd._get_sequence_nr", _PREDICTION),
+    "RecordScope": ("torch._C._profiler.RecordScope", _RECORDING),
+    "EventType": ("torch._C._profiler._EventType", _RECORDING),
+    "record_memory_history": ("torch.cuda.memory._record_memory_history", _RECORDING),
+    "dump_snapshot": ("torch.cuda.memory._dump_snapshot", _RECORDING),
 }
 """By the name here: where torch has it, what needs it, and what works without."""
 
@@ -41,13 +41,14 @@ def __getattr__(name: str) -> Any:
     """One of ``NAMES``. Raises MachineError where this torch has it no more."""
     if name not in NAMES:
         raise AttributeError(name)
-    found = globals()[name] = private_name(*NAMES[name])
+    path, need = NAMES[name]
+    found = globals()[name] = private_name(path, need)
     return found
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
     """What tells one living storage from another; it may be given again after the storage's end."""
-    return int(private_attribute(storage, "_cdata", *_PREDICTION))
+    return int(private_attribute(storage, "_cdata", _PREDICTION))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,18 +59,18 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def node_number(node: Any) -> int:
     """The number that autograd gave to one of its nodes, in the order of the forward pass."""
-    return int(private_attribute(node, "_sequence_nr", *_PREDICTION)())
+    return int(private_attribute(node, "_sequence_nr", _PREDICTION)())
 
 
 def schema(function: Any) -> Any:
     """Name and arguments of an operation as it was declared."""
-    return private_attribute(function, "_schema", *_SELECTIVE)
+    return private_attribute(function, "_schema", _SELECTIVE)
 
 
 def custom_body(function: Any) -> Callable[..., Any] | None:
     """The Python function behind a custom operation; None of one that torch does not know as such."""
     found = __getattr__("OPDEFS").get(function.name())
-    body: Callable[..., Any] | None = None if found is None else private_attribute(found, "_init_fn", *_PREDICTION)
+    body: Callable[..., Any] | None = None if found is None else private_attribute(found, "_init_fn", _PREDICTION)
     return body
 
 
@@ -77,7 +78,7 @@ def operation(name: str) -> Any:
     """The default overload of an ATen operation that torch does not document."""
     import torch
 
-    return private_attribute(torch.ops.aten, name, *_PREDICTION).default
+    return private_attribute(torch.ops.aten, name, _PREDICTION).default
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:

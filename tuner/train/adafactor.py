@@ -51,7 +51,8 @@ class ShardedAdafactor(torch.optim.Optimizer):
         keep = None if self.found_inf is None else self.found_inf <= 0
         for _, gradient, _ in work:
             prepare(gradient, self.grad_scale, keep)
-        columns = sums_over_rows(*_column_sums([gradient for _, gradient, _ in work], layouts))
+        sums_of_columns, whole = _column_sums([gradient for _, gradient, _ in work], layouts)
+        columns = sums_over_rows(sums_of_columns, whole)
         for (parameter, gradient, _), layout, sums in zip(work, layouts, columns, strict=True):
             self._make_update(parameter, gradient, layout, sums, keep)
             if keep is not None:

@@ -54,7 +54,8 @@ class ShardedMuon(torch.optim.Optimizer):
                 parameter.mul_(torch.where(keep, 1 - decay, 1.0))
             else:
                 parameter.mul_(1 - decay)
-            parameter.add_(update, alpha=-lr * self._ratio(*layout.shape))
+            rows, columns = layout.shape
+            parameter.add_(update, alpha=-lr * self._ratio(rows, columns))
 
     def _ratio(self, rows: int, columns: int) -> float:
         """What a matrix's shape makes of the learning rate (Liu et al. 2025, or Jordan's own)."""

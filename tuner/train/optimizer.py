@@ -170,15 +170,30 @@ def build_optimizer(
         case SgdOptimizer():
             optimizers = [_sgd(groups(parameters, lr), section.momentum, section.nesterov)]
         case AdafactorOptimizer():
-            settings = (section.decay_rate, section.clip_threshold, section.scale_parameter)
-            optimizers = [ShardedAdafactor(groups(parameters, lr), layouts, *settings)]
+            optimizers = [
+                ShardedAdafactor(
+                    groups(parameters, lr),
+                    layouts,
+                    section.decay_rate,
+                    section.clip_threshold,
+                    section.scale_parameter,
+                )
+            ]
         case MuonOptimizer():
             inner = {name: p for name, p in parameters.items() if name not in outer and p.ndim == 2}
             hidden = [name for name, parameter in inner.items() if is_matrix(name, parameter)]
             if not hidden:
                 raise RecipeError("optimizer.kind: muon has no hidden matrix to train", hint="write kind: adamw")
-            steps = (section.adjust_lr, section.momentum, section.nesterov, section.ns_steps)
-            optimizers = [ShardedMuon(groups(hidden, lr), layouts, *steps)]
+            optimizers = [
+                ShardedMuon(
+                    groups(hidden, lr),
+                    layouts,
+                    section.adjust_lr,
+                    section.momentum,
+                    section.nesterov,
+                    section.ns_steps,
+                )
+            ]
             if others := [name for name in parameters if name not in set(hidden)]:
                 optimizers.append(_adamw(groups(others, float(section.adamw_lr)), section.betas, section.eps))
         case CustomOptimizer():
@@ -212,7 +227,7 @@ def group_parameters(
         peak = lr if group is None or group.lr is None else group.lr
         decay = weight_decay if group is None or group.weight_decay is None else group.weight_decay
         found.setdefault((peak, decay if is_matrix(name, parameter) else 0.0), []).append(name)
-    return [Group(tuple(names), *settings) for settings, names in found.items()]
+    return [Group(tuple(names), peak, decay) for (peak, decay), names in found.items()]
 
 
 def is_matrix(name: str, parameter: torch.Tensor) -> bool:

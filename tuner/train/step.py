@@ -134,9 +134,9 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
         torch.manual_seed(_mixed(step_config.seed, index - state.rng_start, number, step_config.mesh.data_rank))
         phase.enter_part(index + 1, "forward")
         terms = microbatch_terms(root, state.method, batch, step_config)
+        sums = terms.plus(sums)
         phase.enter_part(index + 1, "backward")
         terms.loss(counts).backward()
-        sums = terms.plus(sums)
     assert sums is not None, "a step has at least one micro-batch"
     return sums, counts
 

@@ -184,6 +184,8 @@ def test_nothing_that_encodes_starts_a_thread_before_the_workers_are_forked() ->
 PARENT = """
 import sys
 from pathlib import Path
+from tests.data.building.worker_jobs import Echo
+from tuner.data.building.pool import answers
 # No guard for __main__: a worker must not run this file again.
 (Path(sys.argv[1]) / "parent").open("a").write("x")
 try:

@@ -327,6 +327,10 @@ def test_without_the_datasets_library_a_hub_name_says_what_to_install(
 
 SPOOL = """
 import sys
+from tuner.config.recipe import DataSource
+from tuner.data.reading.blocks import blocks
+from tuner.data.reading.sources import expand
+from tuner.data.reading.blocks import records_of
 from tuner.errors import TunerError
 sources = [DataSource(path="-", format=sys.argv[1])]
 try:

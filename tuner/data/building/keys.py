@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tuner.config.duration import Duration
 from tuner.data.building.sampling import Share
@@ -79,13 +79,21 @@ class Keys:
                 raise DataError(f"{path}: changed while it was read", hint="run the command again")
 
 
-def sources_of(spec: "PrepareSpec") -> tuple[list[Source], list[Source] | None]:
+class SplitSources(NamedTuple):
+    """The sources of each split; None for an eval split that is held out of the train sources, or not there."""
+
+    train: list[Source]
+    held: list[Source] | None
+
+
+def sources_of(spec: "PrepareSpec") -> SplitSources:
     """The sources of `data.train`, and those of `data.eval` where it has its own. DataError where one is not there."""
     data = spec.data
-    return _sources(data.train), None if data.eval is None or isinstance(data.eval, Duration) else _sources(data.eval)
+    held = None if data.eval is None or isinstance(data.eval, Duration) else _sources(data.eval)
+    return SplitSources(_sources(data.train), held)
 
 
-def keys_of(spec: "PrepareSpec", sources: tuple[list[Source], list[Source] | None] | None = None) -> Keys:
+def keys_of(spec: "PrepareSpec", sources: SplitSources | None = None) -> Keys:
     """Read the sources and hash what decides the result. DataError for a source that cannot be read."""
     data = spec.data
     train, held = sources or sources_of(spec)

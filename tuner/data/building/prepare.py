@@ -58,10 +58,10 @@ def prepare(spec: PrepareSpec, console: "Console | None" = None) -> PreparedInfo
     Raises DataError for rows that cannot be used and MachineError where the cache cannot be written.
     """
     started = time.monotonic()
-    train, held = sources_of(spec)
+    sources = sources_of(spec)
     # Before it is known whether it is needed: it loads the tokenizer while the sources are hashed.
-    with start_pool(spec, [*train, *(held or [])]) or nullcontext() as pool:
-        keys = keys_of(spec, (train, held))
+    with start_pool(spec, [*sources.train, *(sources.held or [])]) or nullcontext() as pool:
+        keys = keys_of(spec, sources)
         final = cache_path(spec.cache_dir, "prepared", keys.prepared)
         manifest = valid(final, "prepared")
         cached = manifest is not None

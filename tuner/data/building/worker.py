@@ -28,7 +28,7 @@ _ALONE = "alone"
 
 def main() -> None:
     """Be the process that forks into the workers, or one that could not be forked from it."""
-    warnings.showwarning = lambda *warning, **_: _heard.append(python_warning(*warning[:4]))
+    warnings.showwarning = lambda text, kind, file, line, *_: _heard.append(python_warning(text, kind, file, line))
     with calm_collector():
         answer = _started()
         if sys.argv[1] == _ALONE:
@@ -88,9 +88,9 @@ def _serve(socket: int, answer: Callable[[Any], Any]) -> NoReturn:
     threading.Thread(target=_receive, args=(connection, items), daemon=True).start()
     while True:
         try:
-            message = _message((answer(ForkingPickler.loads(items.get())), None))
+            message = _message(answer(ForkingPickler.loads(items.get())), None)
         except Exception as error:  # whatever it is, the parent decides
-            message = _message((None, _portable(error)))
+            message = _message(None, _portable(error))
         try:
             connection.send_bytes(message)
         except OSError:
@@ -106,9 +106,9 @@ def _receive(connection: "Connection[Any, Any]", items: "SimpleQueue[bytes]") ->
         os._exit(0)
 
 
-def _message(outcome: tuple[Any, Exception | None]) -> Any:
+def _message(answer: Any, error: Exception | None) -> Any:
     """An answer or an error, and what was warned of meanwhile, as they are sent."""
-    message = ForkingPickler.dumps((outcome, _heard))
+    message = ForkingPickler.dumps(((answer, error), _heard))
     _heard.clear()
     return message
 

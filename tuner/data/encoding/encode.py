@@ -21,7 +21,7 @@ from tuner.data.encoding.fast import FastEncoder
 from tuner.data.encoding.flat import BatchTexts, Flat, Ints, Turns, edges_of, offsets_of
 from tuner.data.encoding.place import KEPT_CHARS, KEPT_PROMPTS, Placer
 from tuner.data.encoding.proven import ProvenEncoder
-from tuner.data.encoding.template_layout import TemplateLayout, TemplateLayouts
+from tuner.data.encoding.template_layout import Shape, TemplateLayout, TemplateLayouts
 from tuner.data.encoding.template_spy import has_reserved
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import Plan, Planner, SpecialTokens, TrainOn
@@ -118,7 +118,7 @@ class Encoder:
         messages = example.messages
         if self._table is None or example.tools or any(len(message) != 2 for message in messages):
             return False
-        layout = self._layouts.find((tuple([m["role"] for m in messages]), tuple(example.train)))
+        layout = self._layouts.find(Shape(tuple([m["role"] for m in messages]), tuple(example.train)))
         contents = [message["content"] for message in messages]
         if layout is None or not layout.fits(contents):
             return False

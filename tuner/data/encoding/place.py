@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tuner.data.encoding.tokenizer import Encoded, TextTokenizer
 from tuner.data.encoding.turns import BREAK, GUARD, Plan, TrainOn, Turn
-from tuner.data.reading.problems import KeyPath, RecordProblem
+from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Tokens
 
 KEPT_PROMPTS, KEPT_CHARS = 4096, 256
@@ -138,8 +138,11 @@ class Placer:
         read = self._tokenizer.decode([int(i) for part in parts for i in part.ids])
         if normalize("NFC", read) != normalize("NFC", "".join(texts)):
             raise RecordProblem("with its control tokens escaped the text would read otherwise", 1)
-        columns = ([getattr(part, name) for part in parts] for name in ("ids", "starts", "stops"))
-        return Encoded(*map(np.concatenate, columns))
+        return Encoded(
+            np.concatenate([part.ids for part in parts]),
+            np.concatenate([part.starts for part in parts]),
+            np.concatenate([part.stops for part in parts]),
+        )
 
     def _apart(self, plan: Plan) -> Document:
         """Encode prompt and answer one by one: the prompt's ids are then those of the prompt alone. RecordProblem."""
@@ -150,8 +153,8 @@ class Placer:
         answer = clean.turns[-1]
         ids, cut = np.concatenate([prompt.ids, rest.ids]), len(prompt.ids)
         if self._tokenizer.decode(ids.tolist()) != clean.text:
-            place: tuple[int | None, KeyPath] = (None, ("completion",)) if plan.framed else (1, ())
-            raise RecordProblem("a token reaches over the end of the prompt: its mask cannot be exact", *place)
+            what = "a token reaches over the end of the prompt: its mask cannot be exact"
+            raise RecordProblem(what, None, ("completion",)) if plan.framed else RecordProblem(what, 1)
         end = _boundary(rest, answer.stop - answer.start)
         if end is None:
             raise RecordProblem(f"a token reaches over an end of the {answer.rule}: its mask cannot be exact", 1)

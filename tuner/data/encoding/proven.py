@@ -72,7 +72,9 @@ class ProvenEncoder:
         for c, text, own in zip(characters, texts, self._tokenizer.encode_ids(texts), strict=True):
             self._known[ord(c)] = True
             # What the tokenizer would normalise in this company is proven where it stands alone.
-            if not (self._equal(text, own) if self._table.accepts(text) else self._equal(*self._alone(c))):
+            if not self._table.accepts(text):
+                text, own = self._alone(c)  # noqa: PLW2901 (in its place)
+            if not self._equal(text, own):
                 self._refuted.add(c)
 
     def _alone(self, character: str) -> tuple[str, npt.NDArray[np.uint32]]:

@@ -210,7 +210,8 @@ class ChatTemplate:
     def _as_read(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages with each content and tool call as the template reads it."""
         if any(message.get("tool_calls") for message in messages):
-            messages = [_with_calls(m, *self._call_form) if m.get("tool_calls") else m for m in messages]
+            as_text, null = self._call_form
+            messages = [_with_calls(m, as_text, null) if m.get("tool_calls") else m for m in messages]
         if not self.reads_parts:
             return messages
         contents = (message.get("content") for message in messages)

@@ -41,8 +41,12 @@ _METHODS = frozenset(
     | {"removeprefix", "removesuffix", "items", "keys", "values", "get"}
 )
 
-Shape = tuple[tuple[str, ...], tuple[bool | None, ...]]
-"""Roles, and whether each message says of itself that it is trained."""
+
+class Shape(NamedTuple):
+    """Roles, and whether each message says of itself that it is trained."""
+
+    roles: tuple[str, ...]
+    train: tuple[bool | None, ...]
 
 
 class Mark(NamedTuple):
@@ -104,13 +108,13 @@ class TemplateLayouts:
     def find(self, shape: Shape) -> TemplateLayout | None:
         """Return the layout of a shape, or None where its records must be rendered one by one."""
         if shape not in self._known:
-            if not self._transparent or len(shape[0]) > MAX_MESSAGES or len(self._known) >= MAX_SHAPES:
+            if not self._transparent or len(shape.roles) > MAX_MESSAGES or len(self._known) >= MAX_SHAPES:
                 return None
             self._known[shape] = self._learn(shape)
         return self._known[shape]
 
     def _learn(self, shape: Shape) -> TemplateLayout | None:
-        roles, train = shape
+        roles, train = shape.roles, shape.train
         asked = Asked()
         spies = [TemplateSpy.make(_probe_text(i), asked) for i in range(len(roles))]
         messages: list[dict[str, Any]] = [{"role": r, "content": c} for r, c in zip(roles, spies, strict=True)]

@@ -144,7 +144,8 @@ class ExportTask(Task):
     """Hands saved checkpoints to the exporter of the run. Rank 0 alone has one; on the others it does nothing."""
 
     def __init__(self, exporter: Exporter, context: LaunchContext) -> None:
-        self._exporter, self._context = exporter, context
+        self._exporter, self._console = exporter, context.console
+        self._checkpoints = context.run.checkpoints
         self._every = context.assembly.timetable.exporting
         self._is_on = context.assembly.rank_info.is_main and self._every != Cadence()
 
@@ -152,7 +153,7 @@ class ExportTask(Task):
         """Make up for an export that an earlier launch owed."""
         if self._is_on:
             with self._warned():
-                self._exporter.start(self._every, self._context.console, self._context.run.checkpoints)
+                self._exporter.start(self._every, self._console, self._checkpoints)
         return ()
 
     def notify(self, event: Event) -> None:
@@ -167,4 +168,4 @@ class ExportTask(Task):
         try:
             yield
         except TunerError as error:
-            self._context.console.warn(f"{error.message}; training continues")
+            self._console.warn(f"{error.message}; training continues")

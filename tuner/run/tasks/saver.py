@@ -99,7 +99,15 @@ class Saver(Task):
         self, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor], staged: Staged | None, ranks: Collective
     ) -> Snapshot:
         ranks.on_rank0(self._sync_records)
-        parts = (tensors, snapshot.state, self._meta, snapshot.probe)
-        save(self.checkpoints, snapshot.step, *parts, staged=staged, ranks=ranks)
+        save(
+            self.checkpoints,
+            snapshot.step,
+            tensors,
+            snapshot.state,
+            self._meta,
+            snapshot.probe,
+            staged=staged,
+            ranks=ranks,
+        )
         ranks.on_rank0(lambda: len(prune(self.checkpoints.path, self._keep, snapshot.protected)))
         return snapshot
