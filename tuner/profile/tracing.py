@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
 from tuner.checkpoint.staging import staged_bytes
@@ -21,6 +22,7 @@ from tuner.model.decode import fullest_forwards
 from tuner.model.flops import Flops, training_flops
 from tuner.parallel.assemble import assemble
 from tuner.parallel.fsdp import local, sync_gradients
+from tuner.parallel.mesh import Mesh
 from tuner.profile.cuda_stand_in import cuda_stand_in, unchanged_modules
 from tuner.profile.fakes import give_storage, quiet_kernels
 from tuner.profile.prediction import Phase
@@ -77,7 +79,7 @@ def trace_step(
             stack.enter_context(unchanged_modules(model))
         if rank_info.world_size > 1:
             stack.enter_context(_fake_group(rank_info))
-        root = assemble(assembly_spec(resolved), model, device_mesh=mesh.device_mesh(device.type))
+        root = assemble(assembly_spec(resolved), model, device_mesh=_fake_mesh(mesh))
         largest = max(parameter.numel() * parameter.element_size() for parameter in root.parameters())
         flops = training_flops(root.model)
         stack.enter_context(_fakes())
@@ -161,6 +163,18 @@ def _fakes() -> Iterator[None]:
         forget_documents()  # what it kept were fakes
         if enabled:
             gc.enable()
+
+
+def _fake_mesh(mesh: Mesh) -> DeviceMesh | None:
+    """The mesh of a fake group, under names of its own.
+
+    torch keeps one layout for all equal meshes, with the coordinates of whoever made it first: a real mesh of this
+    process that equals a predicted one would be taken for rank 0's.
+    """
+    if not mesh.axes:
+        return None
+    names = tuple(f"predicted_{name}" for name in mesh.axes)
+    return init_device_mesh("cpu", tuple(mesh.axes.values()), mesh_dim_names=names)
 
 
 @contextmanager

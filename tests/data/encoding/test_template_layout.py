@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data import tiny
-from tuner.data.encoding.template_layout import TemplateLayout, TemplateLayouts
+from tuner.data.encoding.template_layout import Shape, TemplateLayout, TemplateLayouts
 from tuner.data.encoding.turns import Planner
 
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -67,8 +67,8 @@ def skeletons(template: str) -> TemplateLayouts:
     return TemplateLayouts(tokenizer, Planner(tokenizer, "assistant", "refuse"))
 
 
-def shape(roles: Sequence[str]) -> tuple[tuple[str, ...], tuple[bool | None, ...]]:
-    return tuple(roles), (None,) * len(roles)
+def shape(roles: Sequence[str]) -> Shape:
+    return Shape(tuple(roles), (None,) * len(roles))
 
 
 def written(skeleton: TemplateLayout, contents: Sequence[str]) -> str:
@@ -112,7 +112,7 @@ def test_what_a_template_asks_for_decides_what_fits() -> None:
 
 
 def test_turns_lie_between_the_contents() -> None:
-    skeleton = skeletons(PLAIN).find((("user", "assistant", "user", "assistant"), (None, False, None, None)))
+    skeleton = skeletons(PLAIN).find(Shape(("user", "assistant", "user", "assistant"), (None, False, None, None)))
     assert skeleton is not None
     (mark,) = skeleton.marks
     assert (mark.start_part, mark.stop_part, mark.trained, mark.is_answer) == (3, 4, True, True)
