@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-SPIN_COUNT = "15000"
+SPIN_COUNT = "12500"
 """Rounds of GNU OpenMP's waiting loop before a thread sleeps: somewhat less than a millisecond.
 
 Its own default of 300,000 outlasts a scheduler's time slice: where another program takes one of the cores, a thread
