@@ -531,7 +531,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "train-reset-forgotten",
-        "run.resets.resets_for",
+        "run.changes.resets_for",
         "resets_of(A.state if B is None else B)",
         "resets_of(A.state)",
         ("tests/run/test_resets.py",),

@@ -17,7 +17,7 @@ from tests.fixtures import forked
 from tests.rundir import made
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.cli.document import SCHEMA_PATH
-from tuner.rundir.record import hold
+from tuner.rundir.run_json import hold
 
 ROOT = Path(__file__).parents[2]
 START = ("2026-01-02T10:00:00Z", "2026-01-02T11:00:00Z")

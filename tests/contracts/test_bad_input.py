@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures import forked
-from tuner.config.duration_types import Cadence, Span
+from tuner.config.duration import Cadence, Span
 from tuner.config.fields import Field, fields, item_fields
 from tuner.config.load import Override, load_recipe
-from tuner.config.number_types import Real, Whole
+from tuner.config.numbers import Real, Whole
 from tuner.config.other_tools import FOREIGN
 from tuner.config.value_types import Choice, Several, Switch, Table, Text
 from tuner.errors import RecipeError

@@ -43,7 +43,7 @@ NEVER_HEAVY = {"errors", "config", "data", "rundir"}
 LAZILY_HEAVY = {"runtime", "cli", "api", ""}
 # Who may see the whole recipe; everything else gets its own section or plain values.
 SEES_RECIPE = {"config", "profile", "cli", "api"}
-RESOLVED_IN = ("resolve", "timetable", "build", "planned", "launch", "score", "tasks.export")
+RESOLVED_IN = ("resolve", "timetable", "build", "preflight", "launch", "score", "tasks.export")
 SEES_RECIPE_FILES = {f"tuner.run.{name}" for name in RESOLVED_IN}
 # Tasks that reach for an instrument, inside a function or as a module that is imported so, when a recipe asks for it.
 INSTRUMENTS = {"tuner.run.tasks.record": "profile", "tuner.run.tasks.export": "export"}

@@ -14,9 +14,9 @@ from tests.fixtures.repositories import git
 from tuner.checkpoint import manifest
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
-from tuner.run import launch as launching
 from tuner.run.launch import launch, train_rank
 from tuner.run.options import LaunchOptions, RunResult
+from tuner.runtime import spawn
 from tuner.runtime.spawn import Work
 
 COMMAND = ["/lib/tuner/__main__.py", "train", "work/r.yaml", "--hooks.0.options.token", "secret"]
@@ -42,7 +42,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     git(work, "commit", "-m", "one")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", COMMAND)
-    monkeypatch.setattr(launching, "run_ranks", as_one_rank)
+    monkeypatch.setattr(spawn, "run_ranks", as_one_rank)
     return work
 
 
@@ -84,7 +84,7 @@ def test_the_chosen_checkpoint_is_hashed_once_and_goes_to_every_rank(
         assert hashed.count(True) == 1
         return train_rank(job)
 
-    monkeypatch.setattr(launching, "run_ranks", hand_over)
+    monkeypatch.setattr(spawn, "run_ranks", hand_over)
     result = launched(work, 2, "auto")
     assert given[0]["options"]["handed_over"]["checkpoint"] == str(first.checkpoint)
     assert (result.status, result.metrics["step"]) == ("finished", 18)

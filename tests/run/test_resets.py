@@ -13,10 +13,10 @@ from tuner.checkpoint.load import CheckpointInfo, newest, read_tensors
 from tuner.config.overrides import Override
 from tuner.data.batches import GlobalBatches
 from tuner.errors import DataError, RecipeError
+from tuner.run.changes import Reset, parse_reset, resets_for
 from tuner.run.main import train
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.run.previous import resume_source
-from tuner.run.resets import Reset, parse_reset, resets_for
 from tuner.run.verify import verify_resume
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo

@@ -11,8 +11,8 @@ from tests.fixtures import trainings
 from tests.fixtures.trainings import launch
 from tuner.errors import MachineError, RecipeError, VerificationError
 from tuner.run import main as run_module
-from tuner.run.context import LaunchContext
 from tuner.run.options import LaunchOptions
+from tuner.run.state import LaunchContext
 from tuner.run.verify import ResumeProof, verify_resume
 from tuner.runtime.console import Console
 from tuner.runtime.lock import FileLock

@@ -10,9 +10,9 @@ import pytest
 
 from tests.rundir import made
 from tuner.errors import DataError, MachineError, RecipeError
-from tuner.rundir.record import find_runs, hold, read_run, read_runs
+from tuner.rundir.record import differing, find_runs, read_run, read_runs, source_losses, summary
 from tuner.rundir.remove import remove_runs
-from tuner.rundir.summary import differing, source_losses, summary
+from tuner.rundir.run_json import hold
 
 
 def test_the_summary_of_a_run(tmp_path: Path) -> None:

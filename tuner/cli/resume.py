@@ -23,9 +23,9 @@ def resume(  # noqa: PLR0913 - one parameter per option of the command
     Keys of the recipe that may change are given as --section.key value.
     """
     path = input_path(run_dir)
+    from tuner.run.changes import parse_reset
     from tuner.run.options import LaunchOptions
     from tuner.run.previous import resume_source
-    from tuner.run.resets import parse_reset
 
     options = LaunchOptions("must", dry_run=dry_run, reset=parse_reset(reset))
     return launch_training(resume_source(path, overrides_of(ctx)), options, verbose)

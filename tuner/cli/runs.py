@@ -16,9 +16,8 @@ from tuner.errors import DataError, VerificationError
 from tuner.rundir.curves import Chart, charts
 from tuner.rundir.last_checkpoint import problem_of
 from tuner.rundir.layout import CURVES
-from tuner.rundir.record import Run, find_runs, read_run, read_runs
+from tuner.rundir.record import Run, differing, find_runs, read_run, read_runs, source_losses, summary
 from tuner.rundir.remove import remove_runs
-from tuner.rundir.summary import differing, source_losses, summary
 from tuner.rundir.terminal import LETTERS, draw
 from tuner.runtime.console import LABEL_WIDTH, clock, escape
 

@@ -69,8 +69,8 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
         raise RecipeError("stdin is read once: only one of recipe, --prepared and --overrides can be -")
     typed = overrides_of(ctx)
     loaded = load_for_command(recipe, [*given_overrides(overrides, typed), *typed])
+    from tuner.run.changes import parse_reset
     from tuner.run.options import LaunchOptions
-    from tuner.run.resets import parse_reset
 
     data = None if prepared is None else input_path(prepared)
     options = LaunchOptions(mode, data, no_prepare, dry_run, parse_reset(reset))

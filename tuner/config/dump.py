@@ -22,6 +22,17 @@ def recipe_dict(recipe: Recipe) -> dict[str, Any]:
     return dumped
 
 
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as one level with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
 def recipe_yaml(recipe: Recipe, origins: Mapping[str, str] | None = None) -> str:
     """Return the whole recipe, defaults included, as YAML that loads to the same recipe.
 

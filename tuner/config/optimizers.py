@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tuner.config.number_types import Real, Whole
+from tuner.config.numbers import Real, Whole
 from tuner.config.section import Auto, Bool, Items, Options, Section, Use
 from tuner.config.value_types import Several, T, Text, Word, refuse
 

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from tuner.config.duration import Duration
-from tuner.config.duration_types import Cadence, Span
-from tuner.config.number_types import Bytes, Real, Skips, Whole
+from tuner.config.duration import Cadence, Duration, Span
+from tuner.config.numbers import Bytes, Real, Skips, Whole
 from tuner.config.optimizers import (
     GROUPS,
     AdafactorOptimizer,

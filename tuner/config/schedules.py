@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tuner.config.duration import Duration
-from tuner.config.duration_types import Cadence, Span
-from tuner.config.number_types import Real
+from tuner.config.duration import Cadence, Duration, Span
+from tuner.config.numbers import Real
 from tuner.config.section import Durations, Options, Section, Use
 from tuner.config.value_types import NEVER, T, Word
 

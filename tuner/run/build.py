@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tuner.config.recipe import LowRankAdapter, Recipe
+from tuner.config.recipe import CustomMethod, LowRankAdapter, Recipe
 from tuner.data.batches import GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
@@ -28,8 +28,8 @@ from tuner.model.trainable import TrainableSpec
 from tuner.parallel.assemble import AssemblySpec, Kernels, assemble
 from tuner.parallel.fsdp import materialise
 from tuner.parallel.mesh import Mesh
+from tuner.run.changes import Starts
 from tuner.run.probes import probe_inputs
-from tuner.run.resets import Starts
 from tuner.run.resolve import Resolved, check_division, model_spec
 from tuner.run.timetable import Timetable, timetable
 from tuner.runtime.allocator import keep_freed_memory
@@ -42,7 +42,6 @@ from tuner.train.best import check_metric
 from tuner.train.evaluate import HeldOut, held_out
 from tuner.train.guard import Guard, GuardPolicy
 from tuner.train.methods.build import build_method
-from tuner.train.methods.custom import check_logits
 from tuner.train.mfu import MfuMeter
 from tuner.train.optimizer import build_optimizer
 from tuner.train.step import StepConfig, TrainState
@@ -78,7 +77,10 @@ def build(
     recipe = resolved.recipe
     mesh = mesh_of(recipe, rank_info)
     check_fits(tokenizer, resolved.config, prepared)
-    check_logits(recipe.method, LogitTransform.of(resolved.config))
+    if isinstance(recipe.method, CustomMethod):
+        from tuner.train.methods.custom import check_logits
+
+        check_logits(recipe.method, LogitTransform.of(resolved.config))
     check_division(recipe.train.global_batch_size, recipe.train.micro_batch_size, mesh.data_size)
     table, held = timetable(recipe, prepared, starts), held_out_rows(recipe, prepared)
     check_metric(recipe.checkpoint.keep_best, held)

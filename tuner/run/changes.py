@@ -1,10 +1,13 @@
-"""What a changed key of the recipe means for a run that goes on."""
+"""What of a run may change when it is resumed, and which parts of it then start afresh."""
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tuner.rundir.record import flatten
+from tuner.checkpoint.load import CheckpointInfo
+from tuner.config.dump import flatten
+from tuner.errors import DataError, RecipeError
 
 Effect = Literal["safe", "warn", "refuse"]
 ON_RESUME: dict[str, Effect] = {
@@ -94,3 +97,122 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], freed: Sequence[str]
             is_freed = any(key == name or (name.endswith(".") and key.startswith(name)) for name in freed)
             found["safe" if is_freed else effect(key)].append(f"{key} {before.get(key)} -> {after.get(key)}")
     return Changes(**{kind: tuple(lines) for kind, lines in found.items()})
+
+
+STATE, ARGUMENTS = "optimizer.state", "optimizer.arguments"
+WORDS: dict[str, tuple[str, ...]] = {
+    "optimizer": (ARGUMENTS, STATE),
+    ARGUMENTS: (ARGUMENTS,),
+    STATE: (STATE,),
+    "schedule": ("schedule",),
+    "data": ("data",),
+    "rng": ("rng",),
+}
+"""What `--reset` takes, and the parts that each word means."""
+FREED: dict[frozenset[str], tuple[str, ...]] = {
+    frozenset({ARGUMENTS}): ("optimizer.",),
+    frozenset({"schedule"}): ("schedule.", "train.duration"),
+    frozenset({"data"}): ("data.", "train.global_batch_size"),
+    frozenset({"data", "rng"}): ("seed",),
+}
+"""Keys of the recipe, or sections with a dot behind them, that may change where all of these parts are reset."""
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Parts that began anew behind a step, after so many updates of the optimizer."""
+
+    step: int
+    parts: tuple[str, ...]
+    updates: int
+
+    def as_state(self) -> dict[str, Any]:
+        """Its part of `run.json` and of a checkpoint's JSON state."""
+        return {"step": self.step, "parts": list(self.parts), "updates": self.updates}
+
+
+@dataclass(frozen=True)
+class Starts:
+    """The step behind which each part of a run began last, and the updates behind which its optimizer's state did."""
+
+    schedule: int = 0
+    data: int = 0
+    rng: int = 0
+    updates: int = 0
+
+
+def parse_reset(text: str | None) -> tuple[str, ...]:
+    """The parts of `--reset optimizer,schedule`. Raises RecipeError for a word that is none."""
+    found: set[str] = set()
+    for word in () if text is None else map(str.strip, text.split(",")):
+        if word not in WORDS:
+            near = difflib.get_close_matches(word, WORDS, 1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise RecipeError(f"--reset {word!r}: not one of {', '.join(WORDS)}{meant}")
+        found.update(WORDS[word])
+    return tuple(sorted(found))
+
+
+def freed_keys(parts: Collection[str], old_kind: str, new_kind: str) -> tuple[str, ...]:
+    """What of the recipe may change with these parts. Raises RecipeError where moments would meet another optimizer."""
+    if ARGUMENTS in parts and STATE not in parts and old_kind != new_kind:
+        raise RecipeError(
+            f"--reset {ARGUMENTS}: the state of {old_kind} is none of {new_kind}", hint="write --reset optimizer"
+        )
+    return tuple(key for needed, keys in FREED.items() if needed <= set(parts) for key in keys)
+
+
+def resets_of(state: Mapping[str, Any] | None) -> tuple[Reset, ...]:
+    """The resets that `run.json`, or a checkpoint's state, tells of; checkpoints of earlier versions have none."""
+    noted = () if state is None else state.get("resets", ())
+    return tuple(Reset(int(item["step"]), tuple(item["parts"]), int(item["updates"])) for item in noted)
+
+
+def resets_for(
+    record: Mapping[str, Any] | None, found: CheckpointInfo | None, parts: Sequence[str]
+) -> tuple[Reset, ...]:
+    """The resets of a launch that goes on from `found`: those of its run, and one of `parts` there.
+
+    Raises RecipeError where there is nothing to go on from, and DataError where the checkpoints since a reset are lost.
+    """
+    if found is None:
+        if parts:
+            raise RecipeError("--reset: there is no checkpoint to go on from", hint="leave it out")
+        if lost := resets_of(record):
+            raise DataError(
+                f"the run was reset at step {lost[-1].step} ({', '.join(lost[-1].parts)}), and no checkpoint is left",
+                hint="begin another run with its recipe.resolved.yaml: --name NEW-NAME",
+            )
+        return ()
+    known = resets_of(found.state if record is None else record)
+    later = [reset for reset in known if reset.step > found.step]
+    if parts:
+        here = {part for reset in known if reset.step == found.step for part in reset.parts}
+        before = (reset for reset in known if reset.step < found.step)
+        return (*before, Reset(found.step, tuple(sorted({*here, *parts})), updates_of(found.state)))
+    if later:
+        raise DataError(
+            f"{found.path}: the run was reset at step {later[0].step} ({', '.join(later[0].parts)}), and no valid "
+            "checkpoint from there on is left",
+            hint="reset it here: --reset " + ",".join(later[0].parts),
+        )
+    return known
+
+
+def pending(resets: Sequence[Reset], step: int) -> tuple[str, ...]:
+    """The parts that begin anew behind `step`, where the run goes on from a checkpoint of it."""
+    return resets[-1].parts if resets and resets[-1].step == step else ()
+
+
+def starts_of(resets: Sequence[Reset]) -> Starts:
+    """Where each part of a run with these resets, in the order of their steps, began last."""
+
+    def last(part: str) -> Reset:
+        return next((reset for reset in reversed(resets) if part in reset.parts), Reset(0, (), 0))
+
+    return Starts(last("schedule").step, last("data").step, last("rng").step, last(STATE).updates)
+
+
+def updates_of(state: Mapping[str, Any]) -> int:
+    """How many updates a run had made at a checkpoint: its steps, less those that were left out."""
+    return int(state["step"]) - int(state["guard"]["skipped"])

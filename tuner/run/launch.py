@@ -20,7 +20,6 @@ from tuner.run.resolve import check_division
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.environment import command_line
-from tuner.runtime.spawn import run_ranks
 
 if TYPE_CHECKING:
     from tuner.run.tasks.export import Exporter
@@ -76,6 +75,8 @@ def launch(loaded: LoadedRecipe, options: LaunchOptions, own_process: bool = Fal
 
 
 def _train_in_ranks(loaded: LoadedRecipe, options: LaunchOptions, processes: int, console: Console) -> RunResult:
+    from tuner.runtime.spawn import run_ranks
+
     ready = preflight(loaded, options, console)
     if isinstance(ready, RunResult):
         return ready

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,20 +16,16 @@ from tuner.config.load import LoadedRecipe
 from tuner.errors import DivergedError, MachineError, MemoryLimitError
 from tuner.run.begin import begin_launch
 from tuner.run.build import build
-from tuner.run.context import LaunchContext
-from tuner.run.deterministic import deterministic
+from tuner.run.changes import pending, starts_of
 from tuner.run.meta import require_same_data
-from tuner.run.mock import mock_batch
 from tuner.run.options import LaunchOptions, RunResult
-from tuner.run.planned import plan_launch
-from tuner.run.preflight import Preflight, agreed, preflight
+from tuner.run.preflight import Preflight, agreed, plan_launch, preflight
 from tuner.run.previous import run_result
-from tuner.run.resets import pending, starts_of
-from tuner.run.state import outcome, restore, run_state
+from tuner.run.state import LaunchContext, outcome, restore, run_state
 from tuner.run.tasks.launch_tasks import LaunchTasks, launch_tasks
 from tuner.run.tasks.log import HaltedError
 from tuner.rundir.directory import RunDir
-from tuner.rundir.record import hold
+from tuner.rundir.run_json import hold
 from tuner.runtime import phase
 from tuner.runtime.collective import Collective
 from tuner.runtime.console import Console
@@ -81,9 +79,7 @@ def train(
         console.keep(ready.run.logs / log_name(rank_info.rank))
         table = assembly.timetable
         progress = Progress(table.plan, table.data_start)
-        context = LaunchContext(
-            ready.run, str(record["run_id"]), assembly, progress, ready.resets, console, signals
-        )
+        context = LaunchContext(ready.run, str(record["run_id"]), assembly, progress, ready.resets, console, signals)
         tasks = launch_tasks(context, ready.found, exporter)
         return _run(context, ready, record, tasks)
 
@@ -97,8 +93,11 @@ def _run(context: LaunchContext, ready: Preflight, record: dict[str, Any], launc
         if ready.found is not None:
             restore(context, ready.found)
         launch.cut_back(progress.step if ready.found is not None else -1, progress.evaluation_owed)
-        with tasks.around_step(0):
-            mock_batch(context.assembly, context.console)
+        if context.assembly.resolved.recipe.train.mock_batch is True:
+            from tuner.run.mock import mock_batch
+
+            with tasks.around_step(0):
+                mock_batch(context.assembly, context.console)
         finished = _loop(context, tasks)
         Collective(gloo_group()).on_rank0(launch.hooks.raise_error)
         status, why = ("finished", None) if finished else ("stopped", launch.stop.reason(main))
@@ -159,3 +158,33 @@ def _memory_errors() -> Iterator[None]:
         raise MemoryLimitError(
             f"out of memory: {str(error).splitlines()[0]}", hint="lower train.micro_batch_size or data.max_length"
         ) from error
+
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Refuse kernels whose result depends on the order of threads, where that is ``wanted``.
+
+    cuBLAS needs a fixed workspace for it, which it reads when it is first used: enter before any CUDA work.
+    """
+    if not wanted:
+        yield
+        return
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+        os.environ.get(_CUBLAS),
+    )
+    os.environ.setdefault(_CUBLAS, ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = before[2]
+        if before[3] is None:
+            os.environ.pop(_CUBLAS, None)

@@ -1,4 +1,4 @@
-"""The facts about a run in every checkpoint's manifest, and what must still be so when it goes on."""
+"""The facts about a run in every checkpoint, the tokenizer's files among them, and what of them must stay."""
 
 import json
 from typing import Any
@@ -7,11 +7,14 @@ from transformers import PretrainedConfig
 
 from tuner.checkpoint.load import CheckpointInfo, require_same_base
 from tuner.config.dump import recipe_dict
+from tuner.data.id_probes import ID_PROBES, read_probes, text_probes, write_probes
 from tuner.errors import DataError
 from tuner.model.licence import licence_of
 from tuner.model.transformers_private import commit_of
 from tuner.run.build import Assembly
-from tuner.runtime.files import json_bytes
+from tuner.rundir.directory import RunDir
+from tuner.rundir.layout import TOKENIZER
+from tuner.runtime.files import file_entries, fsync_path, json_bytes, machine_error, regular_size, sha256_file
 
 
 def run_meta(assembly: Assembly) -> dict[str, Any]:
@@ -78,3 +81,25 @@ def require_same_data(found: CheckpointInfo, assembly: Assembly, is_anew: bool =
                 f"{found.path}: the {what} changed since this checkpoint was saved ({meta.get(key)} -> {now})",
                 hint="restore it, or start a new run with --name",
             )
+
+
+def write_tokenizer(run: RunDir, assembly: Assembly) -> None:
+    """Write the tokenizer's files, and probes of its ids: some of the prepared rows, and adversarial texts.
+
+    Raises MachineError.
+    """
+    assembly.tokenizer.save(run.path / TOKENIZER)
+    rows, path = assembly.prepared.path / ID_PROBES, run.path / ID_PROBES
+    kept = read_probes(rows) if rows.is_file() else []
+    try:
+        write_probes(path, [*kept, *text_probes(assembly.tokenizer)])
+        fsync_path(path)
+    except OSError as error:
+        raise machine_error(path, error) from error
+
+
+def tokenizer_meta(run: RunDir) -> dict[str, Any]:
+    """What a checkpoint notes of them, so that an export can tell that they are still the same."""
+    probes = run.path / ID_PROBES
+    found = {ID_PROBES: {"size": regular_size(probes), "sha256": sha256_file(probes)}} if probes.is_file() else {}
+    return {"tokenizer_files": file_entries(run.path / TOKENIZER), "id_probes": found}

@@ -13,12 +13,9 @@ from tuner.train.step import forward_backward
 def mock_batch(assembly: Assembly, console: Console) -> None:
     """Run forward and backward on full rows of random tokens, all trained, and forget the gradients. Collective.
 
-    The optimizer's state is there already, so this is a step's peak. Does nothing where ``train.mock_batch`` is off.
-    Raises MemoryLimitError.
+    The optimizer's state is there already, so this is a step's peak. Raises MemoryLimitError.
     """
-    recipe, train_state = assembly.resolved.recipe, assembly.train_state
-    if recipe.train.mock_batch is not True:
-        return
+    train_state = assembly.train_state
     batches = full_batches(assembly)
     n_tokens = len(batches.micro[0].input_ids)
     try:

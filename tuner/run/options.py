@@ -42,7 +42,7 @@ class LaunchOptions:
     dry_run: bool = False
     """Say what would be done and stop; only prepared data may be written."""
     reset: tuple[str, ...] = ()
-    """Parts of the run that start afresh where it is resumed, as `tuner.run.resets.parse_reset` gives them."""
+    """Parts of the run that start afresh where it is resumed, as `tuner.run.changes.parse_reset` gives them."""
     level: Level = "info"
     """Messages of this level and above go to stderr."""
     handed_over: HandedOver | None = None

@@ -1,4 +1,4 @@
-"""Before a launch: what the run directory holds, whether the recipe belongs to it, and the prepared data."""
+"""Before a launch: the run directory and the prepared data, then the recipe resolved for this machine and announced."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -6,21 +6,26 @@ from typing import Any
 
 from tuner.checkpoint.load import CheckpointInfo, open_checkpoint
 from tuner.checkpoint.manifest import SEAL
+from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe
+from tuner.config.optimizers import CustomOptimizer
+from tuner.config.recipe import CustomMethod, Recipe
+from tuner.config.schedules import CustomSchedule
 from tuner.data.building.prepare import find_prepared, prepare, prepared_path
 from tuner.data.building.spec import PrepareSpec, prepare_spec
 from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, RecipeError
+from tuner.model.vetting import ignored_code, ignored_losses
+from tuner.run.build import mesh_of
+from tuner.run.changes import Reset, changes, freed_keys, resets_for, starts_of
 from tuner.run.options import HandedOver, LaunchOptions, RunResult
-from tuner.run.previous import find_checkpoint, finished_result
-from tuner.run.resets import Reset, resets_for
-from tuner.run.tasks.launch_tasks import check_observers
-from tuner.run.trial import try_optimizer
+from tuner.run.previous import find_checkpoint, finished_result, require_recipe_of, warn_of_changes
+from tuner.run.resolve import Resolved, resolve
+from tuner.run.timetable import Timetable, timetable
 from tuner.rundir.directory import RunDir
 from tuner.runtime.collective import Collective
 from tuner.runtime.console import Console
-from tuner.train.custom_schedule import check_schedule
-from tuner.train.methods.custom import check_method
+from tuner.runtime.dist import RankInfo
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,7 @@ def preflight(
         result = finished_result(run, record, found, loaded, options, console)
         if result is not None:
             return result
-    check_observers(recipe.hooks, recipe.logging)
-    check_method(recipe.method)
-    check_schedule(recipe.schedule)
-    try_optimizer(recipe.optimizer)
+    _check_user_code(recipe)
     spec = _spec(loaded)
     directory = _data_dir(spec, options, console)
     return Preflight(run, record, found, resets, spec, open_prepared(directory), directory)
@@ -101,6 +103,33 @@ def _handed_over(loaded: LoadedRecipe, options: LaunchOptions, given: HandedOver
     return Preflight(run, record, found, resets, spec, open_prepared(given.prepared), given.prepared)
 
 
+def _check_user_code(recipe: Recipe) -> None:
+    """Try what the recipe names of the user's own, and trackers' libraries, before a model is loaded.
+
+    Each is imported only where it is named. Raises PluginError, MachineError.
+    """
+    if isinstance(recipe.method, CustomMethod):
+        from tuner.train.methods.custom import check_method
+
+        check_method(recipe.method)
+    if isinstance(recipe.schedule, CustomSchedule):
+        from tuner.train.custom_schedule import check_schedule
+
+        check_schedule(recipe.schedule)
+    if isinstance(recipe.optimizer, CustomOptimizer):
+        from tuner.run.trial import try_optimizer
+
+        try_optimizer(recipe.optimizer)
+    if recipe.hooks:
+        from tuner.run.tasks.hooks import check_hooks
+
+        check_hooks(recipe.hooks)
+    if recipe.logging.trackers:
+        from tuner.run.tasks.trackers.choose import check_trackers
+
+        check_trackers(recipe.logging.trackers)
+
+
 def _spec(loaded: LoadedRecipe) -> PrepareSpec:
     recipe = loaded.recipe
     return prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
@@ -119,3 +148,68 @@ def _data_dir(spec: PrepareSpec, options: LaunchOptions, console: Console) -> Pa
     if options.no_prepare and find_prepared(spec) is None:
         raise DataError("the data is not prepared", hint="run tuner prepare-data first, or leave out --no-prepare")
     return prepare(spec, console).path
+
+
+def plan_launch(
+    ready: Preflight, loaded: LoadedRecipe, options: LaunchOptions, rank_info: RankInfo, console: Console
+) -> tuple[Resolved, int]:
+    """The resolved recipe of a launch and the steps of the whole run, which are announced.
+
+    Raises RecipeError where this machine resolves the recipe to another run than the one that is resumed.
+    """
+    run, record, found = ready.run, ready.record, ready.found
+    resolved = resolve(loaded.recipe, ready.spec.max_length, rank_info, ready.spec.tokenizer.new_ids)
+    before = run.recipe(record)
+    if record is not None and before is not None:
+        _require_same_choices(run.path, before.recipe, loaded.recipe, resolved.recipe, options, console)
+    elif found is not None:
+        require_recipe_of(found, recipe_dict(resolved.recipe), options.reset)
+    table = timetable(resolved.recipe, ready.data, starts_of(ready.resets))
+    total_steps = table.plan.total_steps
+    if record is None and found is not None and found.step >= total_steps:
+        raise RecipeError(f"{found.path}: no steps are left to train", hint="give an earlier checkpoint of its run")
+    _announce(console, resolved, table, rank_info)
+    return resolved, total_steps
+
+
+def _require_same_choices(
+    run_dir: Path, before: Recipe, written: Recipe, resolved: Recipe, options: LaunchOptions, console: Console
+) -> None:
+    """A launch on another machine must not settle an `auto` into another run; warn where only bits differ.
+
+    Takes the recipes of the launches before, as it is written now, and as it is resolved now.
+    """
+    resolved = resolved.model_copy(update={"parallel": written.parallel})  # of which a run keeps what was written, too
+    freed = freed_keys(options.reset, before.optimizer.kind, resolved.optimizer.kind)
+    changed, known = (changes(recipe_dict(before), recipe_dict(recipe), freed) for recipe in (resolved, written))
+    if changed.refuse:
+        raise RecipeError(
+            f"{run_dir}: this machine resolves the recipe differently ({changed.shown()})",
+            hint=f"keep the run's choices: tuner resume {run_dir}",
+        )
+    warn_of_changes([line for line in changed.warn if line not in known.warn], console)
+
+
+def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info: RankInfo) -> None:
+    recipe, plan, facts = resolved.recipe, table.plan, resolved.facts
+    full = f"all but {', '.join(recipe.model.freeze)} trained" if recipe.model.freeze else "all trained"
+    trained = full if recipe.adapter.kind == "none" else f"{recipe.adapter.kind} adapter trained"
+    processes = f"{rank_info.world_size} process" + ("es" if rank_info.world_size > 1 else "")
+    console.say(
+        "model",
+        f"{Path(recipe.model.name_or_path).name}, {resolved.n_parameters / 1e6:,.1f} M parameters, {trained} · "
+        f"{facts.kind}, {recipe.train.precision} compute, {recipe.model.dtype} weights, "
+        f"{facts.threads} thread{'s' if facts.threads != 1 else ''}",
+    )
+    micro = recipe.train.micro_batch_size
+    accumulated = -(-plan.global_batch_size // (micro * mesh_of(recipe, rank_info).data_size))
+    console.say(
+        "plan",
+        f"{plan.derivation(recipe.train.duration)} · micro-batch {micro} x {accumulated} x {processes} · "
+        f"lr {table.peak_lr:g}"
+        + (f" (auto: {resolved.reasons['optimizer.lr']})" if "optimizer.lr" in resolved.reasons else ""),
+    )
+    for ignored in (ignored_code(resolved.config), ignored_losses(resolved.config)):
+        if ignored is not None:
+            console.warn(f"{recipe.model.name_or_path}: {ignored}")
+    console.say("run", recipe.output_dir)

@@ -12,14 +12,12 @@ from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import DataError, MachineError, RecipeError
-from tuner.run.changes import Changes, changes
+from tuner.run.changes import Changes, changes, freed_keys, pending, resets_of
 from tuner.run.options import LaunchOptions, RunResult
-from tuner.run.resets import freed_keys, pending, resets_of
 from tuner.run.state import outcome
 from tuner.rundir.directory import RunDir
 from tuner.rundir.last_checkpoint import last_step, way_to_whole
-from tuner.rundir.model_path import find_checkpoint as find_run_checkpoint
-from tuner.rundir.record import hold
+from tuner.rundir.run_json import hold
 from tuner.runtime.console import Console
 from tuner.train.progress import METRICS
 
@@ -195,6 +193,8 @@ def _given_checkpoint(
     """The checkpoint at a path that the user gave, of a run its last one: a damaged one is fatal."""
     if not path.is_dir():
         raise RecipeError(f"--resume {path}: no such directory", hint="give a checkpoint, auto, must or never")
+    from tuner.rundir.model_path import find_checkpoint as find_run_checkpoint
+
     chosen = find_run_checkpoint(path, console.warn, shards=hashes)
     found = open_checkpoint(path, shards=hashes) if chosen is None else chosen.checkpoint
     _say_changed(require_recipe_of(found, recipe_dict(loaded.recipe), options.reset), console)

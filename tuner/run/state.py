@@ -1,14 +1,32 @@
-"""A run as its checkpoints hold it: named tensors, and a JSON state."""
+"""A launch and the state of its run: what its tasks have in common, and what a checkpoint holds of it."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tuner.checkpoint.load import CheckpointInfo, load_into
 from tuner.run.build import Assembly
-from tuner.run.context import LaunchContext
-from tuner.run.resets import STATE, pending, resets_of, starts_of, updates_of
+from tuner.run.changes import STATE, Reset, pending, resets_of, starts_of, updates_of
+from tuner.rundir.directory import RunDir
 from tuner.rundir.layout import MODEL_PREFIX
-from tuner.train.progress import METRICS
+from tuner.runtime.console import Console
+from tuner.runtime.stop import StopSignals
+from tuner.train.progress import METRICS, Progress
+
+
+@dataclass(frozen=True)
+class LaunchContext:
+    """One launch of a run: what was built, how far it is, where it writes and what it listens to."""
+
+    run: RunDir
+    run_id: str
+    """The same for every launch of a run."""
+    assembly: Assembly
+    progress: Progress
+    resets: tuple[Reset, ...]
+    """What of the run started afresh, and where."""
+    console: Console
+    signals: StopSignals
 
 
 def run_tensors(assembly: Assembly) -> dict[str, Any]:

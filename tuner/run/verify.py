@@ -15,13 +15,13 @@ from tuner.checkpoint.steps import step_dirs
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.errors import DataError, RecipeError, VerificationError
+from tuner.run.changes import resets_of
 from tuner.run.launch import launch
 from tuner.run.options import LaunchOptions, Resume
 from tuner.run.previous import began, resume_source
-from tuner.run.resets import resets_of
 from tuner.rundir.directory import RunDir
 from tuner.rundir.layout import CHECKPOINTS, METRICS
-from tuner.rundir.record import hold
+from tuner.rundir.run_json import hold
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import TMP_PREFIX, sweep

@@ -22,8 +22,7 @@ from tuner.rundir.layout import (
     SOURCE_DIFF,
     TOKENIZER,
 )
-from tuner.rundir.record import utc_now
-from tuner.rundir.run_json import SCHEMA, other_contents, read_record, record_is_gone
+from tuner.rundir.run_json import SCHEMA, other_contents, read_record, record_is_gone, utc_now
 from tuner.runtime.environment import command_line, environment
 from tuner.runtime.files import set_aside, sweep, unfinished, write_atomic, write_json
 from tuner.runtime.git import SourceTree, source_tree

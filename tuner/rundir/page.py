@@ -12,8 +12,7 @@ from typing import Any
 from tuner.config.dump import flow
 from tuner.errors import RecipeError
 from tuner.rundir.curves import Chart
-from tuner.rundir.record import Run
-from tuner.rundir.summary import differing, summary
+from tuner.rundir.record import Run, differing, summary
 from tuner.runtime.files import write_atomic
 
 MARK = b"<!doctype html><!-- tuner runs plot -->"

@@ -1,4 +1,4 @@
-"""A run directory as it is read: its record, its recipe and its metrics. Nothing here writes, or needs torch."""
+"""A run directory as it is read: its record, recipe, metrics and summary. Nothing here writes, or needs torch."""
 
 from __future__ import annotations
 
@@ -7,32 +7,27 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tuner.checkpoint.steps import step_dirs, step_name
+from tuner.config.dump import flatten
 from tuner.config.tree import Problems
 from tuner.config.yaml import read_yaml
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.last_checkpoint import any_valid, last_problem, last_state, last_step, way_to_whole
 from tuner.rundir.layout import CHECKPOINTS, LOCK, METRICS, RECORD, RESOLVED_RECIPE
-from tuner.rundir.run_json import is_run, other_contents, read_record
+from tuner.rundir.run_json import TIME_FORMAT, is_run, other_contents, read_record
 from tuner.runtime.files import TMP_PREFIX, TRASH_PREFIX
-from tuner.runtime.lock import FileLock, is_locked
+from tuner.runtime.lock import is_locked
 
-TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 MAX_DEPTH = 4
 """How deep below a directory runs are looked for."""
 
 Line = dict[str, Any]
-
-
-def utc_now() -> str:
-    """The time as records write it."""
-    return time.strftime(TIME_FORMAT, time.gmtime())
 
 
 @dataclass(frozen=True)
@@ -240,22 +235,6 @@ def started(run: Run) -> str:
     return str(run.launches[0].get("started", "")) if run.launches else ""
 
 
-def hold(path: Path) -> FileLock:
-    """The lock that whoever trains in, or removes, a run directory holds."""
-    return FileLock(path / LOCK, wait=False)
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as one level with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def _run_dirs(directory: Path, depth: int) -> Iterator[Path]:
     if is_run(directory):
         yield directory
@@ -284,3 +263,50 @@ def _seconds(text: object) -> float | None:
         return float(calendar.timegm(time.strptime(str(text), TIME_FORMAT))) if text else None
     except ValueError:
         return None
+
+
+NAMES = frozenset({"name", "output_dir"})
+"""Keys that differ between any two runs."""
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """A run's figures as JSON values; None where it has none.
+
+    `loss` is the newest step's, `eval_loss` the newest evaluation's; `seconds` the time of all launches, start and
+    evaluations included. `damage` is what is wrong with the last checkpoint by its manifest and sizes.
+    """
+    step, evaluations, best = run.latest.step or {}, run.latest.evaluations, run.latest.best
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "run_id": run.record.get("run_id"),
+        "status": run.status,
+        "damage": run.damage,
+        "step": run.step,
+        "total_steps": run.total_steps,
+        "tokens": step.get("tokens"),
+        "loss": step.get("loss"),
+        "eval_loss": evaluations[-1].get("loss") if evaluations else None,
+        "best_eval_loss": best["loss"] if best else None,
+        "best_eval_step": best["step"] if best else None,
+        "seconds": round(run.seconds, 1),
+        "tok_per_s": step.get("tok_per_s"),
+        "started": started(run),
+        "launches": len(run.launches),
+    }
+
+
+def source_losses(run: Run) -> dict[str, float]:
+    """The newest evaluation's loss of each source by name; empty where there is one source alone."""
+    newest = run.latest.evaluations[-1] if run.latest.evaluations else {}
+    return {key.removeprefix("loss/"): value for key, value in newest.items() if key.startswith("loss/")}
+
+
+def differing(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys, in the recipes' order, whose values are not the same in all of them; names and places are left out."""
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe)
+    return [
+        key
+        for key in keys
+        if key not in NAMES and any(recipe.get(key) != recipes[0].get(key) for recipe in recipes[1:])
+    ]

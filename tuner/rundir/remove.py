@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tuner.errors import RecipeError
-from tuner.rundir.record import hold, read_run
+from tuner.rundir.record import read_run
+from tuner.rundir.run_json import hold
 from tuner.runtime.files import discard_dir
 
 

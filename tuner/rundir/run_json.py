@@ -9,17 +9,30 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 from tuner.checkpoint.manifest import SEAL, STATE_NAME, read_manifest
 from tuner.checkpoint.steps import step_dirs
 from tuner.errors import DataError
-from tuner.rundir.layout import CHECKPOINTS, LEFTOVERS, METRICS, RECORD, RESOLVED_RECIPE
+from tuner.rundir.layout import CHECKPOINTS, LEFTOVERS, LOCK, METRICS, RECORD, RESOLVED_RECIPE
 from tuner.runtime.files import MANIFEST_NAME, TMP_PREFIX, read_json
+from tuner.runtime.lock import FileLock
 
+TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 SCHEMA = "tuner.run/1"
 """The `schema` of `run.json`."""
+
+
+def utc_now() -> str:
+    """The time as records write it."""
+    return time.strftime(TIME_FORMAT, time.gmtime())
+
+
+def hold(path: Path) -> FileLock:
+    """The lock that whoever trains in, or removes, a run directory holds."""
+    return FileLock(path / LOCK, wait=False)
 
 
 def other_contents(path: Path) -> list[str]:

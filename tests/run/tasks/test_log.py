@@ -14,8 +14,7 @@ import torch
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.flops import Flops
 from tuner.run.tasks import log
-from tuner.run.tasks.console import ConsoleTask
-from tuner.run.tasks.log import HaltedError, LogTask, StepClock
+from tuner.run.tasks.log import ConsoleTask, HaltedError, LogTask, StepClock
 from tuner.rundir.records import Records
 from tuner.runtime.console import Console
 from tuner.train.figures import CLOCKED

@@ -19,7 +19,7 @@ from tuner.checkpoint.steps import step_dirs
 from tuner.errors import DivergedError, MachineError
 from tuner.run.options import LaunchOptions
 from tuner.run.tasks import evaluate as evaluate_task
-from tuner.run.tasks.saver import Saver, Snapshot
+from tuner.run.tasks.save import Saver, Snapshot
 from tuner.train import loop
 from tuner.train.evaluate import Evaluation
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 
 from tuner.data.prepared import Sample
-from tuner.run.context import LaunchContext
+from tuner.run.state import LaunchContext
 from tuner.run.tasks.log import LogTask
 from tuner.rundir.records import Records
 from tuner.runtime import phase

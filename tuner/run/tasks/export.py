@@ -16,8 +16,8 @@ from tuner.checkpoint.steps import step_dirs, step_name
 from tuner.config.recipe import Recipe
 from tuner.errors import ExitCode, TunerError
 from tuner.export.hf import sweep_unfinished
-from tuner.run.context import LaunchContext
 from tuner.run.options import RunResult
+from tuner.run.state import LaunchContext
 from tuner.run.tasks.export_process import ExportProcess
 from tuner.rundir.exports import is_export, link_latest, newest_export, prune_exports
 from tuner.rundir.layout import EXPORT_LOG, EXPORTS, LOGS

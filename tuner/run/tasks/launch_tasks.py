@@ -9,19 +9,14 @@ from typing import TYPE_CHECKING
 from tuner.checkpoint.load import CheckpointInfo
 from tuner.checkpoint.save import CheckpointDir
 from tuner.config.dump import recipe_dict
-from tuner.config.recipe import HookSection, LoggingSection
-from tuner.run.context import LaunchContext
-from tuner.run.meta import run_meta
-from tuner.run.tasks.console import ConsoleTask
+from tuner.run.meta import run_meta, tokenizer_meta
+from tuner.run.state import LaunchContext
 from tuner.run.tasks.evaluate import EvaluateTask
-from tuner.run.tasks.hooks import Hooks, Registration, RunFacts, check_hooks, user_hook
-from tuner.run.tasks.log import LogTask, StepClock
+from tuner.run.tasks.hooks import Hooks, Registration, RunFacts, user_hook
+from tuner.run.tasks.log import ConsoleTask, LogTask, StepClock
 from tuner.run.tasks.record import RecordTask
-from tuner.run.tasks.save import SaveTask
-from tuner.run.tasks.saver import Saver
+from tuner.run.tasks.save import Saver, SaveTask
 from tuner.run.tasks.stop import StopTask
-from tuner.run.tasks.trackers.choose import check_trackers, tracker_hooks
-from tuner.run.tokenizer import tokenizer_meta
 from tuner.rundir.layout import METRICS, SAMPLES
 from tuner.rundir.records import Records
 from tuner.runtime.collective import Collective
@@ -81,12 +76,6 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     return LaunchTasks(Tasks(tasks), hooks, stop, (metrics, samples))
 
 
-def check_observers(hooks: Sequence[HookSection], logging: LoggingSection) -> None:
-    """Check user code and trackers' libraries. Raises PluginError, MachineError; calls no user code but its import."""
-    check_hooks(hooks)
-    check_trackers(logging.trackers)
-
-
 def _registrations(context: LaunchContext) -> list[Registration]:
     """Trackers first, then the user's hooks in their order; none on ranks other than 0. Collective."""
     assembly, console = context.assembly, context.console
@@ -94,7 +83,10 @@ def _registrations(context: LaunchContext) -> list[Registration]:
     built: list[Registration] = []
 
     def build() -> None:
-        built.extend(tracker_hooks(recipe.logging, console.say, console.warn))
+        if recipe.logging.trackers:
+            from tuner.run.tasks.trackers.choose import tracker_hooks
+
+            built.extend(tracker_hooks(recipe.logging, console.say, console.warn))
         plan = assembly.timetable.plan
         built.extend(user_hook(section, cadence(section.every, plan, tokens)) for section in recipe.hooks)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
+from tuner.config.dump import flatten
 from tuner.run.tasks.trackers.tracker import Point, TrackedRun
-from tuner.rundir.record import flatten
 
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 EVERY_LINE = {"train": "train/tokens", "eval": "eval/loss"}
