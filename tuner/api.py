@@ -31,9 +31,9 @@ def prepare_data(recipe: RecipeSource) -> PreparedInfo:
     from tuner.data.building.spec import prepare_spec
     from tuner.runtime.console import Console
 
-    wish = _loaded(recipe).recipe
-    request = prepare_spec(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
-    return prepare(request, Console(level=wish.logging.level))
+    loaded = _loaded(recipe).recipe
+    request = prepare_spec(loaded.model, loaded.tokenizer, loaded.data, loaded.method, loaded.seed)
+    return prepare(request, Console(level=loaded.logging.level))
 
 
 def train(
@@ -51,9 +51,9 @@ def train(
     from tuner.run.options import LaunchOptions
 
     loaded = _loaded(recipe)
-    wish = _path(resume) if isinstance(resume, Path) else resume
+    resumed = _path(resume) if isinstance(resume, Path) else resume
     level = loaded.recipe.logging.level
-    options = LaunchOptions(wish, None if prepared is None else _path(prepared), dry_run=dry_run, level=level)
+    options = LaunchOptions(resumed, None if prepared is None else _path(prepared), dry_run=dry_run, level=level)
     return launch(loaded, options)
 
 

@@ -61,7 +61,7 @@ class MachineError(TunerError):
 
 
 class LostRankError(MachineError):
-    """Another process of the run ended, or did not answer in time; the cause is told by that process."""
+    """Another process of the run ended, or did not answer in time; that process reports the cause."""
 
 
 class MemoryLimitError(TunerError):
@@ -111,7 +111,7 @@ def as_tuner_error(error: BaseException) -> TunerError:
 
 
 def rebuilt(kind: str, message: str, hint: str | None, exit_code: int) -> TunerError:
-    """An error that another process told of: of the class that it was there, where that is one of these."""
+    """An error that another process reported: of the class that it was there, where that is one of these."""
     classes: list[type[TunerError]] = [*TunerError.__subclasses__(), LostRankError]
     error = next((cls for cls in classes if cls.__name__ == kind), TunerError)(message, hint)
     error.exit_code = ExitCode(exit_code)

@@ -13,7 +13,7 @@ from tuner.config.dump import recipe_dict
 from tuner.config.fields import fields
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
-from tuner.run.changes import ON_RESUME, UNTOLD, Changes, changes, effect
+from tuner.run.changes import ON_RESUME, UNREPORTED, Changes, changes, effect
 from tuner.run.options import LaunchOptions
 from tuner.run.previous import require_recipe_of
 from tuner.runtime.console import Console
@@ -25,7 +25,7 @@ def test_every_key_is_classified_and_nothing_else() -> None:
     assert not stale
     train = {key for key in fields() if key.startswith("train.")}
     assert train <= ON_RESUME.keys(), "each key of train needs a decision of its own"
-    assert {effect(key) for key in UNTOLD} == {"safe"}
+    assert {effect(key) for key in UNREPORTED} == {"safe"}
     with pytest.raises(KeyError):
         effect("surprise.key")
 

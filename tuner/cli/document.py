@@ -1,4 +1,4 @@
-"""The JSON document of a command: written with `--json`, read from `-`; its schema ships beside this file."""
+"""The JSON document of a command: written with `--json`, read from `-`; its schema ships with this file."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def _resume_mode(text: str) -> Resume:
 def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool) -> Outcome:
     """Train in this process, as one of those that torchrun or srun started, or in local ones; say how it ended.
 
-    A signal before the first step stops a run that has a checkpoint as one after it does: with 75, to go on from there.
+    A signal before the first step stops a run that has a checkpoint as one after it does: with 75, to be resumed there.
     """
     from tuner.rundir.layout import export_dir
     from tuner.runtime.console import Console

@@ -36,7 +36,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def recipe_yaml(recipe: Recipe, origins: Mapping[str, str] | None = None) -> str:
     """Return the whole recipe, defaults included, as YAML that loads to the same recipe.
 
-    With `origins`, where each written key comes from, that stands beside every line as a comment.
+    With `origins`, where each written key comes from, every line ends with that as a comment.
     """
     lines: list[tuple[str, str]] = []
     for key, value in recipe_dict(recipe).items():

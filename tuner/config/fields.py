@@ -109,7 +109,7 @@ def _add_member(table: dict[str, Field], section: str, kind: str, member: type[S
 
 
 def _joined(before: Field | None, field: Field, kind: str) -> Field:
-    """The field of a key that another kind has too: it is told by the first kind that has it."""
+    """The field of a key that another kind has too: the first kind that has it describes it."""
     if before is None:
         return replace(field, kinds=(kind,))
     differs = field.default_text != before.default_text

@@ -8,7 +8,7 @@ SUFFIX = ".yaml"
 
 
 def recipes_dir() -> Path:
-    """Return the directory of the shipped recipes: inside an installed package, or beside it in a checkout."""
+    """Return the directory of the shipped recipes: inside an installed package, or next to it in a checkout."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "recipes"
@@ -20,7 +20,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def shipped_scripts() -> dict[str, Path]:
-    """Return the scripts for schedulers that ship beside the recipes, by file name."""
+    """Return the scripts for schedulers that ship with the recipes, by file name."""
     return {path.name: path for path in sorted((recipes_dir() / "slurm").glob("*.sbatch"))}
 
 

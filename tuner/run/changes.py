@@ -51,12 +51,12 @@ ON_RESUME: dict[str, Effect] = {
     "logging.": "safe",
     "hooks": "safe",
 }
-"""By key, or by section with a dot behind it, which counts for its keys that are not listed.
+"""By key, or by section with a trailing dot, which counts for its keys that are not listed.
 
 safe: neither weights nor data become other ones. warn: the same run to rounding, or losses that cannot be compared with
 those before. refuse: another run.
 """
-UNTOLD = frozenset({"name", "output_dir", "train.stop_after"})
+UNREPORTED = frozenset({"name", "output_dir", "train.stop_after"})
 """Each launch's own: no news."""
 
 
@@ -86,13 +86,13 @@ def effect(key: str) -> Effect:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], freed: Sequence[str] = ()) -> Changes:
-    """Compare the recipe of a run with one to go on with; an `auto` in the new one matches what it became.
+    """Compare the recipe of a run with one to resume it with; an `auto` in the new one matches what it became.
 
-    What is `freed`, keys or sections with a dot behind them, may change: that part of the run begins anew.
+    What is `freed`, keys or sections with a trailing dot, may change: that part of the run is reset.
     """
     before, after = flatten(old), flatten(new)
     found: dict[Effect, list[str]] = {"safe": [], "warn": [], "refuse": []}
-    for key in sorted((before.keys() | after.keys()) - UNTOLD):
+    for key in sorted((before.keys() | after.keys()) - UNREPORTED):
         if before.get(key) != after.get(key) and after.get(key) != "auto":
             is_freed = any(key == name or (name.endswith(".") and key.startswith(name)) for name in freed)
             found["safe" if is_freed else effect(key)].append(f"{key} {before.get(key)} -> {after.get(key)}")
@@ -115,12 +115,12 @@ FREED: dict[frozenset[str], tuple[str, ...]] = {
     frozenset({"data"}): ("data.", "train.global_batch_size"),
     frozenset({"data", "rng"}): ("seed",),
 }
-"""Keys of the recipe, or sections with a dot behind them, that may change where all of these parts are reset."""
+"""Keys of the recipe, or sections with a trailing dot, that may change where all of these parts are reset."""
 
 
 @dataclass(frozen=True)
 class Reset:
-    """Parts that began anew behind a step, after so many updates of the optimizer."""
+    """Parts that were reset after a step, and the optimizer's updates until then."""
 
     step: int
     parts: tuple[str, ...]
@@ -133,7 +133,7 @@ class Reset:
 
 @dataclass(frozen=True)
 class Starts:
-    """The step behind which each part of a run began last, and the updates behind which its optimizer's state did."""
+    """The step after which each part of a run was last reset, and the updates before its optimizer's state was."""
 
     schedule: int = 0
     data: int = 0
@@ -163,7 +163,7 @@ def freed_keys(parts: Collection[str], old_kind: str, new_kind: str) -> tuple[st
 
 
 def resets_of(state: Mapping[str, Any] | None) -> tuple[Reset, ...]:
-    """The resets that `run.json`, or a checkpoint's state, tells of; checkpoints of earlier versions have none."""
+    """The resets that `run.json`, or a checkpoint's state, holds; checkpoints of earlier versions have none."""
     noted = () if state is None else state.get("resets", ())
     return tuple(Reset(int(item["step"]), tuple(item["parts"]), int(item["updates"])) for item in noted)
 
@@ -171,9 +171,9 @@ def resets_of(state: Mapping[str, Any] | None) -> tuple[Reset, ...]:
 def resets_for(
     record: Mapping[str, Any] | None, found: CheckpointInfo | None, parts: Sequence[str]
 ) -> tuple[Reset, ...]:
-    """The resets of a launch that goes on from `found`: those of its run, and one of `parts` there.
+    """The resets of a launch that resumes from `found`: those of its run, and one of `parts` there.
 
-    Raises RecipeError where there is nothing to go on from, and DataError where the checkpoints since a reset are lost.
+    Raises RecipeError where there is nothing to resume from, DataError where the checkpoints since a reset are lost.
     """
     if found is None:
         if parts:
@@ -200,7 +200,7 @@ def resets_for(
 
 
 def pending(resets: Sequence[Reset], step: int) -> tuple[str, ...]:
-    """The parts that begin anew behind `step`, where the run goes on from a checkpoint of it."""
+    """The parts that are reset after `step`, where the run resumes from its checkpoint."""
     return resets[-1].parts if resets and resets[-1].step == step else ()
 
 

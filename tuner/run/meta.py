@@ -65,10 +65,10 @@ def _written(config: PretrainedConfig) -> dict[str, Any]:
     return facts
 
 
-def require_same_data(found: CheckpointInfo, assembly: Assembly, is_anew: bool = False) -> None:
+def require_same_data(found: CheckpointInfo, assembly: Assembly, was_reset: bool = False) -> None:
     """Check that base model, data and tokenizer are those of a checkpoint's run. Raises DataError.
 
-    Data that `is_anew` may be other data.
+    Data that `was_reset` may differ.
     """
     require_same_base(found, assembly.train_state.root.frozen_hash)
     meta = found.manifest["meta"]
@@ -76,7 +76,7 @@ def require_same_data(found: CheckpointInfo, assembly: Assembly, is_anew: bool =
         ("data_key", assembly.prepared.key, "data"),
         ("tokenizer_hash", assembly.tokenizer.hash, "tokenizer"),
     ):
-        if meta.get(key) != now and not (is_anew and key == "data_key"):
+        if meta.get(key) != now and not (was_reset and key == "data_key"):
             raise DataError(
                 f"{found.path}: the {what} changed since this checkpoint was saved ({meta.get(key)} -> {now})",
                 hint="restore it, or start a new run with --name",

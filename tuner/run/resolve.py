@@ -55,7 +55,7 @@ def resolve(
 
     settle("train", "device", facts.kind, facts.name)
     settle("train", "mock_batch", facts.kind == "cuda", facts.kind)
-    settle("checkpoint", "async_save", *_saves_beside(recipe, facts, n_parameters, rank_info))
+    settle("checkpoint", "async_save", *_async_save(recipe, facts, n_parameters, rank_info))
     precision = recipe.train.precision
     if precision == "auto":
         precision = "bf16" if facts.bf16_fast else "fp32"
@@ -95,8 +95,8 @@ def _kernels(model_type: str, facts: DeviceFacts) -> tuple[str, str]:
     return ("native", "compiled for this CPU") if problem is None else ("torch", problem)
 
 
-def _saves_beside(recipe: Recipe, facts: DeviceFacts, n_parameters: int, rank_info: RankInfo) -> tuple[bool, str]:
-    """Whether saves are written beside the steps, and why. On a CPU they would take the cores that training uses."""
+def _async_save(recipe: Recipe, facts: DeviceFacts, n_parameters: int, rank_info: RankInfo) -> tuple[bool, str]:
+    """Whether saves are asynchronous, and why. On a CPU they would take the cores that training uses."""
     if facts.kind == "cpu" or recipe.adapter.kind != "none":
         return facts.kind != "cpu", facts.kind
     state = 3 * 4 * n_parameters * rank_info.local_world_size // rank_info.world_size  # weights and moments in float32

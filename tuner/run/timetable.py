@@ -25,11 +25,11 @@ class Timetable:
     exporting: Cadence
     """An export needs a checkpoint: each of its steps is one of `saving`, too."""
     data_start: int = 0
-    """The steps behind which the rows began anew."""
+    """The steps after which the data was reset."""
 
 
 def timetable(recipe: Recipe, prepared: PreparedData, starts: Starts = Starts()) -> Timetable:  # noqa: B008 - frozen
-    """The steps of a resolved recipe over prepared data; a schedule that was reset runs over the steps behind that.
+    """The steps of a resolved recipe over prepared data; a schedule that was reset runs over the steps after that.
 
     Raises RecipeError for a duration that cannot be.
     """

@@ -15,7 +15,7 @@ STEPS = 4
 def try_optimizer(section: Optimizer) -> None:
     """Take a few steps with an optimizer of the user's own, whole, interrupted and in parts; others are tested.
 
-    Raises PluginError for one that fails, does not go on from its saved state bit for bit, or says that it is
+    Raises PluginError for one that fails, does not resume from its saved state bit for bit, or says that it is
     elementwise and is not.
     """
     if not isinstance(section, CustomOptimizer):

@@ -1,4 +1,4 @@
-"""Proof that a run goes on exactly: some of its steps without a break, and the same ones with a stop between them."""
+"""Proof that a run resumes exactly: some of its steps without a break, and the same ones with a stop between them."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ QUIET: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class ResumeProof:
-    """What was found equal: the steps behind `from_step`, and the hash of the tensors after the last of them."""
+    """What was found equal: the steps after `from_step`, and the hash of the tensors after the last of them."""
 
     run_dir: Path
     from_step: int
@@ -58,7 +58,7 @@ class _Start:
 def verify_resume(run_dir: Path, steps: int, console: Console, own_process: bool = True) -> ResumeProof:
     """Train ``2 * steps`` steps of a run without a break, and with a stop and a resume after ``steps`` of them.
 
-    Both begin at the newest valid checkpoint with so many steps behind it, else at the run's beginning, in a temporary
+    Both begin at the newest valid checkpoint with that many steps after it, else at the run's beginning, in a temporary
     directory next to the checkpoints; the run itself is only read, and locked meanwhile. ``own_process`` gives every
     launch processes of its own. Raises VerificationError with the first difference in the log, the state or the
     tensors.
@@ -125,12 +125,12 @@ class _Trained:
 
     def train(self, resume: Resume, steps: int, last: int) -> None:
         """Take so many steps, the last of which is `last`. Raises KeyboardInterrupt where a signal came between."""
-        wish = recipe_dict(self._loaded.recipe)
+        plain = recipe_dict(self._loaded.recipe)
         for section, values in QUIET.items():
-            wish[section] = {**wish[section], **values}
-        wish["train"] = {**wish["train"], "stop_after": f"{steps} steps"}
-        wish |= {"output_dir": str(self.path), "name": self.path.name, "hooks": []}
-        quiet = replace(self._loaded, recipe=load_recipe(wish).recipe)
+            plain[section] = {**plain[section], **values}
+        plain["train"] = {**plain["train"], "stop_after": f"{steps} steps"}
+        plain |= {"output_dir": str(self.path), "name": self.path.name, "hooks": []}
+        quiet = replace(self._loaded, recipe=load_recipe(plain).recipe)
         result = launch(quiet, LaunchOptions(resume, level="warning"), own_process=self._own_process)
         if result.step != last:
             raise KeyboardInterrupt

@@ -73,7 +73,7 @@ def find_checkpoint(path: Path, warn: Warn, shards: bool = True, which: Which = 
     """The checkpoint that `path` means, checked; None for a path that is neither a run nor a checkpoint of one.
 
     Without ``shards`` the tensors' files are not hashed: for a reader that checks each tensor as it reads it, and
-    passes what it finds through `with_remedies`. `warn` is told of damaged checkpoints beyond the last one, of a record
+    passes what it finds through `with_remedies`. `warn` gets damaged checkpoints beyond the last one, of a record
     that cannot be read, and of a run that is not finished. Raises DataError, with the ways on, where the checkpoint
     is damaged or gone, and RecipeError for a best one that was not kept.
     """

@@ -36,7 +36,7 @@ def hold(path: Path) -> FileLock:
 
 
 def other_contents(path: Path) -> list[str]:
-    """What a directory without a record holds beside the leftovers of a launch that died before it wrote one."""
+    """What a directory without a record holds besides the leftovers of a launch that died before it wrote one."""
     others = [name for name in os.listdir(path) if name not in LEFTOVERS and not name.startswith(TMP_PREFIX)]
     return others or ([CHECKPOINTS] if step_dirs(path / CHECKPOINTS) else [])
 

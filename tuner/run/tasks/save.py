@@ -38,7 +38,7 @@ class Snapshot:
 
 
 class Saver(Task):
-    """Commits snapshots of an assembly, and prunes behind them.
+    """Commits snapshots of an assembly, and prunes older ones.
 
     In the background a save copies the tensors and is written by a thread while training continues. Its ranks agree
     over a group that no other thread uses. Making one is collective then.
@@ -168,7 +168,7 @@ class SaveTask(Task):
             yield from self._save(finished, last=True)
 
     def close(self) -> Iterator[Event]:
-        """Leave no save half done behind an error; warn of one that fails, too."""
+        """Leave no save half done after an error; warn of one that fails, too."""
         try:
             yield from self._settle()
         except Exception as error:  # noqa: BLE001 - another error is being raised

@@ -33,7 +33,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_tracker(name: str, run: TrackedRun, known_id: str | None) -> Tracker:
-    """Start the tracker's run, or go on with the one of an earlier launch. Raises MachineError."""
+    """Start the tracker's run, or resume that of an earlier launch. Raises MachineError."""
     if name == "tensorboard":
         from tuner.run.tasks.trackers.tensorboard import TensorBoard
 
@@ -106,7 +106,7 @@ class TrackerHook:
 def tracker_hooks(
     section: LoggingSection, say: Callable[[str, str], None], warn: Callable[[str], None]
 ) -> list[Registration]:
-    """The hooks of the recipe's trackers. They are told of every step."""
+    """The hooks of the recipe's trackers. They are notified of every step."""
     every_step = Cadence((1,))
     names = dict.fromkeys(section.trackers)
     return [Registration(TrackerHook(name, section, say, warn), frozenset(STAGES), every_step) for name in names]

@@ -1,4 +1,4 @@
-"""MLflow: one run over all launches, on the server of MLFLOW_TRACKING_URI, else in a database beside the run."""
+"""MLflow: one run over all launches, on the server of MLFLOW_TRACKING_URI, else in a database next to the run."""
 
 import logging
 import os

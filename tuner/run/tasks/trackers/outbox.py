@@ -1,6 +1,6 @@
 """One tracker's mail: points leave in a thread of their own, so that a slow server never holds up a step.
 
-What was sent is written down in the run directory after each delivery. A later launch goes on from there, and sends
+What was sent is written down in the run directory after each delivery. A later launch resumes there, and sends
 what a killed one had written to metrics.jsonl but not delivered.
 """
 
@@ -45,7 +45,7 @@ class Outbox:
     """Sends points to a tracker about once a second, each kind's steps once and in order.
 
     A delivery that fails is warned of once and tried again, at longer and longer intervals, up to a last time at the
-    end: the run goes on without the tracker, and metrics.jsonl has every line.
+    end: the run continues without the tracker, and metrics.jsonl has every line.
     """
 
     def __init__(

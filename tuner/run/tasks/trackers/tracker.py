@@ -38,7 +38,7 @@ class Tracker(Protocol):
 
     @property
     def id(self) -> str:
-        """What a later launch needs in order to go on with the same run."""
+        """What a later launch needs to resume the same run."""
 
     @property
     def place(self) -> str:

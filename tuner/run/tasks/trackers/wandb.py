@@ -35,7 +35,7 @@ class Wandb:
         self.place = opened.url or str(run.run_dir / "wandb")
 
     def held(self) -> Mapping[str, int] | None:
-        """The step that the server has of a run that goes on; offline nobody can say."""
+        """The step that the server has of a resumed run; offline nobody can say."""
         newest = None if self._run.offline or not self._run.resumed else self._run.summary.get("step")
         return None if newest is None else {"train": int(newest)}
 
