@@ -43,9 +43,9 @@ from tuner.model.attention import withdrawn  # noqa: E402
 from tuner.model.flops import training_flops  # noqa: E402
 from tuner.parallel.mesh import Mesh  # noqa: E402
 from tuner.run.begin import write_model_config
-from tuner.run.build import assemble_model, build_train_state  # noqa: E402
-from tuner.run.resolve import resolve  # noqa: E402
 from tuner.runtime.dist import RankInfo  # noqa: E402
+from tuner.setup.build import assemble_model, build_train_state  # noqa: E402
+from tuner.setup.resolve import resolve  # noqa: E402
 from tuner.train.step import TrainState, forward_backward  # noqa: E402
 
 ALLOWED = 1e-5

@@ -27,7 +27,7 @@ from tests.fixtures.predict_cases import Case, cases, draw, drawn_cases  # noqa:
 from tests.fixtures.predict_counted import Figures, count_spread, resolved_case  # noqa: E402
 from tests.fixtures.predict_traced import predicted  # noqa: E402
 from tuner.errors import TunerError  # noqa: E402
-from tuner.run.build import assemble_model
+from tuner.setup.build import assemble_model
 
 PEAK_ALLOWED = 0.02
 

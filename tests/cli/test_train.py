@@ -20,9 +20,9 @@ from tuner.checkpoint.load import newest
 from tuner.cli.document import SCHEMA_PATH
 from tuner.config.load import load_recipe
 from tuner.run.changes import Changes, changes
-from tuner.run.resolve import resolve
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.lock import FileLock
+from tuner.setup.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 

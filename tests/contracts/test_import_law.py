@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "tuner"
 BASE = {"errors", "config", "runtime"}
 MATHS = BASE | {"data", "model", "parallel"}
-LAUNCH = MATHS | {"train", "checkpoint", "rundir"}
+SETUP = MATHS | {"train", "setup", "checkpoint", "rundir"}
+LAUNCH = SETUP | {"profile", "export"}
 # What each part of the package may import, besides itself.
 LAW: dict[str, set[str]] = {
     "errors": set(),
@@ -28,11 +29,12 @@ LAW: dict[str, set[str]] = {
     "transformers_tokenizer": BASE | {"data"},
     "export": BASE | {"model", "checkpoint", "rundir"},
     "train": MATHS,
+    "setup": MATHS | {"train"},
+    "profile": SETUP,
     "run": LAUNCH,
-    "profile": LAUNCH | {"run"},
     "generate": BASE | {"data", "model", "checkpoint", "rundir", "export"},
-    "api": LAUNCH | {"run", "profile", "export", "generate"},
-    "cli": LAUNCH | {"run", "profile", "export", "generate", "api"},
+    "api": LAUNCH | {"run", "generate"},
+    "cli": LAUNCH | {"run", "generate", "api"},
     "": {"api"} | BASE,
     "__main__": {"cli"},
 }
@@ -42,11 +44,11 @@ NEVER_HEAVY = {"errors", "config", "data", "rundir"}
 # These may, but only inside a function.
 LAZILY_HEAVY = {"runtime", "cli", "api", ""}
 # Who may see the whole recipe; everything else gets its own section or plain values.
-SEES_RECIPE = {"config", "profile", "cli", "api"}
-RESOLVED_IN = ("resolve", "timetable", "build", "preflight", "launch", "score", "tasks.export")
-SEES_RECIPE_FILES = {f"tuner.run.{name}" for name in RESOLVED_IN}
-# Tasks that reach for an instrument, inside a function or as a module that is imported so, when a recipe asks for it.
-INSTRUMENTS = {"tuner.run.tasks.record": "profile", "tuner.run.tasks.export": "export"}
+SEES_RECIPE = {"config", "setup", "profile", "cli", "api"}
+RESOLVED_IN = ("run.preflight", "run.launch", "run.measure", "run.score", "run.tasks.export")
+SEES_RECIPE_FILES = {f"tuner.{name}" for name in RESOLVED_IN}
+# What of a launch knows an instrument: modules that are imported, or import it, only where a recipe or command asks.
+INSTRUMENTS = {"tuner.run.tasks.record": "profile", "tuner.run.measure": "profile", "tuner.run.tasks.export": "export"}
 
 
 def modules() -> dict[str, Path]:
@@ -91,7 +93,8 @@ def unlawful(module: str, tree: ast.AST) -> list[str]:
         target = part(name)
         if target not in LAW:
             continue  # a name of the root package, such as its version
-        if target not in LAW[own] | {own, INSTRUMENTS.get(module)}:
+        instrument = own == "run" and target in INSTRUMENTS.values() and INSTRUMENTS.get(module) != target
+        if target not in LAW[own] | {own} or instrument:
             problems.append(f"{module}:{line} imports {name}: {own or 'tuner'} may not know {target}")
         if name == "tuner.config.recipe.Recipe" and own not in SEES_RECIPE and module not in SEES_RECIPE_FILES:
             problems.append(f"{module}:{line} sees the whole recipe")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted(path for part in ("train", "run") for path in (ROOT / "tuner" / part).rglob("*.py"))
+FILES = sorted(path for part in ("train", "setup", "run") for path in (ROOT / "tuner" / part).rglob("*.py"))
 MAX_FUNCTION_LINES = 60
 MAX_CLASS_LINES = 250
 SCREEN_LINES = 45

@@ -18,11 +18,11 @@ from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import open_prepared
 from tuner.errors import MemoryLimitError, RecipeError
 from tuner.profile import measure as measuring
-from tuner.profile.launch import MEASURED, Measured, measure_recipe
 from tuner.profile.measure import MeasureOptions, measure
 from tuner.profile.measurement import TIMES, Measurement, duration_text
-from tuner.run.resolve import resolve
+from tuner.run.measure import MEASURED, Measured, measure_recipe
 from tuner.runtime.dist import RankInfo
+from tuner.setup.resolve import resolve
 from tuner.train.guard import WINDOW
 
 SINGLE = RankInfo(0, 1, 0, 1)

@@ -40,7 +40,8 @@ from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import MemoryLimitError
 from tuner.runtime import allocator
-from tuner.run import build as run_build, main as run_main
+from tuner.run import main as run_main
+from tuner.setup import build as run_build
 from tuner.run.options import LaunchOptions
 
 run_build.keep_freed_memory = lambda size: None  # it reserves addresses

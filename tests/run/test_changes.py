@@ -73,7 +73,7 @@ def test_a_machine_without_the_compiled_kernels_goes_on_and_says_so(
     trainings.prepare(tmp_path, 1)
     launch(tmp_path, train__stop_after="2 steps")
     monkeypatch.setattr(Console, "warn", lambda _, text: warned.append(text))
-    monkeypatch.setattr("tuner.run.resolve.native_problem", lambda: "there is no C compiler (cc, gcc, clang)")
+    monkeypatch.setattr("tuner.setup.resolve.native_problem", lambda: "there is no C compiler (cc, gcc, clang)")
     assert launch(tmp_path, LaunchOptions(resume="auto"), train__stop_after="1 steps").step == 3
     assert [text.split(":")[0] for text in warned] == ["model.kernels native -> torch"]
 

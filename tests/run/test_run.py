@@ -18,7 +18,7 @@ from tuner.cli.train import _evaluated, launch_training
 from tuner.config.load import load_recipe
 from tuner.data.batches import GlobalBatches
 from tuner.errors import DataError, DivergedError, MemoryLimitError, RecipeError
-from tuner.run import mock, preflight
+from tuner.run import preflight
 from tuner.run.main import train
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.run.previous import resume_source
@@ -26,6 +26,7 @@ from tuner.run.tasks import evaluate as evaluate_task
 from tuner.run.tasks.save import SaveTask
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
+from tuner.setup import mock
 from tuner.train import evaluate, loop
 
 

@@ -9,9 +9,9 @@ from tests.model.tiny import VOCAB, tiny_config
 from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe
 from tuner.data.prepared import PreparedData, Row
-from tuner.run.build import Assembly, build
-from tuner.run.resolve import resolve
 from tuner.runtime.dist import RankInfo
+from tuner.setup.build import Assembly, build
+from tuner.setup.resolve import resolve
 
 MAX_LENGTH = 32
 

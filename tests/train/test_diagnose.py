@@ -8,8 +8,8 @@ import torch
 
 from tests.train.synthetic import assembly_for, recipe_for, write_model
 from tuner.errors import DivergedError
-from tuner.run.build import Assembly
 from tuner.runtime.dist import RankInfo
+from tuner.setup.build import Assembly
 from tuner.train.diagnose import Finding, Stage, diverged, first_bad
 from tuner.train.step import optimizer_step
 from tuner.train.tasks import TakenStep

@@ -13,7 +13,7 @@ from tests.fixtures.trainings import launch, lines
 from tuner.config.recipe import UNIONS, Examples
 from tuner.errors import PluginError
 from tuner.model.logit_transform import LogitTransform
-from tuner.run import build
+from tuner.setup import build
 from tuner.train.figures import CLOCKED
 from tuner.train.methods.build import build_method
 from tuner.train.methods.method import Method

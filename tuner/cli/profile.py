@@ -137,10 +137,10 @@ def _fitted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> 
 
 def _measured(loaded: LoadedRecipe, options: ProfileOptions, console: Console, level: Level) -> Outcome:
     from tuner.profile.devices import parse_memory
-    from tuner.profile.launch import measure_recipe
     from tuner.profile.measure import MeasureOptions
     from tuner.profile.predict import predict
     from tuner.profile.report import parts_table
+    from tuner.run.measure import measure_recipe
     from tuner.runtime.dist import RankInfo
 
     limit, steps = None if options.memory is None else parse_memory("--memory", options.memory), options.measure or 1

@@ -20,13 +20,13 @@ from tuner.profile.devices import data_sheet_rate
 from tuner.profile.measurement import TIMES, MeasuredMemory, Measurement, of_all
 from tuner.profile.oom import OomReport, clear_frames, replay_step, report_at, with_fix
 from tuner.profile.recorder import StepRecorder
-from tuner.run.build import Assembly, build
-from tuner.run.resolve import Resolved
 from tuner.runtime import phase
 from tuner.runtime.collective import Collective
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
 from tuner.runtime.process import gloo_group
+from tuner.setup.build import Assembly, build
+from tuner.setup.resolve import Resolved
 from tuner.train.prefetcher import Prefetcher
 from tuner.train.step import optimizer_step
 

@@ -23,9 +23,9 @@ from tuner.profile.devices import Device
 from tuner.profile.events import resident
 from tuner.profile.prediction import PARTS, Part
 from tuner.profile.recorder import StepRecorder
-from tuner.run.build import Assembly
-from tuner.run.mock import full_batches
 from tuner.runtime.files import gib
+from tuner.setup.build import Assembly
+from tuner.setup.mock import full_batches
 from tuner.train.step import forward_backward, optimizer_step
 
 BETWEEN = "between steps"

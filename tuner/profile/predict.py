@@ -14,10 +14,10 @@ from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Phase,
 from tuner.profile.timeline import memory_timeline
 from tuner.profile.tracing import Trace, trace_step
 from tuner.profile.workload import Workload, added_ids, workload
-from tuner.run.resolve import Resolved, check_division, resolve
-from tuner.run.timetable import timetable
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
+from tuner.setup.resolve import Resolved, check_division, resolve
+from tuner.setup.timetable import timetable
 
 MIB = 1 << 20
 CONTEXT_BYTES = {"cuda": 600 * MIB, "cpu": 600 * MIB}

@@ -26,11 +26,11 @@ from tuner.parallel.mesh import Mesh
 from tuner.profile.cuda_stand_in import cuda_stand_in, unchanged_modules
 from tuner.profile.fakes import give_storage, quiet_kernels
 from tuner.profile.prediction import Phase
-from tuner.run.build import assembly_spec, build_train_state, mesh_of, meta_model_of, step_config_of
-from tuner.run.resolve import Resolved
 from tuner.rundir.layout import MODEL_PREFIX
 from tuner.runtime import phase, torch_private
 from tuner.runtime.dist import RankInfo
+from tuner.setup.build import assembly_spec, build_train_state, mesh_of, meta_model_of, step_config_of
+from tuner.setup.resolve import Resolved
 from tuner.train.evaluate import batch_losses
 from tuner.train.step import TrainState, optimizer_step
 

@@ -14,9 +14,9 @@ from tuner.errors import MemoryLimitError
 from tuner.profile.blocks import MemoryRecord
 from tuner.profile.oom import OomReport, clear_frames, predicted_peak, replay_step, resident_report
 from tuner.profile.recorder import StepRecorder
-from tuner.run.build import Assembly
 from tuner.runtime.console import Console
 from tuner.runtime.files import TMP_PREFIX, gib
+from tuner.setup.build import Assembly
 
 
 class StepWatch:

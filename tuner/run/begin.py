@@ -8,13 +8,13 @@ import torch
 from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.errors import DataError, MachineError
-from tuner.run.build import Assembly
 from tuner.run.meta import write_tokenizer
 from tuner.run.options import LaunchOptions
 from tuner.run.preflight import Preflight
-from tuner.run.resolve import Resolved
 from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
 from tuner.runtime.files import fsync_path, machine_error, write_atomic, write_json
+from tuner.setup.build import Assembly
+from tuner.setup.resolve import Resolved
 
 
 def begin_launch(ready: Preflight, loaded: LoadedRecipe, assembly: Assembly, options: LaunchOptions) -> dict[str, Any]:

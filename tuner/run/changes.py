@@ -8,6 +8,7 @@ from typing import Any, Literal
 from tuner.checkpoint.load import CheckpointInfo
 from tuner.config.dump import flatten
 from tuner.errors import DataError, RecipeError
+from tuner.setup.timetable import Starts
 
 Effect = Literal["safe", "warn", "refuse"]
 ON_RESUME: dict[str, Effect] = {
@@ -129,16 +130,6 @@ class Reset:
     def as_state(self) -> dict[str, Any]:
         """Its part of `run.json` and of a checkpoint's JSON state."""
         return {"step": self.step, "parts": list(self.parts), "updates": self.updates}
-
-
-@dataclass(frozen=True)
-class Starts:
-    """The step after which each part of a run was last reset, and the updates before its optimizer's state was."""
-
-    schedule: int = 0
-    data: int = 0
-    rng: int = 0
-    updates: int = 0
 
 
 def parse_reset(text: str | None) -> tuple[str, ...]:

@@ -16,10 +16,10 @@ from tuner.errors import MachineError
 from tuner.run.main import train
 from tuner.run.options import JOB, RESULT, HandedOver, Job, LaunchOptions, RunResult
 from tuner.run.preflight import preflight
-from tuner.run.resolve import check_division
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.environment import command_line
+from tuner.setup.resolve import check_division
 
 if TYPE_CHECKING:
     from tuner.run.tasks.export import Exporter

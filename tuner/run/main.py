@@ -15,7 +15,6 @@ from tuner.checkpoint.steps import step_name
 from tuner.config.load import LoadedRecipe
 from tuner.errors import DivergedError, MachineError, MemoryLimitError
 from tuner.run.begin import begin_launch
-from tuner.run.build import build
 from tuner.run.changes import pending, starts_of
 from tuner.run.meta import require_same_data
 from tuner.run.options import LaunchOptions, RunResult
@@ -35,6 +34,7 @@ from tuner.runtime.lock import FileLock
 from tuner.runtime.memory import calm_collector
 from tuner.runtime.process import gloo_group, process_group
 from tuner.runtime.stop import StopSignals
+from tuner.setup.build import build
 from tuner.train.diagnose import diverged
 from tuner.train.loop import train_loop
 from tuner.train.prefetcher import Prefetcher
@@ -94,7 +94,7 @@ def _run(context: LaunchContext, ready: Preflight, record: dict[str, Any], launc
             restore(context, ready.found)
         launch.cut_back(progress.step if ready.found is not None else -1, progress.evaluation_owed)
         if context.assembly.resolved.recipe.train.mock_batch is True:
-            from tuner.run.mock import mock_batch
+            from tuner.setup.mock import mock_batch
 
             with tasks.around_step(0):
                 mock_batch(context.assembly, context.console)

@@ -11,10 +11,10 @@ from tuner.data.id_probes import ID_PROBES, read_probes, text_probes, write_prob
 from tuner.errors import DataError
 from tuner.model.licence import licence_of
 from tuner.model.transformers_private import commit_of
-from tuner.run.build import Assembly
 from tuner.rundir.directory import RunDir
 from tuner.rundir.layout import TOKENIZER
 from tuner.runtime.files import file_entries, fsync_path, json_bytes, machine_error, regular_size, sha256_file
+from tuner.setup.build import Assembly
 
 
 def run_meta(assembly: Assembly) -> dict[str, Any]:

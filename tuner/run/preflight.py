@@ -16,16 +16,16 @@ from tuner.data.building.spec import PrepareSpec, prepare_spec
 from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, RecipeError
 from tuner.model.vetting import ignored_code, ignored_losses
-from tuner.run.build import mesh_of
 from tuner.run.changes import Reset, changes, freed_keys, resets_for, starts_of
 from tuner.run.options import HandedOver, LaunchOptions, RunResult
 from tuner.run.previous import find_checkpoint, finished_result, require_recipe_of, warn_of_changes
-from tuner.run.resolve import Resolved, resolve
-from tuner.run.timetable import Timetable, timetable
 from tuner.rundir.directory import RunDir
 from tuner.runtime.collective import Collective
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
+from tuner.setup.build import mesh_of
+from tuner.setup.resolve import Resolved, resolve
+from tuner.setup.timetable import Timetable, timetable
 
 
 @dataclass(frozen=True)

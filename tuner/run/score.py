@@ -13,13 +13,13 @@ from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import open_prepared
 from tuner.errors import DataError, DivergedError, RecipeError
 from tuner.model.root import trained_parameters
-from tuner.run.build import assemble_model, check_fits, held_out_rows, mesh_of
-from tuner.run.resolve import resolve
 from tuner.rundir.layout import MODEL_PREFIX, RESOLVED_RECIPE
 from tuner.rundir.model_path import RunCheckpoint, resolve_model_path
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
+from tuner.setup.build import assemble_model, check_fits, held_out_rows, mesh_of
+from tuner.setup.resolve import resolve
 from tuner.train.evaluate import Evaluation, evaluate
 
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuner.checkpoint.load import CheckpointInfo, load_into
-from tuner.run.build import Assembly
 from tuner.run.changes import STATE, Reset, pending, resets_of, starts_of, updates_of
 from tuner.rundir.directory import RunDir
 from tuner.rundir.layout import MODEL_PREFIX
 from tuner.runtime.console import Console
 from tuner.runtime.stop import StopSignals
+from tuner.setup.build import Assembly
 from tuner.train.progress import METRICS, Progress
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tuner.errors import MemoryLimitError, is_out_of_memory
-from tuner.run.build import Assembly
 from tuner.rundir.layout import PROFILE
 from tuner.runtime.console import Console
+from tuner.setup.build import Assembly
 from tuner.train.tasks import Task
 
 if TYPE_CHECKING:

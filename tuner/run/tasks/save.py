@@ -13,14 +13,14 @@ from tuner.checkpoint.prune import prune
 from tuner.checkpoint.save import CheckpointDir, require_room, save
 from tuner.checkpoint.staging import Staged, Staging
 from tuner.checkpoint.steps import step_name
-from tuner.run.build import Assembly
-from tuner.run.probes import record_probes
 from tuner.run.state import LaunchContext, run_state, run_tensors
 from tuner.run.tasks.log import LogTask
 from tuner.rundir.records import Records
 from tuner.runtime import phase
 from tuner.runtime.collective import Collective
 from tuner.runtime.process import another_gloo_group, gloo_group
+from tuner.setup.build import Assembly
+from tuner.setup.probes import record_probes
 from tuner.train.tasks import Event, Request, Task
 
 

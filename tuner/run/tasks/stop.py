@@ -4,9 +4,9 @@ import time
 from collections.abc import Iterable
 
 from tuner.config.recipe import TIMES
-from tuner.run.build import Assembly
 from tuner.run.state import LaunchContext
 from tuner.rundir.layout import STOP
+from tuner.setup.build import Assembly
 from tuner.train.plan import steps_of
 from tuner.train.tasks import Event, Request, Task
 

@@ -5,8 +5,8 @@ import torch
 
 from tuner.data.batches import Batch, StepBatches
 from tuner.errors import MemoryLimitError
-from tuner.run.build import Assembly
 from tuner.runtime.console import Console
+from tuner.setup.build import Assembly
 from tuner.train.step import forward_backward
 
 

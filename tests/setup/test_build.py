@@ -6,7 +6,7 @@ import torch
 
 from tests.train.synthetic import recipe_for
 from tuner.parallel.mesh import Mesh
-from tuner.run.build import step_config_of
+from tuner.setup.build import step_config_of
 
 
 def test_autocast_keeps_no_copies_of_weights(tmp_path: Path) -> None:

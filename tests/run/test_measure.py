@@ -10,9 +10,9 @@ import pytest
 from tests.profile.test_measure import recipe  # noqa: F401 - a fixture
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
-from tuner.profile.launch import measure_recipe
 from tuner.profile.measure import MeasureOptions
 from tuner.profile.measurement import Measurement, of_all
+from tuner.run.measure import measure_recipe
 
 
 def measured(path: Path, **flags: str) -> Measurement:

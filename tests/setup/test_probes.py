@@ -10,7 +10,7 @@ from tests.model.tiny import TINY, VOCAB, tiny_config
 from tuner.export.verify import compare, last_logits
 from tuner.model.build import ModelSpec, build_model, meta_model
 from tuner.model.root import CausalLM
-from tuner.run.probes import record_probes
+from tuner.setup.probes import record_probes
 
 
 @pytest.mark.parametrize("kind", TINY)

@@ -19,12 +19,12 @@ from tuner.profile.measure import MeasureOptions, measure
 from tuner.profile.measurement import Measurement
 from tuner.run.launch import Placement
 from tuner.run.options import HandedOver, Job, LaunchOptions
-from tuner.run.resolve import resolve
-from tuner.run.timetable import timetable
 from tuner.runtime.console import Console, Level
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
 from tuner.runtime.spawn import run_ranks
+from tuner.setup.resolve import resolve
+from tuner.setup.timetable import timetable
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import pytest
 from tests.model.tiny import tiny_config
 from tests.train.synthetic import MAX_LENGTH, recipe_for
 from tuner.errors import ExitCode, MachineError
-from tuner.run.resolve import Resolved, resolve
 from tuner.runtime.device import DeviceFacts
 from tuner.runtime.dist import RankInfo
+from tuner.setup.resolve import Resolved, resolve
 
 GIB = 2**30
 
@@ -25,9 +25,9 @@ def resolved_on(
     kind: Any, directory: Path, monkeypatch: pytest.MonkeyPatch, problem: str | None = None, **sections: dict[str, Any]
 ) -> Resolved:
     facts = DeviceFacts(kind, "a device", 8 * GIB, 8 * GIB, True, 1)
-    monkeypatch.setattr("tuner.run.resolve.device_facts", lambda *_: facts)
-    monkeypatch.setattr("tuner.run.resolve.compiler_problem", lambda kind: problem)
-    monkeypatch.setattr("tuner.run.resolve.has_liger", lambda kind: True)
+    monkeypatch.setattr("tuner.setup.resolve.device_facts", lambda *_: facts)
+    monkeypatch.setattr("tuner.setup.resolve.compiler_problem", lambda kind: problem)
+    monkeypatch.setattr("tuner.setup.resolve.has_liger", lambda kind: True)
     sections["train"] = {"device": "auto", **sections.get("train", {})}
     return resolve(recipe_for(directory, **sections), MAX_LENGTH, RankInfo())
 
@@ -66,7 +66,7 @@ def test_a_missing_compiler_is_named(model: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_cpu_without_a_c_compiler_computes_with_torch(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuner.run.resolve.native_problem", lambda: "there is no C compiler (cc, gcc, clang)")
+    monkeypatch.setattr("tuner.setup.resolve.native_problem", lambda: "there is no C compiler (cc, gcc, clang)")
     found = resolved_on("cpu", model, monkeypatch, None)
     assert found.recipe.model.kernels == "torch"
     assert found.reasons["model.kernels"] == "there is no C compiler (cc, gcc, clang)"

@@ -5,10 +5,19 @@ from dataclasses import dataclass, replace
 from tuner.config.recipe import Recipe
 from tuner.data.prepared import PreparedData
 from tuner.errors import RecipeError
-from tuner.run.changes import Starts
 from tuner.train.best import mark_steps
 from tuner.train.plan import Cadence, Plan, cadence, plan_steps
 from tuner.train.schedule import Schedule, StartedLater, build_schedule
+
+
+@dataclass(frozen=True)
+class Starts:
+    """The step after which each part of a run was last reset, and the updates before its optimizer's state was."""
+
+    schedule: int = 0
+    data: int = 0
+    rng: int = 0
+    updates: int = 0
 
 
 @dataclass(frozen=True)

@@ -28,16 +28,15 @@ from tuner.model.trainable import TrainableSpec
 from tuner.parallel.assemble import AssemblySpec, Kernels, assemble
 from tuner.parallel.fsdp import materialise
 from tuner.parallel.mesh import Mesh
-from tuner.run.changes import Starts
-from tuner.run.probes import probe_inputs
-from tuner.run.resolve import Resolved, check_division, model_spec
-from tuner.run.timetable import Timetable, timetable
 from tuner.runtime.allocator import keep_freed_memory
 from tuner.runtime.collective import Collective
 from tuner.runtime.device import DeviceFacts
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.peak import measured_peak
 from tuner.runtime.process import gloo_group
+from tuner.setup.probes import probe_inputs
+from tuner.setup.resolve import Resolved, check_division, model_spec
+from tuner.setup.timetable import Starts, Timetable, timetable
 from tuner.train.best import check_metric
 from tuner.train.evaluate import HeldOut, held_out
 from tuner.train.guard import Guard, GuardPolicy

@@ -1,0 +1,1 @@
+"""A recipe made ready for this machine: resolved, timed and built."""
