@@ -50,6 +50,7 @@ def _load(trained: Trained, recipe: str | None, flags: list[Override]) -> Loaded
     """The recipe given, or the run's own. Raises RecipeError for a flag that would change the model, or do nothing."""
     from tuner.config.load import load_recipe
     from tuner.run.score import run_recipe
+    from tuner.rundir.model_path import RunCheckpoint
 
     wrong = next((flag.key for flag in flags if flag.key.startswith(OF_THE_MODEL)), None)
     if wrong is not None:
@@ -59,7 +60,7 @@ def _load(trained: Trained, recipe: str | None, flags: list[Override]) -> Loaded
             "flag --parallel.processes: eval runs in one process",
             hint="leave it out, or start several: torchrun --nproc-per-node 2 -m tuner eval ...",
         )
-    if recipe is None and trained.checkpoint is not None:
+    if recipe is None and isinstance(trained, RunCheckpoint):
         return load_recipe(run_recipe(trained), flags)
     return load_for_command(recipe, flags)
 

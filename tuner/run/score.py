@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuner.checkpoint.load import CheckpointInfo, load_into, require_same_base
+from tuner.checkpoint.load import load_into, require_same_base
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import ModelSection, NoAdapter, Recipe
 from tuner.data.building.prepare import prepare
@@ -14,7 +14,7 @@ from tuner.data.prepared import open_prepared
 from tuner.errors import DataError, DivergedError, RecipeError
 from tuner.model.root import trained_parameters
 from tuner.rundir.layout import MODEL_PREFIX, RESOLVED_RECIPE
-from tuner.rundir.model_path import RunCheckpoint, resolve_model_path
+from tuner.rundir.model_path import HfDirectory, RunCheckpoint, resolve_model_path
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
@@ -22,14 +22,8 @@ from tuner.setup.build import assemble_model, check_fits, held_out_rows, mesh_of
 from tuner.setup.resolve import resolve
 from tuner.train.evaluate import Evaluation, evaluate
 
-
-@dataclass(frozen=True)
-class Trained:
-    """A model to evaluate: the directory, and its checkpoint and run where it is one of a run's."""
-
-    path: Path
-    checkpoint: CheckpointInfo | None = None
-    run_dir: Path | None = None
+Trained = RunCheckpoint | HfDirectory
+"""A model to evaluate."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +44,12 @@ def find_trained(path: Path, console: Console) -> Trained:
     Raises RecipeError for a path that is none of them, and DataError for a checkpoint that is damaged or gone.
     """
     found = resolve_model_path(path, console.warn)
-    if isinstance(found, RunCheckpoint):
-        return Trained(found.checkpoint.path, found.checkpoint, found.run_dir)
-    if found.is_adapter:
+    if isinstance(found, HfDirectory) and found.is_adapter:
         raise RecipeError(
             f"{path} holds an adapter without its model",
             hint="evaluate the run itself, or what tuner export-hf RUN --adapter merge writes",
         )
-    return Trained(path)
+    return found
 
 
 def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: Console) -> Score:
@@ -80,7 +72,7 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
     with process_group(rank_info, resolved.facts.kind, recipe.parallel.timeout.seconds):
         check_fits(spec.tokenizer, resolved.config, data)
         root, step_config = assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
-        if trained.checkpoint is not None:
+        if isinstance(trained, RunCheckpoint):
             require_same_base(trained.checkpoint, root.frozen_hash)
             tensors = {f"{MODEL_PREFIX}{name}": parameter.data for name, parameter in trained_parameters(root).items()}
             load_into(trained.checkpoint, tensors, prefix=MODEL_PREFIX)
@@ -90,14 +82,14 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
         seconds = time.monotonic() - started
     if not math.isfinite(result.loss):
         raise DivergedError(f"{trained.path}: the loss is {result.loss}", hint="look at the run: tuner runs plot RUN")
-    step = None if trained.checkpoint is None else trained.checkpoint.step
+    step = trained.checkpoint.step if isinstance(trained, RunCheckpoint) else None
     rows = len(held.rows) if max_rows is None else min(max_rows, len(held.rows))
     return Score(trained.path, step, result, rows, seconds)
 
 
 def run_recipe(trained: Trained) -> Path:
     """The resolved recipe of the run that the model belongs to. Raises RecipeError where it has none."""
-    path = None if trained.run_dir is None else trained.run_dir / RESOLVED_RECIPE
+    path = trained.run_dir / RESOLVED_RECIPE if isinstance(trained, RunCheckpoint) else None
     if path is None or not path.is_file():
         raise RecipeError(f"{trained.path}: no recipe names held-out rows", hint="give one: tuner eval MODEL RECIPE")
     return path
@@ -107,7 +99,7 @@ def _recipe(trained: Trained, loaded: LoadedRecipe) -> Recipe:
     """The recipe with the directory's own model in place of its own."""
     plain = loaded.recipe.train.model_copy(update={"compile": False})  # no layer is compiled for evaluation
     recipe = loaded.recipe.model_copy(update={"train": plain})
-    if trained.checkpoint is None:
+    if isinstance(trained, HfDirectory):
         model = ModelSection(name_or_path=str(trained.path), kernels=recipe.model.kernels)
         tokenizer = recipe.tokenizer.model_copy(update={"add_tokens": ()})  # what was added is in its own by now
         return recipe.model_copy(update={"model": model, "adapter": NoAdapter(), "tokenizer": tokenizer})

@@ -32,6 +32,11 @@ class RunCheckpoint:
     run_dir: Path
     checkpoint: CheckpointInfo
 
+    @property
+    def path(self) -> Path:
+        """The checkpoint's directory."""
+        return self.checkpoint.path
+
 
 @dataclass(frozen=True)
 class HfDirectory:
