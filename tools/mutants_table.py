@@ -410,7 +410,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # The model.
     Mutant(
         "model-window-one-wider",
-        "model.attention._band",
+        "model.blocked_attention.band",
         "A < window",
         "A <= window",
         MODEL,
@@ -424,14 +424,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "model-gradient-sign",
-        "model.linear_cross_entropy.softmax_into_gradient",
+        "model.output_layer.softmax_into_gradient",
         "A.new_full(B, -1.0)",
         "A.new_full(B, 1.0)",
         MODEL,
     ),
     Mutant(
         "model-last-chunk-alone",
-        "model.linear_cross_entropy._Head",
+        "model.output_layer._Head",
         "A if B.start == 0 else C",
         "A",
         MODEL,

@@ -23,8 +23,7 @@ from tuner.checkpoint.load import content_sha256, load_into, newest, open_checkp
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.checkpoint.staging import Staging
 from tuner.errors import DataError, MachineError, TunerError
-from tuner.runtime.collective import Collective
-from tuner.runtime.process import another_gloo_group
+from tuner.runtime.process import Collective, another_gloo_group
 
 pytestmark = pytest.mark.multi
 

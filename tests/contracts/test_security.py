@@ -18,7 +18,7 @@ UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", 
 BETWEEN_OWN_PROCESSES = {
     "tuner/data/building/pool.py",
     "tuner/data/building/worker.py",
-    "tuner/runtime/collective.py",
+    "tuner/runtime/process.py",
     "tools/prepare_campaign.py",
 }
 """Who unpickles what another process of the same command has sent."""

@@ -315,7 +315,7 @@ def fork_server() -> Iterator[None]:
     """
     import torch
 
-    from tuner.runtime.peak import measured_peak
+    from tuner.runtime.device import measured_peak
 
     os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
     torch.set_num_threads(1)

@@ -14,8 +14,7 @@ from tuner.model import attention
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.decode import greedy
-from tuner.model.probe import require_isolation
-from tuner.model.reference import plain_twin
+from tuner.model.probe import plain_twin, require_isolation
 from tuner.model.root import CausalLM
 
 

@@ -14,7 +14,7 @@ from tuner.model import compile as compiling
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.compile import compile_blocks, compiler_problem
-from tuner.model.padding import Padding
+from tuner.model.documents import Padding
 from tuner.model.recompute import apply_recompute
 from tuner.model.root import CausalLM
 

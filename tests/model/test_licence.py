@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tuner.model.licence import licence_of
+from tuner.model.vetting import licence_of
 
 
 @pytest.mark.parametrize(
@@ -31,5 +31,5 @@ def test_a_hub_that_cannot_be_reached_leaves_it_unknown(monkeypatch: pytest.Monk
     def offline(*args: object, **kwargs: object) -> str:
         raise ConnectionError("no network")
 
-    monkeypatch.setattr("tuner.model.licence.hf_hub_download", offline)
+    monkeypatch.setattr("tuner.model.vetting.hf_hub_download", offline)
     assert licence_of("owner/name", None) is None

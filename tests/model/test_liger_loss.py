@@ -12,8 +12,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 COMPARE = """
 import json, sys, torch
-from tuner.model.linear_cross_entropy import linear_cross_entropy, softmax_into_gradient
-from tuner.model.liger_loss import loss_into_gradient
+from tuner.model.output_layer import OutputLayer, softmax_into_gradient
+from tuner.model.kernels import liger_into_gradient
 device = sys.argv[1]
 found = []
 for n, d, v, with_bias in [(5, 8, 300, False), (3, 16, 70000, False), (4, 8, 11, True), (0, 8, 11, False)]:
@@ -23,15 +23,16 @@ for n, d, v, with_bias in [(5, 8, 300, False), (3, 16, 70000, False), (4, 8, 11,
     targets = torch.randint(0, v, (n,), device=device)
     results = []
     for weights in (None, torch.rand(n, device=device)):
-        for kernel in (softmax_into_gradient, loss_into_gradient):
+        for kernel in (softmax_into_gradient, liger_into_gradient):
             copies = [leaf.clone().requires_grad_() for leaf in leaves]
             bias = copies[2] if with_bias else None
-            loss = linear_cross_entropy(*copies[:2], bias, targets, kernel, weights)
+            loss = OutputLayer(copies[1], bias, kernel=kernel).cross_entropy(copies[0], targets, weights)
             results.append([loss, *torch.autograd.grad(3 * loss, copies)])
         for a, b in zip(*results[-2:], strict=True):
             found.append(float((a - b).norm() / b.norm().clamp_min(1e-9)))
     with torch.no_grad():
-        alone = linear_cross_entropy(*leaves[:2], leaves[2] if with_bias else None, targets, loss_into_gradient)
+        head = OutputLayer(leaves[1], leaves[2] if with_bias else None, kernel=liger_into_gradient)
+        alone = head.cross_entropy(leaves[0], targets)
     found.append(float((alone - results[0][0]).abs() / results[0][0].abs().clamp_min(1e-9)))
 print(json.dumps(found))
 """

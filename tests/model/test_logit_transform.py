@@ -9,11 +9,10 @@ from transformers import Cohere2Config, CohereConfig, Gemma2Config, GraniteConfi
 
 from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids, relative
 from tests.model.tiny import SHAPE
-from tuner.model import linear_cross_entropy as module
+from tuner.model import output_layer as module
 from tuner.model.attention import PACKED
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.logit_transform import PLAIN, LogitTransform
-from tuner.model.output_layer import OutputLayer
+from tuner.model.output_layer import PLAIN, LogitTransform, OutputLayer
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM
 from tuner.train.methods.custom import token_mean

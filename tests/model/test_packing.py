@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from tests.fixtures.packed import LENGTHS, figures, random_ids, relative, smollm2, tiny_root
 from tests.model.tiny import TINY, tiny_config
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.logit_transform import LogitTransform
+from tuner.model.output_layer import LogitTransform
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM
 

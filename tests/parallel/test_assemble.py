@@ -13,7 +13,7 @@ from tuner.config.duration import Duration
 from tuner.errors import RecipeError
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.padding import Padding
+from tuner.model.documents import Padding
 from tuner.model.trainable import TrainableSpec
 from tuner.parallel import assemble as assembling
 from tuner.parallel.assemble import AssemblySpec, assemble

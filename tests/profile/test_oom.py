@@ -39,9 +39,9 @@ from tuner.cli.main import main
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import MemoryLimitError
-from tuner.runtime import allocator
 from tuner.run import main as run_main
 from tuner.setup import build as run_build
+from tuner.runtime import memory
 from tuner.run.options import LaunchOptions
 
 run_build.keep_freed_memory = lambda size: None  # it reserves addresses

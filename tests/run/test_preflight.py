@@ -22,9 +22,8 @@ from tuner.errors import DataError
 from tuner.run.options import LaunchOptions
 from tuner.run.preflight import Preflight, agreed, preflight
 from tuner.rundir.directory import RunDir
-from tuner.runtime.collective import Collective
 from tuner.runtime.console import Console
-from tuner.runtime.process import gloo_group
+from tuner.runtime.process import Collective, gloo_group
 
 
 @pytest.mark.multi

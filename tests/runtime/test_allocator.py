@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from tuner.runtime.allocator import keep_freed_memory
+from tuner.runtime.memory import keep_freed_memory
 
 PROGRAM = """
 import ctypes, resource
-from tuner.runtime.allocator import keep_freed_memory
+from tuner.runtime.memory import keep_freed_memory
 {keep}
 library = ctypes.CDLL(None)
 library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -11,7 +11,7 @@ import pytest
 
 from tuner.errors import MachineError
 from tuner.runtime.device import device_facts
-from tuner.runtime.versions import versions
+from tuner.runtime.environment import versions
 
 
 def test_versions_name_what_is_installed() -> None:
@@ -49,8 +49,7 @@ def test_a_missing_cuda_device_is_one_clear_line(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_runtime_imports_no_torch(root: Path) -> None:
-    names = ("files", "lock", "dist", "collective", "process", "device", "stop", "console", "versions", "git")
-    names += ("environment",)
+    names = ("files", "lock", "dist", "process", "device", "stop", "console", "environment", "git")
     code = f"import sys\nfor n in {names}: __import__('tuner.runtime.' + n)\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

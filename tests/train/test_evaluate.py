@@ -14,7 +14,7 @@ from tests.model.tiny import VOCAB, tiny_config
 from tuner.data.batches import Batch, collate
 from tuner.data.prepared import Row
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.linear_cross_entropy import position_losses
+from tuner.model.output_layer import OutputLayer
 from tuner.model.root import CausalLM
 from tuner.parallel.mesh import Mesh
 from tuner.train.evaluate import HeldOut, evaluate, held_out, source_names
@@ -140,11 +140,11 @@ def test_position_losses_in_chunks_with_a_bias(monkeypatch: pytest.MonkeyPatch) 
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(7, 5), torch.randn(11, 5), torch.randn(11)
     targets = torch.randint(11, (7,))
-    monkeypatch.setattr("tuner.model.linear_cross_entropy.CHUNK_LOGITS", 3 * 11)
-    monkeypatch.setattr("tuner.model.linear_cross_entropy.BLOCK_LOGITS", {"cpu": 2 * 11})
+    monkeypatch.setattr("tuner.model.output_layer.CHUNK_LOGITS", 3 * 11)
+    monkeypatch.setattr("tuner.model.output_layer.BLOCK_LOGITS", {"cpu": 2 * 11})
     wanted = torch.nn.functional.cross_entropy(hidden @ weight.T + bias, targets, reduction="none")
-    torch.testing.assert_close(position_losses(hidden, weight, bias, targets), wanted)
-    assert position_losses(hidden[:0], weight, None, targets[:0]).shape == (0,)
+    torch.testing.assert_close(OutputLayer(weight, bias).losses(hidden, targets), wanted)
+    assert OutputLayer(weight).losses(hidden[:0], targets[:0]).shape == (0,)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
 from tuner.config.recipe import UNIONS, Examples
 from tuner.errors import PluginError
-from tuner.model.logit_transform import LogitTransform
+from tuner.model.output_layer import LogitTransform
 from tuner.setup import build
 from tuner.train.figures import CLOCKED
 from tuner.train.methods.build import build_method

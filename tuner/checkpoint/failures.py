@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tuner.runtime.collective import Collective, describe
+from tuner.runtime.process import Collective, describe
 
 
 def first_failure(error: CheckpointException, ranks: Collective) -> Exception:

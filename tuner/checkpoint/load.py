@@ -24,9 +24,8 @@ from tuner.checkpoint.manifest import PROBE_NAME, STATE_NAME, rank_files, read_m
 from tuner.checkpoint.steps import step_dirs
 from tuner.checkpoint.storage import SafetensorsReader, read_box, tensor_bytes
 from tuner.errors import DataError
-from tuner.runtime.collective import Collective
 from tuner.runtime.files import read_json
-from tuner.runtime.process import gloo_group
+from tuner.runtime.process import Collective, gloo_group
 
 SHOWN_KEYS = 3
 

@@ -25,7 +25,6 @@ from tuner.checkpoint.staging import Staged
 from tuner.checkpoint.steps import step_name
 from tuner.checkpoint.storage import SafetensorsWriter, WrittenFile, total_bytes
 from tuner.errors import DataError, MachineError, TunerError
-from tuner.runtime.collective import Collective
 from tuner.runtime.files import (
     MANIFEST_NAME,
     TMP_PREFIX,
@@ -41,7 +40,7 @@ from tuner.runtime.files import (
     sha256_file,
     write_new,
 )
-from tuner.runtime.process import gloo_group
+from tuner.runtime.process import Collective, gloo_group
 
 SLACK_BYTES = 1 << 20
 """Room for headers, index and manifest beside the tensors."""

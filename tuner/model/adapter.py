@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
-from tuner.model.select import select
+from tuner.model.freeze import select
 
 ADAPTER = "default"
 _KINDS = ("Linear", "Conv1D")
@@ -28,7 +28,7 @@ class LoraSpec:
     """Rank, scale numerator, dropout share, linear layers to adapt (``all-linear``: all but the output), and variant.
 
     ``modules_to_save`` are trained in full, in float32, beside the adapter. Both lists hold names or globs (see
-    :func:`tuner.model.select.select`).
+    :func:`tuner.model.freeze.select`).
     """
 
     r: int

@@ -6,7 +6,7 @@ Without the argument the function is plain causal attention (decoding with a cac
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,11 +16,12 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
 
-from tuner.model.blocked_attention import attend_documents, plan_blocks
+from tuner.model.blocked_attention import attend_documents, band, plan_blocks
 from tuner.model.documents import Documents, GrowingDocuments
-from tuner.model.native.attention import TYPES, document_bounds, native_attention
-from tuner.model.target import target
+from tuner.model.native.attention import document_bounds, native_attention
+from tuner.model.native.library import TYPES
 from tuner.model.transformers_private import attention_of, registered
+from tuner.runtime.device import target
 
 PACKED = "tuner_packed"
 NATIVE = "tuner_native"
@@ -37,7 +38,7 @@ class Unsupported(ValueError):
     """A layer asks for attention that this module does not compute."""
 
 
-class _Wish(NamedTuple):
+class _Asked(NamedTuple):
     """What a layer asks for: tokens seen, dropout, factor of scores (None: by width), their soft bound (0: none)."""
 
     window: int | None
@@ -52,6 +53,8 @@ def packed_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
+    *,
+    native: bool = False,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each document, with the signature of transformers' attention interface.
@@ -61,30 +64,6 @@ def packed_attention(
     ``softcap`` (a soft bound of the scores) and ``documents``. Raises Unsupported for an option that this function does
     not compute.
     """
-    return _attend(_by_torch, module, query, key, value, attention_mask, options), None
-
-
-def compiled_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """:func:`packed_attention` by the kernel that is compiled for this processor."""
-    return _attend(_by_native, module, query, key, value, attention_mask, options), None
-
-
-def _attend(  # noqa: PLR0913, PLR0917 - transformers' interface
-    packed: Callable[..., torch.Tensor],
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    options: dict[str, Any],
-) -> torch.Tensor:
     unsupported = [what for name, what in _CHANGES_RESULT.items() if options.get(name) is not None]
     if attention_mask is not None:
         unsupported.append("a mask or bias of the model's own (attention_mask)")
@@ -93,37 +72,42 @@ def _attend(  # noqa: PLR0913, PLR0917 - transformers' interface
     if unsupported:
         raise Unsupported(f"its attention has what packed attention does not compute: {', '.join(unsupported)}")
     documents: Documents | GrowingDocuments | None = options.get("documents")
-    dropout, scaling = options.get("dropout", 0.0), options.get("scaling")
-    wish = _Wish(options.get("sliding_window"), dropout, scaling, options.get("softcap") or 0.0)
+    asked = _Asked(
+        options.get("sliding_window"),
+        options.get("dropout", 0.0),
+        options.get("scaling"),
+        options.get("softcap") or 0.0,
+    )
     if documents is None:
-        output = _causal(query, key, value, wish).transpose(1, 2)
+        output = _causal(query, key, value, asked).transpose(1, 2)
     elif isinstance(documents, GrowingDocuments):
         sizes = (documents.new, documents.whole, documents.whole)
-        output = _one_by_one((query, key, value), sizes, wish)
-    elif dropout > 0:
+        output = _one_by_one((query, key, value), sizes, asked)
+    elif asked.dropout > 0:
         lengths = tuple(documents.host.diff().tolist())
-        output = _one_by_one((query, key, value), (lengths,) * 3, wish)
+        output = _one_by_one((query, key, value), (lengths,) * 3, asked)
     else:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output = packed(_as_computed(query[0], key[0], value[0]), documents, wish, scale)[None]
-    return output.contiguous()
+        output = _packed(_as_computed(query[0], key[0], value[0]), documents, asked, native)[None]
+    return output.contiguous(), None
 
 
-def _by_torch(tensors: tuple[torch.Tensor, ...], documents: Documents, wish: _Wish, scale: float) -> torch.Tensor:
-    """Query, key and value ``[heads, T, d]`` to ``[T, heads, d]``: the GPU's kernel where it fits, else blocks."""
+def compiled_attention(*given: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    """:func:`packed_attention` by the kernel that is compiled for this processor, where that serves."""
+    return packed_attention(*given, native=True, **options)
+
+
+def _packed(tensors: tuple[torch.Tensor, ...], documents: Documents, asked: _Asked, native: bool) -> torch.Tensor:
+    """Query, key and value ``[heads, T, d]`` to ``[T, heads, d]``: by the compiled or the GPU's kernel, else blocks."""
     query, key, value = tensors
+    scale = query.shape[-1] ** -0.5 if asked.scaling is None else asked.scaling
     on_gpu = target(query) == "cuda" and query.dtype in (torch.bfloat16, torch.float16)
-    if on_gpu and query.shape[-1] <= _VARLEN_HEAD_DIM and not wish.cap:
-        return _varlen(query, key, value, documents, wish.window, scale)
-    output: torch.Tensor = attend_documents(query, key, value, documents.host, wish.window or 0, scale, wish.cap)
-    return output
-
-
-def _by_native(tensors: tuple[torch.Tensor, ...], documents: Documents, wish: _Wish, scale: float) -> torch.Tensor:
-    query, key, value = tensors
-    if query.is_cuda or wish.cap or any(tensor.dtype not in TYPES for tensor in tensors):
-        return _by_torch(tensors, documents, wish, scale)
-    output: torch.Tensor = native_attention(query, key, value, documents.host, wish.window or 0, scale)[0]
+    output: torch.Tensor
+    if native and not (query.is_cuda or asked.cap or any(tensor.dtype not in TYPES for tensor in tensors)):
+        output = native_attention(query, key, value, documents.host, asked.window or 0, scale)[0]
+    elif on_gpu and query.shape[-1] <= _VARLEN_HEAD_DIM and not asked.cap:
+        output = _varlen(query, key, value, documents, asked.window, scale)
+    else:
+        output = attend_documents(query, key, value, documents.host, asked.window or 0, scale, asked.cap)
     return output
 
 
@@ -160,54 +144,47 @@ def _varlen(
 def _one_by_one(
     tensors: tuple[torch.Tensor, ...],
     sizes: tuple[tuple[int, ...], ...],
-    wish: _Wish,
+    asked: _Asked,
 ) -> torch.Tensor:
     """Torch's own attention for each document; of query, key and value so many positions each are its own."""
     parts = zip(*(tensor.split(own, dim=2) for tensor, own in zip(tensors, sizes, strict=True)), strict=True)
-    return torch.cat([_causal(q, k, v, wish) for q, k, v in parts], dim=2).transpose(1, 2)
+    return torch.cat([_causal(q, k, v, asked) for q, k, v in parts], dim=2).transpose(1, 2)
 
 
-def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, wish: _Wish) -> torch.Tensor:
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: _Asked) -> torch.Tensor:
     """Attention of the last ``query.shape[2]`` positions of one document to its keys."""
-    n_query, n_key, window = query.shape[2], key.shape[2], wish.window
+    n_query, n_key, window = query.shape[2], key.shape[2], asked.window
     mask = None
-    if n_query > 1 and (n_key != n_query or wish.cap or (window is not None and window < n_key)):
-        mask = _band(n_query, n_key, window, query.device)
+    if n_query > 1 and (n_key != n_query or asked.cap or (window is not None and window < n_key)):
+        mask = band(n_query, n_key, window or 0, query.device)
     elif n_query == 1 and window is not None and window < n_key:
         key, value = key[:, :, -window:], value[:, :, -window:]
-    if wish.cap:
-        return _capped(query, key, value, wish, mask)
+    if asked.cap:
+        return _capped(query, key, value, asked, mask)
     return scaled_dot_product_attention(
         query,
         key,
         value,
         attn_mask=mask,
-        dropout_p=wish.dropout,
+        dropout_p=asked.dropout,
         is_causal=mask is None and n_query > 1,
-        scale=wish.scaling,
+        scale=asked.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
 
 
 def _capped(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, wish: _Wish, mask: torch.Tensor | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: _Asked, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """The same with a soft bound of the scores, for which torch has no kernel: all scores at one time."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scale = query.shape[-1] ** -0.5 if wish.scaling is None else wish.scaling
-    scores = torch.tanh(query @ key.mT * scale / wish.cap) * wish.cap
+    scale = query.shape[-1] ** -0.5 if asked.scaling is None else asked.scaling
+    scores = torch.tanh(query @ key.mT * scale / asked.cap) * asked.cap
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    share = drop(torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype), wish.dropout)
+    share = drop(torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype), asked.dropout)
     return share @ value
-
-
-def _band(n_query: int, n_key: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Boolean mask ``[n_query, n_key]``, true where a query may look: backwards, and fewer than ``window`` tokens."""
-    distance = torch.arange(n_key - n_query, n_key, device=device)[:, None] - torch.arange(n_key, device=device)
-    allowed = distance >= 0
-    return allowed if window is None else allowed & (distance < window)
 
 
 def forget_documents() -> None:

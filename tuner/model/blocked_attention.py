@@ -42,17 +42,14 @@ def plan_blocks(
         start, end = group[0], group[-1]
         if len(group) > 2:
             document = torch.bucketize(torch.arange(start, end), torch.tensor(group[1:]), right=True)
-            allowed = (document[:, None] == document) & _band(end - start, end - start, window)
+            allowed = (document[:, None] == document) & band(end - start, end - start, window)
             blocks.append((start, end, start, allowed))
             continue
         for at, stop in _spans(start, end, heads):
             first = max(start, at - window + 1) if window else start
             masked = stop - first if window else stop - at  # keys that some query of the block may not see
-            blocks.append((at, stop, first, _band(stop - at, masked, window)))
-    return tuple(
-        Block(start, end, first, _mask(allowed, dtype).to(device))
-        for start, end, first, allowed in blocks
-    )
+            blocks.append((at, stop, first, band(stop - at, masked, window)))
+    return tuple(Block(start, end, first, _mask(allowed, dtype).to(device)) for start, end, first, allowed in blocks)
 
 
 def _mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -82,9 +79,9 @@ def _spans(start: int, end: int, heads: int) -> Iterator[tuple[int, int]]:
         at = stop
 
 
-def _band(queries: int, keys: int, window: int) -> torch.Tensor:
+def band(queries: int, keys: int, window: int, device: torch.device | None = None) -> torch.Tensor:
     """Boolean ``[queries, keys]``, true where one of the last queries may look: back, fewer than ``window`` tokens."""
-    distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
     return (distance >= 0) & (distance < window) if window else distance >= 0
 
 
@@ -209,28 +206,13 @@ def _exact_accumulation(query: torch.Tensor) -> Iterator[None]:
 
 
 @attend_documents.register_fake
-def _shape(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    window: int,
-    scale: float,
-    cap: float = 0.0,
-) -> torch.Tensor:
+def _result(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
     return value.new_empty(query.shape[1], query.shape[0], value.shape[2])
 
 
 @_backward.register_fake
-def _backward_shapes(  # noqa: PLR0913, PLR0917
-    upstream: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    window: int,
-    scale: float,
-    cap: float,
+def _gradients(
+    upstream: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return query.new_empty(query.shape), torch.empty_like(key), torch.empty_like(value)
 

@@ -17,13 +17,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.model import attention
-from tuner.model.native.library import library
-from tuner.model.native.rms_norm import apply_native_norms
-from tuner.model.native.rotary import apply_native_rotation
-from tuner.model.native.swiglu import apply_native_gates
-from tuner.model.reference import plain_config, takes_our_attention
 from tuner.model.tokens import resize_embeddings, resize_vocabulary
-from tuner.model.transformers_private import compute_buffers, decoder_classes, forget_attention, from_config
+from tuner.model.transformers_private import (
+    compute_buffers,
+    decoder_classes,
+    forget_attention,
+    from_config,
+    plain_config,
+    takes_our_attention,
+)
 from tuner.model.vetting import vet_config
 from tuner.runtime.files import inside, read_json
 
@@ -152,47 +154,6 @@ def generation_config(spec: ModelSpec, config: PretrainedConfig) -> GenerationCo
     with contextlib.suppress(OSError):
         return GenerationConfig.from_pretrained(spec.name_or_path, revision=spec.revision or "main")
     return GenerationConfig.from_model_config(config)
-
-
-def apply_native(model: PreTrainedModel) -> None:
-    """Let the model attend, and compute norms, rotations and gated layers, by kernels compiled for this processor.
-
-    Raises MachineError where they cannot be had.
-    """
-    library()
-    if attention.is_ours(model.config):
-        model.set_attn_implementation(attention.NATIVE)
-    apply_native_norms(model)
-    apply_native_rotation(model)
-    apply_native_gates(model)
-
-
-def apply_liger(model: PreTrainedModel) -> None:
-    """Swap norms and MLP of this instance for liger's kernels (CUDA only; the loss is our own).
-
-    Not the rotary embedding: liger's kernel writes into the queries and keys it is given. Where these are a matrix
-    product's own result (Llama, Mistral), selective recomputation keeps that very tensor, and would rotate it a second
-    time in the backward pass: gradients half wrong under the right loss. It would also replace the function in the
-    architecture's module, for every model of the process. Raises RecipeError when liger has no kernels for the
-    architecture.
-    """
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise RecipeError(
-            f"model.kernels: liger has no kernels for {model.config.model_type}", hint="write kernels: torch"
-        )
-    _apply_liger_kernel_to_instance(model=model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
-
-
-def has_liger(model_type: str) -> bool:
-    """Whether liger-kernel is installed and has kernels for this architecture."""
-    try:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-    except ImportError:
-        return False
-    return model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
 def _attending(config: PretrainedConfig, make: Callable[..., Any]) -> Any:

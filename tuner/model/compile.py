@@ -20,7 +20,7 @@ from peft.utils.integrations import dequantize_module_weight
 from torch import nn
 
 from tuner.model.build import decoder_blocks
-from tuner.model.padding import Padding
+from tuner.model.documents import Padding
 from tuner.model.root import CausalLM
 
 BACKEND = "inductor"

@@ -1,10 +1,11 @@
-"""Where the documents of one packed microbatch lie: made once on the CPU, read by every layer without a wait."""
+"""Where the documents of a packed microbatch lie: made once on the CPU, read by every layer without a wait; padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch.nn import functional
 
 from tuner.runtime.torch_private import mark_dynamic
 
@@ -47,3 +48,29 @@ class Documents:
         for bounds in (host, on_device):  # a compiled block is the same one for any number of documents
             mark_dynamic(bounds, 0)
         return Documents(host, on_device, max(lengths) if longest is None else longest)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Fills microbatches up to ``tokens`` with documents of at most ``longest``, from which nothing is learned.
+
+    So compiled layers see rows of one size alone.
+    """
+
+    tokens: int
+    longest: int
+
+    def fill(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+        """Ids and positions ``[tokens]`` and the lengths of all documents; a full microbatch comes back as is."""
+        missing = self.tokens - input_ids.shape[0]
+        if missing <= 0:
+            return input_ids, position_ids, lengths
+        whole, rest = divmod(missing, self.longest)
+        added = torch.arange(missing, device=position_ids.device) % self.longest
+        return (
+            functional.pad(input_ids, (0, missing)),
+            torch.cat((position_ids, added)),
+            (*lengths, *[self.longest] * whole, *[rest][: rest > 0]),
+        )

@@ -1,14 +1,35 @@
-"""Parameters that are left as they are: chosen in full fine-tuning, and told apart from changed ones by their hash."""
+"""Parts of a model chosen by name, such as parameters that are left as they are, and the hash of these."""
 
+import difflib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 
 import torch
 from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
-from tuner.model.select import select
+
+
+def select(patterns: Sequence[str], names: Iterable[str], key: str) -> list[str]:
+    """The ``names`` that a pattern means, in their order; ``*`` stands for any characters, dots too.
+
+    A pattern means a dotted name that it matches whole or from a dot on (``q_proj``, ``self_attn.*_proj``), and
+    everything below one. Raises RecipeError, blaming ``key``, for a pattern that means nothing.
+    """
+    known = list(names)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = {name for name in known if _means(pattern, name)}
+        if not found:
+            near = _near(pattern, known)
+            raise RecipeError(
+                f"{key}: {pattern!r} matches nothing in this model",
+                hint=f"did you mean {' or '.join(near)}?" if near else f"the first names are {', '.join(known[:5])}",
+            )
+        chosen |= found
+    return [name for name in known if name in chosen]
 
 
 def freeze(model: PreTrainedModel, patterns: Sequence[str]) -> None:
@@ -52,3 +73,14 @@ def hash_of_frozen(contents: Mapping[str, tuple[torch.dtype, Sequence[int], str]
 def _digest(tensor: torch.Tensor) -> str:
     content = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
     return hashlib.sha256(content).hexdigest()
+
+
+def _means(pattern: str, name: str) -> bool:
+    ends = [index for index, letter in enumerate(name) if letter == "."] + [len(name)]
+    return any(fnmatchcase(name[:end], pattern) or fnmatchcase(name[:end], f"*.{pattern}") for end in ends)
+
+
+def _near(pattern: str, names: Sequence[str]) -> list[str]:
+    """Up to three names, whole or of one component, that look like the pattern."""
+    parts = dict.fromkeys(part for name in names for part in name.split(".") if not part.isdigit())
+    return difflib.get_close_matches(pattern, parts, 3, 0.6) or difflib.get_close_matches(pattern, names, 3, 0.5)

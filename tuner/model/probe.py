@@ -1,23 +1,25 @@
 """Probe at start: is what training computes the model, as transformers loads it, of each document alone?"""
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tuner.errors import RecipeError
+from tuner.model import transformers_private
 from tuner.model.attention import Unsupported
-from tuner.model.reach import require_numbered_by_document, require_same_reach
-from tuner.model.reference import plain_twin
 from tuner.model.root import CausalLM
 from tuner.model.tokens import TrainableTokens
+from tuner.model.transformers_private import attention_of, from_config, plain_config, registered
 
 _FIRST, _SECOND = 7, 9  # document lengths: different, so that a swapped bound shows
 _KEPT = 5  # tokens of the second document that stay when those after them change
+_NOTING = "tuner_noting"
 LEAK_ALLOWED, DIFFERENCE_ALLOWED = 1e-6, 1e-4
 """What float32 leaves of nothing, relative to the spread of the logits."""
 
@@ -43,7 +45,7 @@ def require_isolation(
 ) -> IsolationReport:
     """Run two packed documents on the CPU and hold the second to what the plainly loaded model makes of it alone.
 
-    That model has its class's own attention and masks (:func:`~tuner.model.reference.plain_twin`), so a missing causal
+    That model has its class's own attention and masks (:func:`plain_twin`), so a missing causal
     mask, a transform of the logits or an option of attention that our path does not know shows. A change of the first
     document and of the last tokens must leave the logits between them as they are. Where rows are never ``packed``
     there is one document. No document is longer than ``longest``, nor a row than ``rows`` times that.
@@ -175,3 +177,124 @@ def _moved(logits: torch.Tensor, after: torch.Tensor) -> float:
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / (b - b.mean(-1, keepdim=True)).norm().clamp_min(1e-12))
+
+
+@torch.no_grad()
+def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A new model of the same class and config, with its class's own attention and masks, in evaluation mode.
+
+    Parameters and buffers are those of ``model``, not copies. Modules that training put there (adapters, rows of new
+    tokens) are copied around the same tensors. Kernels that were swapped in are not: they are held to the originals.
+    """
+    with torch.device("meta"):
+        twin = from_config(model, plain_config(model.config), dtype=model.dtype)
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    _share(twin, model, {**shared, id(model.config): twin.config})
+    twin.config.use_cache = False
+    twin.eval()
+    return twin
+
+
+def _share(into: nn.Module, of: nn.Module, memo: dict[int, Any]) -> None:
+    into._parameters.update(of._parameters)
+    into._buffers.update(of._buffers)
+    # Tensors that are neither are made in the constructor from the config alone, where nothing has storage.
+    vars(into).update({key: value for key, value in vars(of).items() if isinstance(value, torch.Tensor)})
+    for name, child in of.named_children():
+        if type(into._modules.get(name)) is type(child):
+            _share(into.get_submodule(name), child, memo)
+        else:
+            into._modules[name] = copy.deepcopy(child, memo)
+
+
+@torch.no_grad()
+def require_same_reach(root: CausalLM, plain: PreTrainedModel, longest: int) -> None:
+    """Check how many tokens back each layer looks: by transformers' masks, and as our attention is told.
+
+    A model may say a sliding window, or chunks, in its masks alone. Our attention never sees those, and short documents
+    do not show it. One token goes through both, and what the last one of ``longest`` would see is compared. Does
+    nothing where no window or chunk of the config is shorter. Raises RecipeError naming both numbers.
+    """
+    values = root.model.config.get_text_config().to_dict().items()
+    bounds = [n for key, n in values if type(n) is int and n > 1 and ("window" in key or "chunk" in key)]
+    if not root.takes_documents or all(bound >= longest for bound in bounds):
+        return
+    ids, masks = torch.zeros(1, dtype=torch.int64), _Masks(longest)
+    AttentionMaskInterface.register(_NOTING, masks.make)
+    wanted = _noted(plain, masks.reach, lambda: plain(input_ids=ids[None], use_cache=False))
+    told = _noted(
+        root.model,
+        lambda mask, options: min(longest, options.get("sliding_window") or longest),
+        lambda: root.logits(ids, ids, (1,), ids),
+    )
+    for layer, (seen, ours) in enumerate(zip(wanted, told, strict=False)):
+        if seen is not None and seen != ours:
+            raise RecipeError(
+                f"{type(root.model).__name__} cannot be trained on documents of {longest:,} tokens: its layer {layer} "
+                f"sees {seen:,} of them by a mask of its own, and all {ours:,} in packed attention",
+                hint=f"set data.max_length to at most {min(bounds):,}, or choose another model",
+            )
+
+
+class _Masks:
+    """transformers' masks, and how far back each one reaches of the last token of the longest document."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._made: list[tuple[torch.Tensor, int | None]] = []
+
+    def make(self, **options: Any) -> torch.Tensor:
+        """A mask as transformers makes it."""
+        mask: torch.Tensor | None = transformers_private.sdpa_mask(**{**options, "allow_is_causal_skip": False})
+        assert mask is not None  # what it may be where it may be skipped
+        try:
+            last, keys = torch.tensor(self._longest - 1), torch.arange(self._longest)
+            seen = torch.as_tensor(options["mask_function"](0, 0, last, keys))
+            self._made.append((mask, int(seen.expand(self._longest).sum())))
+        except (IndexError, RuntimeError, TypeError):  # of a kind that knows this row alone
+            self._made.append((mask, None))
+        return mask
+
+    def reach(self, given: object, options: dict[str, Any]) -> int | None:
+        """What a mask shows, where it is one of these."""
+        return next((seen for mask, seen in self._made if mask is given), None)
+
+
+def _noted(
+    model: PreTrainedModel, reach: Callable[[object, dict[str, Any]], int | None], run: Callable[[], object]
+) -> list[int | None]:
+    """What ``reach`` makes of each layer's mask and options, while ``run`` has the model attend to one token."""
+    noted: list[int | None] = []
+
+    def attend(
+        module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        noted.append(reach(attention_mask, options))
+        # A token that sees itself alone gets its own value ``[1, heads, 1, d]``.
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
+
+    chosen = attention_of(model.config)
+    AttentionInterface.register(_NOTING, attend)
+    model.set_attn_implementation(_NOTING)
+    try:
+        run()
+    finally:
+        model.set_attn_implementation(chosen)
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            registered(interface).pop(_NOTING, None)
+    return noted
+
+
+def require_numbered_by_document(root: CausalLM, row: int) -> None:
+    """Raise RecipeError where attention depends on a token's number in the row, and rows of ``row`` tokens show it.
+
+    Llama 4 raises the temperature of layers without rotation every so many tokens, and counts them itself.
+    """
+    text = root.model.config.get_text_config()
+    step = getattr(text, "floor_scale", None)
+    if step and getattr(text, "attn_temperature_tuning", False) and row >= step:
+        raise RecipeError(
+            f"{type(root.model).__name__} cannot be trained on rows of {row:,} tokens with several documents: it "
+            f"counts tokens from the start of the row, which changes its attention from token {step:,} on",
+            hint="set data.packing: false and train.micro_batch_size: 1",
+        )

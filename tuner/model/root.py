@@ -12,12 +12,17 @@ from transformers import Cache, PreTrainedModel
 
 from tuner.model import attention
 from tuner.model.build import decoder_of
-from tuner.model.documents import Documents, GrowingDocuments
-from tuner.model.linear_cross_entropy import Kernel, softmax_into_gradient
-from tuner.model.logit_transform import LogitTransform
+from tuner.model.documents import Documents, GrowingDocuments, Padding
 from tuner.model.longrope import RotationByDocument
-from tuner.model.output_layer import Objective, OutputLayer, Result, summed_cross_entropy
-from tuner.model.padding import Padding
+from tuner.model.output_layer import (
+    Kernel,
+    LogitTransform,
+    Objective,
+    OutputLayer,
+    Result,
+    softmax_into_gradient,
+    summed_cross_entropy,
+)
 
 
 class CausalLM(nn.Module):

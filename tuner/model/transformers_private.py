@@ -5,14 +5,15 @@ Where transformers lost one, what needs it says so. A contract test finds such n
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
-from tuner.runtime.private import Need, private_attribute, private_name
+from tuner.runtime.torch_private import Need, private_attribute, private_name
 
 _EXPORT = Need("exporting (`tuner export-hf`, `export.every`)", "training goes on without it")
 _WINDOWS = Need("checking how far a model with windows looks back", "models without windows train without it")
@@ -57,13 +58,26 @@ def attention_of(config: PretrainedConfig) -> str:
 
 
 def forget_attention(config: PretrainedConfig) -> None:
-    """Have each class choose its attention, as for someone who only loads the model."""
+    """Have each class choose its attention."""
     config._attn_implementation = None
 
 
-def takes_attention(kind: Any) -> bool:
-    """Whether a class of models computes attention through transformers' interface."""
-    return bool(private_attribute(kind, "_can_set_attn_implementation", _BUILDING)())
+def plain_config(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy of the config in which each class chooses its attention, as for someone who only loads the model."""
+    plain = copy.deepcopy(config)
+    forget_attention(plain)
+    return plain
+
+
+def takes_our_attention(config: PretrainedConfig) -> bool:
+    """Whether the class behind a config computes attention through transformers' interface.
+
+    The others have attention of their own, and keep it: what the config names as implementation never reaches their
+    layers, but it decides whether they are given a causal mask.
+    """
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    kinds = [each for each in (kind if isinstance(kind, tuple) else (kind,)) if each is not None]
+    return all(private_attribute(each, "_can_set_attn_implementation", _BUILDING)() for each in kinds)
 
 
 def registered(interface: Any) -> dict[str, Any]:

@@ -1,9 +1,16 @@
-"""What a model's config.json may not ask for: code from elsewhere, and weights that are no plain numbers."""
+"""What a model's files say of it: what its config.json may not ask for, and the licence on its card.
+
+A config may ask neither for code from elsewhere nor for weights that are no plain numbers.
+"""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from tuner.errors import DataError
@@ -22,6 +29,8 @@ KERNELS = frozenset(
 """Keys by which transformers fetches compiled code from the hub where their value is a repository."""
 ROUTER_LOSSES = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight", "router_z_loss_coef", "z_loss_coefficient")
 """Keys that weigh the terms which transformers adds to the loss of a mixture of experts."""
+CARD = "README.md"
+MAX_LICENCE_CHARACTERS = 100
 DTYPES = frozenset({"dtype", "torch_dtype"})
 
 
@@ -65,6 +74,35 @@ def ignored_losses(config: PretrainedConfig) -> str | None:
         return None
     named = " and ".join(f"{key}: {value:g}" for key, value in found.items())
     return f"{named} of the model's config is not part of the loss: what balances its experts is not trained"
+
+
+def licence_of(name_or_path: str, revision: str | None) -> str | None:
+    """The `license` (for `other`, the `license_name`) in the front matter of the model's card; None where unknown."""
+    path = Path(name_or_path) / CARD
+    if not Path(name_or_path).is_dir():
+        try:
+            path = Path(hf_hub_download(name_or_path, CARD, revision=revision))
+        except (OSError, ValueError):  # of a hub that cannot be reached, too: the licence is then unknown
+            return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    parts = text.split("---\n", 2)
+    if len(parts) < 3 or parts[0].strip():
+        return None
+    try:
+        front: Any = YAML(typ="safe", pure=True).load(parts[1])
+    except (YAMLError, RecursionError, ValueError):
+        return None
+    if not isinstance(front, dict):
+        return None
+    licence = front.get("license_name") if front.get("license") == "other" else front.get("license")
+    return (
+        licence
+        if isinstance(licence, str) and len(licence) <= MAX_LICENCE_CHARACTERS and licence.isprintable()
+        else None
+    )
 
 
 def _refuse(where: str, key: str, value: Any) -> None:

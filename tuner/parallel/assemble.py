@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 
 from tuner.config.duration import Duration
 from tuner.errors import RecipeError
-from tuner.model.build import apply_liger, apply_native, decoder_blocks
+from tuner.model.build import decoder_blocks
 from tuner.model.compile import compile_blocks
-from tuner.model.padding import Padding
+from tuner.model.documents import Padding
+from tuner.model.kernels import apply_liger, apply_native
 from tuner.model.recompute import Level, apply_recompute
 from tuner.model.root import CausalLM
 from tuner.model.trainable import TrainableSpec

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from tuner.model.target import traced_for
+from tuner.runtime.device import traced_for
 
 
 class Properties:

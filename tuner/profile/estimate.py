@@ -7,8 +7,8 @@ from tuner.model.flops import FROZEN, TRAINED, Flops
 from tuner.profile.devices import Device
 from tuner.profile.prediction import TimeEstimate
 from tuner.profile.workload import Workload
+from tuner.runtime.device import measured_peak
 from tuner.runtime.dist import RankInfo
-from tuner.runtime.peak import measured_peak
 
 REACHED = 0.4
 """Share of the rate of large products: published full steps on H100 reach 33 to 46 % of the data sheet's."""

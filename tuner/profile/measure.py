@@ -21,10 +21,9 @@ from tuner.profile.measurement import TIMES, MeasuredMemory, Measurement, of_all
 from tuner.profile.oom import OomReport, clear_frames, replay_step, report_at, with_fix
 from tuner.profile.recorder import StepRecorder
 from tuner.runtime import phase
-from tuner.runtime.collective import Collective
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
-from tuner.runtime.process import gloo_group
+from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import Assembly, build
 from tuner.setup.resolve import Resolved
 from tuner.train.prefetcher import Prefetcher

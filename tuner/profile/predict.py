@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tuner.config.recipe import Recipe
 from tuner.data.building.spec import resolve_max_length
-from tuner.model.build import has_liger
+from tuner.model.kernels import has_liger
 from tuner.profile.devices import Device
 from tuner.profile.estimate import estimate
 from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Phase, Prediction

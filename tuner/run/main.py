@@ -26,13 +26,12 @@ from tuner.run.tasks.log import HaltedError
 from tuner.rundir.directory import RunDir
 from tuner.rundir.run_json import hold
 from tuner.runtime import phase
-from tuner.runtime.collective import Collective
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo, log_name
 from tuner.runtime.files import make_dirs
 from tuner.runtime.lock import FileLock
 from tuner.runtime.memory import calm_collector
-from tuner.runtime.process import gloo_group, process_group
+from tuner.runtime.process import Collective, gloo_group, process_group
 from tuner.runtime.stop import StopSignals
 from tuner.setup.build import build
 from tuner.train.diagnose import diverged

@@ -9,8 +9,8 @@ from tuner.checkpoint.load import CheckpointInfo, require_same_base
 from tuner.config.dump import recipe_dict
 from tuner.data.id_probes import ID_PROBES, read_probes, text_probes, write_probes
 from tuner.errors import DataError
-from tuner.model.licence import licence_of
 from tuner.model.transformers_private import commit_of
+from tuner.model.vetting import licence_of
 from tuner.rundir.directory import RunDir
 from tuner.rundir.layout import TOKENIZER
 from tuner.runtime.files import file_entries, fsync_path, json_bytes, machine_error, regular_size, sha256_file

@@ -20,9 +20,9 @@ from tuner.run.changes import Reset, changes, freed_keys, resets_for, starts_of
 from tuner.run.options import HandedOver, LaunchOptions, RunResult
 from tuner.run.previous import find_checkpoint, finished_result, require_recipe_of, warn_of_changes
 from tuner.rundir.directory import RunDir
-from tuner.runtime.collective import Collective
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
+from tuner.runtime.process import Collective
 from tuner.setup.build import mesh_of
 from tuner.setup.resolve import Resolved, resolve
 from tuner.setup.timetable import Timetable, timetable

@@ -23,10 +23,9 @@ from tuner.rundir.layout import (
     TOKENIZER,
 )
 from tuner.rundir.run_json import SCHEMA, other_contents, read_record, record_is_gone, utc_now
-from tuner.runtime.environment import command_line, environment
+from tuner.runtime.environment import command_line, environment, versions
 from tuner.runtime.files import set_aside, sweep, unfinished, write_atomic, write_json
 from tuner.runtime.git import SourceTree, source_tree
-from tuner.runtime.versions import versions
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,27 @@
-"""Facts about the device that a run will use."""
+"""The device that a run will use: facts about it, what it can do at most, and whose kernels compute."""
 
 from __future__ import annotations
 
+import os
 import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tuner.errors import MachineError
 from tuner.runtime.process import cores
+
+if TYPE_CHECKING:
+    import torch
+
+ROUNDS = 4
+_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+_traced: str | None = None
+"""Process-wide, and no context variable: compiled layers read it."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +57,6 @@ def device_facts(kind: Literal["auto", "cuda", "cpu"], index: int = 0) -> Device
     return DeviceFacts("cuda", properties.name, total, free, properties.major >= 8, torch.get_num_threads())
 
 
-_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-
-
 def _processor() -> tuple[str, frozenset[str]]:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -64,8 +74,6 @@ def host_memory() -> tuple[int, int]:
         facts = {key: int(value) * 1024 for key, value in re.findall(r"^(\w+):\s+(\d+) kB", text, flags=re.MULTILINE)}
         total, free = facts["MemTotal"], facts["MemAvailable"]
     except (OSError, KeyError, ValueError):
-        import os
-
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         free = total
     group = Path("/sys/fs/cgroup")
@@ -75,3 +83,53 @@ def host_memory() -> tuple[int, int]:
     except (OSError, ValueError):
         return total, free
     return min(total, limit), max(0, min(free, limit - used))
+
+
+@cache
+def measured_peak(kind: Literal["cuda", "cpu"], precision: str, index: int = 0) -> float:
+    """Operations per second in one large product of random bf16 or fp32 matrices: the best of a few, once a process.
+
+    Draws from a generator of its own, so that no other random number changes; on CUDA it returns its memory.
+    """
+    import torch
+
+    device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
+    side, dtype = side_of(kind, torch.get_num_threads()), torch.bfloat16 if precision == "bf16" else torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
+    result = torch.empty(side, side, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(ROUNDS + 1):
+        started = time.perf_counter()
+        torch.mm(left, right, out=result)
+        if kind == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    if kind == "cuda":
+        del left, right, result
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return 2 * side**3 / best
+
+
+def side_of(kind: Literal["cuda", "cpu"], threads: int) -> int:
+    """Rows and columns of the matrices: so large that nothing but the product counts, and no larger."""
+    if kind == "cuda":
+        return 8192
+    return 1024 if threads <= 4 else 2048 if threads <= 32 else 4096
+
+
+def target(tensor: torch.Tensor) -> str:
+    """``cpu`` or ``cuda``: whose kernels an operation on this tensor takes."""
+    return _traced or tensor.device.type
+
+
+@contextmanager
+def traced_for(kind: str) -> Iterator[None]:
+    """Within, every tensor counts as one on this kind of device, which need not be here: for fake tensors alone."""
+    global _traced  # noqa: PLW0603
+    before, _traced = _traced, kind
+    try:
+        yield
+    finally:
+        _traced = before

@@ -1,4 +1,4 @@
-"""What a launch ran on and how it was called: enough to do it again, and never a secret."""
+"""What a launch ran on, by which versions, and how it was called: enough to do it again, and never a secret."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 from tuner.runtime.process import cores
 
+PACKAGES = (
+    "tuner", "torch", "transformers", "peft", "liger-kernel", "tokenizers", "safetensors", "pyarrow", "numpy",
+    "huggingface-hub", "pydantic", "datasets", "triton", "flash-attn", "bitsandbytes", "accelerate",
+)  # fmt: skip
+"""Whose versions are recorded."""
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUBLAS_WORKSPACE_CONFIG", "HF_HUB_OFFLINE", "MKL_NUM_THREADS",
     "PYTHONHASHSEED", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS",
@@ -35,6 +41,17 @@ def environment() -> dict[str, Any]:
         "cores": cores(),
         "variables": safe_variables(os.environ),
     }
+
+
+def versions() -> dict[str, str]:
+    """Package name -> version of those that are installed, and `python`; imports none of them."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def safe_variables(env: Mapping[str, str]) -> dict[str, str]:

@@ -8,12 +8,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from tuner.runtime.private import Need, private_attribute, private_name
+from tuner.errors import MachineError
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a private name is for: what needs it, and what works without."""
+
+    by: str
+    still_works: str
+
 
 _PREDICTION = Need("predicting memory (`tuner profile` without --measure)", "training goes on without it")
 _RECORDING = Need("recording a step (`tuner profile --measure`, `profile.steps`)", "training goes on without it")
@@ -35,6 +47,32 @@ NAMES = {
     "dump_snapshot": ("torch.cuda.memory._dump_snapshot", _RECORDING),
 }
 """By the name here: where torch has it, what needs it, and what works without."""
+
+
+def private_name(path: str, need: Need) -> Any:
+    """What a library has under a dotted path. Raises MachineError where it has no such name (any more)."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise _gone(path, need) from error
+
+
+def private_attribute(owner: Any, name: str, need: Need) -> Any:
+    """An attribute of a library's object or class. Raises MachineError where it has it no more."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        kind = owner if isinstance(owner, type) else type(owner)
+        raise _gone(f"{kind.__module__}.{kind.__qualname__}.{name}", need) from error
+
+
+def _gone(path: str, need: Need) -> MachineError:
+    library = path.partition(".")[0]
+    return MachineError(
+        f"{library} {version(library)} has no {path}, which {need.by} needs; {need.still_works}",
+        hint=f"install a tested version of {library}: docs/versions.md",
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -17,23 +17,21 @@ from tuner.data.prepared import PreparedData
 from tuner.errors import RecipeError
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import build_model, meta_model
+from tuner.model.documents import Padding
 from tuner.model.flops import training_flops
 from tuner.model.freeze import frozen_hash
-from tuner.model.logit_transform import LogitTransform
-from tuner.model.output_layer import KERNELS
-from tuner.model.padding import Padding
+from tuner.model.kernels import KERNELS
+from tuner.model.output_layer import LogitTransform
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM, outer_parameters, trained_parameters
 from tuner.model.trainable import TrainableSpec
 from tuner.parallel.assemble import AssemblySpec, Kernels, assemble
 from tuner.parallel.fsdp import materialise
 from tuner.parallel.mesh import Mesh
-from tuner.runtime.allocator import keep_freed_memory
-from tuner.runtime.collective import Collective
-from tuner.runtime.device import DeviceFacts
+from tuner.runtime.device import DeviceFacts, measured_peak
 from tuner.runtime.dist import RankInfo
-from tuner.runtime.peak import measured_peak
-from tuner.runtime.process import gloo_group
+from tuner.runtime.memory import keep_freed_memory
+from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.probes import probe_inputs
 from tuner.setup.resolve import Resolved, check_division, model_spec
 from tuner.setup.timetable import Starts, Timetable, timetable

@@ -10,8 +10,9 @@ from transformers import GenerationConfig, PretrainedConfig
 from tuner.config.optimizers import MuonOptimizer
 from tuner.config.recipe import Recipe
 from tuner.errors import MachineError, RecipeError
-from tuner.model.build import ModelSpec, generation_config, has_liger, meta_model, model_config
+from tuner.model.build import ModelSpec, generation_config, meta_model, model_config
 from tuner.model.compile import compiler_problem
+from tuner.model.kernels import has_liger
 from tuner.model.native.library import native_problem
 from tuner.runtime.device import DeviceFacts, device_facts, host_memory
 from tuner.runtime.dist import RankInfo

@@ -13,8 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from tuner.data.batches import StepBatches
 from tuner.errors import DivergedError
 from tuner.parallel.fsdp import local
-from tuner.runtime.collective import Collective
-from tuner.runtime.process import gloo_group
+from tuner.runtime.process import Collective, gloo_group
 from tuner.train.step import StepResult, TrainState, forward_backward
 from tuner.train.tasks import TakenStep
 

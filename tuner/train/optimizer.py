@@ -18,7 +18,7 @@ from tuner.config.optimizers import (
 )
 from tuner.config.recipe import Optimizer
 from tuner.errors import RecipeError
-from tuner.model.select import select
+from tuner.model.freeze import select
 from tuner.parallel.fsdp import local
 from tuner.parallel.shards import Layout
 from tuner.runtime.torch_private import divide_

@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tuner.model import attention
 from tuner.model.documents import Documents
 from tuner.model.native import attention as native
+from tuner.model.native import library
 from tuner.model.native.attention import native_attention
 
 CPU = torch.device("cpu")
@@ -61,7 +62,7 @@ def test_the_same_bits_with_any_number_of_threads(monkeypatch: pytest.MonkeyPatc
     leaves, found = inputs(sum(lengths), torch.bfloat16), []
     upstream = torch.randn(sum(lengths), 4, 32)
     for count in (1, 2, 3):
-        monkeypatch.setattr(native, "threads", lambda count=count: count)
+        monkeypatch.setattr(library, "threads", lambda count=count: count)
         output, _ = native_attention(*leaves, Documents.of(lengths, CPU).host, 0, 0.3)
         found.append([output, *torch.autograd.grad(output, leaves, upstream.bfloat16())])
     for other in found[1:]:

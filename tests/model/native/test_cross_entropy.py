@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tuner.model.linear_cross_entropy import linear_cross_entropy
-from tuner.model.native.cross_entropy import native_into_gradient
+from tuner.model.kernels import native_into_gradient
+from tuner.model.output_layer import OutputLayer
 
 
 @pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 64, 1000, 8192 + 5])
@@ -88,7 +88,7 @@ def test_through_the_linear_layer() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 12, generator=generator).requires_grad_() for n in (30, 50))
     targets = torch.randint(0, 50, (30,), generator=generator)
-    found = linear_cross_entropy(hidden, weight, None, targets, native_into_gradient)
+    found = OutputLayer(weight, kernel=native_into_gradient).cross_entropy(hidden, targets)
     expected = cross_entropy(hidden @ weight.T, targets, reduction="sum")
     torch.testing.assert_close(found, expected)
     pairs = (torch.autograd.grad(loss, (hidden, weight)) for loss in (found, expected))

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tuner.model.native import attention, rms_norm, swiglu
+from tuner.model.native import attention, layers
+from tuner.model.native import library as compiled
 from tuner.model.native.attention import native_attention
 from tuner.model.native.library import library
-from tuner.runtime import compiled
 
 PLAIN = "-mno-avx512bf16"
 BOUNDS = torch.tensor([0, 3, 70, 201], dtype=torch.int32)
@@ -38,10 +38,10 @@ def results() -> list[torch.Tensor]:
     upstream = numbers(201, 4, 24)
     grads = attention._backward(upstream, query, key, value, mixed, normaliser, BOUNDS, 50, 0.2)
     gate, up, rows, weight = numbers(999), numbers(999), numbers(5, 33), numbers(33)
-    gates = swiglu._backward(numbers(999), gate, up)
+    gates = layers._gate_backward(numbers(999), gate, up)
     return [
-        mixed, normaliser, *grads, swiglu.native_swiglu(gate, up), *gates,
-        *rms_norm.native_rms_norm(rows, weight, 1e-6),
+        mixed, normaliser, *grads, layers.native_swiglu(gate, up), *gates,
+        *layers.native_rms_norm(rows, weight, 1e-6),
     ]  # fmt: skip
 
 

@@ -8,8 +8,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from tuner.model.native import rms_norm
-from tuner.model.native.rms_norm import apply_native_norms, native_rms_norm
+from tuner.model.native import layers, library
+from tuner.model.native.layers import apply_native_norms, native_rms_norm
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -45,7 +45,7 @@ def test_the_same_bits_with_any_number_of_threads(monkeypatch: pytest.MonkeyPatc
     source, found = torch.randn(100, 48).requires_grad_(), []
     weight = torch.randn(48).requires_grad_()
     for count in (1, 2, 3):
-        monkeypatch.setattr(rms_norm, "threads", lambda count=count: count)
+        monkeypatch.setattr(library, "threads", lambda count=count: count)
         output, _ = native_rms_norm(source, weight, 1e-5)
         found.append([output, *torch.autograd.grad(output.square().sum(), (source, weight))])
     for other in found[1:]:
@@ -97,4 +97,4 @@ def test_what_a_compiler_is_told_of_results_holds(types: tuple[torch.dtype, torc
     output, inverse = native_rms_norm(source, weight, 1e-6)
     for wanted in (True, False):
         arguments = (torch.randn_like(output), source, weight, inverse, wanted)
-        torch.library.opcheck(rms_norm._backward, arguments, test_utils=tests)
+        torch.library.opcheck(layers._norm_backward, arguments, test_utils=tests)

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, CohereConfig, GemmaConfig, LlamaConfig, PhiConfig, Qwen3Config
 from transformers.models.llama import modeling_llama
 
-from tuner.model.native import rotary
-from tuner.model.native.rotary import apply_native_rotation, native_rotary
+from tuner.model.native import attention, library
+from tuner.model.native.attention import apply_native_rotation, native_rotary
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SIZES: dict[str, Any] = {
@@ -57,7 +57,7 @@ def test_the_same_bits_with_any_number_of_threads(monkeypatch: pytest.MonkeyPatc
     source, found = torch.randn(3, 50, 16), []
     cosine, sine = (angle[0] for angle in angles(50, 16))
     for count in (1, 2, 3):
-        monkeypatch.setattr(rotary, "threads", lambda count=count: count)
+        monkeypatch.setattr(library, "threads", lambda count=count: count)
         found.append(native_rotary(source, cosine, sine, FP32, True))
     assert all(torch.equal(found[0], other) for other in found[1:])
 
@@ -78,8 +78,8 @@ def test_a_model_is_the_same_and_under_autocast_too(config: Any, monkeypatch: py
     one, other, calls = model(config), model(config), []
     expected = logits(one)
     assert apply_native_rotation(other) == 2
-    real = rotary.native_rotary
-    monkeypatch.setattr(rotary, "native_rotary", lambda *given: (calls.append(given[3]), real(*given))[1])
+    real = attention.native_rotary
+    monkeypatch.setattr(attention, "native_rotary", lambda *given: (calls.append(given[3]), real(*given))[1])
     found = logits(other)
     assert calls == [FP32] * 4
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -98,7 +98,7 @@ def test_what_the_kernel_does_not_take_is_left_to_the_module(monkeypatch: pytest
     """Several rows at a time, other types: the same values, and no call."""
     one, other = model(LlamaConfig(**SIZES)), model(LlamaConfig(**SIZES))
     apply_native_rotation(other)
-    monkeypatch.setattr(rotary, "native_rotary", None)
+    monkeypatch.setattr(attention, "native_rotary", None)
     assert torch.equal(logits(one, 2), logits(other, 2))
     assert torch.equal(logits(one.double()), logits(other.double()))
 

@@ -9,8 +9,8 @@ from transformers.models.gemma.configuration_gemma import GemmaConfig
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from tuner.model.native import swiglu
-from tuner.model.native.swiglu import apply_native_gates, native_swiglu
+from tuner.model.native import layers
+from tuner.model.native.layers import apply_native_gates, native_swiglu
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SIZES = {"hidden_size": 8, "intermediate_size": 24, "num_attention_heads": 2}
@@ -107,4 +107,4 @@ def test_what_a_compiler_is_told_of_results_holds(dtype: torch.dtype) -> None:
     gate, up, upstream = (torch.randn(2, 5, 8).to(dtype) for _ in range(3))
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(native_swiglu, (gate, up), test_utils=tests)
-    torch.library.opcheck(swiglu._backward, (upstream, gate, up), test_utils=tests)
+    torch.library.opcheck(layers._gate_backward, (upstream, gate, up), test_utils=tests)

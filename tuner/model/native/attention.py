@@ -1,38 +1,24 @@
-"""Causal attention inside documents on the CPU: one operation over our kernel in C (attention.c).
+"""Attention inside documents, and rotary position embedding, on the CPU: operations over our kernels in C.
 
-The tiles' scores never leave the processor's cache; sums are float32 whatever the inputs are, in an order that does
-not depend on the number of threads.
+The scores of attention never leave the processor's cache; sums are float32 whatever the inputs are, in an order that
+does not depend on the number of threads.
 """
 
 import ctypes
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cache, lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 
-from tuner.model.native.library import library, threads
+from tuner.model.native import library
+from tuner.model.native.library import TYPES
 
-TYPES = (torch.bfloat16, torch.float32)
-"""What the kernel takes."""
-_POINTERS = (
-    "query", "key", "value", "upstream", "output", "normaliser", "grad_query", "grad_key", "grad_value", "key_parts",
-    "value_parts", "scratch", "documents",
-)  # fmt: skip
-_NUMBERS = (
-    "scratch_bytes", "n_documents", "tokens", "heads", "groups", "width", "value_width", "window", "is_bfloat",
-    "threads", "query_head", "query_token", "key_head", "key_token", "value_head", "value_token", "upstream_head",
-    "upstream_token",
-)  # fmt: skip
-
-
-class _Call(ctypes.Structure):
-    """`Attention` of attention.c: strides count numbers, not bytes."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in _NUMBERS),
-        ("scale", ctypes.c_double),
-    )
+_ROTATION = "apply_rotary_pos_emb"
+"""Transformers' name for it in the module of each architecture."""
+Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @lru_cache(maxsize=64)
@@ -48,18 +34,26 @@ def document_bounds(bounds: tuple[int, ...]) -> tuple[torch.Tensor, int]:
     return torch.tensor(found, dtype=torch.int32).reshape(-1, 2), longest
 
 
-def _call(function: str, inputs: tuple[torch.Tensor, ...], others: dict[str, torch.Tensor], **numbers: Any) -> None:
-    """Run one of the kernel's functions over inputs ``[heads, T, width]`` whose last dimension is dense."""
-    query, key, value = inputs
-    documents, longest = document_bounds(tuple(numbers.pop("bounds").tolist()))
+def _call(function: str, inputs: dict[str, torch.Tensor], others: dict[str, torch.Tensor], **fields: Any) -> None:
+    """Run one of the kernel's functions over query, key and value ``[heads, T, width]``, each row dense."""
+    query, key, value = inputs.values()
+    documents, longest = document_bounds(tuple(fields.pop("bounds").tolist()))
     if not longest:
         return
-    measure = library().attention_scratch
+    measure = library.library().attention_scratch
     measure.restype, measure.argtypes = ctypes.c_int64, [ctypes.c_int64] * 4
     scratch_bytes = measure(longest, query.shape[2], value.shape[2], "upstream" in others)
-    scratch = torch.empty(threads() * scratch_bytes, dtype=torch.uint8)
-    named = {"query": query, "key": key, "value": value, "documents": documents, "scratch": scratch, **others}
-    call = _Call(
+    for name, tensor in inputs.items():
+        fields |= {f"{name}_head": tensor.stride(0), f"{name}_token": tensor.stride(1)}
+    if "upstream" in others:
+        fields["upstream_token"], fields["upstream_head"] = others["upstream"].stride()[:2]
+    library.call(
+        function,
+        "Attention",
+        **inputs,
+        **others,
+        documents=documents,
+        scratch=torch.empty(library.threads() * scratch_bytes, dtype=torch.uint8),
         scratch_bytes=scratch_bytes,
         n_documents=len(documents),
         tokens=query.shape[1],
@@ -68,16 +62,8 @@ def _call(function: str, inputs: tuple[torch.Tensor, ...], others: dict[str, tor
         width=query.shape[2],
         value_width=value.shape[2],
         is_bfloat=query.dtype == torch.bfloat16,
-        threads=threads(),
-        **{name: tensor.data_ptr() for name, tensor in named.items()},
-        **numbers,
+        **fields,
     )
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        setattr(call, f"{name}_head", tensor.stride(0))
-        setattr(call, f"{name}_token", tensor.stride(1))
-    if "upstream" in others:
-        call.upstream_token, call.upstream_head = others["upstream"].stride()[:2]
-    getattr(library(), function)(ctypes.byref(call))
 
 
 def _dense(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -95,12 +81,18 @@ def native_attention(
     logarithm of the normaliser.
     """
     query, key, value = _dense(query, key, value)
-    heads, n_tokens, _ = query.shape
-    output = value.new_empty(n_tokens, heads, value.shape[2])
-    normaliser = query.new_empty(heads, n_tokens, dtype=torch.float32)
-    results = {"output": output, "normaliser": normaliser}
-    _call("attention_forward", (query, key, value), results, bounds=bounds, window=window, scale=scale)
+    output, normaliser = _results(query, key, value)
+    inputs, results = {"query": query, "key": key, "value": value}, {"output": output, "normaliser": normaliser}
+    _call("attention_forward", inputs, results, bounds=bounds, window=window, scale=scale)
     return output, normaliser
+
+
+@native_attention.register_fake
+def _results(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    heads, n_tokens, _ = query.shape
+    return value.new_empty(n_tokens, heads, value.shape[2]), query.new_empty(heads, n_tokens, dtype=torch.float32)
 
 
 @torch.library.custom_op("tuner::native_attention_backward", mutates_args=())
@@ -117,36 +109,19 @@ def _backward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors 
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value; tokens are their outer dimension in memory, as projections want them."""
     query, key, value, upstream = _dense(query, key, value, upstream.to(value.dtype))
-    heads, n_tokens, _ = query.shape
+    inputs, (heads, n_tokens, _) = {"query": query, "key": key, "value": value}, query.shape
     tensors = {"upstream": upstream, "output": output, "normaliser": normaliser}
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        tensors[f"grad_{name}"] = tensor.new_empty(n_tokens, len(tensor), tensor.shape[2])
-    for name, tensor in (("key", key), ("value", value)):
-        tensors[f"{name}_parts"] = query.new_empty(n_tokens, heads, tensor.shape[2], dtype=torch.float32)
-    _call("attention_backward", (query, key, value), tensors, bounds=bounds, window=window, scale=scale)
-    grads = [tensors[f"grad_{name}"].transpose(0, 1) for name in ("query", "key", "value")]
-    return grads[0], grads[1], grads[2]
-
-
-@native_attention.register_fake
-def _shapes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, window: int, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    heads, n_tokens, _ = query.shape
-    return value.new_empty(n_tokens, heads, value.shape[2]), query.new_empty(heads, n_tokens, dtype=torch.float32)
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _gradients(upstream, query, key, value)
+    tensors |= {f"grad_{name}": grad for name, grad in zip(inputs, grads, strict=True)}
+    for name in ("key", "value"):
+        tensors[f"{name}_parts"] = query.new_empty(n_tokens, heads, inputs[name].shape[2], dtype=torch.float32)
+    _call("attention_backward", inputs, tensors, bounds=bounds, window=window, scale=scale)
+    return grads
 
 
 @_backward.register_fake
-def _backward_shapes(  # noqa: PLR0913, PLR0917
-    upstream: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    normaliser: torch.Tensor,
-    bounds: torch.Tensor,
-    window: int,
-    scale: float,
+def _gradients(
+    upstream: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grads = [tensor.new_empty(query.shape[1], len(tensor), tensor.shape[2]) for tensor in (query, key, value)]
     return grads[0].transpose(0, 1), grads[1].transpose(0, 1), grads[2].transpose(0, 1)
@@ -163,3 +138,133 @@ def _differentiate(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> tuple[t
 
 
 native_attention.register_autograd(_differentiate, setup_context=_remember)
+
+
+@torch.library.custom_op("tuner::native_rotary", mutates_args=())
+def native_rotary(
+    source: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, dtype: torch.dtype, back: bool
+) -> torch.Tensor:
+    """``source`` ``[heads, T, d]`` turned by angles whose cosines and sines are ``[T, d]``, in ``dtype``.
+
+    All are of one of :data:`TYPES`, computed in float32 and rounded once. ``back`` is the transposed operation, which
+    is the gradient's. Tokens are the result's outer dimension in memory.
+    """
+    source = source if source.stride(-1) == 1 else source.contiguous()
+    cosine, sine = cosine.contiguous(), sine.contiguous()
+    heads, tokens, width = source.shape
+    output = source.new_empty(tokens, heads, width, dtype=dtype)
+    library.call(
+        "rotate",
+        "Rotary",
+        input=source,
+        cosine=cosine,
+        sine=sine,
+        output=output,
+        heads=heads,
+        tokens=tokens,
+        width=width,
+        input_head=source.stride(0),
+        input_token=source.stride(1),
+        input_is_bfloat=source.dtype == torch.bfloat16,
+        angles_are_bfloat=cosine.dtype == torch.bfloat16,
+        output_is_bfloat=dtype == torch.bfloat16,
+        back=back,
+    )
+    return output.transpose(0, 1)
+
+
+@native_rotary.register_fake
+def _turned_heads(
+    source: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, dtype: torch.dtype, back: bool
+) -> torch.Tensor:
+    heads, tokens, width = source.shape
+    return source.new_empty(tokens, heads, width, dtype=dtype).transpose(0, 1)
+
+
+def _remember_rotation(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    source, cosine, sine, _, ctx.back = inputs
+    ctx.source_type = source.dtype
+    ctx.save_for_backward(cosine, sine)
+
+
+def _differentiate_rotation(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return native_rotary(upstream, *ctx.saved_tensors, ctx.source_type, not ctx.back), None, None, None, None
+
+
+native_rotary.register_autograd(_differentiate_rotation, setup_context=_remember_rotation)
+
+
+def apply_native_rotation(model: nn.Module) -> int:
+    """Let the model's layers turn queries and keys by the kernel where it is shown to give what theirs gives.
+
+    Returns how many. A layer counts that calls its architecture's own function, which gives the kernel's result for
+    random heads and angles. That layer alone calls the kernel: the architecture's module stays as it is.
+    """
+    count = 0
+    for module in model.modules():
+        own: Any = type(module).forward
+        names = getattr(getattr(own, "__code__", None), "co_names", ())
+        rotation = getattr(own, "__globals__", {}).get(_ROTATION)
+        if _ROTATION not in names or rotation is None or "forward" in vars(module):
+            continue
+        if _is_same_rotation(rotation):
+            module.forward = _calling(own, _native(rotation)).__get__(module)
+            count += 1
+    return count
+
+
+def _calling(own: Any, rotation: Rotation) -> Any:
+    """The same function, to which the name means another rotation."""
+    made = FunctionType(
+        own.__code__, {**own.__globals__, _ROTATION: rotation}, own.__name__, own.__defaults__, own.__closure__
+    )
+    made.__kwdefaults__ = own.__kwdefaults__
+    return made
+
+
+def _native(own: Rotation) -> Rotation:
+    def rotation(*given: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if options or len(given) != len(("query", "key", "cosine", "sine")) or not _serves(*given):
+            return own(*given, **options)
+        query, key, cosine, sine = given
+        turned = [_turned(heads, cosine, sine) for heads in (query, key)]
+        return turned[0], turned[1]
+
+    return rotation
+
+
+def _serves(query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> bool:
+    """Whether these are heads ``[1, heads, T, d]`` and angles ``[1, T, d]`` that the kernel takes."""
+    angles = cosine.shape == sine.shape == (1, query.shape[-2], query.shape[-1]) and query.shape[-1] % 2 == 0
+    heads = query.ndim == key.ndim == 4 and query.shape[0] == key.shape[0] == 1 and query.shape[2:] == key.shape[2:]
+    types = cosine.dtype == sine.dtype and all(t.dtype in TYPES and not t.is_cuda for t in (query, key, cosine))
+    return angles and heads and types
+
+
+def _turned(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """In autocast's type where autocast is on: attention would round it to that."""
+    dtype = torch.promote_types(heads.dtype, cosine.dtype)
+    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") in TYPES:
+        dtype = torch.get_autocast_dtype("cpu")
+    turned: torch.Tensor = native_rotary(heads[0], cosine[0], sine[0], dtype, False)
+    return turned[None]
+
+
+@cache
+@torch.no_grad()
+def _is_same_rotation(rotation: Rotation) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (2, 1))
+    angles = [torch.rand(1, 3, 8, generator=generator) for _ in range(2)]
+    for heads_type, angles_type in ((TYPES[1], TYPES[1]), (TYPES[0], TYPES[1]), (TYPES[0], TYPES[0])):
+        given = (query.to(heads_type), key.to(heads_type), *(angle.to(angles_type) for angle in angles))
+        try:
+            expected = rotation(*given)
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):  # it takes something else
+            return False
+        found = _native(rotation)(*given)
+        allowed = 2e-6 if angles_type == torch.float32 else 2**-6
+        for one, other in zip(found, expected, strict=True):
+            if one.dtype != other.dtype or not torch.allclose(one, other, rtol=allowed, atol=allowed):
+                return False
+    return True

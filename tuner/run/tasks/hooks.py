@@ -14,9 +14,8 @@ from typing import Any, Protocol
 
 from tuner.config.recipe import HookSection, Stage
 from tuner.errors import PluginError, TunerError
-from tuner.runtime.collective import Collective
 from tuner.runtime.plugins import Plugin, failure, load, require_call, source_file
-from tuner.runtime.process import gloo_group
+from tuner.runtime.process import Collective, gloo_group
 from tuner.train.plan import Cadence
 from tuner.train.progress import Progress
 from tuner.train.tasks import Event, Request, Status, Task

@@ -19,8 +19,7 @@ from tuner.run.tasks.save import Saver, SaveTask
 from tuner.run.tasks.stop import StopTask
 from tuner.rundir.layout import METRICS, SAMPLES
 from tuner.rundir.records import Records
-from tuner.runtime.collective import Collective
-from tuner.runtime.process import gloo_group
+from tuner.runtime.process import Collective, gloo_group
 from tuner.train.plan import cadence
 from tuner.train.tasks import Task, Tasks
 

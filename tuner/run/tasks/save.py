@@ -17,8 +17,7 @@ from tuner.run.state import LaunchContext, run_state, run_tensors
 from tuner.run.tasks.log import LogTask
 from tuner.rundir.records import Records
 from tuner.runtime import phase
-from tuner.runtime.collective import Collective
-from tuner.runtime.process import another_gloo_group, gloo_group
+from tuner.runtime.process import Collective, another_gloo_group, gloo_group
 from tuner.setup.build import Assembly
 from tuner.setup.probes import record_probes
 from tuner.train.tasks import Event, Request, Task

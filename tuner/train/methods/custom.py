@@ -11,8 +11,7 @@ import torch
 from tuner.config import recipe
 from tuner.data.batches import Batch, StepBatches
 from tuner.errors import PluginError, TunerError
-from tuner.model.logit_transform import LogitTransform
-from tuner.model.output_layer import OutputLayer
+from tuner.model.output_layer import LogitTransform, OutputLayer
 from tuner.runtime.plugins import Plugin, failure, load, require_call, source_file
 from tuner.train.figures import CLOCKED
 from tuner.train.methods.method import Counts, Method, Sum, Terms, logged

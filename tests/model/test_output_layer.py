@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from tuner.model import linear_cross_entropy as module
-from tuner.model.linear_cross_entropy import linear_cross_entropy, position_losses, softmax_into_gradient
-from tuner.model.logit_transform import LogitTransform
-from tuner.model.native.cross_entropy import native_into_gradient
+from tuner.model import output_layer as module
+from tuner.model.kernels import native_into_gradient
+from tuner.model.output_layer import LogitTransform, OutputLayer, softmax_into_gradient
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def test_equals_plain(n: int, with_bias: bool, weighted: bool) -> None:
     targets = torch.randint(0, 11, (n,))
     leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
     weights = torch.rand(n) if weighted else None
-    loss = linear_cross_entropy(hidden, weight, bias, targets, weights=weights)
+    loss = OutputLayer(weight, bias).cross_entropy(hidden, targets, weights)
     found = torch.autograd.grad(3 * loss, leaves)
     logits = torch.nn.functional.linear(hidden, weight, bias)
     losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
@@ -60,7 +59,7 @@ def test_losses_by_position_have_the_gradient_of_any_function_of_them(
     logits = logits if shape.cap is None else shape.cap * torch.tanh(logits / shape.cap)
     expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     wanted = torch.autograd.grad(loss(expected), [hidden, weight, bias])
-    losses = position_losses(hidden, weight, bias, targets, shape, kernel)
+    losses = OutputLayer(weight, bias, shape, kernel).losses(hidden, targets)
     torch.testing.assert_close(losses, expected)
     for a, b in zip(torch.autograd.grad(loss(losses), [hidden, weight, bias]), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -69,7 +68,7 @@ def test_losses_by_position_have_the_gradient_of_any_function_of_them(
 def test_frozen_weight_gets_no_gradient() -> None:
     hidden = torch.randn(3, 8, requires_grad=True)
     weight = torch.randn(11, 8)
-    linear_cross_entropy(hidden, weight, None, torch.tensor([1, 2, 3])).backward()
+    OutputLayer(weight).cross_entropy(hidden, torch.tensor([1, 2, 3])).backward()
     assert hidden.grad is not None
     assert weight.grad is None
 
@@ -77,7 +76,7 @@ def test_frozen_weight_gets_no_gradient() -> None:
 def test_without_gradients_it_is_still_the_loss() -> None:
     hidden, weight, targets = torch.randn(3, 8), torch.randn(11, 8), torch.tensor([1, 2, 3])
     expected = torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction="sum")
-    assert linear_cross_entropy(hidden, weight, None, targets).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert OutputLayer(weight).cross_entropy(hidden, targets).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -89,7 +88,7 @@ def test_blocks_of_the_vocabulary_change_no_sum_that_counts(trained: bool, monke
     for size in (7, 40):
         monkeypatch.setattr(module, "BLOCK_VOCABULARY", {"cpu": size})
         with torch.autocast("cpu", torch.bfloat16):
-            loss = linear_cross_entropy(hidden, weight, None, targets)
+            loss = OutputLayer(weight).cross_entropy(hidden, targets)
         found.append([loss, *torch.autograd.grad(loss, leaves)])
     assert torch.equal(found[0][0], found[1][0])
     assert not trained or torch.equal(found[0][2], found[1][2])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tuner.errors import MachineError
-from tuner.runtime.compiled import compiled
+from tuner.model.native.library import compiled
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 
 from tuner.errors import RecipeError
-from tuner.model.select import select
+from tuner.model.freeze import select
 
 NAMES = [
     f"model.layers.{i}.{part}" for i in (0, 1, 10) for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")
