@@ -10,13 +10,13 @@ from torch._dynamo.utils import counters
 
 from tests.fixtures.packed import gradient, packed_inputs, relative
 from tests.model.tiny import VOCAB, tiny_config
-from tuner.model import compile as compiling
+from tuner.model import blocks as compiling
 from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.blocks import apply_recompute, compile_blocks
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.compile import compile_blocks, compiler_problem
 from tuner.model.documents import Padding
-from tuner.model.recompute import apply_recompute
 from tuner.model.root import CausalLM
+from tuner.runtime.device import compiler_problem
 
 # Both come from the tracer itself, for the user's own sake.
 pytestmark = [

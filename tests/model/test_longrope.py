@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, Phi3Config
 from tests.fixtures.packed import packed_inputs, relative
 from tests.model.tiny import SHAPE, VOCAB
 from tuner.model.attention import withdrawn
+from tuner.model.blocks import apply_recompute
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.decode import greedy
 from tuner.model.kernels import apply_native
-from tuner.model.recompute import apply_recompute
 from tuner.model.root import CausalLM
 
 BOUND = 16

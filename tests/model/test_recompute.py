@@ -11,8 +11,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids
 from tests.model.tiny import tiny_config
 from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.blocks import _policy, apply_recompute, spread
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.recompute import _policy, apply_recompute, spread
 from tuner.model.root import CausalLM
 from tuner.profile.events import memory_record
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch._dynamo.utils import counters
 
 from tests.train.synthetic import assembly_for, recipe_for
-from tuner.model import compile as compiling
+from tuner.model import blocks as compiling
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
 from tuner.train.step import optimizer_step

@@ -34,8 +34,10 @@ def order_of(spec: AssemblySpec, model: Any, monkeypatch: pytest.MonkeyPatch) ->
         return lambda *given, **named: done.append(name)
 
     monkeypatch.setattr(TrainableSpec, "apply", noted("trained"))
-    for name in ("apply_native", "apply_liger", "apply_recompute", "compile_blocks", "shard"):
+    for name in ("apply_native", "apply_liger", "shard"):
         monkeypatch.setattr(assembling, name, noted(name))
+    monkeypatch.setattr("tuner.model.blocks.apply_recompute", noted("apply_recompute"))
+    monkeypatch.setattr("tuner.model.blocks.compile_blocks", noted("compile_blocks"))
     devices: Any = object()
     assemble(spec, model, inspect=noted("inspect"), device_mesh=devices, give_values=noted("values"))
     return done

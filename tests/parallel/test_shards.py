@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.fixtures.processes import run_ranks
-from tuner.parallel.shards import Layout, map_whole_matrices, sums_over_rows
+from tuner.parallel.fsdp import Layout, map_whole_matrices, sums_over_rows
 
 SHAPES = [(5, 3), (4, 2), (1, 6)]
 """Rows that two processes share unevenly, evenly, and not at all."""

@@ -62,7 +62,7 @@ def test_compiled_layers_are_recorded_as_they_are_and_timed_compiled(
 ) -> None:
     from torch._dynamo.utils import counters
 
-    from tuner.model import compile as compiling
+    from tuner.model import blocks as compiling
 
     plain = measured(recipe)
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")

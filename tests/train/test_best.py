@@ -17,9 +17,9 @@ from tuner.config.duration import Duration
 from tuner.errors import RecipeError
 from tuner.run.options import LaunchOptions
 from tuner.run.tasks import evaluate as evaluate_task
-from tuner.train.best import Best, best_after, best_of, mark_steps
 from tuner.train.evaluate import Evaluation
-from tuner.train.plan import Plan
+from tuner.train.plan import Plan, mark_steps
+from tuner.train.progress import Best, best_after, best_of
 
 HELD = {"data__eval": "7 documents", "eval__every": "2 steps", "eval__samples": "0", "train__duration": "12 steps"}
 SPARSE = {"checkpoint__every": "6 steps", "checkpoint__keep": "1"}

@@ -17,7 +17,7 @@ from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.config.recipe import Optimizer
 from tuner.errors import PluginError, RecipeError
-from tuner.parallel.shards import Layout
+from tuner.parallel.fsdp import Layout
 from tuner.run.options import LaunchOptions
 from tuner.run.trial import try_optimizer
 from tuner.train.custom_optimizer import build_own_optimizer

@@ -14,9 +14,8 @@ from tuner.config.recipe import UNIONS, Examples
 from tuner.errors import PluginError
 from tuner.model.output_layer import LogitTransform
 from tuner.setup import build
-from tuner.train.figures import CLOCKED
-from tuner.train.methods.build import build_method
-from tuner.train.methods.method import Method
+from tuner.train.methods.method import Method, build_method
+from tuner.train.progress import CLOCKED
 
 LOSS = """
 import torch

@@ -82,7 +82,8 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
             parameter.data = parameter.data.float()
     for _, layer in lora_layers(model):
         if layer.lora_magnitude_vector:  # peft measures in the type of the frozen weight
-            length = weight_length(layer, layer.get_base_layer().weight.float())
+            weight = layer.get_base_layer().weight.float()
+            length = torch.linalg.vector_norm(weight, dim=0 if layer.fan_in_fan_out else 1)  # of each output's weights
             layer.lora_magnitude_vector[ADAPTER].weight.data = length
     model.eval()
 
@@ -114,21 +115,9 @@ def saved_modules(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
     return [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
 
 
-def linear_layer_names(model: PreTrainedModel) -> list[str]:
-    """Full names of all linear layers of the decoder, the output layer left out."""
-    output = model.get_output_embeddings()
-    return [name for name, module in _linear_layers(model) if module is not output]
-
-
 def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
     """Name and module of every layer that holds the adapter."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
-
-
-def weight_length(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    """Euclidean length ``[out]`` of the weights that make each output of the layer."""
-    length: torch.Tensor = torch.linalg.vector_norm(weight, dim=0 if layer.fan_in_fan_out else 1)
-    return length
 
 
 def _train_in_full(model: PreTrainedModel, module: nn.Module) -> None:
@@ -147,17 +136,14 @@ def _in_autocast_type(module: nn.Module, inputs: Any, output: Any) -> Any:
     return output
 
 
-def _linear_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in model.named_modules() if type(module).__name__ in _KINDS]
-
-
 def _target_names(model: PreTrainedModel, spec: LoraSpec, saved: Iterable[str]) -> list[str]:
     """Full names of the layers to adapt. What is trained in full needs no adapter."""
+    linear = {name: module for name, module in model.named_modules() if type(module).__name__ in _KINDS}
     if spec.target_modules == "all-linear":
-        chosen = linear_layer_names(model)
+        chosen = [name for name, module in linear.items() if module is not model.get_output_embeddings()]
     else:
         wanted = [spec.target_modules] if isinstance(spec.target_modules, str) else spec.target_modules
-        chosen = select(wanted, [name for name, _ in _linear_layers(model)], "adapter.target_modules")
+        chosen = select(wanted, linear, "adapter.target_modules")
     full = tuple(saved)
     left = [name for name in chosen if not any(name == other or name.startswith(f"{other}.") for other in full)]
     if not left:

@@ -7,6 +7,7 @@ from itertools import accumulate
 import torch
 from torch.nn import functional
 
+from tuner.runtime.device import to_device
 from tuner.runtime.torch_private import mark_dynamic
 
 
@@ -42,9 +43,7 @@ class Documents:
         ``longest`` is a bound that holds for other microbatches too, where compiled layers must not see it change.
         """
         host = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        on_device = host
-        if device.type == "cuda":
-            on_device = host.pin_memory().to(device, non_blocking=True)
+        on_device = to_device(host, device)
         for bounds in (host, on_device):  # a compiled block is the same one for any number of documents
             mark_dynamic(bounds, 0)
         return Documents(host, on_device, max(lengths) if longest is None else longest)

@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from tuner.runtime.device import to_device
+
 _KIND = "longrope"
 
 
@@ -41,7 +43,7 @@ class RotationByDocument:
             if len(places) == 1:
                 return own(x, position_ids, *rest, **options)
             back = np.argsort(np.concatenate(places))
-            *chosen, order = (_on(place, x.device) for place in (*places, back))
+            *chosen, order = (to_device(place, x.device) for place in (*places, back))
             made = [own(x, position_ids.index_select(-1, place), *rest, **options) for place in chosen]
             return tuple(torch.cat(parts, -2).index_select(-2, order) for parts in zip(*made, strict=True))
 
@@ -54,12 +56,6 @@ class RotationByDocument:
             return [whole]
         is_long = np.repeat(np.array(self._whole) > bound, self._new)
         return [whole[kind] for kind in (~is_long, is_long) if kind.any()]
-
-
-def _on(places: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """Indices on the device; nothing waits for the copy."""
-    tensor = torch.from_numpy(places)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _kinds(module: nn.Module) -> tuple[str, ...]:

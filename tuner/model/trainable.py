@@ -1,13 +1,18 @@
 """Which parameters of a model are trained."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
-from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.freeze import freeze
 from tuner.model.tokens import train_new_tokens
+
+if TYPE_CHECKING:
+    from tuner.model.adapter import LoraSpec
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class TrainableSpec:
     def apply(self, model: PreTrainedModel, seed: int) -> None:
         """Add the adapter, or freeze, in place; see :func:`~tuner.model.adapter.add_lora` and `train_new_tokens`."""
         if self.lora is not None:
+            from tuner.model.adapter import add_lora
+
             add_lora(model, self.lora, seed)
         elif self.frozen:
             freeze(model, self.frozen)

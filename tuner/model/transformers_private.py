@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
-from tuner.runtime.torch_private import Need, private_attribute, private_name
+from tuner.runtime.torch_private import Need, listed_name, private_attribute
 
 _EXPORT = Need("exporting (`tuner export-hf`, `export.every`)", "training goes on without it")
 _WINDOWS = Need("checking how far a model with windows looks back", "models without windows train without it")
@@ -33,11 +33,7 @@ NAMES = {
 
 def __getattr__(name: str) -> Any:
     """One of ``NAMES``. Raises MachineError where this transformers has it no more."""
-    if name not in NAMES:
-        raise AttributeError(name)
-    path, need = NAMES[name]
-    found = globals()[name] = private_name(path, need)
-    return found
+    return listed_name(NAMES, name)
 
 
 def load_published(model: PreTrainedModel, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:

@@ -11,10 +11,8 @@ from transformers import PreTrainedModel
 from tuner.config.duration import Duration
 from tuner.errors import RecipeError
 from tuner.model.build import decoder_blocks
-from tuner.model.compile import compile_blocks
 from tuner.model.documents import Padding
 from tuner.model.kernels import apply_liger, apply_native
-from tuner.model.recompute import Level, apply_recompute
 from tuner.model.root import CausalLM
 from tuner.model.trainable import TrainableSpec
 from tuner.parallel.fsdp import shard
@@ -30,7 +28,7 @@ class AssemblySpec:
     seed: int
     """Of the weights that are drawn here: an adapter's."""
     kernels: Kernels = "torch"
-    recompute: Literal["none"] | Level = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
     recomputed_layers: Duration = Duration.parse("100%")
     """A share of the decoder layers, or a number of them."""
     padding: Padding | None = None
@@ -43,17 +41,13 @@ class AssemblySpec:
         return replace(self, kernels=kernels, recompute="none", padding=None)
 
 
-def _nothing(root: CausalLM) -> None:
-    pass
-
-
 def assemble(
     spec: AssemblySpec,
     model: PreTrainedModel,
     *,
-    inspect: Callable[[CausalLM], None] = _nothing,
+    inspect: Callable[[CausalLM], None] = lambda root: None,
     device_mesh: DeviceMesh | None = None,
-    give_values: Callable[[CausalLM], None] = _nothing,
+    give_values: Callable[[CausalLM], None] = lambda root: None,
 ) -> CausalLM:
     """Make a transformers model what training calls, in place. Collective with a ``device_mesh``.
 
@@ -69,8 +63,12 @@ def assemble(
     if spec.kernels == "liger" and spec.padding is None:  # the compiler makes kernels of its own
         apply_liger(root.model)
     if spec.recompute != "none":
+        from tuner.model.blocks import apply_recompute
+
         apply_recompute(root, spec.recompute, _recomputed(spec.recomputed_layers, len(decoder_blocks(root.model))))
     if spec.padding is not None:
+        from tuner.model.blocks import compile_blocks
+
         compile_blocks(root, spec.padding)
     if device_mesh is not None:
         shard(root, device_mesh, spec.reshard_after_forward)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from tuner.errors import is_out_of_memory
+from tuner.model.blocks import apply_recompute
 from tuner.model.build import decoder_blocks
-from tuner.model.recompute import apply_recompute
 from tuner.profile.blocks import Holding, MemoryRecord, alike
 from tuner.profile.devices import Device
 from tuner.profile.events import resident

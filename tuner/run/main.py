@@ -34,7 +34,6 @@ from tuner.runtime.memory import calm_collector
 from tuner.runtime.process import Collective, gloo_group, process_group
 from tuner.runtime.stop import StopSignals
 from tuner.setup.build import build
-from tuner.train.diagnose import diverged
 from tuner.train.loop import train_loop
 from tuner.train.prefetcher import Prefetcher
 from tuner.train.progress import Progress
@@ -130,6 +129,8 @@ def _loop(context: LaunchContext, tasks: Tasks) -> bool:
 
 def _diverged(context: LaunchContext, halted: HaltedError) -> DivergedError:
     """The error of a run that must end, naming the step, its rows and the first module that failed. Collective."""
+    from tuner.train.diagnose import diverged
+
     saved = context.progress.saved_step
     last = None if saved is None else str(context.run.checkpoints / step_name(saved))
     return diverged(context.assembly.train_state, halted.taken, halted.result, last)

@@ -9,8 +9,7 @@ from tuner.checkpoint.manifest import SEAL
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe
 from tuner.config.optimizers import CustomOptimizer
-from tuner.config.recipe import CustomMethod, Recipe
-from tuner.config.schedules import CustomSchedule
+from tuner.config.recipe import Recipe
 from tuner.data.building.prepare import find_prepared, prepare, prepared_path
 from tuner.data.building.spec import PrepareSpec, prepare_spec
 from tuner.data.prepared import PreparedData, open_prepared
@@ -26,6 +25,8 @@ from tuner.runtime.process import Collective
 from tuner.setup.build import mesh_of
 from tuner.setup.resolve import Resolved, resolve
 from tuner.setup.timetable import Timetable, timetable
+from tuner.train.methods.method import check_method
+from tuner.train.schedule import check_schedule
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,8 @@ def _check_user_code(recipe: Recipe) -> None:
 
     Each is imported only where it is named. Raises PluginError, MachineError.
     """
-    if isinstance(recipe.method, CustomMethod):
-        from tuner.train.methods.custom import check_method
-
-        check_method(recipe.method)
-    if isinstance(recipe.schedule, CustomSchedule):
-        from tuner.train.custom_schedule import check_schedule
-
-        check_schedule(recipe.schedule)
+    check_method(recipe.method)
+    check_schedule(recipe.schedule)
     if isinstance(recipe.optimizer, CustomOptimizer):
         from tuner.run.trial import try_optimizer
 

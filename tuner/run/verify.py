@@ -25,7 +25,7 @@ from tuner.rundir.run_json import hold
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import TMP_PREFIX, sweep
-from tuner.train.figures import CLOCKED
+from tuner.train.progress import CLOCKED
 
 QUIET: dict[str, dict[str, Any]] = {
     "checkpoint": {"every": "never", "at_end": True, "keep_best": None, "marks": []},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import unicodedata
 from collections import deque
@@ -16,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from tuner.runtime.files import append
 from tuner.runtime.warned import note_warning
 
 LABEL_WIDTH = 10
@@ -156,8 +156,4 @@ class Console:
 def _append(path: Path, text: str) -> None:
     # A disk that fails here fails at the next checkpoint, where it is told.
     with suppress(OSError):
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-        try:
-            os.write(log, text.encode(errors="backslashreplace"))
-        finally:
-            os.close(log)
+        append(path, text.encode(errors="backslashreplace"))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import shutil
+import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -117,6 +121,26 @@ def side_of(kind: Literal["cuda", "cpu"], threads: int) -> int:
     if kind == "cuda":
         return 8192
     return 1024 if threads <= 4 else 2048 if threads <= 32 else 4096
+
+
+def compiler_problem(device: str) -> str | None:
+    """What is missing on this machine to compile for a kind of device, ``cpu`` or ``cuda``; None where nothing is."""
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        return f"there is no C++ compiler ({compiler})"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        return "Python's headers are not installed (Python.h)"
+    if device == "cuda" and importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return None
+
+
+def to_device(array: object, device: torch.device) -> torch.Tensor:
+    """A host array as a tensor on the device; nothing waits for the copy."""
+    import torch
+
+    tensor = torch.as_tensor(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def target(tensor: torch.Tensor) -> str:

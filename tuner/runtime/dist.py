@@ -43,33 +43,21 @@ class RankInfo:
         """
         values = os.environ if env is None else env
         if "RANK" in values and "WORLD_SIZE" in values:
-            local = _number(values, "LOCAL_RANK", 0)
-            info = cls(
-                rank=_number(values, "RANK"),
-                world_size=_number(values, "WORLD_SIZE"),
-                local_rank=local,
-                local_world_size=_number(values, "LOCAL_WORLD_SIZE", local + 1),
-            )
+            rank, size, local = _number(values, "RANK"), _number(values, "WORLD_SIZE"), _number(values, "LOCAL_RANK", 0)
+            local_size = _number(values, "LOCAL_WORLD_SIZE", local + 1)
         elif _is_slurm_task(values):
+            rank, size = _number(values, "SLURM_PROCID"), _number(values, "SLURM_NTASKS")
             local = _number(values, "SLURM_LOCALID", 0)
-            info = cls(
-                rank=_number(values, "SLURM_PROCID"),
-                world_size=_number(values, "SLURM_NTASKS"),
-                local_rank=local,
-                local_world_size=_slurm_local_size(values, local),
-            )
+            local_size = _slurm_local_size(values, local)
         else:
             return cls()
-        info._check()
-        return info
-
-    def _check(self) -> None:
-        if not (0 <= self.rank < self.world_size and 0 <= self.local_rank < self.local_world_size <= self.world_size):
+        if not (0 <= rank < size and 0 <= local < local_size <= size):
             raise MachineError(
-                f"the launcher's numbers contradict each other: rank {self.rank} of {self.world_size}, "
-                f"local rank {self.local_rank} of {self.local_world_size}",
+                f"the launcher's numbers contradict each other: rank {rank} of {size}, local rank {local} of "
+                f"{local_size}",
                 hint="unset RANK and WORLD_SIZE to run as a single process",
             )
+        return cls(rank, size, local, local_size)
 
 
 def _is_slurm_task(values: Mapping[str, str]) -> bool:

@@ -41,10 +41,9 @@ def gib(count: int) -> str:
 def free_bytes(path: Path) -> int:
     """Bytes that this process may still write to the file system of `path`. Raises MachineError."""
     try:
-        facts = os.statvfs(path)
+        return shutil.disk_usage(path).free
     except OSError as error:
         raise machine_error(path, error) from error
-    return facts.f_bavail * facts.f_frsize
 
 
 def machine_error(path: Path, error: OSError, needed: int | None = None) -> TunerError:
@@ -53,12 +52,10 @@ def machine_error(path: Path, error: OSError, needed: int | None = None) -> Tune
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return MachineError(message)
     if needed is not None:
-        message += f" (needed {needed:,} bytes"
-        try:
-            facts = os.statvfs(path if path.is_dir() else path.parent)
-            message += f", free {facts.f_bavail * facts.f_frsize:,} bytes)"
-        except OSError:
-            message += ")"
+        free = ""
+        with suppress(OSError):
+            free = f", free {shutil.disk_usage(path if path.is_dir() else path.parent).free:,} bytes"
+        message += f" (needed {needed:,} bytes{free})"
     return MachineError(message, hint="free disk space or choose another output directory, then run the same command")
 
 
@@ -106,6 +103,15 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         if written == 0:
             raise OSError(errno.EIO, "the system wrote nothing")
         view = view[written:]
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add `data` to the end of a file, which is made where it is missing; never through a link. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+    try:
+        os.write(descriptor, data)
+    finally:
+        os.close(descriptor)
 
 
 def write_new(path: Path, data: bytes) -> None:
@@ -167,15 +173,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def sha256_file(path: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal, in bounded memory. Raises DataError naming the file."""
-    digest = hashlib.sha256()
     try:
         with path.open("rb", buffering=0) as file:
-            buffer = memoryview(bytearray(HASH_BLOCK_BYTES))
-            while count := file.readinto(buffer):
-                digest.update(buffer[:count])
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
-    return digest.hexdigest()
 
 
 def publish_dir(tmp: Path, final: Path) -> None:
@@ -332,7 +334,7 @@ def verify_entries(directory: Path, entries: Mapping[str, Any], hash: bool) -> N
 def inside(directory: Path, name: str) -> Path:
     """`directory / name` for a name read from a file. Raises DataError when it would lead anywhere else."""
     pure = PurePosixPath(name)
-    if not name or "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts or str(pure) != name:
+    if not pure.parts or "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts or str(pure) != name:
         raise DataError(f"{directory}: unsafe file name {name!r}")
     return directory / pure
 

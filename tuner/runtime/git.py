@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
-import subprocess
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import IO, Any, cast
 
 DIFF_BYTES = 256 << 10
@@ -95,39 +95,23 @@ class _Git:
         settings = [word for setting in self.settings for word in ("-c", setting)]
         command = ["git", "--no-pager", *settings, "-C", str(self.directory), *arguments]
         try:
-            process = subprocess.Popen(
-                command,
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                process_group=0,
-            )
+            process = Popen(command, env=_environment(), stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, process_group=0)
         except (OSError, ValueError):
             return None
-        with process:
-            try:
-                data = self._read(cast("IO[bytes]", process.stdout).fileno(), most)
-                if data is None or len(data) > most:
-                    return None if data is None else (data[:most], True)
-                code = process.wait(max(0.0, self.deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                return None
-            finally:
-                if process.poll() is None:  # with whatever it started
-                    os.killpg(process.pid, signal.SIGKILL)
-        return (data, False) if code == 0 else None
 
-    def _read(self, descriptor: int, most: int) -> bytes | None:
-        data = b""
-        while len(data) <= most:
-            if not select.select([descriptor], [], [], max(0.0, self.deadline - time.monotonic()))[0]:
-                return None
-            part = os.read(descriptor, 1 << 16)
-            if not part:
-                break
-            data += part
-        return data
+        def end() -> None:
+            if process.poll() is None:  # with whatever it started
+                os.killpg(process.pid, signal.SIGKILL)
+
+        timer = threading.Timer(max(0.0, self.deadline - time.monotonic()), end)
+        with process:
+            timer.start()
+            data = cast("IO[bytes]", process.stdout).read(most + 1)
+            if len(data) > most:
+                end()
+        timer.cancel()
+        cut = len(data) > most
+        return (data[:most], cut) if cut or process.returncode == 0 else None
 
 
 def _environment() -> dict[str, str]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import metadata, util
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Literal
 
 from tuner.errors import PluginError
@@ -23,8 +25,8 @@ Plugin = Callable[..., Any]
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def load(use: str, group: Group, base_dir: Path) -> Plugin:
-    """Return the callable that `use` names; a relative file starts from `base_dir`.
+def load(use: str, group: Group, base_dir: Path = Path()) -> Plugin:
+    """Return the callable that `use` names; a relative file starts from `base_dir`, and a loaded recipe has none.
 
     Raises PluginError for a file, a name or an entry point that is not there, for code that fails while it is imported
     (with the line of it), and for an object that cannot be called.
@@ -72,6 +74,17 @@ def failure(what: str, error: BaseException, path: Path | None = None) -> Plugin
     place = _place(error, path)
     shown = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return PluginError(f"{what}: {shown}{f' ({place})' if place else ''}", hint=_hint(error))
+
+
+@contextmanager
+def naming(what: str, file: Path | None, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Within, what user code raises becomes a PluginError (:func:`failure`), but for what is `passing`."""
+    try:
+        yield
+    except passing:
+        raise
+    except Exception as error:
+        raise failure(what, error, file) from error
 
 
 def source_file(plugin: Plugin) -> Path | None:
@@ -136,17 +149,10 @@ def _entry_point(use: str, group: Group) -> Any:
 def _place(error: BaseException, path: Path | None) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    frames = [item for item in _frames(error.__traceback__) if not item[0].startswith("<frozen importlib")]
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    frames = [item for item in frames if not item[0].startswith("<frozen importlib")]
     own = [item for item in frames if path is not None and item[0] == str(path)] or frames
     return f"{own[-1][0]}:{own[-1][1]}" if own else ""
-
-
-def _frames(trace: TracebackType | None) -> list[tuple[str, int]]:
-    found = []
-    while trace is not None:
-        found.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
-        trace = trace.tb_next
-    return found
 
 
 def _hint(error: BaseException) -> str | None:

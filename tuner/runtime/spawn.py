@@ -11,13 +11,14 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from tuner.errors import ExitCode, LostRankError, MachineError, TunerError, rebuilt
 from tuner.runtime import phase
@@ -26,9 +27,6 @@ from tuner.runtime.files import read_json, write_json
 from tuner.runtime.process import cores
 from tuner.runtime.stop import COUNTED_ABOVE, StopSignals
 from tuner.runtime.warned import note_warning, read_warned
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 POLL_S = 0.05
 GRACE_S = 3.0
@@ -50,20 +48,10 @@ class Report:
     message: str = ""
     hint: str | None = None
 
-    @staticmethod
-    def path(place: Path, rank: int) -> Path:
-        """Where a rank leaves its report."""
-        return place / f"rank{rank}.json"
 
-    @staticmethod
-    def warned(place: Path, rank: int) -> Path:
-        """Where a rank writes down its warnings as it says them."""
-        return place / f"rank{rank}.warnings"
-
-    @staticmethod
-    def board(place: Path, rank: int) -> Path:
-        """Where a rank shows what it is doing."""
-        return place / f"rank{rank}.phase"
+def rank_file(place: Path, rank: int, kind: Literal["json", "warnings", "phase"]) -> Path:
+    """Where a rank leaves its report, writes down its warnings as it says them, and shows what it is doing."""
+    return place / f"rank{rank}.{kind}"
 
 
 Work = Callable[[dict[str, Any]], dict[str, Any]]
@@ -91,7 +79,7 @@ def run_ranks(work: Work, job: Mapping[str, Any], processes: int, logs: Path) ->
                 ranks.watch(signals)
             finally:
                 ranks.close()
-                for text in read_warned(Report.warned(place, 0)):  # rank 0 said them on this process's stderr
+                for text in read_warned(rank_file(place, 0, "warnings")):  # rank 0 said them on this process's stderr
                     note_warning(text)
             if signals.number is not None and any(end.is_cut_short(signals.number) for end in ranks.ends.values()):
                 raise KeyboardInterrupt
@@ -118,36 +106,26 @@ class _Ranks:
 
     place: Path
     logs: Path
-    context: SubprocessContext | None = None
+    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     ends: dict[int, _End] = field(default_factory=dict)
     stuck: tuple[int, ...] = ()
     """Ranks that still ran when the time after another one's failure was over."""
 
     def start(self, processes: int, port: int) -> None:
         """Start every rank in a session of its own, each with its share of the cores."""
-        import logging
-
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-
-        # It tells of every process that it ends; what is worth telling is said by `_result`.
-        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-        with _own_handlers():
-            self.context = start_processes(  # type: ignore[assignment]
-                name="tuner",
-                entrypoint=sys.executable,
-                args={rank: ("-m", WORKER, str(self.place)) for rank in range(processes)},
-                envs={rank: _environment(rank, processes, port) for rank in range(processes)},
-                logs_specs=DefaultLogsSpecs(str(self.place / "elastic")),  # nothing is redirected to it
-            )
+        for rank in range(processes):
+            environment = os.environ | _environment(rank, processes, port)
+            command = [sys.executable, "-m", WORKER, str(self.place)]
+            self.processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True)
 
     def running(self) -> dict[int, int]:
         """Process ids of the ranks that have not ended; those that have are written down."""
         found = {}
-        for rank, handler in (self.context.subprocess_handlers if self.context is not None else {}).items():
+        for rank, process in self.processes.items():
             if rank in self.ends:
                 continue
-            if (code := handler.proc.poll()) is None:
-                found[rank] = handler.proc.pid
+            if (code := process.poll()) is None:
+                found[rank] = process.pid
             else:
                 self.ends[rank] = _End(rank, code, time.monotonic(), self._report(rank))
         return found
@@ -176,16 +154,18 @@ class _Ranks:
 
     def close(self) -> None:
         """End what still runs and wait until it is gone."""
-        if self.context is not None:
-            self.context.close(signal.SIGKILL, KILL_S)
+        self.kill()
+        for process in self.processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(KILL_S)
         self.running()
 
     def at(self, rank: int) -> str:
         """What a rank was doing when it last said so, to follow its name; empty where it said nothing."""
-        return phase.at_last(Report.board(self.place, rank))
+        return phase.at_last(rank_file(self.place, rank, "phase"))
 
     def _report(self, rank: int) -> Report | None:
-        path = Report.path(self.place, rank)
+        path = rank_file(self.place, rank, "json")
         return Report(**read_json(path)) if path.is_file() else None
 
 
@@ -277,20 +257,7 @@ def _store() -> Iterator[int]:
     del store
 
 
-@contextlib.contextmanager
-def _own_handlers() -> Iterator[None]:
-    """Keep this process's signal handlers: starting processes through torch replaces them."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is not handler:
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def _send(pids: Any, number: int) -> None:
+def _send(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

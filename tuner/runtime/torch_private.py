@@ -7,8 +7,9 @@ private names of torch anywhere else.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,7 @@ NAMES = {
 """By the name here: where torch has it, what needs it, and what works without."""
 
 
+@cache
 def private_name(path: str, need: Need) -> Any:
     """What a library has under a dotted path. Raises MachineError where it has no such name (any more)."""
     module, _, name = path.rpartition(".")
@@ -56,6 +58,13 @@ def private_name(path: str, need: Need) -> Any:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise _gone(path, need) from error
+
+
+def listed_name(names: Mapping[str, tuple[str, Need]], name: str) -> Any:
+    """What a library has under a name of such a table. Raises AttributeError for others, MachineError if it is gone."""
+    if name not in names:
+        raise AttributeError(name)
+    return private_name(*names[name])
 
 
 def private_attribute(owner: Any, name: str, need: Need) -> Any:
@@ -77,11 +86,7 @@ def _gone(path: str, need: Need) -> MachineError:
 
 def __getattr__(name: str) -> Any:
     """One of ``NAMES``. Raises MachineError where this torch has it no more."""
-    if name not in NAMES:
-        raise AttributeError(name)
-    path, need = NAMES[name]
-    found = globals()[name] = private_name(path, need)
-    return found
+    return listed_name(NAMES, name)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

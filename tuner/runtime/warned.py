@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import threading
 import warnings
@@ -16,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
+
+from tuner.runtime.files import append
 
 
 class Warned:
@@ -39,7 +40,8 @@ class Warned:
                 return False
             self._texts[text] = None
             if self._path is not None:
-                _append(self._path, text)
+                with suppress(OSError):  # it is on stderr all the same
+                    append(self._path, json.dumps(text).encode() + b"\n")
         return True
 
 
@@ -115,15 +117,6 @@ def read_warned(path: Path) -> list[str]:
         with suppress(ValueError):
             found.append(str(json.loads(line)))
     return found
-
-
-def _append(path: Path, text: str) -> None:
-    with suppress(OSError):  # it is on stderr all the same
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-        try:
-            os.write(file, json.dumps(text).encode() + b"\n")
-        finally:
-            os.close(file)
 
 
 def _reaches_stderr(record: logging.LogRecord) -> bool:

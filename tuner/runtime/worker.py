@@ -21,7 +21,7 @@ from tuner.runtime import phase
 from tuner.runtime.console import escape
 from tuner.runtime.dist import log_name
 from tuner.runtime.files import read_json, write_atomic
-from tuner.runtime.spawn import JOB, Report
+from tuner.runtime.spawn import JOB, Report, rank_file
 from tuner.runtime.warned import Warned, collected
 
 WATCH_S = 1.0
@@ -36,10 +36,10 @@ def main() -> NoReturn:
     place, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     job = read_json(place / JOB)
     log = _open_log(Path(job["logs"]), rank)
-    phase.publish(Report.board(place, rank))
+    phase.publish(rank_file(place, rank, "phase"))
     threading.Thread(target=_watch_parent, args=(int(job["parent"]),), daemon=True).start()
     try:
-        with collected(Warned(Report.warned(place, rank)), _say):
+        with collected(Warned(rank_file(place, rank, "warnings")), _say):
             module, _, function = job["work"].partition(":")
             result = getattr(import_module(module), function)(job["job"])
         report = Report(rank, time.monotonic(), result=result)
@@ -50,7 +50,7 @@ def main() -> NoReturn:
         code = int(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else known.exit_code)
         message = known.message or type(error).__name__
         report = Report(rank, at_s, None, type(error).__name__, code, message, known.hint)
-    write_atomic(Report.path(place, rank), json.dumps(dataclasses.asdict(report)).encode())
+    write_atomic(rank_file(place, rank, "json"), json.dumps(dataclasses.asdict(report)).encode())
     if report.exit_code == 0:
         raise SystemExit(0)
     sys.stdout.flush()

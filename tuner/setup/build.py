@@ -5,17 +5,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tuner.config.recipe import CustomMethod, LowRankAdapter, Recipe
+from tuner.config.recipe import LowRankAdapter, Recipe
 from tuner.data.batches import GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
 from tuner.errors import RecipeError
-from tuner.model.adapter import LoraSpec
 from tuner.model.build import build_model, meta_model
 from tuner.model.documents import Padding
 from tuner.model.flops import training_flops
@@ -35,13 +34,15 @@ from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.probes import probe_inputs
 from tuner.setup.resolve import Resolved, check_division, model_spec
 from tuner.setup.timetable import Starts, Timetable, timetable
-from tuner.train.best import check_metric
-from tuner.train.evaluate import HeldOut, held_out
+from tuner.train.evaluate import HeldOut, check_metric, held_out
 from tuner.train.guard import Guard, GuardPolicy
-from tuner.train.methods.build import build_method
-from tuner.train.mfu import MfuMeter
+from tuner.train.methods.method import build_method, check_logits
 from tuner.train.optimizer import build_optimizer
+from tuner.train.progress import MfuMeter
 from tuner.train.step import StepConfig, TrainState
+
+if TYPE_CHECKING:
+    from tuner.model.adapter import LoraSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -74,10 +75,7 @@ def build(
     recipe = resolved.recipe
     mesh = mesh_of(recipe, rank_info)
     check_fits(tokenizer, resolved.config, prepared)
-    if isinstance(recipe.method, CustomMethod):
-        from tuner.train.methods.custom import check_logits
-
-        check_logits(recipe.method, LogitTransform.of(resolved.config))
+    check_logits(recipe.method, LogitTransform.of(resolved.config))
     check_division(recipe.train.global_batch_size, recipe.train.micro_batch_size, mesh.data_size)
     table, held = timetable(recipe, prepared, starts), held_out_rows(recipe, prepared)
     check_metric(recipe.checkpoint.keep_best, held)
@@ -189,7 +187,9 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
     )
 
 
-def _lora_spec(adapter: LowRankAdapter) -> LoraSpec:
+def _lora_spec(adapter: LowRankAdapter) -> "LoraSpec":
+    from tuner.model.adapter import LoraSpec
+
     return LoraSpec(
         adapter.r,
         adapter.alpha,

@@ -11,10 +11,9 @@ from tuner.config.optimizers import MuonOptimizer
 from tuner.config.recipe import Recipe
 from tuner.errors import MachineError, RecipeError
 from tuner.model.build import ModelSpec, generation_config, meta_model, model_config
-from tuner.model.compile import compiler_problem
 from tuner.model.kernels import has_liger
 from tuner.model.native.library import native_problem
-from tuner.runtime.device import DeviceFacts, device_facts, host_memory
+from tuner.runtime.device import DeviceFacts, compiler_problem, device_facts, host_memory
 from tuner.runtime.dist import RankInfo
 
 SMALL_MODEL_PARAMETERS = 500_000_000

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from tuner.config.recipe import Recipe
 from tuner.data.prepared import PreparedData
 from tuner.errors import RecipeError
-from tuner.train.best import mark_steps
-from tuner.train.plan import Cadence, Plan, cadence, plan_steps
+from tuner.train.plan import Cadence, Plan, cadence, mark_steps, plan_steps
 from tuner.train.schedule import Schedule, StartedLater, build_schedule
 
 

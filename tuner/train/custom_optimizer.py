@@ -4,32 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tuner.config.optimizers import CustomOptimizer
 from tuner.errors import PluginError, RecipeError, TunerError
-from tuner.parallel.shards import Layout
-from tuner.runtime.plugins import failure, load, require_call, source_file
-
-
-class OptimizerLike(Protocol):
-    """What an updater asks of an optimizer; torch's are such."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Parameters that share settings, with those: ``params``, ``lr`` and others."""
-        ...
-
-    @property
-    def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
-        """What is kept for each parameter, by name."""
-        ...
-
-    def step(self) -> object:
-        """Update the parameters that have a gradient."""
-        ...
+from tuner.parallel.fsdp import Layout
+from tuner.runtime.plugins import load, naming, require_call, source_file
 
 
 class OwnOptimizer:
@@ -55,12 +37,9 @@ class OwnOptimizer:
 
     def step(self) -> None:
         """Let it take a step. Raises PluginError for what it raises."""
-        try:
+        passing = (TunerError, torch.OutOfMemoryError, MemoryError)
+        with naming(f"optimizer.use {self._use} failed in a step", self._file, passing):
             self._inner.step()
-        except (TunerError, torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception as error:
-            raise failure(f"optimizer.use {self._use} failed in a step", error, self._file) from error
 
     def _require_saveable(self, parameter: torch.Tensor, name: str, value: object) -> None:
         if name == "step":
@@ -90,13 +69,11 @@ def build_own_optimizer(
             f"optimizer.use {section.use} would see parts of sharded parameters",
             hint="write elementwise: true if each element's update needs no other, or parallel.shard: none",
         )
-    factory = load(section.use, "tuner.optimizers", Path.cwd())  # a path in a loaded recipe is absolute
+    factory = load(section.use, "tuner.optimizers")
     require_call(factory, section.use, ("groups",), {"lr": section.lr, **section.options})
     file, names = source_file(factory), {p: n for g in groups for p, n in zip(g["params"], g["names"], strict=True)}
-    try:
+    with naming(f"optimizer.use {section.use} could not be built", file):
         built = factory([dict(group) for group in groups], lr=section.lr, **section.options)
-    except Exception as error:
-        raise failure(f"optimizer.use {section.use} could not be built", error, file) from error
     if not isinstance(built, torch.optim.Optimizer):
         raise PluginError(f"optimizer.use {section.use} gave a {type(built).__name__}, not a torch.optim.Optimizer")
     taken = {parameter for group in built.param_groups for parameter in group["params"]}
@@ -105,6 +82,4 @@ def build_own_optimizer(
             f"optimizer.use {section.use} leaves out {len(left)} of {len(names)} parameters: {', '.join(left[:3])}",
             hint="all that it is given are to be in its groups; model.freeze says what is not trained",
         )
-    for group in built.param_groups:
-        group["peak_lr"] = float(group["lr"])
     return OwnOptimizer(built, section.use, file, layouts)

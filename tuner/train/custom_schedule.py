@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tuner.config.schedules import CustomSchedule
 from tuner.errors import PluginError
-from tuner.runtime.plugins import Plugin, failure, load, require_call, source_file
+from tuner.runtime.plugins import Plugin, load, naming, require_call, source_file
 
 CHECKED = 1000
 """About so many indices of a run are tried before it begins, twice."""
@@ -22,11 +22,9 @@ class OwnSchedule:
 
     def factor(self, index: int) -> float:
         """What it returns for an index. Raises PluginError for anything but a number from 0 to 1."""
-        try:
+        with naming(f"schedule.use {self.use} failed at index {index}", self.file):
             found = self.function(index)
             value = float(found)
-        except Exception as error:
-            raise failure(f"schedule.use {self.use} failed at index {index}", error, self.file) from error
         if not 0 <= value <= 1:
             raise PluginError(
                 f"schedule.use {self.use} gave {found} at index {index}, not a factor from 0 to 1",
@@ -39,24 +37,16 @@ class OwnSchedule:
         return []
 
 
-def check_schedule(section: object) -> None:
-    """Load a schedule of the user's own and check its signature. Raises PluginError; nothing is called."""
-    if isinstance(section, CustomSchedule):
-        _factory(section)
-
-
 def own_schedule(section: CustomSchedule, total_steps: int) -> OwnSchedule:
     """Call what ``use`` names with the number of steps and the options, and try the function that it gives.
 
     Raises PluginError where it is not there or fails, and for a function whose results are no factors, or differ from
     one call to the next.
     """
-    factory = _factory(section)
+    factory = factory_of(section)
     file = source_file(factory)
-    try:
+    with naming(f"schedule.use {section.use} could not be built", file):
         function = factory(total_steps, **section.options)
-    except Exception as error:
-        raise failure(f"schedule.use {section.use} could not be built", error, file) from error
     if not callable(function):
         raise PluginError(f"schedule.use {section.use} gave a {type(function).__name__}, not a function of the index")
     found = OwnSchedule(function, section.use, file)
@@ -71,7 +61,8 @@ def own_schedule(section: CustomSchedule, total_steps: int) -> OwnSchedule:
     return found
 
 
-def _factory(section: CustomSchedule) -> Plugin:
-    factory = load(section.use, "tuner.schedules", Path.cwd())  # a path in a loaded recipe is absolute
+def factory_of(section: CustomSchedule) -> Plugin:
+    """What ``use`` names, once it is seen to take the steps and the options. Raises PluginError; nothing is called."""
+    factory = load(section.use, "tuner.schedules")
     require_call(factory, section.use, ("total_steps",), section.options)
     return factory

@@ -15,10 +15,11 @@ from transformers import PretrainedConfig
 from tuner.data.batches import Batch, GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PackedRows, Sample
-from tuner.model.decode import greedy
+from tuner.errors import RecipeError
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import sync_gradients
-from tuner.train.step import StepConfig, TrainState, to_device
+from tuner.runtime.device import to_device
+from tuner.train.step import StepConfig, TrainState
 
 MAX_ANSWER_TOKENS = 128
 
@@ -58,6 +59,16 @@ class Evaluation:
     def line(self) -> dict[str, float]:
         """The losses as `metrics.jsonl` names them: `loss` and `loss/<source>`."""
         return {"loss": self.loss, **{f"loss/{name}": part.loss for name, part in self.sources.items()}}
+
+
+def check_metric(metric: str | None, held: HeldOut | None) -> None:
+    """Raise RecipeError, naming what there is, for a loss that evaluations of these held-out rows do not measure."""
+    if metric is None or held is None:
+        return
+    names = ["eval/loss"]
+    names += [f"eval/loss/{name}" for name in held.sources] if len(held.sources) > 1 else []
+    if metric not in names:
+        raise RecipeError(f"checkpoint.keep_best: no evaluation measures {metric}", hint=f"write {' or '.join(names)}")
 
 
 def source_names(paths: Sequence[str]) -> tuple[str, ...]:
@@ -147,6 +158,8 @@ def answer_samples(
     An answer ends at an end token, at the model's last position, after MAX_ANSWER_TOKENS, or where it is a good part
     longer than what was wanted. ``between`` is called before each forward.
     """
+    from tuner.model.decode import greedy
+
     state.root.eval()
     limits = answer_limits(samples, tokenizer, state.root.model.config)
     prompts = [sample.prompt_ids for sample in samples]

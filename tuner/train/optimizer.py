@@ -1,8 +1,7 @@
 """The optimizer behind one face: peak rates times a factor, a device flag that skips, its state as named tensors."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,26 +18,26 @@ from tuner.config.optimizers import (
 from tuner.config.recipe import Optimizer
 from tuner.errors import RecipeError
 from tuner.model.freeze import select
-from tuner.parallel.fsdp import local
-from tuner.parallel.shards import Layout
+from tuner.parallel.fsdp import Layout, local
 from tuner.runtime.torch_private import divide_
-from tuner.train.adafactor import ShardedAdafactor, moment_shape
-from tuner.train.custom_optimizer import OptimizerLike, build_own_optimizer
-from tuner.train.muon import ShardedMuon
 
 
-@dataclass(frozen=True)
-class Group:
-    """Parameters that share a peak learning rate and a decay, by name."""
-
-    names: tuple[str, ...]
-    lr: float
-    weight_decay: float
+class OptimizerLike(Protocol):
+    """What an updater asks of an optimizer; torch's are such."""
 
     @property
-    def settings(self) -> dict[str, float]:
-        """Learning rate and decay as torch's optimizers name them."""
-        return {"lr": self.lr, "weight_decay": self.weight_decay}
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameters that share settings, with those: ``params``, ``lr`` and others."""
+        ...
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
+        """What is kept for each parameter, by name."""
+        ...
+
+    def step(self) -> object:
+        """Update the parameters that have a gradient."""
+        ...
 
 
 class OptimizerSet:
@@ -64,6 +63,8 @@ class OptimizerSet:
         self._parameters, self._held = dict(parameters), dict(held)
         self._optimizers = tuple(optimizers)
         self.takes_flag, self.peak_lr = takes_flag, peak_lr
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["peak_lr"] = float(group["lr"])
 
     def set_factor(self, factor: float) -> None:
         """Set the learning rate of each group to its peak times ``factor``."""
@@ -157,11 +158,8 @@ def build_optimizer(
     lr, own = float(section.lr), chosen_groups(parameters, section.groups)
 
     def groups(names: Iterable[str], lr: float) -> list[dict[str, Any]]:
-        chosen = {name: parameters[name] for name in names}
-        return [
-            {"params": [held[name] for name in group.names], "peak_lr": group.lr, "weight_decay": group.weight_decay}
-            for group in group_parameters(chosen, lr, section.weight_decay, own)
-        ]
+        found = group_parameters({name: parameters[name] for name in names}, lr, section.weight_decay, own)
+        return [{"params": [held[name] for name in group["names"]], **group} for group in found]
 
     optimizers: list[OptimizerLike]
     match section:
@@ -170,38 +168,23 @@ def build_optimizer(
         case SgdOptimizer():
             optimizers = [_sgd(groups(parameters, lr), section.momentum, section.nesterov)]
         case AdafactorOptimizer():
-            optimizers = [
-                ShardedAdafactor(
-                    groups(parameters, lr),
-                    layouts,
-                    section.decay_rate,
-                    section.clip_threshold,
-                    section.scale_parameter,
-                )
-            ]
+            from tuner.train.sharded import ShardedAdafactor
+
+            optimizers = [ShardedAdafactor(groups(parameters, lr), layouts, section)]
         case MuonOptimizer():
+            from tuner.train.sharded import ShardedMuon
+
             inner = {name: p for name, p in parameters.items() if name not in outer and p.ndim == 2}
             hidden = [name for name, parameter in inner.items() if is_matrix(name, parameter)]
             if not hidden:
                 raise RecipeError("optimizer.kind: muon has no hidden matrix to train", hint="write kind: adamw")
-            optimizers = [
-                ShardedMuon(
-                    groups(hidden, lr),
-                    layouts,
-                    section.adjust_lr,
-                    section.momentum,
-                    section.nesterov,
-                    section.ns_steps,
-                )
-            ]
+            optimizers = [ShardedMuon(groups(hidden, lr), layouts, section)]
             if others := [name for name in parameters if name not in set(hidden)]:
                 optimizers.append(_adamw(groups(others, float(section.adamw_lr)), section.betas, section.eps))
         case CustomOptimizer():
-            given = [
-                {"params": [held[name] for name in group.names], "names": group.names} | group.settings
-                for group in group_parameters(parameters, lr, section.weight_decay, own)
-            ]
-            optimizers = [build_own_optimizer(section, given, layouts)]
+            from tuner.train.custom_optimizer import build_own_optimizer
+
+            optimizers = [build_own_optimizer(section, groups(parameters, lr), layouts)]
     return OptimizerSet(parameters, held, optimizers, takes_flag=not isinstance(section, CustomOptimizer), peak_lr=lr)
 
 
@@ -219,15 +202,18 @@ def chosen_groups(names: Iterable[str], groups: Sequence[ParameterGroup]) -> dic
 
 def group_parameters(
     parameters: Mapping[str, nn.Parameter], lr: float, weight_decay: float, own: Mapping[str, ParameterGroup]
-) -> list[Group]:
-    """Parameters by what they share, ``own`` settings before the common ones. Decay applies to matrices alone."""
+) -> list[dict[str, Any]]:
+    """The ``names`` of parameters that share a peak ``lr`` and a ``weight_decay``, ``own`` ones before the common ones.
+
+    Decay applies to matrices alone.
+    """
     found: dict[tuple[float, float], list[str]] = {}
     for name, parameter in parameters.items():
         group = own.get(name)
         peak = lr if group is None or group.lr is None else group.lr
         decay = weight_decay if group is None or group.weight_decay is None else group.weight_decay
         found.setdefault((peak, decay if is_matrix(name, parameter) else 0.0), []).append(name)
-    return [Group(tuple(names), peak, decay) for (peak, decay), names in found.items()]
+    return [{"names": tuple(names), "lr": peak, "weight_decay": decay} for (peak, decay), names in found.items()]
 
 
 def is_matrix(name: str, parameter: torch.Tensor) -> bool:
@@ -240,7 +226,7 @@ def is_matrix(name: str, parameter: torch.Tensor) -> bool:
 def _adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
     """Fused AdamW (Loshchilov & Hutter 2019)."""
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+    for parameter in (parameter for group in groups for parameter in group["params"]):
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
@@ -253,7 +239,7 @@ def _sgd(groups: list[dict[str, Any]], momentum: float, nesterov: bool) -> torch
     """Fused gradient descent; a buffer of zeros takes the first gradient whole, as torch's own first step does."""
     optimizer = torch.optim.SGD(groups, lr=0.0, momentum=momentum, nesterov=nesterov, fused=True)
     if momentum:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for parameter in (parameter for group in groups for parameter in group["params"]):
             optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
     return optimizer
 
@@ -273,6 +259,8 @@ def _as_sharded(moment: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.
     elif part.shape == like.shape:
         shape, sharded = tensor.shape, False
     else:
+        from tuner.train.sharded import moment_shape
+
         shape, sharded = moment_shape(moment, like.shape)
     placements = like.placements if sharded else [Replicate()] * like.device_mesh.ndim
     strides = torch.empty(shape, device="meta").stride()

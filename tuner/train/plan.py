@@ -95,3 +95,15 @@ def cadence(every: Sequence[Duration] | None, plan: Plan, row_tokens: npt.NDArra
         else:
             steps.append(steps_of(duration, plan, row_tokens))
     return Cadence(tuple(steps), min(seconds) if seconds else None)
+
+
+def mark_steps(marks: Sequence[Duration], plan: Plan, row_tokens: npt.NDArray[np.int64]) -> frozenset[int]:
+    """The steps of `checkpoint.marks`. Raises RecipeError for one that lies behind the run's end."""
+    steps = frozenset(steps_of(mark, plan, row_tokens) for mark in marks)
+    if steps and max(steps) > plan.total_steps:
+        late = next(mark for mark in marks if steps_of(mark, plan, row_tokens) > plan.total_steps)
+        raise RecipeError(
+            f"checkpoint.marks: {late} is step {max(steps):,}, the run ends at {plan.total_steps:,}",
+            hint="remove it, or lengthen train.duration",
+        )
+    return steps

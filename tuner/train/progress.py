@@ -1,18 +1,48 @@
-"""How far a run is: its counts, and its newest losses."""
+"""How far a run is: its counts, its newest losses and the best one; and what share of its device it uses (MFU)."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from tuner.data.batches import StepBatches
-from tuner.train.best import Best, best_of
+from tuner.data.batches import Batch, StepBatches
+from tuner.model.flops import Flops
 from tuner.train.plan import Plan
 
 METRICS = (
     "step", "tokens", "trained_tokens", "loss", "eval_loss", "eval_step", "first_eval_loss", "first_eval_step", "best",
 )  # fmt: skip
 """What a launch gives back about where it ended, out of a state."""
+CLOCKED = ("step_s", "data_s", "tok_per_s", "trained_per_s", "mem_gib", "data_wait", "mfu")
+"""What the clock and the machine say in a line of metrics.jsonl; the rest follows from the recipe."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The lowest loss that an evaluation of a run has measured after a step, and which one."""
+
+    metric: str
+    step: int
+    loss: float
+
+    def as_state(self) -> dict[str, Any]:
+        """Its part of a checkpoint's JSON state and of `run.json`."""
+        return asdict(self)
+
+
+def best_after(best: Best | None, metric: str | None, step: int, line: Mapping[str, float]) -> Best | None:
+    """The best once the evaluation of `step` gave `line`; the earlier of two equal ones. Step 0 was not trained."""
+    if metric is None or step == 0:
+        return best
+    loss = line.get(metric.removeprefix("eval/"))
+    if loss is None or not loss < (float("inf") if best is None else best.loss):
+        return best
+    return Best(metric, step, loss)
+
+
+def best_of(state: Mapping[str, Any] | None, metric: str | None) -> Best | None:
+    """The best that a checkpoint's JSON state tells of; None where the recipe now goes by another metric."""
+    return Best(**state) if state is not None and state["metric"] == metric else None
 
 
 @dataclass
@@ -97,3 +127,26 @@ class Progress:
 def finite(value: float | None) -> float | None:
     """A number that JSON has a word for; None in place of infinity and what is not a number."""
     return value if value is not None and math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class MfuMeter:
+    """A model's arithmetic (:mod:`tuner.model.flops`) against this process's device."""
+
+    flops: Flops
+    peak: float
+    """Operations a second in one large product, measured before the model was built, in the run's precision."""
+
+    def mfu(self, batches: Sequence[Batch], seconds: float) -> float | None:
+        """The share of the peak that forward and backward of these microbatches reach in so many seconds.
+
+        None where the model's arithmetic is not known.
+        """
+        operations = self.operations(batches)
+        return None if operations is None else operations / seconds / self.peak
+
+    def operations(self, batches: Sequence[Batch]) -> float | None:
+        """What forward and backward of these microbatches ask for; None where that is not known."""
+        if not self.flops.complete:
+            return None
+        return sum(self.flops.of(batch.lengths, len(batch.trained_positions)) for batch in batches)

@@ -1,14 +1,14 @@
 """Learning-rate schedules: pure functions of the step."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from tuner.config.recipe import Schedule as Section
 from tuner.config.schedules import (
     ConstantSchedule,
     CosineSchedule,
@@ -19,19 +19,9 @@ from tuner.config.schedules import (
     WsdSchedule,
 )
 from tuner.errors import RecipeError
-from tuner.train.custom_schedule import own_schedule
 from tuner.train.plan import Plan, steps_of
 
 Shape = Literal["linear", "cosine", "sqrt", "inverse_sqrt"]
-Section = (
-    ConstantSchedule
-    | LinearSchedule
-    | CosineSchedule
-    | InverseSqrtSchedule
-    | WsdSchedule
-    | WsdPeriodsSchedule
-    | CustomSchedule
-)
 
 
 class Schedule(Protocol):
@@ -123,6 +113,8 @@ def build_schedule(section: Section, plan: Plan, row_tokens: npt.NDArray[np.int6
     A fall to 0 at the end of the run reaches it one step later: a step at a learning rate of 0 would be thrown away.
     """
     if isinstance(section, CustomSchedule):
+        from tuner.train.custom_schedule import own_schedule
+
         return own_schedule(section, plan.total_steps)
     warmup = 0 if section.warmup is None else steps_of(section.warmup, plan, row_tokens)
     total = plan.total_steps
@@ -139,29 +131,29 @@ def build_schedule(section: Section, plan: Plan, row_tokens: npt.NDArray[np.int6
             start = max(0, total - steps_of(section.decay, plan, row_tokens))
             return WarmupDecay(warmup, (Decay(start, _end(total, floor), section.decay_shape, floor),))
         case WsdPeriodsSchedule():
-            ends = _ends([steps_of(period, plan, row_tokens) for period in section.periods], total)
-            return WarmupDecay(warmup, tuple(_falls(section, ends, plan, row_tokens)))
+            return WarmupDecay(warmup, tuple(_periods(section, plan, row_tokens)))
+
+
+def check_schedule(section: Section) -> None:
+    """Load a schedule of the user's own and check its signature. Raises PluginError; nothing is called."""
+    if isinstance(section, CustomSchedule):
+        from tuner.train.custom_schedule import factory_of
+
+        factory_of(section)
 
 
 def _end(total: int, floor: float) -> int:
     return total if floor > 0 else total + 1
 
 
-def _ends(periods: Sequence[int], total: int) -> list[int]:
-    ends = np.cumsum(periods).tolist()
-    if ends[-1] < total:
-        raise RecipeError(
-            f"schedule.periods: they end after {ends[-1]:,} steps, the run has {total:,}",
-            hint="add a period, or shorten train.duration",
-        )
-    return [int(end) for end in ends]
-
-
-def _falls(
-    section: WsdPeriodsSchedule, ends: Sequence[int], plan: Plan, row_tokens: npt.NDArray[np.int64]
-) -> Iterator[Decay]:
-    for begin, end in pairwise([0, *ends]):
-        length = end - begin
-        decay = section.decay
+def _periods(section: WsdPeriodsSchedule, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> Iterator[Decay]:
+    decay, end = section.decay, 0
+    for length in [steps_of(period, plan, row_tokens) for period in section.periods]:
+        end += length
         steps = max(1, math.ceil(decay.share * length)) if decay.unit == "%" else steps_of(decay, plan, row_tokens)
         yield Decay(end - min(steps, length), end, section.decay_shape, section.min_lr_ratio)
+    if end < plan.total_steps:
+        raise RecipeError(
+            f"schedule.periods: they end after {end:,} steps, the run has {plan.total_steps:,}",
+            hint="add a period, or shorten train.duration",
+        )

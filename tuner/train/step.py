@@ -12,12 +12,12 @@ from torch import nn
 
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.root import CausalLM
-from tuner.parallel.fsdp import local, sync_gradients
+from tuner.parallel.fsdp import local, sum_of_squares, sync_gradients
 from tuner.parallel.mesh import Mesh
 from tuner.runtime import phase
+from tuner.runtime.device import to_device
 from tuner.train.guard import Guard
 from tuner.train.methods.method import Counts, Method, Sum, Terms, logged
-from tuner.train.norm import sum_of_squares
 from tuner.train.optimizer import OptimizerSet
 
 
@@ -152,12 +152,6 @@ def microbatch_terms(root: CausalLM, method: Method, batch: Batch, step_config: 
             ids, places, batch.lengths, positions, wanted, functools.partial(method.terms, columns=columns)
         )
     return terms
-
-
-def to_device(array: object, device: torch.device) -> torch.Tensor:
-    """A host array as a tensor on the device; nothing waits for the copy."""
-    tensor = torch.as_tensor(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _mixed(*numbers: int) -> int:

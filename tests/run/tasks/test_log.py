@@ -17,10 +17,8 @@ from tuner.run.tasks import log
 from tuner.run.tasks.log import ConsoleTask, HaltedError, LogTask, StepClock
 from tuner.rundir.records import Records
 from tuner.runtime.console import Console
-from tuner.train.figures import CLOCKED
-from tuner.train.mfu import MfuMeter
 from tuner.train.plan import Plan
-from tuner.train.progress import Progress
+from tuner.train.progress import CLOCKED, MfuMeter, Progress
 from tuner.train.step import StepScalars
 from tuner.train.tasks import Event, TakenStep
 

@@ -9,9 +9,8 @@ from tuner.run.tasks.log import LogTask
 from tuner.rundir.records import Records
 from tuner.runtime import phase
 from tuner.runtime.process import any_rank, gloo_group
-from tuner.train.best import best_after
 from tuner.train.evaluate import EvaluationCutError, answer_samples, evaluate
-from tuner.train.progress import finite
+from tuner.train.progress import best_after, finite
 from tuner.train.tasks import Event, Request, Task
 
 SHOWN_CHARACTERS = 140

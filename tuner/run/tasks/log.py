@@ -12,8 +12,7 @@ import torch
 
 from tuner.rundir.records import Records
 from tuner.runtime.console import Console, ProgressBar, clock
-from tuner.train.mfu import MfuMeter
-from tuner.train.progress import Progress, finite
+from tuner.train.progress import MfuMeter, Progress, finite
 from tuner.train.step import StepResult
 from tuner.train.tasks import Event, Request, TakenStep, Task
 

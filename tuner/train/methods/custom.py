@@ -1,7 +1,8 @@
 """A loss of the user's own: a function of hidden states and targets, or a whole method; its mistakes are named."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch
 from tuner.config import recipe
 from tuner.data.batches import Batch, StepBatches
 from tuner.errors import PluginError, TunerError
-from tuner.model.output_layer import LogitTransform, OutputLayer
-from tuner.runtime.plugins import Plugin, failure, load, require_call, source_file
-from tuner.train.figures import CLOCKED
+from tuner.model.output_layer import OutputLayer
+from tuner.runtime.plugins import Plugin, load, naming, require_call, source_file
 from tuner.train.methods.method import Counts, Method, Sum, Terms, logged
 from tuner.train.methods.pretrain import TokenMean
+from tuner.train.progress import CLOCKED
 
 LossFunction = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, Mapping[str, torch.Tensor]]
@@ -24,21 +25,6 @@ LossFunction = Callable[
 ``[N]``: the sum of the losses at the N trained positions (a scalar with a gradient, also for N = 0) and named sums."""
 TAKEN = ("step", "epoch", "tokens", "loss", "lr", "grad_norm", "skipped", "kind", *CLOCKED)
 """Keys of a line of metrics.jsonl that a figure cannot have."""
-
-
-def check_method(section: recipe.Method) -> None:
-    """Load a loss of the user's own and check its signature. Raises PluginError; nothing is called."""
-    if isinstance(section, recipe.CustomMethod):
-        _factory(section)
-
-
-def check_logits(section: recipe.Method, transform: LogitTransform) -> None:
-    """Raise PluginError for a loss of the user's own on a model that caps its logits, of which it could not know."""
-    if isinstance(section, recipe.CustomMethod) and transform.cap is not None:
-        raise PluginError(
-            f"method.use {section.use}: this model caps its logits, of which a loss of your own is not told",
-            hint="take another model, or method.kind: sft or pretrain",
-        )
 
 
 def token_mean(function: LossFunction, name: str) -> TokenMean:
@@ -95,14 +81,8 @@ class Checked:
         losses = {name: Sum(one.value.float(), one.per) for name, one in found.losses.items()}
         return Terms(losses, {name: Sum(one.value.detach(), one.per) for name, one in found.figures.items()})
 
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except (TunerError, torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception as error:
-            raise failure(f"{self._name} failed", error, self._file) from error
+    def _named(self) -> AbstractContextManager[None]:
+        return naming(f"{self._name} failed", self._file, (TunerError, torch.OutOfMemoryError, MemoryError))
 
     def _check_sums(self, found: Terms) -> None:
         for name, one in {**found.figures, **found.losses}.items():
@@ -116,22 +96,18 @@ class Checked:
         names = logged(found)
         if self._names is not None and names != self._names:
             raise PluginError(f"{self._name} returned the figures {names}, and {self._names} before")
-        if self._names is None and (clash := sorted(set(names) & set(TAKEN)) or _twice(names)):
+        if self._names is None and (
+            clash := sorted(set(names) & set(TAKEN)) or sorted(name for name, n in Counter(names).items() if n > 1)
+        ):
             raise PluginError(f"{self._name}: the figure {clash[0]} has the name of another", hint="rename it")
         self._names = names
 
 
-def _twice(names: Sequence[str]) -> list[str]:
-    return sorted({name for name in names if names.count(name) > 1})
-
-
 def build(section: recipe.CustomMethod) -> Method:
     """Call ``use`` with the options: it gives a loss function or a method. Raises PluginError where it cannot."""
-    factory = _factory(section)
-    try:
+    factory = factory_of(section)
+    with naming(f"method.use {section.use}", source_file(factory)):
         found = factory(**section.options)
-    except Exception as error:
-        raise failure(f"method.use {section.use}", error, source_file(factory)) from error
     if not isinstance(found, Method):
         if not callable(found):
             raise PluginError(
@@ -142,7 +118,8 @@ def build(section: recipe.CustomMethod) -> Method:
     return Checked(found, section.use, source_file(factory))
 
 
-def _factory(section: recipe.CustomMethod) -> Plugin:
-    factory = load(section.use, "tuner.methods", Path.cwd())  # a path in a loaded recipe is absolute
+def factory_of(section: recipe.CustomMethod) -> Plugin:
+    """What ``use`` names, once it is seen to take the options. Raises PluginError."""
+    factory = load(section.use, "tuner.methods")
     require_call(factory, section.use, (), section.options)
     return factory

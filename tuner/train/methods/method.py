@@ -3,14 +3,17 @@
 import functools
 import operator
 from collections.abc import Mapping
+from importlib import import_module
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tuner.config import recipe
 from tuner.data.batches import Batch, StepBatches
-from tuner.model.output_layer import OutputLayer
+from tuner.errors import PluginError
+from tuner.model.output_layer import LogitTransform, OutputLayer
 
 Counts = Mapping[str, float]
 """How much there is of something (`tokens`, `documents`) in a whole global batch, known on the host."""
@@ -81,3 +84,27 @@ class Method(Protocol):
         then be zeros that have a gradient.
         """
         ...
+
+
+def build_method(section: recipe.Method) -> Method:
+    """The method of a section: what ``build`` of the file named as its kind makes of it.
+
+    Raises PluginError for code of the user's own that is not there or fails.
+    """
+    method: Method = import_module(f"tuner.train.methods.{section.kind}").build(section)
+    return method
+
+
+def check_method(section: recipe.Method) -> None:
+    """Load a loss of the user's own and check its signature. Raises PluginError; nothing is called."""
+    if isinstance(section, recipe.CustomMethod):
+        import_module(f"tuner.train.methods.{section.kind}").factory_of(section)
+
+
+def check_logits(section: recipe.Method, transform: LogitTransform) -> None:
+    """Raise PluginError for a loss of the user's own on a model that caps its logits, of which it could not know."""
+    if isinstance(section, recipe.CustomMethod) and transform.cap is not None:
+        raise PluginError(
+            f"method.use {section.use}: this model caps its logits, of which a loss of your own is not told",
+            hint="take another model, or method.kind: sft or pretrain",
+        )

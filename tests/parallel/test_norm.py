@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tuner.train.norm import sum_of_squares
+from tuner.parallel.fsdp import sum_of_squares
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,120 @@
+"""Decoder layers whose forward is run again in the backward pass instead of being remembered, or is compiled.
+
+Recomputing: ``full`` keeps a layer's input alone (Chen et al. 2016, https://arxiv.org/abs/1604.06174). ``selective``
+also keeps the results of matrix products and of attention kernels, which cost the time, and makes the rest again:
+norms, activations, rotations, casts (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198). Gradients are the
+plain model's: the same operations on the same numbers, with the same random numbers where there is dropout.
+
+Compiling (torch.compile): layers one by one, so that one program serves all that are alike, for every packing.
+Embedding, output layer and loss stay as they are. Attention over documents is one opaque operation, and where documents
+lie is data to it.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial, wraps
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tuner.model.build import decoder_blocks
+from tuner.model.documents import Padding
+from tuner.model.root import CausalLM
+from tuner.runtime.torch_private import schema
+
+BACKEND = "inductor"
+Level = Literal["selective", "full"]
+_KEPT = {
+    "tuner::attend_documents",
+    "tuner::native_attention",
+    "torch_attn::_varlen_attn",
+    "aten::mm",
+    "aten::addmm",
+    "aten::_grouped_mm",
+    "aten::_scaled_grouped_mm",
+    "aten::_scaled_mm",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+    "aten::_cudnn_attention_forward",
+}
+"""Not ``bmm``: where attention is made of batched products, its scores are what fills the memory."""
+
+
+def apply_recompute(root: CausalLM, level: Level, n_layers: int | None = None) -> None:
+    """Recompute ``n_layers`` decoder layers, evenly spread, or all of them, in place; before sharding.
+
+    The checkpoint lies inside a layer's forward, so that hooks around it, such as FSDP2's, run once.
+    """
+    # Random numbers are put back for the second run: a generator's state is read on the CPU, without a wait.
+    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
+    if level == "selective":
+        run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+    blocks = decoder_blocks(root.model)
+    for index in spread(len(blocks), len(blocks) if n_layers is None else n_layers):
+        _wrap(blocks[index], partial(run, blocks[index].forward), lambda block: torch.is_grad_enabled())
+
+
+def spread(n_layers: int, chosen: int) -> list[int]:
+    """Indices of ``chosen`` of the layers, evenly spread; the last layer, whose turn comes first, is chosen last."""
+    return [i * n_layers // chosen for i in range(chosen)]
+
+
+def _policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep matrix products and attention. What draws random numbers is made again, so that every draw is repeated."""
+    declared = schema(operation)
+    if declared.name not in _KEPT:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    given = dict(zip((argument.name for argument in declared.arguments), args, strict=False)) | kwargs
+    if given.get("dropout_p", 0.0) > 0:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+def compile_blocks(root: CausalLM, padding: Padding) -> None:
+    """Compile the decoder layers for training, in place; after recomputing is applied and before sharding.
+
+    Every microbatch is filled up to the size of ``padding``, the one for which the layers are compiled.
+    """
+    from peft.tuners.lora.dora import DoraLinearLayer
+
+    for module in root.modules():
+        if isinstance(module, DoraLinearLayer):
+            _ease_tracing()
+            # It is cleared in every forward and, as peft sets it, never filled. A checkpoint that is compiled may not
+            # change what lies outside it.
+            module._cache_clear = lambda: None  # type: ignore[method-assign]
+    for block in decoder_blocks(root.model):
+        # Evaluation and sampling come in many shapes and are rare: they run as they are.
+        _wrap(block, torch.compile(block.forward, backend=BACKEND, dynamic=False), lambda block: block.training)
+    root.padding = padding
+
+
+@cache
+def _ease_tracing() -> None:
+    """Tell the compiler what peft's function for weights of any kind gives for one that is not quantised: itself.
+
+    It asks for the kind by the name of the tensor's class, which the compiler of torch 2.13 cannot follow.
+    """
+    from peft.utils.integrations import dequantize_module_weight
+
+    @torch.compiler.substitute_in_graph(dequantize_module_weight)
+    def weight(module: nn.Module) -> nn.Parameter:
+        found: nn.Parameter = module.weight  # type: ignore[assignment]
+        return found
+
+
+def _wrap(block: nn.Module, instead: Callable[..., Any], wanted: Callable[[nn.Module], bool]) -> None:
+    """Have a layer run ``instead`` of its forward where that is ``wanted``."""
+    forward = block.forward
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return instead(*args, **kwargs) if wanted(block) else forward(*args, **kwargs)
+
+    block.forward = run
