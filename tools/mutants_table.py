@@ -62,17 +62,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "runtime-publish-parent-fsync",
         "runtime.files.publish_dir",
-        "os.rename(A, B)\n"
-        "fsync_dir(B.parent)",
+        "os.rename(A, B)\nfsync_dir(B.parent)",
         "os.rename(A, B)",
         RUNTIME,
     ),
     Mutant(
         "runtime-discard-in-place",
         "runtime.files.discard_dir",
-        "os.rename(A, B)\n"
-        "fsync_dir(A.parent)\n"
-        "shutil.rmtree(B)",
+        "os.rename(A, B)\nfsync_dir(A.parent)\nshutil.rmtree(B)",
         "shutil.rmtree(A)",
         FAULTS,
     ),
@@ -81,8 +78,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "faults-nothing-is-flushed",
         "runtime.files",
         "TMP_PREFIX = A",
-        "os.fsync = lambda descriptor: None\n"
-        "TMP_PREFIX = A",
+        "os.fsync = lambda descriptor: None\nTMP_PREFIX = A",
         FAULTS,
     ),
     Mutant(
@@ -95,20 +91,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "faults-named-before-described",
         "checkpoint.save._commit",
-        "write_new(A / MANIFEST_NAME, B)\n"
-        "if os.path.lexists(C):\n"
-        "    replace_dir(A, C)\n"
-        "else:\n"
-        "    publish_dir(A, C)",
-        "publish_dir(A, C)\n"
-        "write_new(C / MANIFEST_NAME, B)",
+        "write_new(A / MANIFEST_NAME, B)\nif os.path.lexists(C):\n    replace_dir(A, C)\nelse:\n    publish_dir(A, C)",
+        "publish_dir(A, C)\nwrite_new(C / MANIFEST_NAME, B)",
         FAULTS,
     ),
     Mutant(
         "faults-swallowed-by-writer-threads",
-        "checkpoint.storage.SafetensorsWriter.write_data",
-        "A, B = _write_file(P, H, T, S)\n"
-        "fsync_dir(D)",
+        "checkpoint.storage._write_shard",
+        "A, B = _write_file(P, H, T, S)\nfsync_dir(D)",
         "with ThreadPoolExecutor(2) as pool:\n"
         "    job = pool.submit(_write_file, P, H, T, S)\n"
         "    pool.submit(fsync_dir, D)\n"
@@ -125,9 +115,8 @@ MUTANTS: tuple[Mutant, ...] = (
     # State on disk.
     Mutant(
         "checkpoint-header-unhashed",
-        "checkpoint.hashes.shard_sha256",
-        "for A in H:\n"
-        "    D.update(A)",
+        "checkpoint.storage.shard_sha256",
+        "for A in H:\n    D.update(A)",
         "",
         CHECKPOINT,
     ),
@@ -147,14 +136,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "checkpoint-shard-unverified",
-        "checkpoint.hashes.verify_shard",
+        "checkpoint.storage.verify_shard",
         "A != B.sha256",
         "False",
         CHECKPOINT,
     ),
     Mutant(
         "checkpoint-copy-unused",
-        "checkpoint.save._Planner.lookup_object",
+        "checkpoint.storage._SavePlanner.lookup_object",
         "self._staged is None",
         "True",
         CHECKPOINT,
@@ -168,14 +157,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "checkpoint-oldest-first",
-        "checkpoint.steps.step_dirs",
+        "checkpoint.manifest.step_dirs",
         "sorted(A, reverse=True)",
         "sorted(A)",
         CHECKPOINT,
     ),
     Mutant(
         "checkpoint-keep-one-more",
-        "checkpoint.prune.prune",
+        "checkpoint.save.prune",
         "A >= keep",
         "A > keep",
         CHECKPOINT,
@@ -268,10 +257,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "data-probe-literal-unseen",
         "data.encoding.template_layout.TemplateLayout.fits",
-        "if A in B:\n"
-        "    return False",
-        "if A == B:\n"
-        "    return False",
+        "if A in B:\n    return False",
+        "if A == B:\n    return False",
         SKELETONS,
     ),
     Mutant(
@@ -333,7 +320,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "data-duplicate-keys-unseen",
         "data.reading.jsonl.fast_json_record",
-        "A.count(b\":\") - B",
+        'A.count(b":") - B',
         "0",
         ("tests/data/reading/test_jsonl.py",),
     ),
@@ -361,8 +348,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "data-digest-without-order",
         "data.reading.sources.content_digest",
-        "b\"\".join(A)",
-        "b\"\".join(sorted(A))",
+        'b"".join(A)',
+        'b"".join(sorted(A))',
         ("tests/data/reading/test_sources.py",),
     ),
     Mutant(
@@ -584,7 +571,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "export-written-bytes-unchecked",
         "export.verify.require_written",
         "sha256_of_same(P, A) if B else None",
-        "__import__(\"hashlib\").sha256(P.read_bytes()).hexdigest()",
+        '__import__("hashlib").sha256(P.read_bytes()).hexdigest()',
         EXPORT,
     ),
     InC(

@@ -22,8 +22,7 @@ from tuner.checkpoint.load import (
     read_probe,
     read_tensors,
 )
-from tuner.checkpoint.prune import prune
-from tuner.checkpoint.save import CheckpointDir, save
+from tuner.checkpoint.save import CheckpointDir, prune, save
 from tuner.errors import DataError, MachineError
 from tuner.runtime import files
 

@@ -198,7 +198,7 @@ class Bench:
     def _half_made(self, sound: Sound) -> Iterator[str]:
         """Directories under a final name that are not whole."""
         from tuner.checkpoint.load import content_sha256, open_checkpoint
-        from tuner.checkpoint.steps import step_dirs
+        from tuner.checkpoint.manifest import step_dirs
         from tuner.data.building.cache import LEVELS, Entry, damages
         from tuner.errors import TunerError
 

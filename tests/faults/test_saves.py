@@ -17,9 +17,8 @@ from tests.faults.disk import MODES, Disk, lay_out
 from tests.faults.evidence import label
 from tests.faults.supervisor import Fault, Trace, supervise
 from tuner.checkpoint.load import content_sha256, newest, open_checkpoint
-from tuner.checkpoint.prune import prune
-from tuner.checkpoint.save import CheckpointDir, save
-from tuner.checkpoint.steps import step_dirs
+from tuner.checkpoint.manifest import step_dirs
+from tuner.checkpoint.save import CheckpointDir, prune, save
 from tuner.errors import MachineError
 from tuner.runtime.files import sweep
 

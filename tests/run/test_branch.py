@@ -10,7 +10,7 @@ import pytest
 
 from tests.fixtures import trainings
 from tests.fixtures.trainings import TOTAL, launch, lines
-from tuner.checkpoint.steps import step_dirs
+from tuner.checkpoint.manifest import step_dirs
 from tuner.data.batches import GlobalBatches
 from tuner.errors import DataError, RecipeError
 from tuner.run.options import LaunchOptions

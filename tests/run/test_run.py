@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.fixtures import trainings
 from tests.fixtures.trainings import TOTAL, launch, lines
 from tuner.checkpoint.load import newest
-from tuner.checkpoint.steps import step_dirs
+from tuner.checkpoint.manifest import step_dirs
 from tuner.cli.train import _evaluated, launch_training
 from tuner.config.load import load_recipe
 from tuner.data.batches import GlobalBatches

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fixtures import trainings
 from tests.fixtures.trainings import TOTAL, launch
-from tuner.checkpoint.steps import step_dirs
+from tuner.checkpoint.manifest import step_dirs
 from tuner.config.duration import Duration
 from tuner.errors import RecipeError
 from tuner.run.options import LaunchOptions

@@ -1,9 +1,10 @@
-"""The index of a checkpoint: for each tensor its dtype, global shape, and where each of its chunks lies."""
+"""Where tensors lie: in one safetensors file, by its header, and in a checkpoint's files, by its index."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,23 +66,33 @@ class TensorEntry:
 Index = dict[str, TensorEntry]
 
 
+def safetensors_header(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[tuple[int, int]]]:
+    """The length-prefixed header of a file that holds these tensors without gaps, padded to 8 bytes.
+
+    With it each tensor's byte span after the header. Given wide types first, every tensor starts at a multiple of its
+    item size.
+    """
+    fields: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    spans: list[tuple[int, int]] = []
+    end = 0
+    for name, dtype, shape in tensors:
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        fields[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        spans.append((start, end))
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, spans
+
+
 def index_bytes(index: Mapping[str, TensorEntry]) -> bytes:
     """The index as JSON."""
     tensors = {
         name: {
             "dtype": DTYPE_NAMES[entry.dtype],
             "shape": list(entry.shape),
-            "chunks": [
-                {
-                    "file": chunk.file,
-                    "start": chunk.start,
-                    "length": chunk.length,
-                    "offsets": list(chunk.offsets),
-                    "sizes": list(chunk.sizes),
-                    "sha256": chunk.sha256,
-                }
-                for chunk in entry.chunks
-            ],
+            "chunks": [vars(chunk) for chunk in entry.chunks],
         }
         for name, entry in index.items()
     }

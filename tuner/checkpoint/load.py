@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
-import warnings
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
-from tuner.checkpoint.failures import first_failure
-from tuner.checkpoint.hashes import verify_shard
 from tuner.checkpoint.index import DTYPE_NAMES, Index, TensorEntry, read_index
-from tuner.checkpoint.manifest import PROBE_NAME, STATE_NAME, rank_files, read_manifest
-from tuner.checkpoint.steps import step_dirs
-from tuner.checkpoint.storage import SafetensorsReader, read_box, tensor_bytes
+from tuner.checkpoint.manifest import PROBE_NAME, STATE_NAME, rank_files, read_manifest, step_dirs
+from tuner.checkpoint.storage import read_box, read_into, tensor_bytes, verify_shard
 from tuner.errors import DataError
 from tuner.runtime.files import read_json
 from tuner.runtime.process import Collective, gloo_group
@@ -48,6 +45,53 @@ class CheckpointInfo:
     def index(self) -> Index:
         """Where each tensor lies. Raises DataError."""
         return read_index(self.path, {name: entry["size"] for name, entry in self.manifest["files"].items()})
+
+
+class CheckpointHold:
+    """A shared `flock` on a checkpoint's directory, which keeps it from being pruned while its run continues.
+
+    It holds until it is released or its process ends. Raises DataError where the directory is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror or error}") from error
+        with suppress(OSError):  # a file system without locks: pruning finds no lock, either
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+
+    def release(self) -> None:
+        """Let it be pruned; once is enough."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> CheckpointHold:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def is_held(path: Path) -> bool:
+    """Whether somebody on this machine, this process included, reads the checkpoint."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def newest(
@@ -99,20 +143,7 @@ def load_into(info: CheckpointInfo, tensors: Mapping[str, torch.Tensor], prefix:
     """
     index = info.index()
     require_same(info.path, {name: entry for name, entry in index.items() if name.startswith(prefix)}, tensors)
-    ranks = Collective(gloo_group())
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            load_state(
-                dict(tensors),
-                storage_reader=SafetensorsReader(info.path, index),
-                planner=planner,
-                process_group=ranks.group,
-                no_dist=ranks.group is None,
-            )
-    except CheckpointException as error:
-        raise first_failure(error, ranks) from error
+    Collective(gloo_group()).on_all_ranks(lambda: read_into(info.path, index, tensors))
 
 
 def require_same(path: Path, index: Index, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -1,14 +1,14 @@
-"""What a checkpoint says of itself in `manifest.json`, and the check of its files against it. Needs no torch."""
+"""What a checkpoint is called and says of itself in `manifest.json`, and the check of its files. Needs no torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.steps import STEP
 from tuner.errors import DataError
 from tuner.runtime.files import MANIFEST_NAME, json_bytes, read_json, verify_entries
 
@@ -17,6 +17,26 @@ INDEX_NAME = "index.json"
 STATE_NAME = "state.json"
 PROBE_NAME = "probe.safetensors"
 SEAL = "manifest_sha256"
+STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})", flags=re.ASCII)
+
+
+def step_name(step: int) -> str:
+    """The directory of a step: `step-120`."""
+    if step < 0:
+        raise ValueError(f"step {step} is negative")
+    return f"step-{step}"
+
+
+def step_dirs(checkpoints_dir: Path) -> list[tuple[int, Path]]:
+    """All `step-N` directories, valid or not, newest first; links and other names are passed over."""
+    if not checkpoints_dir.is_dir():
+        return []
+    found = [
+        (int(match[1]), path)
+        for path in checkpoints_dir.iterdir()
+        if (match := STEP.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
+    ]
+    return sorted(found, reverse=True)
 
 
 def shard_name(rank: int, world_size: int) -> str:

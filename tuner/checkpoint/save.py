@@ -1,4 +1,7 @@
-"""Saving: write aside, agree, describe, rename. The rename is the commit; before it nothing looks saved."""
+"""Saving: write aside, agree, describe, rename. The rename is the commit; before it nothing looks saved.
+
+Pruning old checkpoints comes after it.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,26 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from tuner.checkpoint.failures import first_failure
-from tuner.checkpoint.load import open_checkpoint
-from tuner.checkpoint.manifest import INDEX_NAME, MANIFEST_SCHEMA, PROBE_NAME, STATE_NAME, sealed
+from tuner.checkpoint.load import is_held, open_checkpoint
+from tuner.checkpoint.manifest import (
+    INDEX_NAME,
+    MANIFEST_SCHEMA,
+    PROBE_NAME,
+    STATE_NAME,
+    sealed,
+    step_dirs,
+    step_name,
+)
 from tuner.checkpoint.staging import Staged
-from tuner.checkpoint.steps import step_name
-from tuner.checkpoint.storage import SafetensorsWriter, WrittenFile, total_bytes
+from tuner.checkpoint.storage import WrittenFile, write_shards
 from tuner.errors import DataError, MachineError, TunerError
 from tuner.runtime.files import (
     MANIFEST_NAME,
@@ -79,9 +84,9 @@ def save(  # noqa: PLR0913 - the parts of a checkpoint
     tmp = run.path / f"{TMP_PREFIX}{final.name}-{run.run_id}"
     if ranks.on_rank0(lambda: _is_saved(final, run.run_id, state, probe)):
         return final
-    ranks.on_rank0(lambda: _begin(final, tmp, total_bytes(tensors)))
+    ranks.on_rank0(lambda: _begin(final, tmp, _total_bytes(tensors)))
     try:
-        shards = _write_shards(tmp, tensors, staged, ranks)
+        shards = write_shards(tmp, tensors, staged, ranks)
         manifest = {"schema": MANIFEST_SCHEMA, "step": step, "world_size": ranks.size, "meta": dict(meta)}
         ranks.on_rank0(lambda: _commit(tmp, final, shards, manifest, state, probe))
     except BaseException:
@@ -94,7 +99,7 @@ def save(  # noqa: PLR0913 - the parts of a checkpoint
 
 def require_room(checkpoints_dir: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise MachineError, with the bytes needed and free, where no checkpoint of these tensors fits on the disk."""
-    _require_free(checkpoints_dir, total_bytes(tensors))
+    _require_free(checkpoints_dir, _total_bytes(tensors))
 
 
 def _require_free(directory: Path, needed: int) -> None:
@@ -140,44 +145,6 @@ def _begin(final: Path, tmp: Path, needed: int) -> None:
         raise machine_error(tmp, error, needed) from error
 
 
-class _Planner(DefaultSavePlanner):
-    """DCP's planner; it plans with the tensors, and gives out the bytes of a staged copy where there is one."""
-
-    def __init__(self, staged: Staged | None) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._staged = staged
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """This process's part of the tensor of that name: the planner asks for nothing smaller."""
-        return super().lookup_object(index) if self._staged is None else self._staged.tensors[index.fqn]
-
-
-def _write_shards(
-    tmp: Path, tensors: Mapping[str, torch.Tensor], staged: Staged | None, ranks: Collective
-) -> list[WrittenFile]:
-    """Write every rank's file and the index; returns the files in rank order."""
-    writer = SafetensorsWriter(tmp, ranks.rank, ranks.size)
-    planner = _Planner(staged)
-    if staged is not None:
-        staged.wait()
-    if ranks.group is None:
-        _write_alone(dict(tensors), writer, planner)
-        return [writer.result()]
-    try:
-        save_state(dict(tensors), storage_writer=writer, planner=planner, process_group=ranks.group)
-    except CheckpointException as error:
-        raise first_failure(error, ranks) from error
-    return ranks.on_all_ranks(writer.result)
-
-
-def _write_alone(tensors: dict[str, Any], writer: SafetensorsWriter, planner: DefaultSavePlanner) -> None:
-    """What DCP's `save` does without a process group, but for its warning: filters of warnings are not a thread's."""
-    planner.set_up_planner(tensors, is_coordinator=True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    results = writer.write_data(planner.finish_plan(writer.prepare_global_plan(plans)[0]), planner)
-    writer.finish(metadata, [results.value()])
-
-
 def _commit(
     tmp: Path,
     final: Path,
@@ -204,3 +171,40 @@ def _commit(
         replace_dir(tmp, final)
     else:
         publish_dir(tmp, final)
+
+
+def prune(checkpoints_dir: Path, keep: int, protect: Collection[Path] = ()) -> list[Path]:
+    """Keep those in `protect` and the newest `keep` valid others; returns what was removed, newest first.
+
+    Call it after a newer one is durable, on one rank. Each is renamed to a trash name before it is deleted; one that is
+    being read waits for a later call. One that is invalid counts for nothing: it stays while it is newer than the
+    oldest kept one, for people to look at. Raises MachineError.
+    """
+    if keep < 1:
+        raise ValueError("at least one checkpoint must be kept")
+    untouchable = {path.resolve() for path in protect}
+    removed: list[Path] = []
+    kept = 0
+    for _, path in step_dirs(checkpoints_dir):
+        if path.resolve() in untouchable:
+            continue
+        if kept >= keep:
+            if not is_held(path):
+                discard_dir(path)
+                removed.append(path)
+        elif _is_valid(path):
+            kept += 1
+    return removed
+
+
+def _is_valid(path: Path) -> bool:
+    try:
+        open_checkpoint(path, verify=False)
+    except DataError:
+        return False
+    return True
+
+
+def _total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of all tensors in full, however many ranks share them."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from tuner.checkpoint.load import read_probe
+from tuner.checkpoint.load import CheckpointHold, read_probe
 from tuner.checkpoint.manifest import PROBE_NAME
-from tuner.checkpoint.readers import CheckpointHold
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export import verify
 from tuner.export.card import CARD, card, lineage

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from tuner.checkpoint.header import safetensors_header
+from tuner.checkpoint.index import safetensors_header
 from tuner.errors import TunerError
 from tuner.export.checksums import Piece, piece_of
 from tuner.export.tensors import TensorSource

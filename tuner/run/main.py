@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tuner.checkpoint.load import newest
-from tuner.checkpoint.steps import step_name
+from tuner.checkpoint.manifest import step_name
 from tuner.config.load import LoadedRecipe
 from tuner.errors import DivergedError, MachineError, MemoryLimitError
 from tuner.run.begin import begin_launch

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tuner.checkpoint.load import CheckpointInfo, newest, open_checkpoint
-from tuner.checkpoint.steps import step_dirs, step_name
+from tuner.checkpoint.manifest import step_dirs, step_name
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.overrides import Override

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tuner.checkpoint.load import CheckpointInfo, content_sha256, newest, open_checkpoint, read_tensors
-from tuner.checkpoint.steps import step_dirs
+from tuner.checkpoint.manifest import step_dirs
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.errors import DataError, RecipeError, VerificationError

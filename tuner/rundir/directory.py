@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.manifest import read_manifest
-from tuner.checkpoint.steps import step_dirs
+from tuner.checkpoint.manifest import read_manifest, step_dirs
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.layout import (

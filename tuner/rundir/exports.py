@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.steps import step_dirs
+from tuner.checkpoint.manifest import step_dirs
 from tuner.errors import DataError
 from tuner.rundir.layout import LATEST
 from tuner.runtime.files import TMP_PREFIX, discard_dir, fsync_dir, machine_error, read_json

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.manifest import STATE_NAME, read_manifest
-from tuner.checkpoint.steps import step_dirs, step_name
+from tuner.checkpoint.manifest import STATE_NAME, read_manifest, step_dirs, step_name
 from tuner.errors import DataError
 from tuner.rundir.layout import DAMAGED_CHECKPOINTS
 from tuner.runtime.files import read_json

@@ -6,7 +6,7 @@ RUN/
   recipe.resolved.yaml    the recipe without `auto`, with absolute paths
   metrics.jsonl           a line for each step and each evaluation
   samples.jsonl           answers to held-out prompts
-  checkpoints/step-N/     what training resumes from (tuner.checkpoint.steps names them)
+  checkpoints/step-N/     what training resumes from (tuner.checkpoint.manifest names them)
   tokenizer/              the tokenizer's files
   model_config/           the base model's config
   id_probes.jsonl         texts with the ids that training sees of them
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tuner.checkpoint.steps import step_name
+from tuner.checkpoint.manifest import step_name
 
 RECORD = "run.json"
 RECIPE = "recipe.yaml"

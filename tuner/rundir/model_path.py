@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tuner.checkpoint.steps import STEP, step_dirs, step_name
+from tuner.checkpoint.manifest import STEP, step_dirs, step_name
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.last_checkpoint import gone, last_step, way_to_whole
 from tuner.rundir.layout import CHECKPOINTS

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.steps import step_dirs, step_name
+from tuner.checkpoint.manifest import step_dirs, step_name
 from tuner.config.dump import flatten
 from tuner.config.tree import Problems
 from tuner.config.yaml import read_yaml

@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.manifest import SEAL, STATE_NAME, read_manifest
-from tuner.checkpoint.steps import step_dirs
+from tuner.checkpoint.manifest import SEAL, STATE_NAME, read_manifest, step_dirs
 from tuner.errors import DataError
 from tuner.rundir.layout import CHECKPOINTS, LEFTOVERS, LOCK, METRICS, RECORD, RESOLVED_RECIPE
 from tuner.runtime.files import MANIFEST_NAME, TMP_PREFIX, read_json

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tuner.checkpoint.prune import prune
-from tuner.checkpoint.readers import CheckpointHold
+from tuner.checkpoint.load import CheckpointHold
+from tuner.checkpoint.save import prune
 from tuner.config.load import load_recipe
 from tuner.errors import DataError, ExitCode, MachineError, VerificationError
 from tuner.run.options import RunResult
@@ -195,7 +195,7 @@ def test_one_that_waits_gives_way_and_what_is_read_is_not_pruned(tmp_path: Path,
 def prune_all_but(checkpoints: Path) -> list[Path]:
     """Prune as if the newest checkpoint, which is empty here, were valid."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tuner.checkpoint.prune._is_valid", lambda path: True)
+        patch.setattr("tuner.checkpoint.save._is_valid", lambda path: True)
         return prune(checkpoints, 1)
 
 

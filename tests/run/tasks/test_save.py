@@ -15,7 +15,7 @@ from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
 from tuner.checkpoint import storage
 from tuner.checkpoint.load import content_sha256, newest, open_checkpoint
-from tuner.checkpoint.steps import step_dirs
+from tuner.checkpoint.manifest import step_dirs
 from tuner.errors import DivergedError, MachineError
 from tuner.run.options import LaunchOptions
 from tuner.run.tasks import evaluate as evaluate_task
@@ -47,7 +47,7 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: float) -> None:
         self.steps_during: list[int] = []
         taken, waited_for, in_flight = 0, False, 0
-        real_write, real_step = storage.SafetensorsWriter.write_data, loop.optimizer_step
+        real_write, real_step = storage._write_shard, loop.optimizer_step
         real_begin, real_finish = Saver.begin, Saver.wait
 
         def step(*args: Any) -> Any:
@@ -67,7 +67,7 @@ class Held:
             taken = 0
             return real_begin(saver, snapshot)
 
-        def write(writer: Any, *args: Any) -> Any:
+        def write(*args: Any) -> Any:
             nonlocal in_flight
             if threading.current_thread() is not threading.main_thread():
                 in_flight += 1
@@ -76,10 +76,10 @@ class Held:
                     time.sleep(0.001)
                 self.steps_during.append(taken)
                 in_flight -= 1
-            return real_write(writer, *args)
+            return real_write(*args)
 
         monkeypatch.setattr(loop, "optimizer_step", step)
-        monkeypatch.setattr(storage.SafetensorsWriter, "write_data", write)
+        monkeypatch.setattr(storage, "_write_shard", write)
         monkeypatch.setattr(Saver, "begin", begin)
         monkeypatch.setattr(Saver, "wait", finish)
 
@@ -120,7 +120,7 @@ def test_a_failed_save_ends_the_run_at_the_next_step_with_its_own_error(
     monkeypatch.setattr(storage, "write_all", full)
     ended = Saver.ended
     # The thread's end is looked for after every step; here it has always ended by then.
-    monkeypatch.setattr(Saver, "ended", property(lambda saver: saver._thread.in_flight or ended.fget(saver)))
+    monkeypatch.setattr(Saver, "ended", property(lambda saver: saver._thread._work is not None or ended.fget(saver)))
     with pytest.raises(MachineError, match=r"rank-0000-of-0001.safetensors: No space left .*needed [\d,]+ bytes"):
         launch(workplace, **BESIDE)
     monkeypatch.undo()

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tuner.checkpoint.readers import CheckpointHold
-from tuner.checkpoint.steps import step_dirs, step_name
+from tuner.checkpoint.load import CheckpointHold
+from tuner.checkpoint.manifest import step_dirs, step_name
 from tuner.config.recipe import Recipe
 from tuner.errors import ExitCode, TunerError
 from tuner.export.hf import sweep_unfinished

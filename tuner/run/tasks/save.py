@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from tuner.checkpoint.background import Background
-from tuner.checkpoint.prune import prune
-from tuner.checkpoint.save import CheckpointDir, require_room, save
-from tuner.checkpoint.staging import Staged, Staging
-from tuner.checkpoint.steps import step_name
+from tuner.checkpoint.manifest import step_name
+from tuner.checkpoint.save import CheckpointDir, prune, require_room, save
+from tuner.checkpoint.staging import Background, Staged, Staging
 from tuner.run.state import LaunchContext, run_state, run_tensors
 from tuner.run.tasks.log import LogTask
 from tuner.rundir.records import Records
