@@ -16,7 +16,7 @@ from tests.profile.test_measure import recipe  # noqa: F401 - a fixture
 from tests.profile.test_predict import predicted, wish
 from tuner.errors import MemoryLimitError
 from tuner.profile.devices import find_device
-from tuner.profile.fit import Fit, changed, fit
+from tuner.profile.fit import Choice, changed, fit
 from tuner.profile.format import choices_table, flags, sentence, table
 from tuner.profile.predict import Target
 from tuner.runtime.dist import RankInfo
@@ -24,18 +24,18 @@ from tuner.runtime.dist import RankInfo
 ROOMY = 16 << 30
 
 
-def fitted(directory: Path, limit: int, processes: int = 1, **sections: dict[str, Any]) -> Fit:
+def fitted(directory: Path, limit: int, processes: int = 1, **sections: dict[str, Any]) -> list[Choice]:
     target = Target(find_device("cpu"), RankInfo(0, processes, 0, processes), limit)
     return fit(wish(directory, **sections), target)
 
 
 def test_where_all_fits_the_largest_micro_batch_is_taken_and_nothing_computed_again(tmp_path: Path) -> None:
     found = fitted(tmp_path, ROOMY)
-    assert found.best.overrides == {"train.micro_batch_size": 8}
-    times = [choice.step_s for choice in found.choices]
-    assert times == sorted(times) and len(found.choices) == 4
-    assert {} in [choice.overrides for choice in found.choices]
-    assert flags(found.best) == "--train.micro_batch_size 8"
+    assert found[0].overrides == {"train.micro_batch_size": 8}
+    times = [choice.step_s for choice in found]
+    assert times == sorted(times) and len(found) == 4
+    assert {} in [choice.overrides for choice in found]
+    assert flags(found[0]) == "--train.micro_batch_size 8"
     assert choices_table(found)[1][0] == "choice" and len(choices_table(found)) == 5
 
 
@@ -45,8 +45,8 @@ def test_where_it_is_tight_layers_are_computed_again(tmp_path: Path) -> None:
         for level in ("none", "full")
     }
     found = fitted(tmp_path, round((peaks["none"] - 2000) * 1.02))
-    assert found.best.overrides["train.gradient_checkpointing"] in ("selective", "full")
-    assert all(choice.fits for choice in found.choices)
+    assert found[0].overrides["train.gradient_checkpointing"] in ("selective", "full")
+    assert all(choice.fits for choice in found)
     with pytest.raises(MemoryLimitError, match="nothing fits in 1.0 MiB") as caught:
         fitted(tmp_path, 1 << 20)
     assert caught.value.exit_code == 5
@@ -58,15 +58,15 @@ def test_shorter_rows_keep_the_tokens_of_a_step(tmp_path: Path) -> None:
     short = {"data": {"max_length": 512}, "train": {**again, "global_batch_size": 16}, "model": model}
     limit = round(predicted(wish(tmp_path, **short)).peak_bytes * 1.02) + 1000
     found = fitted(tmp_path, limit, data={"max_length": 1024}, train=again, model=model)
-    best = found.best.overrides
+    best = found[0].overrides
     assert best["data.max_length"] < 1024
     assert best["data.max_length"] * best["train.global_batch_size"] == 1024 * 8
 
 
 def test_ways_of_sharding_are_tried_with_several_processes(tmp_path: Path) -> None:
     found = fitted(tmp_path, ROOMY, processes=2)
-    assert {choice.overrides.get("parallel.shard") for choice in found.choices} == {"full", "none"}
-    assert all(8 % (2 * choice.overrides.get("train.micro_batch_size", 1)) == 0 for choice in found.choices)
+    assert {choice.overrides.get("parallel.shard") for choice in found} == {"full", "none"}
+    assert all(8 % (2 * choice.overrides.get("train.micro_batch_size", 1)) == 0 for choice in found)
 
 
 def test_words(tmp_path: Path) -> None:

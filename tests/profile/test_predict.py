@@ -43,7 +43,7 @@ def predicted(recipe: Recipe, device: str = "cpu", limit: int = 1 << 34, process
 def test_a_directory_with_a_config_alone_is_enough(tmp_path: Path) -> None:
     found = predicted(wish(tmp_path))
     assert found.verdict == "fits" and "data is not prepared" in found.assumptions[0]
-    assert found.time is not None and found.time.total_steps is None and found.time.tokens_per_step == 8 * 64
+    assert found.time.total_steps is None and found.time.tokens_per_step == 8 * 64
     assert found.memory.peak_of("evaluation") is None
     assert {"build", "forward", "backward", "optimizer", "saving", "resuming"} == {
         moment.phase for moment in found.memory.moments
@@ -112,7 +112,7 @@ def test_a_device_that_is_not_here(tmp_path: Path) -> None:
     parts = found.memory.peak.parts
     assert parts["constants"] == 1000 * MIB and parts["staging"] == 0 and parts["rounding"] > 0
     assert any("compiled" in text for text in found.assumptions)
-    assert found.time is not None and "data sheet" in found.time.basis
+    assert "data sheet" in found.time.basis
     assert predicted(wish(tmp_path), "h100-80g", 600 * MIB).verdict == "does not fit"
 
 
@@ -125,7 +125,7 @@ def test_prepared_rows_are_looked_at(tmp_path: Path) -> None:
     prepare(request)
     found = predicted(recipe)
     assert "4 that are prepared" in found.assumptions[0]
-    assert found.time is not None and found.time.total_steps == 1
+    assert found.time.total_steps == 1
     assert found.time.tokens_per_step == 8 * 150 / 4
     assert found.peak_bytes < before.peak_bytes
 

@@ -25,6 +25,9 @@ COURSE = MemoryTimeline(
 )
 
 
+TIME = TimeEstimate({"products": 1e12}, 8192.0, 2.0, 10, "tabled")
+
+
 def test_peak_is_the_first_of_the_fullest_moments() -> None:
     assert COURSE.peak.phase == "backward" and COURSE.peak.total == 100
     forward = COURSE.peak_of("forward")
@@ -34,12 +37,11 @@ def test_peak_is_the_first_of_the_fullest_moments() -> None:
 
 @pytest.mark.parametrize(("limit", "verdict"), [(99, "does not fit"), (100, "tight"), (101, "tight"), (102, "fits")])
 def test_verdict_allows_for_the_stated_error(limit: int, verdict: str) -> None:
-    prediction = Prediction("cpu", 1, 1, COURSE, limit, 0.02, None)
+    prediction = Prediction("cpu", 1, 1, COURSE, limit, 0.02, TIME)
     assert prediction.verdict == verdict
     assert prediction.margin_bytes == limit - 100
     assert replace(prediction, error=0.0).verdict == ("fits" if limit >= 100 else "does not fit")
 
 
 def test_time_follows_from_the_step() -> None:
-    time = TimeEstimate({"products": 1e12}, 8192.0, 2.0, 10, "tabled")
-    assert (time.tok_per_s, time.total_s) == (4096.0, 20.0)
+    assert (TIME.tok_per_s, TIME.total_s) == (4096.0, 20.0)

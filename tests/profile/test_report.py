@@ -12,7 +12,8 @@ import pytest
 from tests.browser import Browser, chromium
 from tuner.errors import RecipeError
 from tuner.profile import report
-from tuner.profile.report import check_output, page
+from tuner.profile.report import check_output
+from tuner.rundir.page import filled
 
 PARTS = {"parameters": 100 << 20, "optimizer": 200 << 20, "gradients": 100 << 20, "activations": 60 << 20}
 WIDE = ("parameters", "gathered", "optimizer", "gradients", "activations", "loss", "other")
@@ -57,7 +58,7 @@ def figures(predicted: bool = True, measured: bool = True) -> dict[str, Any]:
 @pytest.mark.parametrize(("predicted", "measured"), [(True, True), (True, False), (False, True)])
 def test_the_page_in_a_browser(tmp_path: Path, predicted: bool, measured: bool) -> None:
     path = tmp_path / "report.html"
-    path.write_text(page(figures(predicted, measured)))
+    path.write_text(filled(report._TEMPLATE, figures(predicted, measured)))
     program = chromium()
     assert program is not None
     with Browser(program, tmp_path) as browser:
@@ -81,7 +82,7 @@ def test_the_page_in_a_browser(tmp_path: Path, predicted: bool, measured: bool) 
 
 
 def test_the_page_needs_nothing_else() -> None:
-    text = page(figures())
+    text = filled(report._TEMPLATE, figures())
     assert not re.search(r"""(?:src|href)=["'](?!data:)|@import|url\(|https?://(?!www\.w3\.org)""", text)
     assert "default-src 'none'" in text
     inside = text.split('id="data">')[1].split("</script>")[0]
@@ -162,7 +163,7 @@ def test_another_file_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text("mine")
     with pytest.raises(RecipeError, match="something else than a profile"):
         check_output(tmp_path)
-    (tmp_path / "report.html").write_text(page(figures()))
+    (tmp_path / "report.html").write_text(filled(report._TEMPLATE, figures()))
     check_output(tmp_path)
     with pytest.raises(RecipeError, match="not a directory"):
         check_output(tmp_path / "report.html")

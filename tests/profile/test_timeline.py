@@ -9,7 +9,7 @@ import pytest
 from tests.fixtures.predict_cases import LONG, Case
 from tests.fixtures.predict_counted import resolved_case
 from tests.fixtures.predict_traced import predicted
-from tuner.profile.cuda_stand_in import cuda_stand_in
+from tuner.profile.fakes import cuda_stand_in
 from tuner.profile.timeline import memory_timeline, parts_of
 from tuner.profile.tracing import Trace, trace_step
 from tuner.runtime.device import target

@@ -129,9 +129,9 @@ def _fitted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> 
     target = _target(loaded, options, options.fit, "--fit")
     found = fit(loaded.recipe, target, lambda line: console.say("tried", line))
     console.say("fit", columns(choices_table(found), right=(1, 2)))
-    best = found.best
-    others = [{"overrides": choice.overrides, **plain(choice.prediction)} for choice in found.choices[1:SHOWN]]
-    metrics = {**plain(best.prediction), "runners_up": others}
+    best, *others = found[:SHOWN]
+    runners_up = [{"overrides": choice.overrides, **plain(choice.prediction)} for choice in others]
+    metrics = {**plain(best.prediction), "runners_up": runners_up}
     return Outcome(flags(best), artifacts={"overrides": best.overrides}, metrics=metrics, is_text=True)
 
 

@@ -6,7 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 from tuner.profile.prediction import PARTS, Part, Phase
 
@@ -53,9 +56,21 @@ class MemoryRecord:
     blocks: Sequence[Block]
     changes: Sequence[Change]
 
+    @cached_property
+    def _levels(self) -> npt.NDArray[np.int64]:
+        """Bytes of each part, before all changes and after each: ``[1 + changes, parts]``."""
+        deltas = np.zeros((len(self.changes) + 1, len(PARTS)), np.int64)
+        for block in self.blocks:
+            part = PARTS.index(block.part)
+            deltas[block.made + 1, part] += block.size
+            if block.freed is not None:
+                deltas[block.freed + 1, part] -= block.size
+        return deltas.cumsum(axis=0)
+
     def totals(self) -> list[int]:
         """Bytes alive before all changes, then after each."""
-        return list(accumulate(sum(delta.values()) for delta in self._deltas()))
+        totals: list[int] = self._levels.sum(axis=1).tolist()
+        return totals
 
     def peak_at(self) -> int:
         """The first change after which most was alive; -1 is before all of them."""
@@ -72,10 +87,7 @@ class MemoryRecord:
 
     def parts(self, at: int) -> dict[Part, int]:
         """Bytes of each part after change ``at``; they add up to the total."""
-        found: dict[Part, int] = dict.fromkeys(PARTS, 0)
-        for block in self.alive(at):
-            found[block.part] += block.size
-        return found
+        return dict(zip(PARTS, self._levels[at + 1].tolist(), strict=True))
 
     def owners(self, at: int) -> list[Holding]:
         """Who held what after change ``at``, the largest first."""
@@ -101,31 +113,16 @@ class MemoryRecord:
                 found.append((change.phase, round(change.seconds, 6)))
         return found
 
-    def timeline(self, points: int = 400) -> tuple[list[float], dict[str, list[int]]]:
+    def timeline(self, points: int = 400) -> tuple[list[float], dict[Part, list[int]]]:
         """Seconds of about so many moments, the fullest of their stretches, and bytes of each part that is there."""
         totals = self.totals()
         bounds = sorted({round(i * len(totals) / points) for i in range(points + 1)})
         kept = {0, len(totals) - 1}
         kept |= {max(range(a, b), key=totals.__getitem__) for a, b in zip(bounds, bounds[1:], strict=False)}
-        seconds: list[float] = []
-        series: dict[str, list[int]] = {part: [] for part in PARTS}
-        now: Counter[Part] = Counter()
-        for index, delta in enumerate(self._deltas()):
-            now.update(delta)
-            if index in kept:
-                seconds.append(round(self.changes[index - 1].seconds, 6) if index else 0.0)
-                for part in PARTS:
-                    series[part].append(now[part])
-        return seconds, {part: sizes for part, sizes in series.items() if any(sizes)}
-
-    def _deltas(self) -> list[Counter[Part]]:
-        """What each part held before all changes, then what came or went with each."""
-        deltas: list[Counter[Part]] = [Counter() for _ in range(len(self.changes) + 1)]
-        for block in self.blocks:
-            deltas[block.made + 1][block.part] += block.size
-            if block.freed is not None:
-                deltas[block.freed + 1][block.part] -= block.size
-        return deltas
+        times = [0.0, *(change.seconds for change in self.changes)]
+        moments = sorted(kept)
+        series = dict(zip(PARTS, self._levels[moments].T.tolist(), strict=True))
+        return [round(times[at], 6) for at in moments], {part: sizes for part, sizes in series.items() if any(sizes)}
 
 
 def alike(holdings: Iterable[Holding]) -> list[tuple[str, Part, int]]:

@@ -16,11 +16,12 @@ from torch.profiler import profile
 
 from tuner.parallel.fsdp import local
 from tuner.profile.blocks import Block, Change, MemoryRecord
-from tuner.profile.marks import MODULE, PHASE
 from tuner.profile.prediction import Part, Phase
 from tuner.runtime import torch_private
 from tuner.train.step import TrainState
 
+PHASE, MODULE = "tuner.", "tuner.module "
+"""Before the names of the ranges that a recorded step leaves in a trace: parts of the step, and modules at work."""
 _GATHERED, _REDUCED = "FSDP::all_gather", "FSDP::post_backward"
 _PHASES: dict[str, Phase] = {"data": "forward", "forward": "forward", "backward": "backward", "optimizer": "optimizer"}
 

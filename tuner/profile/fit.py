@@ -34,23 +34,13 @@ class Choice:
     @property
     def step_s(self) -> float:
         """Estimated seconds a step."""
-        return self.prediction.time.step_s if self.prediction.time is not None else float("inf")
+        return self.prediction.time.step_s
 
 
-@dataclass(frozen=True)
-class Fit:
-    """The choices that fit, the fastest first; there is at least one."""
+def fit(recipe: Recipe, target: Target, notify: Callable[[str], None] = lambda line: None) -> list[Choice]:
+    """What fits, the fastest first; there is at least one.
 
-    choices: tuple[Choice, ...]
-
-    @property
-    def best(self) -> Choice:
-        """The fastest; of equally fast ones, that which is closest to the recipe."""
-        return self.choices[0]
-
-
-def fit(recipe: Recipe, target: Target, notify: Callable[[str], None] = lambda line: None) -> Fit:
-    """Try micro-batch sizes, levels of recomputing and ways of sharding; shorter rows only where nothing else fits.
+    Tried are micro-batch sizes, levels of recomputing and ways of sharding, shorter rows only where nothing else fits.
 
     Rows that are half as long come with twice as many of them to a step, so that its tokens stay. For each way of
     sharding and level the largest micro-batch is searched, from the smallest one on: memory grows with it. Raises
@@ -63,7 +53,7 @@ def fit(recipe: Recipe, target: Target, notify: Callable[[str], None] = lambda l
             notify(f"{_described(choice.overrides)}: {gib(choice.prediction.peak_bytes)}, {choice.prediction.verdict}")
         found = [choice for choice in tried if choice.fits]
         if found:
-            return Fit(tuple(sorted(found, key=lambda choice: (choice.step_s, len(choice.overrides)))))
+            return sorted(found, key=lambda choice: (choice.step_s, len(choice.overrides)))
     closest = min(tried, key=lambda choice: choice.prediction.peak_bytes)
     raise MemoryLimitError(
         f"nothing fits in {gib(target.limit_bytes)}: {_described(closest.overrides)} comes closest, "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tuner.profile.fit import SHOWN, Choice, Fit
+from tuner.profile.fit import SHOWN, Choice
 from tuner.profile.measurement import duration_text
 from tuner.profile.prediction import PARTS, Moment, Part, Prediction
 from tuner.runtime.files import gib
@@ -47,10 +47,10 @@ def table(prediction: Prediction) -> list[list[str]]:
     return [*lines, ["all", *(_cell(moment.total) for moment in shown)]]
 
 
-def choices_table(fit: Fit) -> list[list[str]]:
+def choices_table(choices: Sequence[Choice]) -> list[list[str]]:
     """The choice and its runners-up, a line each."""
     lines = [["", "peak", "s a step", "overrides"]]
-    for number, choice in enumerate(fit.choices[:SHOWN]):
+    for number, choice in enumerate(choices[:SHOWN]):
         name = "choice" if number == 0 else "or"
         lines.append([name, gib(choice.prediction.peak_bytes), f"{choice.step_s:.3g}", flags(choice)])
     return lines
@@ -77,8 +77,7 @@ def plain(prediction: Prediction) -> dict[str, Any]:
         "peak": _plain(memory.peak),
         "phases": {phase: _plain(found) for phase in peaks if (found := memory.peak_of(phase)) is not None},
     }
-    if time is not None:
-        tree["time"] |= {"tok_per_s": time.tok_per_s, "total_s": time.total_s}
+    tree["time"] |= {"tok_per_s": time.tok_per_s, "total_s": time.total_s}
     return {
         **tree,
         "verdict": prediction.verdict,
@@ -93,8 +92,6 @@ def _plain(moment: Moment) -> dict[str, Any]:
 
 def _time(prediction: Prediction) -> str:
     time = prediction.time
-    if time is None:
-        return ""
     step = f" · roughly {duration_text(time.step_s)} a step, {time.tok_per_s:,.0f} tokens a second"
     return step if time.total_s is None else f"{step}, {time.total_steps:,} steps in {duration_text(time.total_s)}"
 

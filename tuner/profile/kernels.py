@@ -63,7 +63,8 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
     if tensors[0].dtype != torch.bfloat16:
         return 0
     if func is _GROUPED:
-        func, tensors = torch.ops.aten.mm.default, list(_one_group(tensors[0], tensors[1]))
+        # The largest of the products that can be: the data decide how rows are spread over groups.
+        func, tensors = torch.ops.aten.mm.default, [one[0] if one.dim() == 3 else one for one in tensors[:2]]
     asked = [tuple(_layout(tensor, longest) for tensor in tensors) for longest in _LONGEST]
     return _asked(func, next((layouts for layouts in asked if _operations(layouts) <= _ASKED), asked[-1]))
 
@@ -74,11 +75,6 @@ def _converted_bytes(tensors: list[torch.Tensor]) -> int:
         return 0
     common = reduce(torch.promote_types, (tensor.dtype for tensor in tensors if tensor.dim()), torch.bool)
     return sum(t.numel() * common.itemsize for t in tensors if t.dim() and t.dtype != common)
-
-
-def _one_group(first: torch.Tensor, second: torch.Tensor, offs: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-    """The largest of a grouped product's products that can be: the data decide how rows are spread over groups."""
-    return first[0] if first.dim() == 3 else first, second[0] if second.dim() == 3 else second
 
 
 def _operations(layouts: Sequence[_Layout]) -> int:

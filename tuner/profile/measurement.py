@@ -9,7 +9,7 @@ from typing import Any
 
 from tuner.profile.blocks import Holding
 from tuner.profile.oom import OomReport
-from tuner.profile.prediction import Part, Phase
+from tuner.profile.prediction import Part, Phase, Verdict
 from tuner.runtime.files import gib
 
 TIMES = ("data", "forward", "backward", "optimizer")
@@ -28,7 +28,7 @@ class MeasuredMemory:
     largest: tuple[Holding, ...]
     """Who holds most at the peak."""
     seconds: Sequence[float]
-    series: Mapping[str, Sequence[int]]
+    series: Mapping[Part, Sequence[int]]
     """Bytes of each part at moments of the step, at ``seconds`` from its start."""
     marks: Sequence[tuple[Phase, float]]
     """The phases in order, each with the second it begins at."""
@@ -76,6 +76,11 @@ class Measurement:
         return self.memory.peak_bytes <= self.free_bytes
 
     @property
+    def verdict(self) -> Verdict:
+        """The same in words."""
+        return "fits" if self.fits else "does not fit"
+
+    @property
     def rates(self) -> dict[str, float]:
         """Tokens a second over all processes, shares of the step, and how long the whole run takes at this speed."""
         step_s = self.step_s
@@ -105,7 +110,7 @@ class Measurement:
         names = {"optimizer": OPTIMIZER_NAMES.get(self.optimizer, "optimizer")}
         shown = {names.get(part, part): f"{size / divisor:.2f}" for part, size in memory.parts.items()}
         parts = ", ".join(f"{name} {size}" for name, size in shown.items() if float(size))
-        verdict = f"{'fits' if self.fits else 'does not fit'} in {gib(self.free_bytes)} free"
+        verdict = f"{self.verdict} in {gib(self.free_bytes)} free"
         of = f" in each of {self.processes} processes" if self.processes > 1 else ""
         peak = f"peak {memory.peak_bytes / divisor:.2f} {unit}{of} ({parts})"
         length = duration_text(self.rates["estimate_s"])

@@ -10,8 +10,7 @@ import gc
 import re
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -78,10 +77,6 @@ class OomReport:
     def flags(self) -> str:
         """The override as it is typed; empty where none was found."""
         return " ".join(f"--{key} {value}" for key, value in self.overrides.items())
-
-    def as_json(self) -> dict[str, Any]:
-        """The same as plain values."""
-        return asdict(self)
 
 
 def clear_frames(error: BaseException) -> None:

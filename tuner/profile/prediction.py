@@ -30,7 +30,6 @@ disk; ``constants`` are a context and communicators, ``rounding`` what an alloca
 """
 PARTS: tuple[Part, ...] = get_args(Part)
 Phase = Literal["build", "forward", "backward", "optimizer", "evaluation", "saving", "resuming"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
 STEP: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 UNCOUNTED: tuple[Part, ...] = ("constants", "staging", "rounding")
 """Parts that are no tensors of a step."""
@@ -125,7 +124,7 @@ class Prediction:
     memory: MemoryTimeline
     limit_bytes: int
     error: float
-    time: TimeEstimate | None
+    time: TimeEstimate
     assumptions: tuple[str, ...] = field(default=())
     """What was taken for granted, each in a sentence."""
 

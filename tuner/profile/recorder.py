@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
+from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
 from tuner.profile.blocks import MemoryRecord
-from tuner.profile.events import Owned, gradients, memory_record, resident
-from tuner.profile.marks import PhaseMarks, module_ranges
+from tuner.profile.events import MODULE, PHASE, Owned, gradients, memory_record, resident
 from tuner.runtime import phase, torch_private
 from tuner.train.step import TrainState
 
@@ -29,8 +32,7 @@ class StepRecorder:
         self._train_state, self._memory, self._modules = train_state, memory, modules
         self._device = train_state.step_config.device
         self._snapshot = snapshot if memory and self._device.type == "cuda" else None
-        self._stack = ExitStack()
-        self._phases = PhaseMarks()
+        self._stack, self._part = ExitStack(), ExitStack()
         self._before: list[Owned] = []
         self._gradients: list[Owned] = []
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it reports every start and stop on stderr
@@ -43,18 +45,18 @@ class StepRecorder:
         self._before = resident(train_state) if self._memory else []
         self._synchronize()
         if self._modules:
-            self._stack.enter_context(module_ranges(train_state.root.model))
+            self._stack.enter_context(_module_ranges(train_state.root.model))
         if self._snapshot is not None:
             torch_private.record_memory_history("all", context="alloc", stacks="python", device=self._device)
             self._stack.callback(torch_private.record_memory_history, None)
         self._stack.enter_context(phase.observed(self._mark))
         self._profile.start()
-        self._phases.mark("data")
+        self._mark("data")
 
     def stop(self) -> None:
         """No further; it may be called after a step that failed, and leaves everything as it was."""
         try:
-            self._phases.end()
+            self._part.close()
             self._synchronize()
             self._profile.stop()
             if self._snapshot is not None:
@@ -71,7 +73,7 @@ class StepRecorder:
 
     def abandon(self) -> None:
         """Leave everything as it was, after a start that failed."""
-        self._phases.end()
+        self._part.close()
         self._stack.close()
 
     def memory(self, failed: bool = False) -> MemoryRecord:
@@ -91,14 +93,36 @@ class StepRecorder:
         """Write the trace as Chrome's tracing and Perfetto read it; ``path`` ends in `.json` or `.json.gz`."""
         self._profile.export_chrome_trace(str(path))
 
-    def _mark(self, phase: str) -> None:
-        if phase == "optimizer" and self._memory:
+    def _mark(self, part: str) -> None:
+        """A part of the step begins as a range in the trace, and the one before it ends."""
+        if part == "optimizer" and self._memory:
             self._gradients = gradients(self._train_state)
-        self._phases.mark(phase)
+        self._part.close()
+        self._part.enter_context(record_function(PHASE + part))
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+@contextmanager
+def _module_ranges(root: nn.Module) -> Iterator[None]:
+    """Within, every module's forward is a range of its own."""
+    running: list[record_function] = []
+
+    def entering(name: str, module: nn.Module, inputs: object) -> None:
+        running.append(record_function(MODULE + name))
+        running[-1].__enter__()
+
+    def leaving(module: nn.Module, inputs: object, output: object) -> None:
+        running.pop().__exit__(None, None, None)
+
+    with ExitStack() as stack:
+        for name, module in root.named_modules():
+            if name:
+                stack.callback(module.register_forward_pre_hook(partial(entering, name)).remove)
+                stack.callback(module.register_forward_hook(leaving, always_call=True).remove)
+        yield
 
 
 def _is_transfer(name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ from tuner.errors import RecipeError
 from tuner.profile.blocks import alike
 from tuner.profile.measurement import Measurement
 from tuner.profile.prediction import Prediction
+from tuner.rundir.page import filled
 from tuner.runtime.files import gib, write_atomic
 
 REPORT, FIGURES = "report.html", "report.json"
 MARK = b"<!doctype html><!-- tuner profile -->"
 """How every page begins: only such a file is written over."""
 _TEMPLATE = Path(__file__).with_name("report.html")
-_DATA = "@@DATA@@"
 
 
 def check_output(directory: Path) -> None:
@@ -41,7 +40,7 @@ def write_report(
     directory.mkdir(parents=True, exist_ok=True)
     figures = report_figures(recipe, measured, predicted)
     paths = {"report": directory / REPORT, "figures": directory / FIGURES}
-    write_atomic(paths["report"], page(figures).encode())
+    write_atomic(paths["report"], filled(_TEMPLATE, figures).encode())
     write_atomic(paths["figures"], json.dumps(figures, indent=1, allow_nan=False).encode())
     files = {} if measured is None else {name: directory / file for name, file in measured.files.items()}
     return paths | files
@@ -49,18 +48,16 @@ def write_report(
 
 def report_figures(recipe: Recipe, measured: Measurement | None, predicted: Prediction | None) -> dict[str, Any]:
     """What the page draws, as plain values."""
+    about = measured or predicted
+    assert about is not None
     model = Path(recipe.model.name_or_path).name
-    processes = measured.processes if measured is not None else predicted.processes if predicted is not None else 1
-    device = measured.device if measured is not None else predicted.device if predicted is not None else ""
     trained = "full" if recipe.adapter.kind == "none" else recipe.adapter.kind
-    words = [model, trained, device, f"{processes} process" + ("es" if processes > 1 else "")]
-    limit, verdict, total_steps, holders, way_out = 0, "fits", 0, [], ""
+    words = [model, trained, about.device, f"{about.processes} process" + ("es" if about.processes > 1 else "")]
+    limit, total_steps, holders, way_out = 0, 0, [], ""
     if predicted is not None:
-        limit, verdict = predicted.limit_bytes, predicted.verdict
-        total_steps = (predicted.time.total_steps if predicted.time is not None else None) or 0
+        limit, total_steps = predicted.limit_bytes, predicted.time.total_steps or 0
     if measured is not None:
         limit, total_steps = measured.free_bytes, measured.total_steps
-        verdict = "fits" if measured.fits else "does not fit"
         way_out = "" if measured.shortage is None else measured.shortage.flags()
         words.append(f"{measured.precision} compute")
         together = alike(measured.memory.largest)
@@ -68,7 +65,7 @@ def report_figures(recipe: Recipe, measured: Measurement | None, predicted: Pred
     return {
         "title": recipe.name or model,
         "subtitle": " · ".join(words),
-        "verdict": verdict,
+        "verdict": about.verdict,
         "limit_bytes": limit,
         "total_steps": total_steps,
         "way_out": way_out or None,
@@ -76,14 +73,6 @@ def report_figures(recipe: Recipe, measured: Measurement | None, predicted: Pred
         "measured": None if measured is None else measured.as_json(),
         "predicted": None if predicted is None else _prediction(predicted),
     }
-
-
-def page(figures: Mapping[str, Any]) -> str:
-    """The page's text."""
-    # Inside a script element only `<` could end it; JSON knows an escape for it.
-    text = json.dumps(figures, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    before, after = _TEMPLATE.read_text(encoding="utf-8").split(_DATA)
-    return f"{before}{text}{after}"
 
 
 def parts_table(measured: Measurement) -> str:
@@ -109,5 +98,5 @@ def _prediction(found: Prediction) -> dict[str, Any]:
         "parts": dict(found.memory.peak.parts),
         "course": [asdict(moment) for moment in found.memory.moments],
         "assumptions": list(found.assumptions),
-        "time": None if time is None else asdict(time) | {"tok_per_s": time.tok_per_s, "total_s": time.total_s},
+        "time": asdict(time) | {"tok_per_s": time.tok_per_s, "total_s": time.total_s},
     }

@@ -23,8 +23,7 @@ from tuner.model.flops import Flops, training_flops
 from tuner.parallel.assemble import assemble
 from tuner.parallel.fsdp import local, sync_gradients
 from tuner.parallel.mesh import Mesh
-from tuner.profile.cuda_stand_in import cuda_stand_in, unchanged_modules
-from tuner.profile.fakes import give_storage, quiet_kernels
+from tuner.profile.fakes import cuda_stand_in, give_storage, quiet_kernels, unchanged_modules
 from tuner.profile.prediction import Phase
 from tuner.rundir.layout import MODEL_PREFIX
 from tuner.runtime import phase, torch_private

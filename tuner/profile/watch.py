@@ -58,8 +58,18 @@ class StepWatch:
 
     def write(self, number: int, recorder: StepRecorder) -> None:
         """Write what a stopped recorder saw of step ``number``: its trace and its memory, as the recipe says."""
+        name, written = f"step-{number}-rank{self._rank}", []
         try:
-            self._write(number, recorder)
+            if self._section.time:
+                with _whole(self._directory / f"trace-{name}.json.gz") as path:
+                    recorder.write_trace(path)
+                written.append(f"trace-{name}.json.gz")
+            if self._section.memory:
+                record = recorder.memory()
+                with _whole(self._directory / f"memory-{name}.json") as path:
+                    path.write_text(json.dumps({"step": number, "rank": self._rank, **memory_figures(record)}))
+                written.append(f"peak {gib(max(record.totals()))}")
+            self._console.say("profile", f"step {number}: {self._directory}, {', '.join(written)}")
         except Exception as error:
             self._warn("written", error)
 
@@ -80,7 +90,7 @@ class StepWatch:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             with _whole(self._directory / f"out-of-memory-rank{self._rank}.json") as path:
-                path.write_text(json.dumps(report.as_json(), indent=1))
+                path.write_text(json.dumps(asdict(report), indent=1))
         except Exception as failure:
             self._warn("written", failure)
         return MemoryLimitError(report.line(), hint=report.hint())
@@ -99,19 +109,6 @@ class StepWatch:
                 self._console.warn(f"there is no prediction: {type(error).__name__}: {error}")
                 return report
         return None
-
-    def _write(self, number: int, recorder: StepRecorder) -> None:
-        name, written = f"step-{number}-rank{self._rank}", []
-        if self._section.time:
-            with _whole(self._directory / f"trace-{name}.json.gz") as path:
-                recorder.write_trace(path)
-            written.append(f"trace-{name}.json.gz")
-        if self._section.memory:
-            record = recorder.memory()
-            with _whole(self._directory / f"memory-{name}.json") as path:
-                path.write_text(json.dumps({"step": number, "rank": self._rank, **memory_figures(record)}))
-            written.append(f"peak {gib(max(record.totals()))}")
-        self._console.say("profile", f"step {number}: {self._directory}, {', '.join(written)}")
 
     def _warn(self, what: str, error: Exception) -> None:
         self._console.warn(f"the profile could not be {what}: {type(error).__name__}: {error}; the run goes on")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,14 @@ def page(runs: Sequence[Run], drawn: Sequence[Chart], smoothing: float) -> str:
         ],
         "charts": [asdict(chart) for chart in drawn],
     }
+    return filled(_TEMPLATE, data)
+
+
+def filled(template: Path, figures: Mapping[str, Any]) -> str:
+    """The text of a page with the figures that its script draws."""
     # Inside a script element only `<` could end it; JSON knows an escape for it.
-    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    template = _TEMPLATE.read_text(encoding="utf-8")
-    before, after = template.split(_PLACE)
+    text = json.dumps(figures, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    before, after = template.read_text(encoding="utf-8").split(_PLACE)
     return f"{before}{text}{after}"
 
 
