@@ -12,9 +12,9 @@ import torch
 
 from tests.export.runs import write_base, write_run
 from tests.fixtures import forked
+from tuner.api import export_hf
 from tuner.cli.generate import _prompts
 from tuner.errors import DataError, RecipeError
-from tuner.export.hf import export_hf
 from tuner.generate import Generator, Prompt, Sampling, base_of, base_record, load_generator
 from tuner.model.adapter import LoraSpec
 from tuner.runtime.files import sha256_file, write_json

@@ -62,14 +62,17 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "runtime-publish-parent-fsync",
         "runtime.files.publish_dir",
-        "os.rename(A, B)\nfsync_dir(B.parent)",
+        "os.rename(A, B)\n"
+        "fsync_dir(B.parent)",
         "os.rename(A, B)",
         RUNTIME,
     ),
     Mutant(
         "runtime-discard-in-place",
         "runtime.files.discard_dir",
-        "os.rename(A, B)\nfsync_dir(A.parent)\nshutil.rmtree(B)",
+        "os.rename(A, B)\n"
+        "fsync_dir(A.parent)\n"
+        "shutil.rmtree(B)",
         "shutil.rmtree(A)",
         FAULTS,
     ),
@@ -78,7 +81,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "faults-nothing-is-flushed",
         "runtime.files",
         "TMP_PREFIX = A",
-        "os.fsync = lambda descriptor: None\nTMP_PREFIX = A",
+        "os.fsync = lambda descriptor: None\n"
+        "TMP_PREFIX = A",
         FAULTS,
     ),
     Mutant(
@@ -91,14 +95,20 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "faults-named-before-described",
         "checkpoint.save._commit",
-        "write_new(A / MANIFEST_NAME, B)\nif os.path.lexists(C):\n    replace_dir(A, C)\nelse:\n    publish_dir(A, C)",
-        "publish_dir(A, C)\nwrite_new(C / MANIFEST_NAME, B)",
+        "write_new(A / MANIFEST_NAME, B)\n"
+        "if os.path.lexists(C):\n"
+        "    replace_dir(A, C)\n"
+        "else:\n"
+        "    publish_dir(A, C)",
+        "publish_dir(A, C)\n"
+        "write_new(C / MANIFEST_NAME, B)",
         FAULTS,
     ),
     Mutant(
         "faults-swallowed-by-writer-threads",
         "checkpoint.storage._write_shard",
-        "A, B = _write_file(P, H, T, S)\nfsync_dir(D)",
+        "A, B = _write_file(P, H, T, S)\n"
+        "fsync_dir(D)",
         "with ThreadPoolExecutor(2) as pool:\n"
         "    job = pool.submit(_write_file, P, H, T, S)\n"
         "    pool.submit(fsync_dir, D)\n"
@@ -116,7 +126,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "checkpoint-header-unhashed",
         "checkpoint.storage.shard_sha256",
-        "for A in H:\n    D.update(A)",
+        "for A in H:\n"
+        "    D.update(A)",
         "",
         CHECKPOINT,
     ),
@@ -257,8 +268,10 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "data-probe-literal-unseen",
         "data.encoding.template_layout.TemplateLayout.fits",
-        "if A in B:\n    return False",
-        "if A == B:\n    return False",
+        "if A in B:\n"
+        "    return False",
+        "if A == B:\n"
+        "    return False",
         SKELETONS,
     ),
     Mutant(
@@ -320,7 +333,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "data-duplicate-keys-unseen",
         "data.reading.jsonl.fast_json_record",
-        'A.count(b":") - B',
+        "A.count(b\":\") - B",
         "0",
         ("tests/data/reading/test_jsonl.py",),
     ),
@@ -348,8 +361,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "data-digest-without-order",
         "data.reading.sources.content_digest",
-        'b"".join(A)',
-        'b"".join(sorted(A))',
+        "b\"\".join(A)",
+        "b\"\".join(sorted(A))",
         ("tests/data/reading/test_sources.py",),
     ),
     Mutant(
@@ -541,7 +554,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "export-merge-sign",
-        "export.merged.MergedRows._merged",
+        "export.tensors._merged",
         "A.float() + B * C.scale",
         "A.float() - B * C.scale",
         EXPORT,
@@ -571,7 +584,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "export-written-bytes-unchecked",
         "export.verify.require_written",
         "sha256_of_same(P, A) if B else None",
-        '__import__("hashlib").sha256(P.read_bytes()).hexdigest()',
+        "__import__(\"hashlib\").sha256(P.read_bytes()).hexdigest()",
         EXPORT,
     ),
     InC(

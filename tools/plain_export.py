@@ -69,7 +69,7 @@ def answers_here(run: Path) -> list[dict[str, Any]]:
     from tuner.export.weights import load_trained
 
     tokenizer = AutoTokenizer.from_pretrained(run / "tokenizer")
-    return answers(load_trained(resolve(run)).model, tokenizer, PROMPTS, NEW_TOKENS)
+    return answers(load_trained(resolve(run)), tokenizer, PROMPTS, NEW_TOKENS)
 
 
 def answers_there(python: str, directory: Path, base: Path | None) -> list[dict[str, Any]]:

@@ -31,9 +31,9 @@ def prepare_data(recipe: RecipeSource) -> PreparedInfo:
     from tuner.data.building.spec import prepare_spec
     from tuner.runtime.console import Console
 
-    loaded = _loaded(recipe).recipe
-    request = prepare_spec(loaded.model, loaded.tokenizer, loaded.data, loaded.method, loaded.seed)
-    return prepare(request, Console(level=loaded.logging.level))
+    found = _loaded(recipe).recipe
+    spec = prepare_spec(found.model, found.tokenizer, found.data, found.method, found.seed)
+    return prepare(spec, Console(level=found.logging.level))
 
 
 def train(
@@ -51,9 +51,9 @@ def train(
     from tuner.run.options import LaunchOptions
 
     loaded = _loaded(recipe)
-    resumed = _path(resume) if isinstance(resume, Path) else resume
+    start = _path(resume) if isinstance(resume, Path) else resume
     level = loaded.recipe.logging.level
-    options = LaunchOptions(resumed, None if prepared is None else _path(prepared), dry_run=dry_run, level=level)
+    options = LaunchOptions(start, None if prepared is None else _path(prepared), dry_run=dry_run, level=level)
     return launch(loaded, options)
 
 
@@ -65,14 +65,16 @@ def export_hf(
     shard_size: str | int = "5GB",
     step: int | Literal["newest", "best"] = "newest",
 ) -> ExportReport:
-    """Write a checkpoint of a run, or the checkpoint given, as a verified Hugging Face directory.
+    """Write a checkpoint of a run, or the checkpoint given, to `output` (default `<run>/exports/step-N`), verified.
 
-    Raises VerificationError, with nothing published, where the export is not the trained model.
+    The same checkpoint and options give the same bytes; a target that holds them already is left alone. Raises
+    RecipeError for a target that holds something else, DataError for a corrupt checkpoint, MachineError for a full
+    disk and VerificationError, with nothing published, where the export is not the trained model.
     """
-    from tuner.export.hf import export_hf as export
+    from tuner.export.hf import plan_export, run_export
 
     target = None if output is None else _path(output)
-    return export(_path(path), target, dtype, adapter, parse_bytes(shard_size), step)
+    return run_export(plan_export(_path(path), target, dtype, adapter, parse_bytes(shard_size), step=step))
 
 
 def _loaded(recipe: RecipeSource) -> LoadedRecipe:

@@ -19,7 +19,7 @@ from transformers import (
 
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export.source import Source, resolve
-from tuner.export.weights import load_trained
+from tuner.export.weights import first_line, load_trained
 from tuner.export.write import quiet, token_ids, turn_ends
 from tuner.model.tokens import resize_embeddings
 from tuner.model.vetting import vet_config
@@ -156,7 +156,7 @@ def make_generator(
 
 def _from_run(source: Source) -> Generator:
     with quiet():
-        model = load_trained(source).model
+        model = load_trained(source)
         model.set_attn_implementation("sdpa")
         tokenizer = AutoTokenizer.from_pretrained(
             source.run_dir / TOKENIZER, local_files_only=True, trust_remote_code=False
@@ -206,8 +206,7 @@ def _readable_errors(name: str) -> Iterator[None]:
     except TunerError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        text = str(error).strip()
-        reason = text.splitlines()[0] if text else type(error).__name__
+        reason = first_line(error)
         if Path(name).is_dir():
             raise DataError(f"{name}: cannot be loaded: {reason}") from error
         raise MachineError(

@@ -15,12 +15,12 @@ import pytest
 from tests.caches import new_cache
 from tests.fixtures import forked, trainings
 from tests.multi import launcher
+from tuner.api import export_hf
 from tuner.cli.document import SCHEMA_PATH
 from tuner.cli.eval import _load
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import DataError, DivergedError, RecipeError
-from tuner.export.hf import export_hf
 from tuner.run.main import train
 from tuner.run.options import LaunchOptions
 from tuner.run.score import Score, find_trained, run_recipe, score

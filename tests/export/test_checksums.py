@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuner.errors import DataError
-from tuner.export.checksums import SECTOR, Piece, piece_of, sha256_of_same, weighted_sum
+from tuner.export.shards import SECTOR, Piece, piece_of, sha256_of_same, weighted_sum
 
 DATA = bytes(range(256)) * 48 + b"tail"
 assert len(DATA) > 3 * SECTOR

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from tests.export import runs
 from tests.export.runs import PROMPTS, write_base, write_run
+from tuner.api import export_hf
 from tuner.checkpoint.load import open_checkpoint, read_probe, read_tensors
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.export import frozen, hf, outputs, tensors, verify, weights
 from tuner.export.card import curve
-from tuner.export.checksums import Piece
-from tuner.export.hf import export_hf, plan_export
-from tuner.export.shards import Output, Shard
+from tuner.export.hf import plan_export
+from tuner.export.shards import Output, Piece, Shard
 from tuner.export.tensors import OpenFiles, held_tensor
 from tuner.model.adapter import LoraSpec
 

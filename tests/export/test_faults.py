@@ -16,9 +16,10 @@ import pytest
 
 from tests.export.runs import write_base, write_run
 from tests.fixtures.processes import fork, kill_at, shim, wait
+from tuner.api import export_hf
 from tuner.errors import MachineError
 from tuner.export import hf, verify
-from tuner.export.hf import export_hf, plan_export
+from tuner.export.hf import plan_export
 from tuner.model.adapter import LoraSpec
 
 SHARD_BYTES = 60_000

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests.export.runs import checkpoint_facts, recorded_probe, train_a_little, write_tokenizer
 from tests.model.tiny import VOCAB, family_model
+from tuner.api import export_hf
 from tuner.checkpoint.load import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, RecipeError
 from tuner.export import verify
-from tuner.export.hf import export_hf
 from tuner.export.verify import last_logits
 from tuner.generate import Prompt, Sampling, load_generator
 from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers

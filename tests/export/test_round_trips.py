@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.export.runs import PROMPTS, checkpoint_facts, recorded_probe, train_a_little, write_tokenizer
 from tests.fixtures.processes import run_ranks
 from tests.model.tiny import FAMILIES, family_model
+from tuner.api import export_hf
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.export import verify
-from tuner.export.hf import export_hf
 from tuner.export.verify import last_logits
 from tuner.model.adapter import ADAPTER, LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model

@@ -10,9 +10,16 @@ from hypothesis import strategies as st
 
 from tuner.checkpoint.index import Chunk, TensorEntry
 from tuner.errors import DataError
-from tuner.export.merged import LowRank, merged_tensor
 from tuner.export.shards import Output, plan_shards
-from tuner.export.tensors import CHECKS_AHEAD, OpenFiles, TensorSource, checkpoint_tensor, held_tensor
+from tuner.export.tensors import (
+    CHECKS_AHEAD,
+    LowRank,
+    OpenFiles,
+    TensorSource,
+    checkpoint_tensor,
+    held_tensor,
+    merged_tensor,
+)
 
 
 def cut(total: int, places: list[int]) -> list[tuple[int, int]]:

@@ -12,8 +12,8 @@ import pytest
 
 from tests.data import spm
 from tests.export import runs
+from tuner.api import export_hf
 from tuner.errors import DataError, TunerError
-from tuner.export.hf import export_hf
 from tuner.runtime.files import sha256_file
 
 TEXTS = ["[INST] hello [/INST]", "hello</s> world", "w6 user w7", " a  b\n"]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.export.runs import write_base, write_run
 from tools import plain_export
-from tuner.export.hf import export_hf
+from tuner.api import export_hf
 from tuner.model.adapter import LoraSpec
 
 

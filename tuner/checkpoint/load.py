@@ -7,10 +7,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import safetensors.torch
@@ -47,38 +46,26 @@ class CheckpointInfo:
         return read_index(self.path, {name: entry["size"] for name, entry in self.manifest["files"].items()})
 
 
-class CheckpointHold:
+class CheckpointHold(ExitStack):
     """A shared `flock` on a checkpoint's directory, which keeps it from being pruned while its run continues.
 
-    It holds until it is released or its process ends. Raises DataError where the directory is not there.
+    It ends with its context, when it is closed, or with its process. Raises DataError where the directory is not there.
     """
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
         try:
-            self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}") from error
+        self.callback(os.close, descriptor)
         with suppress(OSError):  # a file system without locks: pruning finds no lock, either
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-
-    def release(self) -> None:
-        """Let it be pruned; once is enough."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def __enter__(self) -> CheckpointHold:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody on this machine, this process included, reads the checkpoint."""
+    """Whether somebody on this machine, this process included, has a lock on a directory: reads it, or writes it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:

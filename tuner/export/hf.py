@@ -14,15 +14,14 @@ from typing import Any, Literal
 
 from torch import nn
 
-from tuner.checkpoint.load import CheckpointHold, read_probe
+from tuner.checkpoint.load import CheckpointHold, is_held, read_probe
 from tuner.checkpoint.manifest import PROBE_NAME
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export import verify
 from tuner.export.card import CARD, card, lineage
-from tuner.export.checksums import Piece
 from tuner.export.frozen import require_same_frozen
 from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
-from tuner.export.shards import Output, plan_shards, write_one, write_shards
+from tuner.export.shards import Output, Piece, Shard, plan_shards, write_shards
 from tuner.export.source import Source, resolve
 from tuner.export.tensors import OpenFiles
 from tuner.export.tokenizer_check import require_same_ids, require_same_tokenizer
@@ -113,8 +112,8 @@ def plan_export(
 ) -> ExportPlan:
     """Find the checkpoint and the target without writing anything; `warn` is told of a run that is not finished.
 
-    ``step`` chooses one of a run's checkpoints. Raises RecipeError where the target holds something else, DataError
-    where the checkpoint is damaged or gone.
+    The target is `<run>/exports/step-N` unless `output` is another. ``step`` chooses one of a run's checkpoints. Raises
+    RecipeError where the target holds something else, DataError where the checkpoint is damaged or gone.
     """
     if dtype not in DTYPES or adapter not in ("merge", "keep") or shard_size <= 0:
         raise RecipeError("export takes dtype bf16 or fp32, adapter merge or keep, and a positive shard size")
@@ -134,25 +133,12 @@ def plan_export(
     return replace(plan, done=_is_done(plan))
 
 
-def export_hf(
-    path: Path,
-    output: Path | None = None,
-    dtype: Literal["bf16", "fp32"] = "bf16",
-    adapter: Literal["merge", "keep"] = "merge",
-    shard_size: int = DEFAULT_SHARD_BYTES,
-    step: Which = "newest",
-) -> ExportReport:
-    """Export a checkpoint of a run, or the checkpoint given, to `output` (default `<run>/exports/step-N`).
-
-    The same checkpoint and options give the same bytes; a target that holds them already is left alone. Raises
-    RecipeError for a target that holds something else, DataError for a corrupt checkpoint, MachineError for a full
-    disk and VerificationError, with nothing published, where the export is not the trained model.
-    """
-    return run_export(plan_export(path, output, dtype, adapter, shard_size, step=step))
-
-
 def run_export(plan: ExportPlan) -> ExportReport:
-    """Carry out a plan; see `export_hf`."""
+    """Carry out a plan. The same checkpoint and options give the same bytes; a target that holds them is left alone.
+
+    Raises DataError for a corrupt checkpoint, MachineError for a full disk and VerificationError, with nothing
+    published, where the export is not the trained model.
+    """
     started = time.perf_counter()
     if plan.done:
         return _report(plan, None, None, started)
@@ -196,7 +182,7 @@ def write_files(plan: ExportPlan, directory: Path, trained: Trained) -> tuple[li
             _require_space(plan, outputs)
             base = (source.hub_name, source.model.get("revision"))
             write_adapter_config(directory, trained.adapted, lora_spec(source.adapter or {}), base)
-            return outputs, write_one(directory / ADAPTER_WEIGHTS, outputs)
+            return outputs, write_shards(directory, [Shard(ADAPTER_WEIGHTS, tuple(outputs))])
         outputs = values.merged(dtype)
         _require_space(plan, outputs)
         write_config(directory, config, type(trained.plain).__name__, dtype)
@@ -207,7 +193,7 @@ def read_probes(source: Source) -> verify.Probes:
     """The run's probes, or fixed ones that the model answers, rebuilt from the checkpoint, where it recorded none."""
     has_probes = PROBE_NAME in source.checkpoint.manifest["files"]
     recorded = verify.read_probes(read_probe(source.checkpoint)) if has_probes else None
-    return recorded or verify.fallback_probes(load_trained(source).model)
+    return recorded or verify.fallback_probes(load_trained(source))
 
 
 def compare_logits(plan: ExportPlan, directory: Path, probes: verify.Probes) -> verify.Difference:
@@ -305,20 +291,8 @@ def sweep_unfinished(parent: Path, prefix: str) -> None:
     """
     beginnings = tuple(f"{start}{prefix}" for start in (TMP_PREFIX, TRASH_PREFIX, f"{TRASH_PREFIX}tmp-"))
     for path in sorted(parent.iterdir()):
-        if not path.name.startswith(beginnings) or path.is_symlink() or not path.is_dir():
-            continue
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue  # another process swept it
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        else:
+        if path.name.startswith(beginnings) and path.is_dir() and not path.is_symlink() and not is_held(path):
             discard_dir(path)
-        finally:
-            os.close(descriptor)
 
 
 def _report(

@@ -13,15 +13,16 @@ from transformers import PreTrainedModel
 from tuner.checkpoint.index import Index
 from tuner.errors import RecipeError
 from tuner.export.frozen import Frozen
-from tuner.export.merged import LowRank, merged_tensor
-from tuner.export.published import Published, converter, published
+from tuner.export.published import Published, converted, published
 from tuner.export.shards import Output
 from tuner.export.source import Source
 from tuner.export.tensors import (
+    LowRank,
     OpenFiles,
     TensorSource,
     checkpoint_tensor,
     converted_tensors,
+    merged_tensor,
     replaced_tensor,
     rounded_tensor,
 )
@@ -125,7 +126,7 @@ class Values:
             parts = dict.fromkeys(entry.targets, found)
         else:
             rounded = rounded_tensor(found, _written(found, dtype))
-            parts = converted_tensors(rounded, converter(self._trained.plain, entry.name), entry.targets)
+            parts = converted_tensors(rounded, partial(converted, self._trained.plain, entry.name), entry.targets)
         return [Output(target, _written(part, dtype), part) for target, part in parts.items()]
 
     def _low_rank(self) -> dict[str, Callable[[], LowRank]]:

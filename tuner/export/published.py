@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,13 +48,9 @@ def published(skeleton: PreTrainedModel) -> list[Published]:
     return found
 
 
-def converter(skeleton: PreTrainedModel, name: str) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
-    """What turns the model's tensor of this name into its published ones."""
-
-    def convert(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        return dict(transformers_private.revert_weight_conversion(skeleton, {name: tensor}))
-
-    return convert
+def converted(skeleton: PreTrainedModel, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The published tensors of the model's tensor of this name."""
+    return dict(transformers_private.revert_weight_conversion(skeleton, {name: tensor}))
 
 
 def assembled(skeleton: PreTrainedModel, name: str, parts: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -1,10 +1,13 @@
 """Safetensors files written front to back: headers from shapes alone, every tensor a block at a time.
 
-Reading, casting and writing overlap and hold a few blocks, whatever the size of the model.
+Reading, casting and writing overlap and hold a few blocks, whatever the size of the model. A file's SHA-256 costs more
+than writing it to a fast disk: it is computed once, of the bytes that the disk gives back, and a weighted sum of each
+piece shows that these are the bytes that were handed to the system.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -12,11 +15,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tuner.checkpoint.index import safetensors_header
-from tuner.errors import TunerError
-from tuner.export.checksums import Piece, piece_of
+from tuner.checkpoint.storage import tensor_bytes
+from tuner.errors import DataError, TunerError
 from tuner.export.tensors import TensorSource
 from tuner.runtime.files import fsync_dir, json_bytes, machine_error, write_all, write_new
 
@@ -24,6 +28,10 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLUSH_BYTES = 64 << 20
 """Written before the disk is told to begin: left to itself the system waits for gigabytes, and the disk idles."""
+SECTOR = 4096
+_SPREAD, _ODD = np.uint64(0x9E3779B97F4A7C16), np.uint64(1)
+Piece = tuple[int, int]
+"""Length in bytes and weighted sum of a piece of a file."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ def write_shards(directory: Path, shards: Sequence[Shard]) -> dict[str, list[Pie
 
     Raises MachineError naming the file and the bytes it needs, and what the tensors' sources raise.
     """
-    written = {shard.name: _write_shard(directory / shard.name, shard) for shard in shards}
+    written = {shard.name: _write_shard(directory / shard.name, shard.outputs) for shard in shards}
     if len(shards) > 1:
         outputs = [output for shard in shards for output in shard.outputs]
         totals = {
@@ -81,13 +89,8 @@ def write_shards(directory: Path, shards: Sequence[Shard]) -> dict[str, list[Pie
     return written
 
 
-def write_one(path: Path, outputs: Sequence[Output]) -> dict[str, list[Piece]]:
-    """Write one file of any name; see `write_shards`."""
-    return {path.name: _write_shard(path, Shard(path.name, tuple(outputs)))}
-
-
-def _write_shard(path: Path, shard: Shard) -> list[Piece]:
-    outputs = sorted(shard.outputs, key=lambda output: -output.dtype.itemsize)
+def _write_shard(path: Path, outputs: Sequence[Output]) -> list[Piece]:
+    outputs = sorted(outputs, key=lambda output: -output.dtype.itemsize)
     tensors = ((output.name, output.dtype, output.source.shape) for output in outputs)
     header, _ = safetensors_header(tensors, {"format": "pt"})
     planned = len(header) + sum(output.nbytes for output in outputs)
@@ -130,4 +133,39 @@ def _one_ahead(blocks: Iterator[torch.Tensor]) -> Iterator[memoryview]:
         coming = reader.submit(next, blocks, None)
         while (block := coming.result()) is not None:
             coming = reader.submit(next, blocks, None)
-            yield block.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            yield tensor_bytes(block)
+
+
+def piece_of(data: memoryview | bytes) -> Piece:
+    """These bytes as a piece of a file."""
+    return len(data), weighted_sum(data)
+
+
+def weighted_sum(data: memoryview | bytes) -> int:
+    """Sum modulo 2^64 of the 64-bit words, those of each 4 KiB sector times an odd weight of its place.
+
+    A flipped bit changes it, and so do sectors that are missing, doubled or in each other's place.
+    """
+    flat = np.frombuffer(data, dtype=np.uint8)
+    whole = len(flat) // SECTOR * SECTOR
+    sums = flat[:whole].view(np.uint64).reshape(-1, SECTOR // 8).sum(axis=1, dtype=np.uint64)
+    last = np.zeros(SECTOR, dtype=np.uint8)
+    last[: len(flat) - whole] = flat[whole:]
+    sums = np.append(sums, last.view(np.uint64).sum(dtype=np.uint64))
+    return int((sums * (np.arange(len(sums), dtype=np.uint64) * _SPREAD | _ODD)).sum(dtype=np.uint64))
+
+
+def sha256_of_same(path: Path, pieces: Sequence[Piece]) -> str | None:
+    """SHA-256 of a file whose pieces are those; None where it holds anything else. Raises DataError."""
+    digest = hashlib.sha256()
+    same = True
+    try:
+        with path.open("rb") as file:
+            for length, total in pieces:
+                data = file.read(length)
+                same = same and piece_of(data) == (length, total)
+                digest.update(data)
+            same = same and os.fstat(file.fileno()).st_size == sum(length for length, _ in pieces)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    return digest.hexdigest() if same else None

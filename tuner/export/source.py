@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.load import CheckpointInfo
 from tuner.errors import DataError, RecipeError
-from tuner.rundir.model_path import HfDirectory, Warn, Which, ignore_warning, resolve_model_path
+from tuner.rundir.model_path import HfDirectory, RunCheckpoint, Warn, Which, ignore_warning, resolve_model_path
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-@dataclass(frozen=True)
-class Source:
-    """One checkpoint inside one run directory."""
-
-    run_dir: Path
-    checkpoint: CheckpointInfo
+class Source(RunCheckpoint):
+    """A checkpoint of a run, with the facts that its manifest holds."""
 
     @property
     def step(self) -> int:

@@ -14,10 +14,10 @@ from torch.nn.functional import kl_div, log_softmax
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tuner.checkpoint.index import DTYPE_NAMES
+from tuner.checkpoint.storage import tensor_bytes
 from tuner.errors import DataError, VerificationError
-from tuner.export.checksums import Piece, sha256_of_same
 from tuner.export.published import state_names
-from tuner.export.shards import Output
+from tuner.export.shards import Output, Piece, sha256_of_same
 from tuner.export.tensors import TensorSource
 from tuner.export.write import ADAPTER_WEIGHTS
 from tuner.model.attention import withdrawn
@@ -178,7 +178,8 @@ def load_adapter(directory: Path, base: PreTrainedModel) -> torch.nn.Module:
     for name, tensor in load_file(directory / ADAPTER_WEIGHTS).items():
         if name not in held:
             raise VerificationError(f"peft does not take {name} from the export; nothing was published")
-        _require_bits(name, tensor.to(held[name].dtype), held[name])
+        if tensor.shape != held[name].shape or tensor_bytes(tensor.to(held[name].dtype)) != tensor_bytes(held[name]):
+            raise VerificationError(f"{name}: what was written differs from the trained tensor; nothing was published")
     loaded: torch.nn.Module = model.eval()
     return loaded
 
@@ -210,13 +211,3 @@ def fill_adapter(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> 
     report: Any = set_peft_model_state_dict(loaded, {name: tensor.float() for name, tensor in values.items()})
     if report.unexpected_keys:
         raise VerificationError(f"peft does not take {report.unexpected_keys[0]}; nothing was published")
-
-
-def _require_bits(name: str, expected: torch.Tensor, actual: torch.Tensor) -> None:
-    same = expected.dtype == actual.dtype and expected.shape == actual.shape
-    if not same or not torch.equal(_bytes(expected), _bytes(actual)):
-        raise VerificationError(f"{name}: what was written differs from the trained tensor; nothing was published")
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

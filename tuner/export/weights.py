@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,16 +25,10 @@ from tuner.rundir.layout import MODEL_CONFIG, MODEL_PREFIX
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-@dataclass(frozen=True)
-class TrainedModel:
-    """A model in float32 that computes what the trained one computes; `lora` when an adapter is inside it."""
+def load_trained(source: Source) -> PreTrainedModel:
+    """A model in float32 that computes what the trained one computes, with the adapter inside it where there is one.
 
-    model: PreTrainedModel
-    lora: LoraSpec | None
-
-
-def load_trained(source: Source) -> TrainedModel:
-    """Build the trained model: every trained parameter from the checkpoint, frozen ones from the base model.
+    Every trained parameter comes from the checkpoint, frozen ones from the base model.
 
     Raises DataError where a trained parameter is missing, unexpected or of another shape.
     """
@@ -52,7 +45,7 @@ def load_trained(source: Source) -> TrainedModel:
     with torch.no_grad():
         for key, tensor in read_tensors(source.checkpoint, [MODEL_PREFIX + name for name in sorted(trained)]):
             trained[key.removeprefix(MODEL_PREFIX)].data.copy_(tensor)
-    return TrainedModel(_widened(model), choice.lora)
+    return _widened(model)
 
 
 def require_tensors(source: Source, wanted: Mapping[str, tuple[int, ...]]) -> None:
@@ -81,7 +74,7 @@ def read_config(source: Source) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{directory}: no readable model config: {_first_line(error)}") from error
+        raise DataError(f"{directory}: no readable model config: {first_line(error)}") from error
     config.use_cache = True
     return config
 
@@ -176,6 +169,6 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+def first_line(error: BaseException) -> str:
+    """What an error says, or its class where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

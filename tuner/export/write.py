@@ -49,7 +49,7 @@ def write_adapter_config(
     # peft resolved these against the model: the layers behind `all-linear` and globs, and GPT-2's transposed weights.
     injected: Any = getattr(adapted, "peft_config", {})[ADAPTER]
     config: Any = lora.peft_config(sorted(injected.target_modules), base[0])
-    facts = {key: _plain(value) for key, value in config.to_dict().items()}
+    facts = json.loads(json.dumps(config.to_dict(), default=_plain))
     facts["fan_in_fan_out"] = bool(injected.fan_in_fan_out)
     facts |= {**_saved_modules(adapted, lora), **_new_tokens(adapted), "inference_mode": True, "revision": base[1]}
     write_new(directory / ADAPTER_CONFIG, json_bytes(facts))
@@ -201,12 +201,5 @@ def token_ids(value: Any) -> list[int]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return getattr(value, "value", str(value))
+    """What JSON has no word for, of peft's config."""
+    return sorted(value) if isinstance(value, (set, frozenset)) else getattr(value, "value", str(value))

@@ -201,8 +201,8 @@ def prune_all_but(checkpoints: Path) -> list[Path]:
 
 def test_a_hold_ends_once(tmp_path: Path) -> None:
     hold = CheckpointHold(tmp_path)
-    hold.release()
-    hold.release()
+    hold.close()
+    hold.close()
     with pytest.raises(DataError, match="No such file"):
         CheckpointHold(tmp_path / "none")
 

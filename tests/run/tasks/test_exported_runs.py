@@ -11,10 +11,10 @@ import pytest
 
 from tests.caches import new_cache
 from tests.fixtures import forked, trainings
+from tuner.api import export_hf
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import RecipeError
-from tuner.export.hf import export_hf
 from tuner.run.launch import launch as launch_run
 from tuner.run.options import LaunchOptions
 from tuner.runtime.warned import Warned, collected

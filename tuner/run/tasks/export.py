@@ -104,7 +104,7 @@ class Exporter:
         """Queue one; one that still waits gives way, so that slow exports neither pile up nor keep checkpoints."""
         for process, future in self._jobs:
             if future.cancel():
-                process.held.release()
+                process.held.close()
                 name = process.output.name
                 self.console.warn(f"the export of {name} is left out: the one before it is not done yet")
         self._jobs = [job for job in self._jobs if not job[1].cancelled()]
