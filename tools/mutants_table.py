@@ -260,7 +260,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "export-ids-unchecked",
-        "export.tokenizer_check._require",
+        "export.verify._require_ids",
         "A in B and C != B[A]",
         "C is None",
         ("tests/export/test_tokenizer_ids.py",),

@@ -69,12 +69,9 @@ class Generator:
             text = prompt.text if prompt.text is not None else "\n".join(m["content"] for m in prompt.messages)
             ids = self.tokenizer(text)["input_ids"]
         else:
+            messages = list(prompt.messages)
             try:
-                text = str(
-                    self.tokenizer.apply_chat_template(
-                        list(prompt.messages), tokenize=False, add_generation_prompt=True
-                    )
-                )
+                text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
             except Exception as error:  # jinja raises whatever the template raises
                 raise RecipeError(f"the chat template refuses this prompt: {error}") from error
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -29,7 +29,7 @@ LAW: dict[str, set[str]] = {
     "transformers_tokenizer": BASE | {"data"},
     "export": BASE | {"model", "checkpoint", "rundir"},
     "train": MATHS,
-    "setup": MATHS | {"train"},
+    "setup": MATHS | {"train", "rundir"},
     "profile": SETUP,
     "run": LAUNCH,
     "generate": BASE | {"data", "model", "checkpoint", "rundir", "export"},

@@ -17,8 +17,8 @@ from tests.profile.test_predict import predicted, wish
 from tuner.errors import MemoryLimitError
 from tuner.profile.devices import find_device
 from tuner.profile.fit import Choice, changed, fit
-from tuner.profile.format import choices_table, flags, sentence, table
 from tuner.profile.predict import Target
+from tuner.profile.report import choices_table, flags, sentence, table
 from tuner.runtime.dist import RankInfo
 
 ROOMY = 16 << 30

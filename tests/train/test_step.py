@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.train.synthetic import assembly_for, recipe_for, write_model
-from tuner.run.state import run_tensors
 from tuner.runtime.dist import RankInfo
+from tuner.setup.build import run_tensors
 from tuner.train.step import StepResult, microbatch_terms, optimizer_step
 
 TRAINED = [1, 20, 3, 15]
@@ -68,14 +68,14 @@ def test_what_is_not_finite_is_left_out_and_so_is_all_after_it(model: Path, bad:
     assembly = assembly_for(recipe_for(model, train={"global_batch_size": 4}), TRAINED, ONE)
     train_state, batches = assembly.train_state, assembly.batches.step(0)
     optimizer_step(train_state, 0, batches, 1.0)
-    before = {n: t.clone() for n, t in run_tensors(assembly).items()}
+    before = {n: t.clone() for n, t in run_tensors(assembly.train_state).items()}
     handle = train_state.root.model.get_decoder().register_forward_hook(poison(bad))
     result = optimizer_step(train_state, 1, batches, 1.0).read()
     assert (result.skipped, result.halted) == (True, True)
     handle.remove()
     later = optimizer_step(train_state, 2, batches, 1.0).read()
     assert (later.skipped, later.halted) == (True, True)
-    for name, tensor in run_tensors(assembly).items():
+    for name, tensor in run_tensors(assembly.train_state).items():
         assert torch.equal(tensor, before[name]), name
 
 
@@ -99,7 +99,7 @@ def test_a_skipped_step_leaves_the_next_one_as_if_it_had_not_been(model: Path) -
             handle.remove()
             assert (result.skipped, result.halted) == (True, False)
         optimizer_step(train_state, 2, batches, 1.0)
-        return {n: t.clone() for n, t in run_tensors(assembly).items()}
+        return {n: t.clone() for n, t in run_tensors(assembly.train_state).items()}
 
     with_bad, without = weights(True), weights(False)
     for name, tensor in without.items():

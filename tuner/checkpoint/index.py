@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tuner.checkpoint.manifest import INDEX_NAME
@@ -167,23 +168,11 @@ def _problem(entry: TensorEntry, directory: Path, files: Mapping[str, int]) -> s
             return f"a chunk lies beyond the end of {chunk.file}"
     if sum(chunk.length for chunk in entry.chunks) != entry.nbytes:
         return "its chunks do not fill it"
-    return "two of its chunks overlap" if _overlap(entry.chunks, dims) else None
+    return "two of its chunks overlap" if _overlap(entry.chunks) else None
 
 
-def _overlap(chunks: Sequence[Chunk], dims: int) -> bool:
-    """Whether any two boxes share an element; sweeps along the dimension that is cut most."""
-    if dims == 0 or len(chunks) < 2:
-        return len(chunks) > 1
-    sweep = max(range(dims), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
-    active: list[Chunk] = []
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[sweep]):
-        active = [other for other in active if other.offsets[sweep] + other.sizes[sweep] > chunk.offsets[sweep]]
-        if any(_share(chunk, other) for other in active):
-            return True
-        active.append(chunk)
-    return False
-
-
-def _share(left: Chunk, right: Chunk) -> bool:
-    boxes = zip(left.offsets, left.sizes, right.offsets, right.sizes, strict=True)
-    return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in boxes)
+def _overlap(chunks: Sequence[Chunk]) -> bool:
+    """Whether any two boxes share an element."""
+    low = np.array([chunk.offsets for chunk in chunks])
+    high = low + np.array([chunk.sizes for chunk in chunks])
+    return any(((low[i] < high[i + 1 :]) & (low[i + 1 :] < high[i])).all(axis=1).any() for i in range(len(chunks) - 1))

@@ -106,8 +106,8 @@ def _target(loaded: LoadedRecipe, options: ProfileOptions, limit: str | None, op
 
 def _predicted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> Outcome:
     from tuner.cli.table import columns
-    from tuner.profile.format import plain, sentence, table
     from tuner.profile.predict import predict
+    from tuner.profile.report import plain, sentence, table
 
     found = predict(loaded.recipe, _target(loaded, options, options.memory, "--memory"))
     lines = table(found)
@@ -124,7 +124,7 @@ def _predicted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) 
 def _fitted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> Outcome:
     from tuner.cli.table import columns
     from tuner.profile.fit import SHOWN, fit
-    from tuner.profile.format import choices_table, flags, plain
+    from tuner.profile.report import choices_table, flags, plain
 
     target = _target(loaded, options, options.fit, "--fit")
     found = fit(loaded.recipe, target, lambda line: console.say("tried", line))

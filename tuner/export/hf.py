@@ -24,7 +24,6 @@ from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
 from tuner.export.shards import Output, Piece, Shard, plan_shards, write_shards
 from tuner.export.source import Source, resolve
 from tuner.export.tensors import OpenFiles
-from tuner.export.tokenizer_check import require_same_ids, require_same_tokenizer
 from tuner.export.weights import DTYPES, load_trained, lora_spec, plain_base, read_config
 from tuner.export.write import (
     ADAPTER_WEIGHTS,
@@ -154,11 +153,11 @@ def _written_and_proven(plan: ExportPlan, started: float) -> ExportReport:
         trained = trained_skeleton(plan.source)
     with CheckpointHold(plan.source.checkpoint.path), _temporary(plan.output) as directory:
         with quiet():
-            require_same_tokenizer(plan.source)
+            verify.require_same_tokenizer(plan.source)
             with OpenFiles() as files:
                 require_same_frozen(plan.source, trained.plain, frozen_names(trained.adapted), files)
             outputs, written = write_files(plan, directory, trained)
-            id_probes = require_same_ids(directory, plan.source)
+            id_probes = verify.require_same_ids(directory, plan.source)
             digests = verify.require_written(directory, written, outputs)
             probes = read_probes(plan.source)
             difference = compare_logits(plan, directory, probes)

@@ -21,14 +21,13 @@ from tuner.model.build import decoder_blocks
 from tuner.model.decode import fullest_forwards
 from tuner.model.flops import Flops, training_flops
 from tuner.parallel.assemble import assemble
-from tuner.parallel.fsdp import local, sync_gradients
+from tuner.parallel.fsdp import sync_gradients
 from tuner.parallel.mesh import Mesh
 from tuner.profile.fakes import cuda_stand_in, give_storage, quiet_kernels, unchanged_modules
 from tuner.profile.prediction import Phase
-from tuner.rundir.layout import MODEL_PREFIX
 from tuner.runtime import phase, torch_private
 from tuner.runtime.dist import RankInfo
-from tuner.setup.build import assembly_spec, build_train_state, mesh_of, meta_model_of, step_config_of
+from tuner.setup.build import assembly_spec, build_train_state, mesh_of, meta_model_of, run_tensors, step_config_of
 from tuner.setup.resolve import Resolved
 from tuner.train.evaluate import batch_losses
 from tuner.train.step import TrainState, optimizer_step
@@ -94,7 +93,7 @@ def trace_step(
         if held_out is not None:
             _evaluate(tracker, train_state, held_out, samples)
         changes = tuple(tracker.changes)
-        staged = staged_bytes(_state(train_state))
+        staged = staged_bytes(run_tensors(train_state))
     return Trace(resolved.facts.kind, changes, tracker.storages, marks, blocks, staged, largest, flops)
 
 
@@ -141,12 +140,6 @@ def _evaluate(
             prompts, limits = zip(*(([0] * length, limit) for length, limit in samples), strict=True)
             with train_state.step_config.autocast():
                 fullest_forwards(train_state.root, prompts, limits, train_state.step_config.device)
-
-
-def _state(train_state: TrainState) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of this process, as plain tensors."""
-    model = {f"{MODEL_PREFIX}{name}": local(parameter.data) for name, parameter in train_state.parameters.items()}
-    return model | {name: local(tensor) for name, tensor in train_state.optimizer.state_tensors().items()}
 
 
 @contextmanager

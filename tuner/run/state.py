@@ -10,7 +10,7 @@ from tuner.rundir.directory import RunDir
 from tuner.rundir.layout import MODEL_PREFIX
 from tuner.runtime.console import Console
 from tuner.runtime.stop import StopSignals
-from tuner.setup.build import Assembly
+from tuner.setup.build import Assembly, run_tensors
 from tuner.train.progress import METRICS, Progress
 
 
@@ -27,13 +27,6 @@ class LaunchContext:
     """What of the run started afresh, and where."""
     console: Console
     signals: StopSignals
-
-
-def run_tensors(assembly: Assembly) -> dict[str, Any]:
-    """The tensors of a checkpoint by name: trained parameters and the optimizer's state."""
-    state = assembly.train_state
-    model = {f"{MODEL_PREFIX}{name}": parameter.data for name, parameter in state.parameters.items()}
-    return model | state.optimizer.state_tensors()
 
 
 def run_state(context: LaunchContext, finished: bool) -> dict[str, Any]:
@@ -53,12 +46,12 @@ def restore(context: LaunchContext, found: CheckpointInfo) -> None:
     assembly, progress, resets = context.assembly, context.progress, context.resets
     reset_here = pending(resets, found.step)
     if STATE in reset_here:
-        tensors = run_tensors(assembly)
+        tensors = run_tensors(assembly.train_state)
         weights = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL_PREFIX)}
         load_into(found, weights, MODEL_PREFIX)
     else:
         _make_room(assembly, found.state)
-        load_into(found, run_tensors(assembly))
+        load_into(found, run_tensors(assembly.train_state))
     progress.restore(found.state, assembly.resolved.recipe.checkpoint.keep_best)
     assembly.train_state.guard.restore(found.state["guard"])
     assembly.train_state.optimizer.set_step_count(updates_of(found.state) - starts_of(resets).updates)

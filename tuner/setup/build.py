@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -27,6 +27,7 @@ from tuner.model.trainable import TrainableSpec
 from tuner.parallel.assemble import AssemblySpec, Kernels, assemble
 from tuner.parallel.fsdp import materialise
 from tuner.parallel.mesh import Mesh
+from tuner.rundir.layout import MODEL_PREFIX
 from tuner.runtime.device import DeviceFacts, measured_peak
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.memory import keep_freed_memory
@@ -149,6 +150,12 @@ def held_out_rows(recipe: Recipe, prepared: PreparedData) -> HeldOut | None:
         return None
     sources = recipe.data.eval if isinstance(recipe.data.eval, tuple) else recipe.data.train
     return held_out(prepared.eval, prepared.eval_documents, [source.path for source in sources])
+
+
+def run_tensors(state: TrainState) -> dict[str, Any]:
+    """The tensors of a checkpoint by name: trained parameters and the optimizer's state."""
+    model = {f"{MODEL_PREFIX}{name}": parameter.data for name, parameter in state.parameters.items()}
+    return model | state.optimizer.state_tensors()
 
 
 def check_fits(tokenizer: TextTokenizer, config: PretrainedConfig, prepared: PreparedData) -> None:

@@ -11,12 +11,12 @@ import torch
 from tuner.checkpoint.manifest import step_name
 from tuner.checkpoint.save import CheckpointDir, prune, require_room, save
 from tuner.checkpoint.staging import Background, Staged, Staging
-from tuner.run.state import LaunchContext, run_state, run_tensors
+from tuner.run.state import LaunchContext, run_state
 from tuner.run.tasks.log import LogTask
 from tuner.rundir.records import Records
 from tuner.runtime import phase
 from tuner.runtime.process import Collective, another_gloo_group, gloo_group
-from tuner.setup.build import Assembly
+from tuner.setup.build import Assembly, run_tensors
 from tuner.setup.probes import record_probes
 from tuner.train.tasks import Event, Request, Task
 
@@ -63,7 +63,7 @@ class Saver(Task):
 
         Raises MachineError where there is no room for one checkpoint.
         """
-        tensors = run_tensors(self._assembly)
+        tensors = run_tensors(self._assembly.train_state)
         Collective(gloo_group()).on_rank0(lambda: require_room(self.checkpoints.path, tensors))
         if self._in_background:
             self._thread.start(lambda: self._reserve(tensors))
@@ -71,7 +71,7 @@ class Saver(Task):
 
     def save(self, snapshot: Snapshot) -> Snapshot:
         """Commit a snapshot of the tensors as they are. Collective; raises what any rank raises."""
-        return self._commit(snapshot, run_tensors(self._assembly), None, Collective(gloo_group()))
+        return self._commit(snapshot, run_tensors(self._assembly.train_state), None, Collective(gloo_group()))
 
     def begin(self, snapshot: Snapshot) -> bool:
         """Begin to commit a snapshot of the tensors as they are; False where it is to be saved at once.
@@ -80,7 +80,7 @@ class Saver(Task):
         """
         if not self._in_background:
             return False
-        tensors = run_tensors(self._assembly)
+        tensors = run_tensors(self._assembly.train_state)
         staged = self._staging.stage(tensors)
         self._assembly.train_state.copied = staged.copied
         self._thread.start(lambda: self._commit(snapshot, tensors, staged, self._thread_ranks))
