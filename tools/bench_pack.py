@@ -34,7 +34,7 @@ import pyarrow as pa
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tuner.data.balance import balance_rows, row_costs  # noqa: E402
+from tuner.data.batches import balance_rows, row_costs  # noqa: E402
 from tuner.data.building.bins import lower_bound, pack  # noqa: E402
 from tuner.data.building.pack import cut, row_batches  # noqa: E402
 from tuner.data.prepared import arrow  # noqa: E402

@@ -211,7 +211,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "data-same-order-every-epoch",
-        "data.order.row_order",
+        "data.batches.row_order",
         "[A & _MASK64, epoch]",
         "[A & _MASK64, 0]",
         BATCHES,
@@ -360,10 +360,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "data-digest-without-order",
-        "data.reading.sources.content_digest",
+        "data.sources.content_digest",
         "b\"\".join(A)",
         "b\"\".join(sorted(A))",
-        ("tests/data/reading/test_sources.py",),
+        ("tests/data/test_sources.py",),
     ),
     Mutant(
         "data-share-is-the-beginning",
@@ -381,7 +381,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "data-field-not-in-key",
-        "data.building.keys.keys_of",
+        "data.building.spec.keys_of",
         "A.special_tokens_in_text",
         "None",
         ("tests/data/building/test_keys.py",),
@@ -395,7 +395,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "data-micro-batches-by-chance",
-        "data.balance.balance_rows",
+        "data.batches.balance_rows",
         "sorted(range(A), key=lambda slot: -B[slot])",
         "list(range(A))",
         ("tests/data/test_balance.py",),

@@ -55,7 +55,7 @@ def by_functions(path: Path) -> Verdicts:
     from tuner.data.reading.blocks import blocks, lines_in, position_of, records_of
     from tuner.data.reading.problems import RecordProblem
     from tuner.data.reading.records import parse_record
-    from tuner.data.reading.sources import expand
+    from tuner.data.sources import expand
 
     verdicts, before, started = Verdicts(), 0, time.process_time()
     for block in blocks(expand([DataSource(path=str(path))])[0]):

@@ -51,14 +51,16 @@ class Trial:
 def build(trial: Trial, cache: str, fatal: tuple[int, str] | None, answers: Any) -> None:
     """Be a builder: prepare the data into `cache`, dying at call number `fatal[0]`, `before` or `after` it."""
     from tuner.config.recipe import DataSection, SftMethod
-    from tuner.data.building import documents
+    from tuner.data.building import documents, spec
     from tuner.data.building.prepare import prepare
     from tuner.data.building.spec import PrepareSpec
-    from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
+    from tuner.data.encoding.byte_level import byte_tokenizer_files
     from tuner.data.encoding.tokenizer import TextTokenizer
 
     os.environ[MARK] = trial.directory.name
-    documents.BUNDLE_BYTES = 1  # every file is work of its own, so that small ones keep several workers busy
+    documents.BUNDLE_BYTES = spec.MANY_BYTES = (
+        1  # every file is work of its own, so that small ones keep several workers busy
+    )
     MUTANTS[trial.mutant]()
     seen = count_calls(fatal)
     files = sorted(str(path) for path in trial.directory.glob("rows*.jsonl"))
@@ -327,7 +329,7 @@ def main() -> int:
     parser.add_argument("--mutant", choices=list(MUTANTS), default="none", help="break the builder: trials must fail")
     parser.add_argument("--replay", nargs=2, metavar=("KIND", "NUMBER"), help="one trial alone, such as: kill 17")
     options = parser.parse_args()
-    context.set_forkserver_preload(["tuner.data.building.prepare", "tuner.config.recipe"])
+    context.set_forkserver_preload(["tuner.data.building.rows", "tuner.config.recipe"])
     wanted = [("kill", options.first + i) for i in range(options.kills)] + [("race", i) for i in range(options.races)]
     if options.replay:
         wanted = [(options.replay[0], int(options.replay[1]))]

@@ -24,8 +24,8 @@ from typing import Any
 import orjson
 from tokenizers import Tokenizer
 
-from tuner.data.encoding.adversarial import adversarial_texts
 from tuner.data.encoding.tokenizer import SPECIAL_NAMES, TextTokenizer, declared_special_tokens, parse_json
+from tuner.data.id_probes import adversarial_texts
 from tuner.errors import TunerError
 
 Files = dict[str, bytes]

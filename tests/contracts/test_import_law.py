@@ -61,7 +61,7 @@ def modules() -> dict[str, Path]:
 
 
 def part(module: str) -> str:
-    """The part of the package that a module belongs to: `tuner.data.order` -> `data`."""
+    """The part of the package that a module belongs to: `tuner.data.batches` -> `data`."""
     return module.split(".")[1] if "." in module else ""
 
 
@@ -189,7 +189,7 @@ def test_light_modules_leave_torch_unloaded() -> None:
 
 def test_the_law_catches_what_it_forbids() -> None:
     lazy = ast.parse("def f() -> None:\n    from tuner.train.loop import loop\n")
-    typed = ast.parse("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tuner.data.order\n")
+    typed = ast.parse("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tuner.data.batches\n")
     assert unlawful("tuner.export.hf", lazy)
     assert unlawful("tuner.model.build", typed)
     assert unlawful("tuner.model.build", ast.parse("from tuner.config.recipe import Recipe"))

@@ -19,7 +19,7 @@ UNMISTAKABLE |= {layout.DAMAGED_CHECKPOINTS}
 # Directories of other kinds that have a file or directory of the same name.
 OTHERS = {
     ("tuner.data.prepared", layout.SAMPLES): "of prepared data",
-    ("tuner.data.building.prepare", layout.SAMPLES): "of prepared data",
+    ("tuner.data.building.rows", layout.SAMPLES): "of prepared data",
     ("tuner.data.id_probes", layout.ID_PROBES): "of prepared data",
     ("tuner.generate", layout.EXPORTS): "of this machine's cache",
     ("tuner.cli.command", layout.RECIPE): "of the user, in the working directory",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuner.data.balance import LINEAR_TOKENS, balance_rows, row_costs
+from tuner.data.batches import LINEAR_TOKENS, balance_rows, row_costs
 
 COSTS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 10**12)), min_size=1, max_size=40)
 

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuner.data.batches import IGNORED, GlobalBatches, collate
-from tuner.data.order import row_order
+from tuner.data.batches import IGNORED, GlobalBatches, collate, row_order
 from tuner.data.prepared import Row
 
 

@@ -113,7 +113,7 @@ def _checked(spec: PrepareSpec) -> Outcome:
 
 def _planned(spec: PrepareSpec, console: Console) -> Outcome:
     from tuner.data.building.cache import cache_path, valid
-    from tuner.data.building.keys import keys_of
+    from tuner.data.building.spec import keys_of
 
     keys = keys_of(spec)
     path = cache_path(spec.cache_dir, "prepared", keys.prepared)

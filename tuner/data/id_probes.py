@@ -6,24 +6,15 @@ with all of them.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import jsonlines
 
-from tuner.data.encoding.adversarial import adversarial_texts
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.reading.blocks import blocks, records_of
-from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, parse_record
-from tuner.data.reading.sources import SourceFile
 from tuner.errors import DataError
 
 ID_PROBES = "id_probes.jsonl"
-MAX_RECORDS = 16
-MAX_CHARS = 4000
-"""A longer text is left out."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +31,10 @@ class IdProbe:
     tools: list[dict[str, Any]] | None = None
 
 
-def record_probes(files: Iterable[SourceFile], tokenizer: TextTokenizer) -> Iterator[IdProbe]:
-    """Yield up to `MAX_RECORDS` probes: of the first records of every file that can be used."""
-    every = list(files)[:MAX_RECORDS]
-    for file in every:
-        found = (probe for example in _examples(file) for probe in _of_example(example, tokenizer))
-        yield from islice(found, MAX_RECORDS // len(every))
-
-
 def text_probes(tokenizer: TextTokenizer) -> Iterator[IdProbe]:
     """Yield a probe of each adversarial text."""
     for text in adversarial_texts(tokenizer):
-        yield _probe(text, tokenizer)
+        yield id_probe(text, tokenizer)
 
 
 def write_probes(path: Path, probes: Iterable[IdProbe]) -> None:
@@ -69,38 +52,35 @@ def read_probes(path: Path) -> list[IdProbe]:
         raise DataError(f"{path}: no probes of ids: {error}") from error
 
 
-def _examples(file: SourceFile) -> Iterator[Example]:
-    for block in blocks(file):
-        for record in records_of(block):
-            if record.value is not None:
-                try:
-                    yield parse_record(record.value, file.format, dict(file.columns))
-                except RecordProblem:
-                    continue  # preparation says what is wrong with it
-
-
-def _of_example(example: Example, tokenizer: TextTokenizer) -> Iterator[IdProbe]:
-    if isinstance(example, Conversation):
-        messages = [dict(message) for message in example.messages]
-        try:
-            text = tokenizer.render(messages, tools=example.tools)
-        except DataError:
-            return
-        yield from _short(_probe(text, tokenizer, messages, example.tools))
-    elif isinstance(example, PromptCompletion):
-        yield from _short(_probe(example.prompt, tokenizer))
-    elif isinstance(example, PlainText):
-        yield from _short(_probe(example.text, tokenizer))
-
-
-def _short(probe: IdProbe) -> list[IdProbe]:
-    return [probe] if len(probe.text) <= MAX_CHARS else []
-
-
-def _probe(
+def id_probe(
     text: str,
     tokenizer: TextTokenizer,
     messages: list[dict[str, Any]] | None = None,
     tools: list[dict[str, Any]] | None = None,
 ) -> IdProbe:
+    """The probe of a text, which the template wrote of `messages` where these are given."""
     return IdProbe(text, tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=True), messages, tools)
+
+
+_PLAIN = (
+    *("", " ", "  ", "a", " a", "a ", "  a  b  ", "\n", "\n\na\n", "a\n b", "\t", "\r\n", " \n ", "0", "12345 3.14"),
+    *("Hello, world!", "don't we'll", "x = {'a': [1, 2]}\n\treturn", "a\u00a0b", "\u3000x", "\ufeffx", "\u200bx"),
+    *("\u00e9t\u00e9", "cafe\u0301 A\u030a", "\ufb01 \u0130 \u1e9b\u0323", "\u4e2d\u6587 \u5b57\u3002"),
+    "\u05e9 \u0645",
+    *("\U0001f642\u200d\U0001f468", "\U0001f1f3\U0001f1f4 x", "\u2581", "\u2581x a\u2581b", "\u0120x", "<0x0A>", "</s"),
+    *("[INST] hi [/INST]", " [INST] <<SYS>>\nx\n<</SYS>>\n\n", "<|user|>\nhi", "USER: hi ASSISTANT:", "### Human:"),
+)
+_AROUND = (
+    *("{}", "{}a", "{} a", " {}", "a{}", "a {} b", "{0}{0}", "{0} {0}", "{0}\n{0}  x", "\n{}\n", "a\n{}\n\nb"),
+    *("{}[INST] a [/INST]", "{}\nuser\n", "  {}  \u4e2d"),
+)
+_TOKENS = 32
+
+
+def adversarial_texts(tokenizer: TextTokenizer) -> Iterator[str]:
+    """Yield some hundreds of texts: plain ones, and its special tokens and a share of its added ones amid others."""
+    yield from _PLAIN
+    named = list(dict.fromkeys(tokenizer.special_tokens.values()))
+    others = [token for token in tokenizer.added_tokens if token not in named]
+    for token in [*named, *others[:: 1 + len(others) // _TOKENS]]:
+        yield from (around.format(token) for around in _AROUND)

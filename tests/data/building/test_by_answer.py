@@ -118,6 +118,7 @@ def test_rows_of_one_document_are_held_out_as_documents(documents: list[list[int
 
 def test_the_number_of_workers_changes_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuner.data.building.documents.BUNDLE_BYTES", 1)
+    monkeypatch.setattr("tuner.data.building.spec.MANY_BYTES", 1)
     paths = [tiny.write_rows(tmp_path / f"r{i}.jsonl", chats(5, start=10 * i)) for i in range(5)]
     found = []
     for workers in (1, 2):

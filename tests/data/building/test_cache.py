@@ -137,7 +137,7 @@ def test_unused_documents_go_on_request(tmp_path: Path) -> None:
 
 def test_documents_are_not_removed_before_they_are_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the building of the two levels, the first is held by nobody's manifest."""
-    from tuner.data.building import prepare as module
+    from tuner.data.building import rows as module
 
     cache, removed, link = tmp_path / "cache", [], module._link
 

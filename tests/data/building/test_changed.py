@@ -10,13 +10,12 @@ import pytest
 from tests.data import tiny
 from tuner.config.recipe import DataSection, DataSource, Examples
 from tuner.data.building import documents
-from tuner.data.building.keys import keys_of
 from tuner.data.building.prepare import find_prepared, prepare
-from tuner.data.building.spec import PrepareSpec
+from tuner.data.building.spec import PrepareSpec, keys_of
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.reading import json_blocks
 from tuner.data.reading.blocks import blocks
-from tuner.data.reading.sources import expand
+from tuner.data.sources import expand
 from tuner.errors import DataError
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from tests.data import tiny
 from tuner.config import recipe
-from tuner.data.building.keys import FIELDS, keys_of
 from tuner.data.building.prepare import prepare
-from tuner.data.building.spec import PrepareSpec
+from tuner.data.building.spec import FIELDS, PrepareSpec, keys_of
 from tuner.data.encoding.tokenizer import TextTokenizer
 
 ROWS = [tiny.chat(f"question {i}", f"answer {i}" + " very" * (i % 7)) for i in range(30)]

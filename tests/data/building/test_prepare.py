@@ -19,12 +19,11 @@ from tuner.config.recipe import DataSection, ModelSection, SftMethod, TokenizerS
 from tuner.data.batches import GlobalBatches
 from tuner.data.building.encoded import record_batches
 from tuner.data.building.explain import explain
-from tuner.data.building.keys import keys_of
 from tuner.data.building.pool import WorkerPool
 from tuner.data.building.prepare import PreparedInfo, find_prepared, prepare
 from tuner.data.building.progress import Pace
 from tuner.data.building.report import report_lines
-from tuner.data.building.spec import prepare_spec
+from tuner.data.building.spec import keys_of, prepare_spec
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.prepared import PackedRows, open_prepared, open_stream
 from tuner.errors import DataError, RecipeError
@@ -85,7 +84,7 @@ def test_preparing_again_is_a_hit_and_a_new_length_does_not_encode(
     assert (first.cached, again.cached) == (False, True)
     assert (again.path, again.report) == (first.path, first.report)
     assert find_prepared(tiny.request(cache, path)) == first.path
-    monkeypatch.setattr("tuner.data.building.prepare.build_documents", None)
+    monkeypatch.setattr("tuner.data.building.rows.build_documents", None)
     other = prepare(tiny.request(cache, path, max_length=256))
     unpacked = prepare(tiny.request(cache, path, packing=False))
     assert len({first.key, other.key, unpacked.key}) == 3
@@ -132,6 +131,7 @@ def several(directory: Path, files: int, **more: Any) -> list[dict[str, Any]]:
 def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every file be a bundle of its own, so that a few small files keep several workers busy."""
     monkeypatch.setattr("tuner.data.building.documents.BUNDLE_BYTES", 1)
+    monkeypatch.setattr("tuner.data.building.spec.MANY_BYTES", 1)
 
 
 @pytest.mark.usefixtures("small_bundles")
@@ -474,10 +474,10 @@ def test_damage_is_found_and_repaired(tmp_path: Path) -> None:
     [
         "documents._read",
         "documents._write_chosen",
-        "prepare.cut",
+        "rows.cut",
         "cache.write_json",
         "cache.publish_dir",
-        "prepare._link",
+        "rows._link",
     ],
 )
 def test_a_builder_that_dies_leaves_nothing_that_looks_whole(

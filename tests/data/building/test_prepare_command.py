@@ -132,8 +132,8 @@ def test_shares_are_shown_source_by_source(recipe: Path) -> None:
 
 COMMAND = """
 import sys
-from tuner.data.building import documents
-documents.BUNDLE_BYTES = 1  # every file is work of its own
+from tuner.data.building import documents, spec
+documents.BUNDLE_BYTES = spec.MANY_BYTES = 1  # every file is work of its own
 from tuner.cli.main import main
 main(sys.argv[1:])
 """
@@ -211,7 +211,7 @@ def test_a_killed_worker_is_one_line_with_its_place(many_files: Path) -> None:
 def test_a_script_without_a_guard_is_not_run_again_by_workers(many_files: Path) -> None:
     script = many_files.parent / "script.py"
     script.write_text(
-        "from tuner.data.building import documents\ndocuments.BUNDLE_BYTES = 1\n"
+        "from tuner.data.building import documents, spec\ndocuments.BUNDLE_BYTES = spec.MANY_BYTES = 1\n"
         "from tuner import prepare_data\nprint('once')\n"
         f"print(prepare_data({str(many_files)!r}).path)\n"
     )

@@ -12,8 +12,7 @@ import pytest
 from tests.data import tiny
 from tuner.config.load import load_recipe
 from tuner.config.recipe import TokenizerSection
-from tuner.data.building.keys import keys_of
-from tuner.data.building.spec import PrepareSpec
+from tuner.data.building.spec import PrepareSpec, keys_of
 from tuner.data.encoding.fast import FastEncoder
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import load_tokenizer

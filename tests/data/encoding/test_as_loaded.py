@@ -15,10 +15,10 @@ import pytest
 from tests.data import spm, tiny
 from tuner.config.recipe import TokenizerSection
 from tuner.data.building.report import warnings_of
-from tuner.data.encoding import as_loaded
-from tuner.data.encoding.adversarial import adversarial_texts
+from tuner.data.encoding import tokenizer_files
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import load_tokenizer
+from tuner.data.id_probes import adversarial_texts
 from tuner.errors import DataError
 
 CHATS = [
@@ -106,7 +106,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         calls.append(arguments)
         return subprocess.run(*arguments, **options)  # noqa: PLW1510 (the caller says)
 
-    monkeypatch.setattr(as_loaded, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(tokenizer_files, "subprocess", SimpleNamespace(run=run))
     return calls
 
 
@@ -126,8 +126,8 @@ def test_transformers_is_asked_once(tmp_path: Path, asked: list[object]) -> None
     assert len(asked) == 1
     assert first.hash == again.hash
     assert again.loaded_as is not None
-    assert again.loaded_as.tokenizer_class == "LlamaTokenizer"
-    assert again.loaded_as.changed == ("normalizer", "pre_tokenizer", "model")
+    assert again.loaded_as["class"] == "LlamaTokenizer"
+    assert again.loaded_as["changed"] == ["normalizer", "pre_tokenizer", "model"]
     (base / "config.json").write_text('{"model_type": "mistral"}')
     assert load(base, cache).hash != first.hash
     [answer] = {
@@ -151,8 +151,7 @@ def test_files_that_are_loaded_as_they_are_stay_as_they_are(tmp_path: Path) -> N
     tokenizer = load(base, tmp_path / "cache")
     assert tokenizer.files == tiny.files()
     assert tokenizer.hash == tiny.tokenizer().hash
-    assert tokenizer.loaded_as is not None
-    assert tokenizer.loaded_as.facts() == {
+    assert tokenizer.loaded_as == {
         "transformers": version("transformers"),
         "class": "TokenizersBackend",
         "changed": [],
@@ -168,13 +167,13 @@ def test_another_version_with_other_ids_is_named(tmp_path: Path) -> None:
     load(base, cache)
     [answer] = cache.rglob("answer.json")
     for other, digest in (("4.57.0", "0" * 64), ("5.22.0", json.loads(answer.read_text())["ids_sha256"])):
-        directory = answer.parent.parent / f"{other}-{as_loaded.FORMAT}"
+        directory = answer.parent.parent / f"{other}-{tokenizer_files.FORMAT}"
         directory.mkdir()
         (directory / "answer.json").write_text(json.dumps({"ids_sha256": digest}))
     loaded = load(base, cache).loaded_as
     assert loaded is not None
-    assert loaded.other_versions == ("4.57.0",)
-    report = {"tokenizer": loaded.facts(), "sources": {}, "overlap": 0, "train": None, "eval": None}
+    assert loaded["other_versions"] == ["4.57.0"]
+    report = {"tokenizer": loaded, "sources": {}, "overlap": 0, "train": None, "eval": None}
     [warning] = warnings_of(report, "rejects")
     assert f"transformers {version('transformers')} gives other ids than 4.57.0 did" in warning
 

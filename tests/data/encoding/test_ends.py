@@ -12,8 +12,7 @@ from tuner.data.encoding.encode import Encoder
 from tuner.data.reading.records import parse_record
 
 TURNS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}ANSWER{% else %}OTHER{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}ANSWER{% else %}OTHER{% endif %}"
 )
 CLOSED = TURNS + "\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 HEADER_ALWAYS = TURNS + "{% endfor %}{{ '<|im_start|>assistant\n' }}"

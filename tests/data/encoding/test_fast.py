@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, normalizers
 
 from tests.data import tiny
 from tuner.data.encoding import encode, fast, words
-from tuner.data.encoding.byte_table import Unproven
+from tuner.data.encoding.byte_level import Unproven
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.encoding.fast import FastEncoder
 from tuner.data.encoding.proven import ProvenEncoder

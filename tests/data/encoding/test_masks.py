@@ -10,7 +10,7 @@ import pytest
 
 from tests.data import tiny
 from tuner.data.encoding import alone, chat, unwritten
-from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
+from tuner.data.encoding.byte_level import byte_tokenizer_files
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.place import Document
 from tuner.data.encoding.template import MAX_STEPS

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from tests.data import tiny
 from tuner.config.recipe import TokenizerSection
-from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
+from tuner.data.encoding.byte_level import byte_tokenizer_files
 from tuner.data.encoding.template import ChatTemplate
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import load_tokenizer

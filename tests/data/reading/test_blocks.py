@@ -18,7 +18,7 @@ from tuner.data.reading import block as block_module
 from tuner.data.reading import csv_blocks, elements, json_blocks, streams, tables, text_blocks
 from tuner.data.reading.block import Block, RawRecord
 from tuner.data.reading.blocks import blocks, lines_in, position_of, records_of
-from tuner.data.reading.sources import SourceFile, expand
+from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError
 
 SIZED = (block_module, json_blocks, csv_blocks, text_blocks, tables)

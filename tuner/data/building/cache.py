@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tuner.data.prepared import PREPARED_SCHEMA
-from tuner.data.reading.spool import remove_left_spools
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.runtime.console import Console
 from tuner.runtime.files import (
@@ -196,6 +195,8 @@ def collect(cache_dir: Path, unused: bool = False, verify: bool = False, dry_run
     symbolic links and everything that is not named like a part of the cache. With `dry_run` nothing is removed.
     Raises MachineError where the cache cannot be written.
     """
+    from tuner.data.reading.spool import remove_left_spools
+
     garbage = [Garbage(path, LEFT_SPOOL, size) for path, size in remove_left_spools(dry_run)]
     for level in LEVELS:
         needed = _needed(cache_dir, {item.path for item in garbage}) if unused and level == "encoded" else None

@@ -6,7 +6,7 @@ held out, all of them are written first and the chosen ones are then copied, bat
 
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,13 +27,13 @@ from tuner.data.building.encoded import (
     documents_schema,
     record_batches,
 )
-from tuner.data.building.keys import Keys, Source
 from tuner.data.building.pool import WorkerDiedError, WorkerPool, answers
 from tuner.data.building.progress import pace
 from tuner.data.building.sampling import shared
+from tuner.data.building.spec import Keys, expected_bytes
 from tuner.data.building.splits import Split, SplitSelection
 from tuner.data.building.stream_file import StreamFiles
-from tuner.data.encoding.byte_table import Unproven
+from tuner.data.encoding.byte_level import Unproven
 from tuner.data.encoding.encode import FAST_FROM_BYTES, FastEncoderMismatch
 from tuner.data.encoding.fast import NOT_INSTALLED, is_installed
 from tuner.data.prepared import arrow_bits
@@ -41,7 +41,6 @@ from tuner.data.reading.block import BLOCK_BYTES, Block
 from tuner.data.reading.blocks import blocks
 from tuner.errors import DataError, MachineError
 from tuner.runtime.memory import give_back
-from tuner.runtime.process import cores
 
 if TYPE_CHECKING:
     from tuner.data.building.spec import PrepareSpec
@@ -50,10 +49,6 @@ if TYPE_CHECKING:
 REJECTS = "rejects.jsonl"
 BUNDLE_BYTES = BLOCK_BYTES
 """Smaller blocks are encoded together, and make one record batch."""
-FEW_BUNDLES = 3
-"""Fewer bundles than these are encoded in this process: starting workers would take longer."""
-INFLATES = 4
-"""How many times its size a compressed file has, as far as progress is concerned."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +66,9 @@ class _Origin:
 EncodingPool = WorkerPool[Bundle, EncodedBundle]
 
 
-def start_pool(spec: "PrepareSpec", sources: Iterable[Source]) -> EncodingPool | None:
-    """Start the workers that `build_documents` would, where their number is more than one."""
-    count = _worker_count(spec, _expected_bytes(sources))
-    return WorkerPool(_job(spec, much=True), count) if count > 1 else None
+def start_pool(spec: "PrepareSpec", count: int) -> EncodingPool:
+    """Start so many of the workers that `build_documents` needs."""
+    return WorkerPool(_job(spec, much=True), count)
 
 
 def build_documents(
@@ -94,12 +88,6 @@ def build_documents(
     for path in tmp.iterdir():
         path.unlink()
     return _build(spec, keys, tmp, console, slow_reason=reason)
-
-
-def _worker_count(spec: "PrepareSpec", expected: int) -> int:
-    """Processes that encode so many bytes: one where there are few, since starting others would take longer."""
-    many = expected >= FEW_BUNDLES * BUNDLE_BYTES
-    return 1 if not many else cores() if spec.workers is None else spec.workers
 
 
 def _job(spec: "PrepareSpec", much: bool, fast: bool = True) -> EncodeJob:
@@ -125,10 +113,10 @@ def _build(
     splits = [Split("train", keys.train, held_out is not None)]
     if keys.eval is not None:
         splits.append(Split("eval", keys.eval))
-    expected = _expected_bytes(source for split in splits for source in split.sources)
+    expected = expected_bytes(source for split in splits for source in split.sources)
     job = _job(spec, much=False, fast=slow_reason is None)
     with pace(console, expected) as done:
-        hashed = _read(splits, job, _worker_count(spec, expected), tmp, done, pool)
+        hashed = _read(splits, job, spec.workers(expected), tmp, done, pool)
     keys.refuse_changed()
     give_back()  # what encoding held: choosing documents needs its own
     taken = [split.taken(spec.seed) for split in splits]
@@ -228,12 +216,6 @@ def _blocks(split: Split) -> Iterator[tuple[_Origin, Block]]:
         for file in source.files:
             for block in blocks(file):
                 yield _Origin(split, number, block.index, file.name, block.size), block
-
-
-def _expected_bytes(sources: Iterable[Source]) -> int:
-    """Bytes of all records, inflated, as far as sizes on disk tell."""
-    files = [file for source in sources for file in source.files]
-    return sum(file.size() * (INFLATES if file.compression or file.kind == "parquet" else 1) for file in files)
 
 
 def _write_chosen(

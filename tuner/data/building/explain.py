@@ -7,11 +7,12 @@ from itertools import islice
 from tuner.data.building.documents import bad_record_error
 from tuner.data.building.encoded import bad_record
 from tuner.data.building.spec import PrepareSpec
+from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.place import Document
 from tuner.data.reading.blocks import RawRecord, blocks, lines_in, records_of
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import parse_record
-from tuner.data.reading.sources import SourceFile, expand
+from tuner.data.sources import SourceFile, expand
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def explain(spec: PrepareSpec, n: int) -> Iterator[DocumentView]:
 
 
 def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
-    encoder = spec.encoder()
+    encoder = Encoder(spec.tokenizer, spec.examples.train_on, spec.special_tokens_in_text)
     for file, line, record in _records(expand(spec.data.train)):
         try:
             if record.problem is not None or record.value is None:

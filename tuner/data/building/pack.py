@@ -94,9 +94,7 @@ def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -
     reasons = {reason: count for reason, count in dropped.items() if count}
     documents, stops, targeted, *rest = segments.done()
     starts = rest[0] if rest else np.broadcast_to(np.uint32(0), len(stops))
-    return Segments(
-        documents, starts, stops, targeted, reasons, truncated, n_split, pieces_dropped, tokens_dropped
-    )
+    return Segments(documents, starts, stops, targeted, reasons, truncated, n_split, pieces_dropped, tokens_dropped)
 
 
 def _sliced(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -7,13 +7,13 @@ Python object stands for a document.
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tuner.config.duration import Duration
+from tuner.data.building.spec import Share
 from tuner.errors import DataError
 
 Digests = npt.NDArray[np.uint64]
@@ -23,30 +23,6 @@ _CHUNK = 1 << 16
 _MOST = 2**31 - 1
 _SAMPLE_STREAM = 1 << 63
 """Philox keys of samples are apart from those of epochs, which count from 0."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """How much of a source is taken: `weight` times its documents, or exactly `count` of them."""
-
-    weight: float = 1.0
-    count: int | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every document is taken once."""
-        return self.count is None and self.weight == 1
-
-    @property
-    def is_drawn(self) -> bool:
-        """Whether the seed may decide what is taken; whole multiples need none."""
-        return self.count is not None or self.weight != math.floor(self.weight)
-
-    def total(self, documents: int) -> int:
-        """Documents taken of a source that has so many, repeats counted; halves are rounded up."""
-        if documents == 0:
-            return 0
-        return self.count if self.count is not None else math.floor(self.weight * documents + 0.5)
 
 
 def copies(share: Share, documents: int, seed: int, source: int) -> npt.NDArray[np.int32]:

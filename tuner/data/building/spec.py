@@ -1,24 +1,71 @@
-"""What is to be prepared, and how a recipe's sections become it: the one place where `auto` becomes a number."""
+"""What is to be prepared, and the names of prepared directories.
 
-from collections.abc import Mapping
+How a recipe's sections become a spec is the one place where `auto` becomes a number. A name is a hash of everything
+that decides the bytes, and of nothing else.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from tuner.data.building.pack import TooLong
-from tuner.data.encoding.encode import Encoder
+from tuner.config.duration import Duration
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import cache_root, load_tokenizer, tokenizer_directory
-from tuner.data.encoding.turns import SpecialTokens
-from tuner.errors import RecipeError
+from tuner.data.sources import SourceFile, expand
+from tuner.errors import DataError, RecipeError
 from tuner.runtime.files import read_json
+from tuner.runtime.process import cores
 
 if TYPE_CHECKING:
-    from tuner.config.recipe import DataSection, Examples, Method, ModelSection, TokenizerSection
+    from tuner.config.recipe import DataSection, DataSource, Examples, Method, ModelSection, TokenizerSection
+    from tuner.data.building.pack import TooLong
+    from tuner.data.encoding.turns import SpecialTokens
+
 
 AUTO_MAX_LENGTH = 2048
 """`data.max_length: auto` is at most this many tokens."""
+MANY_BYTES = 12 << 20
+"""Fewer bytes of records are encoded in this process: starting workers would take longer."""
+INFLATES = 4
+"""How many times its size a compressed file has, as far as can be told before it is read."""
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+FORMAT_VERSION = 4
+"""Counts up when the same input would give other bytes."""
+Part = Literal["documents", "rows", "content", "nothing"]
+FIELDS: dict[str, dict[str, Part]] = {
+    "DataSection": {
+        "train": "content",
+        "eval": "documents",
+        "max_length": "rows",
+        "too_long": "rows",
+        "packing": "rows",
+        "shuffle": "nothing",
+        "on_bad_row": "documents",
+        "workers": "nothing",
+        "cache_dir": "nothing",
+    },
+    "DataSource": {
+        "path": "content",
+        "format": "documents",
+        "columns": "documents",
+        "weight": "documents",
+        "count": "documents",
+    },
+    "TokenizerSection": {
+        "name_or_path": "content",
+        "chat_template": "content",
+        "add_tokens": "content",
+        "special_tokens_in_text": "documents",
+    },
+    "AddedToken": {"token": "content", "special": "content"},
+    "Examples": {"kind": "documents", "train_on": "documents"},
+}
+"""What each field of the recipe decides: the encoded documents and with them everything; the packed rows alone;
+`content`: the bytes that it leads to decide, not its own text; or nothing. A test holds every field against it."""
 
 
 @dataclass(frozen=True)
@@ -31,21 +78,16 @@ class PrepareSpec:
     max_length: int
     seed: int
     cache_dir: Path
-    special_tokens_in_text: SpecialTokens = "refuse"
+    special_tokens_in_text: "SpecialTokens" = "refuse"
 
     @property
-    def too_long(self) -> TooLong:
+    def too_long(self) -> "TooLong":
         """The policy for long documents, `auto` resolved."""
         return self.examples.too_long if self.data.too_long == "auto" else self.data.too_long
 
-    @property
-    def workers(self) -> int | None:
-        """Processes that encode; None leaves it to the number of cores."""
-        return None if self.data.workers == "auto" else self.data.workers
-
-    def encoder(self) -> Encoder:
-        """What encodes the examples."""
-        return Encoder(self.tokenizer, self.examples.train_on, self.special_tokens_in_text)
+    def workers(self, expected: int) -> int:
+        """Processes that encode so many bytes of records."""
+        return 1 if expected < MANY_BYTES else cores() if self.data.workers == "auto" else self.data.workers
 
 
 def prepare_spec(
@@ -99,3 +141,136 @@ def _positions(config: Mapping[str, Any]) -> int | None:
             return int(config[key])
     nested = config.get("text_config")
     return _positions(nested) if isinstance(nested, dict) else None
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much of a source is taken: `weight` times its documents, or exactly `count` of them."""
+
+    weight: float = 1.0
+    count: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every document is taken once."""
+        return self.count is None and self.weight == 1
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the seed may decide what is taken; whole multiples need none."""
+        return self.count is not None or self.weight != math.floor(self.weight)
+
+    def total(self, documents: int) -> int:
+        """Documents taken of a source that has so many, repeats counted; halves are rounded up."""
+        if documents == 0:
+            return 0
+        return self.count if self.count is not None else math.floor(self.weight * documents + 0.5)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of `data.train` or `data.eval`: its files, in order, and how much of them is taken."""
+
+    path: str
+    share: Share
+    files: Sequence[SourceFile]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The names of both directories of a spec, and the sources, which were read for them."""
+
+    encoded: str
+    prepared: str
+    encoded_fields: Mapping[str, Any]
+    train: Sequence[Source]
+    eval: Sequence[Source] | None
+    stamps: Mapping[Path, tuple[int, ...]]
+    """What each file was like before it was hashed."""
+
+    def refuse_changed(self) -> None:
+        """Raise DataError for a file that is no longer the one that was hashed: its rows would get another's name."""
+        for path, stamp in self.stamps.items():
+            if _stamp(path) != stamp:
+                raise DataError(f"{path}: changed while it was read", hint="run the command again")
+
+
+class SplitSources(NamedTuple):
+    """The sources of each split; None for an eval split that is held out of the train sources, or not there."""
+
+    train: list[Source]
+    held: list[Source] | None
+
+    def every(self) -> list[Source]:
+        """Those of both splits."""
+        return [*self.train, *(self.held or [])]
+
+
+def sources_of(spec: PrepareSpec) -> SplitSources:
+    """The sources of `data.train`, and those of `data.eval` where it has its own. DataError where one is not there."""
+    data = spec.data
+    held = None if data.eval is None or isinstance(data.eval, Duration) else _sources(data.eval)
+    return SplitSources(_sources(data.train), held)
+
+
+def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> Keys:
+    """Read the sources and hash what decides the result. DataError for a source that cannot be read."""
+    data = spec.data
+    sources = sources or sources_of(spec)
+    train, held = sources
+    split = data.eval if isinstance(data.eval, Duration) else None
+    stamps = {file.path: _stamp(file.path) for source in sources.every() for file in source.files}
+    drawn = any(source.share.is_drawn for source in sources.every())
+    fields: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "train": _identity(train),
+        "eval": None if held is None else _identity(held),
+        "eval_files": None if data.eval is None else [len(source.files) for source in held or train],
+        "split": None if split is None else [str(split.count), split.unit],
+        "seed": spec.seed if split is not None or drawn else None,
+        "tokenizer": spec.tokenizer.hash,
+        "template": spec.tokenizer.template_hash,
+        "eos_ids": list(spec.tokenizer.eos_ids),  # the model's too: they end the turns, and the samples' answers
+        "special_tokens_in_text": spec.special_tokens_in_text,
+        "method": spec.examples.kind,
+        "train_on": spec.examples.train_on,
+        "on_bad_row": data.on_bad_row,
+    }
+    encoded = _hash(fields)
+    rows = {
+        "encoded": encoded,
+        "max_length": spec.max_length,
+        "too_long": spec.too_long,
+        "packing": data.packing,
+    }
+    return Keys(encoded, _hash(rows), fields, train, held, stamps)
+
+
+def _sources(sections: "Sequence[DataSource]") -> list[Source]:
+    files = expand(sections)
+    return [
+        Source(section.path, Share(section.weight, section.count), [file for file in files if file.source == number])
+        for number, section in enumerate(sections)
+    ]
+
+
+def expected_bytes(sources: Iterable[Source]) -> int:
+    """Bytes of all records, inflated, as far as sizes on disk tell."""
+    files = [file for source in sources for file in source.files]
+    return sum(file.size() * (INFLATES if file.compression or file.kind == "parquet" else 1) for file in files)
+
+
+def _identity(sources: Sequence[Source]) -> list[Any]:
+    return [file.identity() for source in sources for file in source.files]
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _hash(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]

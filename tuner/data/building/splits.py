@@ -15,8 +15,8 @@ import numpy.typing as npt
 from tuner.config.duration import Duration
 from tuner.data.building.counts import ByAnswer, Counts
 from tuner.data.building.encoded import EncodedBundle
-from tuner.data.building.keys import Source
 from tuner.data.building.sampling import Digests, copies, distinct, hold_out
+from tuner.data.building.spec import Source
 
 _CHUNK = 1 << 16
 _EVAL_SOURCES = 1 << 32

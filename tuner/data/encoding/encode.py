@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tuner.data.encoding.alone import Alone, Placed
-from tuner.data.encoding.byte_table import ByteTable, Unproven
+from tuner.data.encoding.byte_level import ByteTable, Unproven
 from tuner.data.encoding.encoded_batch import EncodedBatch, joined
 from tuner.data.encoding.fast import FastEncoder
 from tuner.data.encoding.flat import BatchTexts, Flat, Ints, Turns, edges_of, offsets_of
@@ -74,9 +74,7 @@ class Encoder:
             except Unproven as error:
                 self.not_fast = str(error)
 
-    def encode(
-        self, examples: Sequence[Example], total_bytes: int | None = None, checks: int = CHECKS
-    ) -> EncodedBatch:
+    def encode(self, examples: Sequence[Example], total_bytes: int | None = None, checks: int = CHECKS) -> EncodedBatch:
         """Encode examples, in order; one that cannot be used gives its problem.
 
         Where they are a part of records that were cut for the sake of memory, `total_bytes` are those of all parts:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tuner.data.encoding.byte_table import ByteTable, Unproven
+from tuner.data.encoding.byte_level import ByteTable, Unproven
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.runtime.memory import allocated_bytes, give_back, resident_bytes
 

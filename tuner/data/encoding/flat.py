@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tuner.data.encoding.byte_table import ByteTable
+from tuner.data.encoding.byte_level import ByteTable
 
 Ints = npt.NDArray[np.int64]
 Edges = npt.NDArray[np.int32] | npt.NDArray[np.int64]

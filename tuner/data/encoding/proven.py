@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tuner.data.encoding.byte_table import ByteTable, Unproven
+from tuner.data.encoding.byte_level import ByteTable, Unproven
 from tuner.data.encoding.tokenizer import TextTokenizer
 
 _ALPHABET = [*"aS1 \n\r\t!_", "'s", "'LL", "\u00a0", "\u00e9", "\u4e2d", "\u3000", "\U0001f600"]

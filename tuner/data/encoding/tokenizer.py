@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
-from tuner.data.encoding.as_loaded import LoadedAs
-from tuner.data.encoding.byte_table import ByteTable, Unproven
+from tuner.data.encoding.byte_level import ByteTable, Unproven
 from tuner.data.encoding.template import (
     NO_VARIABLES,
     TEMPLATE_FILE,
@@ -55,13 +54,13 @@ class TextTokenizer:
         model_eos_ids: Sequence[int] = (),
         now: datetime | None = None,
         new_ids: range = range(0),
-        loaded_as: LoadedAs | None = None,
+        loaded_as: dict[str, Any] | None = None,
     ) -> None:
         """Build from a tokenizer directory's files by name.
 
         `chat_template` replaces the directory's own; `model_eos_ids` are further ids that end a turn, `now` the
         current time for a template, `new_ids` those of tokens that the recipe added to the files, `loaded_as` how
-        transformers loads them, where it was asked. DataError.
+        transformers loads them, as a manifest holds it, where it was asked. DataError.
         """
         self.loaded_as = loaded_as
         self._files = dict(files)

@@ -1,22 +1,50 @@
-"""The files of a tokenizer: where they are, and the tokenizer that they make."""
+"""The files of a tokenizer: where they are, what transformers makes of them, and the tokenizer that they are.
 
+What transformers loads is not what tokenizer.json says for many classes: `tuner.transformers_tokenizer` asks it, in a
+process of its own, once for each tokenizer and version. The answers are kept in the cache, those of other versions too:
+what changes from one version to the next is seen.
+
+    <cache>/tokenizers/<files>/<version of transformers>-<format>/    answer.json, and the files it replaces
+"""
+
+import hashlib
+import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tuner.data.encoding.added import require_ids, with_tokens
-from tuner.data.encoding.as_loaded import LoadedAs, as_loaded
-from tuner.data.encoding.byte_tokenizer import byte_tokenizer_files
 from tuner.data.encoding.template import TEMPLATE_FILE, TOOL_TEMPLATE_FILE
 from tuner.data.encoding.tokenizer import TextTokenizer, parse_json
 from tuner.errors import DataError, MachineError
+from tuner.runtime.files import (
+    TMP_PREFIX,
+    discard_dir,
+    file_entries,
+    json_bytes,
+    publish_dir,
+    read_json,
+    sweep,
+    verify_entries,
+    write_atomic,
+)
+from tuner.runtime.lock import FileLock
 
 if TYPE_CHECKING:
     from tuner.config.recipe import TokenizerSection
 
+FORMAT = 1
+"""Counts up when the same files and version would get another answer."""
+_CHILD = "tuner.transformers_tokenizer"
+_ANSWER = "answer.json"
+# What AutoTokenizer reads of a config.json to choose the class.
+_CHOOSING = ("model_type", "model_name", "tokenizer_class")
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -49,6 +77,8 @@ def load_tokenizer(
     own = tokenizer.name_or_path is not None and str(tokenizer.name_or_path) != model_path
     cache = cache_dir or cache_root()
     if tokenizer.name_or_path == "byte":
+        from tuner.data.encoding.byte_level import byte_tokenizer_files
+
         context = _LoadContext("tokenizer.name_or_path: byte", None, _model_config(model_path, revision), cache)
         files, ends = byte_tokenizer_files(), []
     else:
@@ -59,6 +89,8 @@ def load_tokenizer(
     files, loaded = context.as_loaded(files)
     new_ids = range(0)
     if tokenizer.add_tokens:
+        from tuner.data.encoding.added import require_ids, with_tokens
+
         files, new_ids = with_tokens(files, tokenizer.add_tokens)
         files, _ = context.as_loaded(files)
         require_ids(files, tokenizer.add_tokens, new_ids)
@@ -99,15 +131,114 @@ class _LoadContext:
     name: str
     """For people."""
     config: bytes | None
+    """The config.json next to the files."""
     model_config: bytes | None
+    """That of the trained model, next to which they will be exported: both decide about the class."""
     cache_dir: Path
 
-    def as_loaded(self, files: Mapping[str, bytes]) -> tuple[dict[str, bytes], LoadedAs]:
-        """The files as transformers loads them. Raises DataError."""
-        try:
-            return as_loaded(files, self.config, self.model_config, self.cache_dir)
-        except DataError as error:
-            raise DataError(f"{self.name}: {error.message}", hint=error.hint) from error
+    def as_loaded(self, files: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, Any]]:
+        """The files with which every reader gets the tokenizer that transformers makes of `files`, and what that is.
+
+        Files that are loaded as they are come back as they are. Raises DataError where transformers cannot load them,
+        or not alike everywhere.
+        """
+        now = version("transformers")
+        root = self.cache_dir / "tokenizers" / self._key(files)
+        directory = root / f"{now}-{FORMAT}"
+        answer, replaced = _kept(directory) or self._ask(files, directory)
+        merged = {name: content for name, content in {**files, **replaced}.items() if name not in answer["removed"]}
+        facts = {"transformers": now, "class": answer["class"], "changed": answer["changed"]}
+        return merged, {**facts, "other_versions": list(_others(root, answer))}
+
+    def _key(self, files: Mapping[str, bytes]) -> str:
+        """A hash of everything that decides how the files are loaded, but for the version of transformers."""
+        digest = hashlib.sha256()
+        for name in sorted(files.keys() - {TEMPLATE_FILE, TOOL_TEMPLATE_FILE}):
+            digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
+        own = _chosen_by(self.config, (*_CHOOSING, "transformers_version"))
+        digest.update(json.dumps([own, _chosen_by(self.model_config, _CHOOSING)]).encode())
+        return digest.hexdigest()[:16]
+
+    def _ask(self, files: Mapping[str, bytes], directory: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Ask transformers in a child process, and keep the answer where the cache can be written. Raises DataError."""
+        with _locked(directory.parent) as is_kept:
+            if is_kept and (kept := _kept(directory)) is not None:
+                return kept  # another process asked meanwhile
+            with tempfile.TemporaryDirectory(prefix=TMP_PREFIX, dir=directory.parent if is_kept else None) as name:
+                job = Path(name)
+                configs = {"source/config.json": self.config, "model.json": self.model_config}
+                given = {**{f"source/{file}": content for file, content in files.items()}, **configs}
+                for path, content in given.items():
+                    if content is not None:
+                        (job / path).parent.mkdir(parents=True, exist_ok=True)
+                        (job / path).write_bytes(content)
+                self._run(job)
+                answers = job / "answer"
+                answer = {**read_json(answers / _ANSWER), "files": file_entries(answers, exclude=(_ANSWER,))}
+                write_atomic(answers / _ANSWER, json_bytes(answer))
+                replaced = {file: (answers / file).read_bytes() for file in answer["files"]}
+                if is_kept:
+                    discard_dir(directory)
+                    publish_dir(answers, directory)
+        return answer, replaced
+
+    def _run(self, job: Path) -> None:
+        """Run the child on a job. Raises DataError with the child's reason."""
+        # tiktoken would keep what it reads in a directory of a fixed name in /tmp.
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TIKTOKEN_CACHE_DIR": ""}
+        command = [sys.executable, "-m", _CHILD, str(job)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        if result.returncode:
+            reason = (result.stderr.strip().splitlines() or [f"it ended with {result.returncode}"])[-1]
+            raise DataError(f"{self.name}: the tokenizer cannot be loaded as its readers would load it: {reason}")
+
+
+def _chosen_by(config: bytes | None, keys: tuple[str, ...]) -> list[Any] | None:
+    if config is None:
+        return None
+    try:
+        facts = json.loads(config)
+    except (ValueError, RecursionError):
+        return ["unreadable", hashlib.sha256(config).hexdigest()]
+    return [facts.get(key) for key in keys] if isinstance(facts, dict) else ["no object"]
+
+
+def _kept(directory: Path) -> tuple[dict[str, Any], dict[str, bytes]] | None:
+    """The answer of a directory and the files in it; None where there is none or it is damaged."""
+    with suppress(DataError, OSError, KeyError, TypeError, AttributeError):
+        answer = read_json(directory / _ANSWER)
+        verify_entries(directory, answer["files"], hash=True)
+        return answer, {name: (directory / name).read_bytes() for name in answer["files"]}
+    return None
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[bool]:
+    """Hold the lock of a tokenizer's answers for the length of the block; false where nothing can be written there.
+
+    The answer is then asked for again the next time. What killed processes left goes.
+    """
+    lock = FileLock(root / ".lock")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock.acquire(wait=True)
+        sweep(root)
+    except (OSError, MachineError):
+        lock.release()
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def _others(root: Path, answer: Mapping[str, Any]) -> Iterator[str]:
+    """Versions of transformers with other ids, of those whose answers are kept."""
+    for path in sorted(root.glob(f"*-{FORMAT}/{_ANSWER}")):
+        with suppress(DataError):
+            if read_json(path).get("ids_sha256") != answer["ids_sha256"]:
+                yield path.parent.name.removesuffix(f"-{FORMAT}")
 
 
 def _config(directory: Path) -> bytes | None:

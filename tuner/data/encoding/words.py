@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import regex  # type: ignore[import-untyped]
 
-from tuner.data.encoding.byte_table import ByteTable, Unproven
+from tuner.data.encoding.byte_level import ByteTable, Unproven
 from tuner.data.encoding.tokenizer import TextTokenizer
 
 _MAX_WORDS = 1 << 18

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.sources import SourceFile
+from tuner.data.sources import SourceFile
 
 BLOCK_BYTES = 4 << 20
 LINE_BYTES = 64 << 20

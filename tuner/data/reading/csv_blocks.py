@@ -9,8 +9,8 @@ import orjson
 
 from tuner.data.reading.block import BLOCK_BYTES, BOM, LINE_BYTES, SHOWN_BYTES, Block, RawRecord, text_of
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.sources import SourceFile
 from tuner.data.reading.streams import open_stream
+from tuner.data.sources import SourceFile
 from tuner.errors import DataError
 
 FIELD_CHARS = 16 << 20

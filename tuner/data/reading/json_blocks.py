@@ -13,8 +13,8 @@ from tuner.data.reading.block import BLOCK_BYTES, BOM, LINE_BYTES, SHOWN_BYTES, 
 from tuner.data.reading.elements import Element, Elements, layout
 from tuner.data.reading.jsonl import parse_json_record
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.sources import SourceFile
 from tuner.data.reading.streams import open_stream
+from tuner.data.sources import SourceFile
 
 _READ_BYTES = 1 << 16
 

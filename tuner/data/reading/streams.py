@@ -5,8 +5,8 @@ from typing import BinaryIO, cast
 
 import pyarrow as pa
 
-from tuner.data.reading.arrow import first_line
-from tuner.data.reading.sources import SourceFile, file_error
+from tuner.data.reading.data_sets import first_line
+from tuner.data.sources import SourceFile, file_error
 from tuner.errors import DataError
 
 MAX_RATIO = 1000

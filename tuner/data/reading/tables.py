@@ -7,10 +7,10 @@ from typing import Any
 import orjson
 import pyarrow as pa
 
-from tuner.data.reading.arrow import arrow_batches, first_line
 from tuner.data.reading.block import BLOCK_BYTES, Block, RawRecord
+from tuner.data.reading.data_sets import arrow_batches, first_line
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.sources import SourceFile
+from tuner.data.sources import SourceFile
 from tuner.errors import DataError
 
 MAX_BATCH_ROWS = 8192

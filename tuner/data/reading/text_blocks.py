@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from tuner.data.reading.block import BLOCK_BYTES, BOM, SHOWN_BYTES, Block, RawRecord, text_of
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.sources import SourceFile
 from tuner.data.reading.streams import open_stream
+from tuner.data.sources import SourceFile
 
 
 def text_blocks(file: SourceFile) -> Iterator[Block]:

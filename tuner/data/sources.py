@@ -3,7 +3,6 @@
 import functools
 import glob
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -12,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tuner.data.reading.arrow import arrow_batches
-from tuner.data.reading.hub import hub_files
-from tuner.data.reading.spool import spooled
 from tuner.errors import DataError
 from tuner.runtime.process import cores
 
 if TYPE_CHECKING:
     from tuner.config.recipe import DataSource
+    from tuner.data.reading.data_sets import SplitFiles
+
 
 Kind = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow"]
 _KINDS: dict[str, Kind] = {
@@ -29,8 +27,6 @@ _KINDS: dict[str, Kind] = {
 _COMPRESSIONS: dict[str, Literal["gzip", "zstd"]] = {".gz": "gzip", ".zst": "zstd"}
 _MAGIC = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd"}
 _WITH_SPLIT = re.compile(r"(?s)(.+):([A-Za-z0-9][\w.+-]*)(?:\[([^\[\]]*)\])?")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
-_BOUND = re.compile(r"(-?\d{1,15})(%)?")
 _COPY_BYTES = 1 << 20
 _PIECE_BYTES = 16 << 20
 _MOST_THREADS = 8
@@ -133,6 +129,8 @@ def expand(sources: "Sequence[DataSource]") -> list[SourceFile]:
 
 def _expand(source: "DataSource", index: int) -> list[SourceFile]:
     if source.path == "-":
+        from tuner.data.reading.spool import spooled
+
         return [_file(spooled(), source, index, "-")]
     path = Path(source.path).expanduser()
     if path.is_dir():
@@ -146,7 +144,9 @@ def _expand(source: "DataSource", index: int) -> list[SourceFile]:
         return [_file(Path(name), source, index, name) for name in found]
     split = _WITH_SPLIT.fullmatch(source.path)
     if split is not None:
-        return [_data_set(source, index, split)]
+        from tuner.data.reading.data_sets import named_split
+
+        return [_table(named_split(split[1], split[2], split[3], source.path), source, index)]
     if path.exists():
         raise DataError(f"{path}: not a regular file", hint="to read a pipe, write - and redirect standard input to it")
     hint = "the path starts from the recipe's directory; for a hub data set write owner/name:split, such as :train"
@@ -154,11 +154,11 @@ def _expand(source: "DataSource", index: int) -> list[SourceFile]:
 
 
 def _directory(path: Path, source: "DataSource", index: int) -> list[SourceFile]:
-    if (path / "dataset_dict.json").is_file():
-        names = ", ".join(f"{path.name}:{split}" for split in _read(path / "dataset_dict.json", "splits"))
-        raise DataError(f"{path}: a data set of several splits", hint=f"name one: {names}")
-    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-        return [_saved(path, source, index, None)]
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        from tuner.data.reading.data_sets import saved_directory
+
+        if (table := saved_directory(path, source.path)) is not None:
+            return [_table(table, source, index)]
     found = [Path(name) for name in sorted(_walk(path)) if _kind_of(Path(name)) is not None]
     if not found:
         raise DataError(f"{path}: no file of a known kind in it", hint=f"known: {', '.join(_KINDS)}")
@@ -193,6 +193,12 @@ def _file(path: Path, source: "DataSource", index: int, name: str) -> SourceFile
     return _source_file(path, known[0], source, index, name=name, compression=known[1], parts=parts)
 
 
+def _table(table: "SplitFiles", source: "DataSource", index: int) -> SourceFile:
+    """A split of a data set."""
+    more = {"name": source.path, "parts": table.files, "records": table.records}
+    return _source_file(table.path, "arrow", source, index, **more)
+
+
 def _source_file(path: Path, kind: Kind, source: "DataSource", index: int, **more: Any) -> SourceFile:
     columns = tuple(sorted(source.columns.items()))
     return SourceFile(path, kind, source.format, columns, source.weight, source.count, index, **more)
@@ -205,70 +211,3 @@ def _sniffed(path: Path) -> Literal["", "gzip", "zstd"]:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
     return "gzip" if head.startswith(_MAGIC["gzip"]) else "zstd" if head == _MAGIC["zstd"] else ""
-
-
-def _data_set(source: "DataSource", index: int, match: re.Match[str]) -> SourceFile:
-    """A split of a saved data set, or of one on the hub."""
-    place, split, part = match[1], match[2], match[3]
-    directory = Path(place).expanduser()
-    if (directory / "dataset_dict.json").is_file():
-        splits = _read(directory / "dataset_dict.json", "splits")
-        if split not in splits:
-            raise DataError(f"{directory}: no split {split}", hint=f"there are {', '.join(splits)}")
-        return _saved(directory / split, source, index, part)
-    if (directory / "state.json").is_file():
-        own = _read(directory / "state.json", "_split")
-        if own != split:
-            raise DataError(f"{directory}: no split {split}", hint=f"it holds the split {own}")
-        return _saved(directory, source, index, part)
-    if directory.exists() or _HUB_NAME.fullmatch(place) is None:
-        raise DataError(
-            f"{source.path}: no data set there",
-            hint="a split is of a directory that datasets' save_to_disk wrote, or of a hub data set owner/name",
-        )
-    files, total = hub_files(place, split)
-    records = _slice(part, total, source.path)
-    return _source_file(files[0], "arrow", source, index, name=source.path, parts=files, records=records)
-
-
-def _saved(directory: Path, source: "DataSource", index: int, part: str | None) -> SourceFile:
-    names = [str(entry["filename"]) for entry in _read(directory / "state.json", "_data_files")]
-    if any(Path(name).name != name for name in names):
-        raise DataError(f"{directory / 'state.json'}: a file name that leaves the directory")
-    files = tuple(directory / name for name in names)
-    records = None if part is None else _slice(part, _rows_of(files), source.path)
-    return _source_file(directory, "arrow", source, index, name=source.path, parts=files, records=records)
-
-
-def _rows_of(files: Sequence[Path]) -> int:
-    return sum(batch.num_rows for path in files for batch in arrow_batches(path))
-
-
-def _slice(part: str | None, total: int, name: str) -> tuple[int, int] | None:
-    """Records [start, stop) of `[10%:]`, `[:1000]` or `[-5%:]`; percents are rounded as datasets does."""
-    if part is None:
-        return None
-    first, colon, last = part.replace("_", "").partition(":")
-    if not colon:
-        raise DataError(f"{name}: [{part}] is no slice", hint="write [:5%], [10%:], [:1000] or [100:200]")
-    start, stop = _bound(first.strip(), 0, total, name), _bound(last.strip(), total, total, name)
-    if start >= stop:
-        raise DataError(f"{name}: [{part}] of {total:,} rows leaves none")
-    return start, stop
-
-
-def _bound(text: str, default: int, total: int, name: str) -> int:
-    if not text:
-        return default
-    match = _BOUND.fullmatch(text)
-    if match is None:
-        raise DataError(f"{name}: {text} is no row and no percent", hint="write [:5%], [10%:], [:1000] or [100:200]")
-    number = round(int(match[1]) * total / 100) if match[2] else int(match[1])
-    return min(max(number + total if text.startswith("-") else number, 0), total)
-
-
-def _read(path: Path, key: str) -> Any:
-    try:
-        return json.loads(path.read_bytes())[key]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: not what datasets' save_to_disk writes ({error})") from error

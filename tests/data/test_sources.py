@@ -18,12 +18,12 @@ import pytest
 from tests.caches import new_cache
 from tests.data import tiny
 from tuner.config.recipe import DataSource
+from tuner.data import sources
 from tuner.data.building.cache import LEFT_SPOOL, Garbage, collect
 from tuner.data.building.prepare import prepare
-from tuner.data.reading import sources
 from tuner.data.reading.blocks import blocks, records_of
-from tuner.data.reading.hub import hub_files
-from tuner.data.reading.sources import SourceFile, expand
+from tuner.data.reading.data_sets import hub_files
+from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError, MachineError
 
 GOOD = json.dumps(tiny.chat("hi", "hello")).encode()
@@ -329,7 +329,7 @@ SPOOL = """
 import sys
 from tuner.config.recipe import DataSource
 from tuner.data.reading.blocks import blocks
-from tuner.data.reading.sources import expand
+from tuner.data.sources import expand
 from tuner.data.reading.blocks import records_of
 from tuner.errors import TunerError
 sources = [DataSource(path="-", format=sys.argv[1])]
@@ -343,7 +343,7 @@ print(file.path, file.kind, file.compression, [row.value for block in blocks(fil
 
 
 def spooled(tmp_path: Path, data: bytes, form: str = "auto") -> list[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", SPOOL, form], input=data, capture_output=True, env=environment, check=True
     )
@@ -367,7 +367,7 @@ def test_what_a_killed_process_left_of_standard_input_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}
     waiting = [sys.executable, "-c", f"{SPOOL}\nsys.stdout.flush()\nimport time; time.sleep(60)", "auto"]
     (tmp_path / "tuner-stdin-link").symlink_to(tmp_path / "elsewhere")
     with subprocess.Popen(waiting, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
@@ -392,7 +392,7 @@ def test_a_terminal_is_no_source(tmp_path: Path) -> None:
     import pty
 
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", SPOOL, "auto"],
         stdin=theirs,
@@ -409,7 +409,7 @@ def test_a_terminal_is_no_source(tmp_path: Path) -> None:
 def prepared(tmp_path: Path, source: str, data: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     environment = {
         **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[3]),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
         "TUNER_CACHE": str(new_cache(tmp_path / "cache")),
         "HF_HUB_OFFLINE": "1",
     }

@@ -1,0 +1,34 @@
+"""What a training loads: of data that is prepared, nothing that prepares it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.fixtures import trainings
+from tuner.api import prepare_data
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_OF_DATA = 14
+TRAIN = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tuner.cli.main import main
+try:
+    main(["train", "r.yaml", "--train.duration", "2 steps"])
+finally:
+    with open("loaded", "w") as file:
+        file.writelines(name + "\\n" for name in sys.modules if name.split(".")[0] == "tuner")
+"""
+
+
+def test_a_training_of_prepared_data_loads_nothing_that_prepares(tmp_path: Path) -> None:
+    trainings.prepare(tmp_path, world_size=1)
+    prepare_data(tmp_path / "r.yaml")
+    done = subprocess.run([sys.executable, "-c", TRAIN], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = sorted((tmp_path / "loaded").read_text().split())
+    data = [name for name in loaded if f"{name}.".startswith("tuner.data.")]
+    assert "tuner.train.step" in loaded and "tuner.data.batches" in data
+    assert len(data) <= MOST_OF_DATA, "\n".join(data)

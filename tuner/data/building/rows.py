@@ -1,0 +1,190 @@
+"""The second level of prepared data: rows packed from encoded documents, with samples and probes of ids.
+
+Imported where the cache lacks the rows of a spec.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonlines
+import numpy as np
+import pyarrow as pa
+
+from tuner.data.building.cache import build_once
+from tuner.data.building.documents import REJECTS, EncodingPool, build_documents
+from tuner.data.building.encoded import record_batches
+from tuner.data.building.pack import cut, row_batches
+from tuner.data.building.spec import Keys, PrepareSpec
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.id_probes import ID_PROBES, IdProbe, id_probe, write_probes
+from tuner.data.prepared import ROWS_SCHEMA, view
+from tuner.data.reading.blocks import blocks, records_of
+from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.records import Conversation, Example, PromptCompletion, Tokens, parse_record
+from tuner.data.sources import SourceFile
+from tuner.errors import DataError, MachineError
+from tuner.runtime.files import sha256_file
+from tuner.runtime.memory import give_back
+
+if TYPE_CHECKING:
+    from tuner.runtime.console import Console
+
+MAX_SAMPLES = 16
+MAX_PROBES, MAX_PROBE_CHARS = 16, 4000
+"""Records with the ids that training sees of them; a longer text is left out."""
+
+
+def build_rows(
+    spec: PrepareSpec, keys: Keys, tmp: Path, console: "Console | None", pool: EncodingPool | None
+) -> dict[str, Any]:
+    """The second level: documents linked from the first, which is built where it is missing, and the packed rows."""
+
+    def link(encoded: Path) -> None:
+        for source in encoded.glob("*.arrow"):
+            _link(source, tmp / f"{source.stem}.documents.arrow")
+        _link(encoded / REJECTS, tmp / REJECTS)
+
+    def make(new: Path) -> dict[str, Any]:
+        return build_documents(spec, keys, new, console, pool)
+
+    encoded, _ = build_once(spec.cache_dir, "encoded", keys.encoded, make, console, link)
+    give_back()  # what the tables of documents held: packing needs its own
+    report = dict(encoded["report"])
+    for split in ("train", "eval"):
+        if report[split] is not None:
+            rows = _write_rows(spec, tmp, split)
+            if rows["packed_rows"] == 0:
+                raise _nothing_left(spec, split, report[split]["documents"], rows["dropped_rows"])
+            report[split] = {**report[split], **rows}
+    samples = _samples(tmp / "eval.documents.arrow", spec) if report["eval"] is not None else []
+    with jsonlines.open(tmp / "samples.jsonl", "w") as writer:
+        writer.write_all(samples)
+    write_probes(tmp / ID_PROBES, _record_probes(keys, spec.tokenizer))
+    report["tokenizer"] = spec.tokenizer.loaded_as
+    return {
+        "report": report,
+        "max_length": spec.max_length,
+        "too_long": spec.too_long,
+        "packing": spec.data.packing,
+        "encoded_key": keys.encoded,
+        "tokenizer_hash": spec.tokenizer.hash,
+        "template_hash": spec.tokenizer.template_hash,
+        "vocab_size": spec.tokenizer.vocab_size,
+        "method": keys.encoded_fields["method"],
+        "train_on": keys.encoded_fields["train_on"],
+        "sources": encoded["sources"],
+        "eval_documents": encoded["eval_documents"],
+        "samples": len(samples),
+        # What the first level has hashed is the same file here.
+        "files": {_linked_name(name): entry for name, entry in encoded["files"].items()},
+    }
+
+
+def _linked_name(name: str) -> str:
+    """The name in the second level of a file of the first."""
+    return name if name == REJECTS else f"{Path(name).stem}.documents.arrow"
+
+
+def _write_rows(spec: PrepareSpec, tmp: Path, split: str) -> dict[str, Any]:
+    segments = cut(record_batches(tmp / f"{split}.documents.arrow"), spec.max_length, spec.too_long)
+    n_rows = 0
+    path = str(tmp / f"{split}.rows.arrow")
+    with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, ROWS_SCHEMA) as writer:
+        for batch in row_batches(segments, spec.max_length, spec.data.packing):
+            writer.write_batch(batch)
+            n_rows += batch.num_rows
+    tokens = int(segments.tokens.sum(dtype=np.int64))
+    return {
+        "packed_rows": n_rows,
+        "packed_documents": 1 + int(np.count_nonzero(np.diff(segments.document))) if n_rows else 0,
+        "packed_tokens": tokens,
+        "packed_trained": int(segments.trained.sum(dtype=np.int64)),
+        "fill": round(tokens / (n_rows * spec.max_length), 6) if n_rows else 0.0,
+        "dropped_rows": segments.dropped,
+        "truncated": segments.truncated,
+        "split": segments.split,
+        "dropped_pieces": segments.dropped_pieces,
+        "dropped_piece_tokens": segments.dropped_piece_tokens,
+    }
+
+
+def _nothing_left(spec: PrepareSpec, split: str, documents: int, dropped: Mapping[str, int]) -> DataError:
+    reasons = "; ".join(f"{count:,} {why}" for why, count in dropped.items())
+    return DataError(
+        f"data.{split}: nothing is left of {documents:,} documents: {reasons}",
+        hint=f"raise data.max_length ({spec.max_length:,}) or set data.too_long: truncate",
+    )
+
+
+def _samples(path: Path, spec: PrepareSpec) -> list[dict[str, Any]]:
+    """Up to 16 different held-out prompts that leave room in a row, with what the data answers."""
+    samples: dict[tuple[int, ...], dict[str, Any]] = {}
+    for batch in record_batches(path):
+        ids, prompts = batch.column("input_ids"), view(batch.column("prompt_tokens")).tolist()
+        for i, count in enumerate(prompts):
+            document = view(ids[i].values).tolist() if 0 < count < spec.max_length else []
+            prompt = tuple(document[:count])
+            if prompt and prompt not in samples:
+                samples[prompt] = {
+                    "prompt_ids": list(prompt),
+                    "prompt_text": spec.tokenizer.decode(prompt),
+                    "reference": spec.tokenizer.decode(_answer(document[count:], spec), True).strip(),
+                }
+            if len(samples) == MAX_SAMPLES:
+                return list(samples.values())
+    return list(samples.values())
+
+
+def _answer(ids: list[int], spec: PrepareSpec) -> list[int]:
+    ends = set(spec.tokenizer.eos_ids)
+    return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids))]
+
+
+def _record_probes(keys: Keys, tokenizer: TextTokenizer) -> Iterator[IdProbe]:
+    """Yield up to `MAX_PROBES` probes: of the first records of every file that can be used."""
+    files = [file for source in keys.train for file in source.files][:MAX_PROBES]
+    for file in files:
+        found = (probe for example in _examples(file) for probe in _probes(example, tokenizer))
+        yield from islice(found, MAX_PROBES // len(files))
+
+
+def _examples(file: SourceFile) -> Iterator[Example]:
+    for block in blocks(file):
+        for record in records_of(block):
+            if record.value is not None:
+                try:
+                    yield parse_record(record.value, file.format, dict(file.columns))
+                except RecordProblem:
+                    continue  # preparation says what is wrong with it
+
+
+def _probes(example: Example, tokenizer: TextTokenizer) -> Iterator[IdProbe]:
+    if isinstance(example, Conversation):
+        messages = [dict(message) for message in example.messages]
+        try:
+            text = tokenizer.render(messages, tools=example.tools)
+        except DataError:
+            return
+        probe = id_probe(text, tokenizer, messages, example.tools)
+    elif isinstance(example, Tokens):
+        return
+    else:
+        probe = id_probe(example.prompt if isinstance(example, PromptCompletion) else example.text, tokenizer)
+    if len(probe.text) <= MAX_PROBE_CHARS:
+        yield probe
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without hard links
+        try:
+            shutil.copyfile(source, target)
+        except OSError as error:
+            raise MachineError(f"{target}: {error.strerror or error}") from error
+        if sha256_file(source) != sha256_file(target):
+            raise MachineError(f"{target}: the copy differs from {source}") from None
