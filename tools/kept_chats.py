@@ -25,7 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tuner.data.encoding.encode import Encoder
-from tuner.data.encoding.encoded_batch import EncodedBatch
+from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.reading.records import Conversation, Example, parse_record
 

@@ -297,14 +297,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "data-fast-encoder-unproven",
-        "data.encoding.proven.ProvenEncoder._prove",
+        "data.encoding.fast.ProvenEncoder._prove",
         "not np.array_equal(A, B)",
         "B is None",
         FAST,
     ),
     Mutant(
         "data-characters-not-looked-at",
-        "data.encoding.proven.ProvenEncoder._look_at",
+        "data.encoding.fast.ProvenEncoder._look_at",
         "self._refuted.add(A)",
         "continue",
         FAST,

@@ -54,8 +54,8 @@ def build(trial: Trial, cache: str, fatal: tuple[int, str] | None, answers: Any)
     from tuner.data.building import documents, spec
     from tuner.data.building.prepare import prepare
     from tuner.data.building.spec import PrepareSpec
-    from tuner.data.encoding.byte_level import byte_tokenizer_files
     from tuner.data.encoding.tokenizer import TextTokenizer
+    from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
 
     os.environ[MARK] = trial.directory.name
     documents.BUNDLE_BYTES = spec.MANY_BYTES = (

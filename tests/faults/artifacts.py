@@ -154,7 +154,7 @@ def _code(place: Place, **config: Any) -> None:
 
 def _own_tokenizer(place: Place, template: str | None = None, **config: Any) -> None:
     """A tokenizer directory beside the model, used by the recipe, with these settings."""
-    from tuner.data.encoding.byte_level import byte_tokenizer_files
+    from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
 
     directory = place.inputs / "tokenizer"
     directory.mkdir()

@@ -1,4 +1,7 @@
-"""Rows to batches: flat token arrays with shifted targets, and each rank's share of every global batch."""
+"""Rows to batches: their order, each rank's share of every global batch, and flat token arrays with shifted targets.
+
+All are pure functions of the seed and the rows, so that resuming is arithmetic, whatever the number of processes.
+"""
 
 import heapq
 import math
@@ -12,6 +15,13 @@ from tuner.data.prepared import PackedRows, Row
 
 IGNORED = -100
 """The target of a position that is not trained."""
+_MASK64 = (1 << 64) - 1
+LINEAR_TOKENS = 16_384
+"""The document length at which attention costs as much as all products with weights.
+
+A token costs 6 N floating-point operations in the products and 6 L d times its document's length in causal attention
+(N weights in L layers of width d). With N = 12 L d^2 the two are equal at 12 d tokens: 16,384 is d = 1,365.
+"""
 
 
 @dataclass(frozen=True)
@@ -163,9 +173,6 @@ class GlobalBatches:
         return collate([self._rows.row(int(row_id)) for row_id in row_ids])
 
 
-_MASK64 = (1 << 64) - 1
-
-
 def row_order(seed: int, epoch: int, n_rows: int, shuffle: bool) -> npt.NDArray[np.int64]:
     """Return the row ids of one epoch, int64[n_rows], each row exactly once.
 
@@ -176,14 +183,6 @@ def row_order(seed: int, epoch: int, n_rows: int, shuffle: bool) -> npt.NDArray[
         return np.arange(n_rows, dtype=np.int64)
     words = np.random.Philox(key=np.array([seed & _MASK64, epoch], dtype=np.uint64)).random_raw(n_rows)
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
-
-
-LINEAR_TOKENS = 16_384
-"""The document length at which attention costs as much as all products with weights.
-
-A token costs 6 N floating-point operations in the products and 6 L d times its document's length in causal attention
-(N weights in L layers of width d). With N = 12 L d^2 the two are equal at 12 d tokens: 16,384 is d = 1,365.
-"""
 
 
 def row_costs(tokens: npt.NDArray[np.int64], squares: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

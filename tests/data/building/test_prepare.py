@@ -21,8 +21,7 @@ from tuner.data.building.encoded import record_batches
 from tuner.data.building.explain import explain
 from tuner.data.building.pool import WorkerPool
 from tuner.data.building.prepare import PreparedInfo, find_prepared, prepare
-from tuner.data.building.progress import Pace
-from tuner.data.building.report import report_lines
+from tuner.data.building.report import Pace, report_lines
 from tuner.data.building.spec import keys_of, prepare_spec
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.prepared import PackedRows, open_prepared, open_stream

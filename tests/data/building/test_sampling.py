@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from tuner.config.duration import Duration
 from tuner.data.building import sampling
-from tuner.data.building.sampling import Share, copies, digest, distinct, hold_out, shared
+from tuner.data.building.encoded import digest
+from tuner.data.building.sampling import copies, distinct, hold_out, shared
+from tuner.data.building.spec import Share
 from tuner.errors import DataError
 
 

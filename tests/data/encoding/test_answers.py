@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.data import families, tiny
-from tuner.data.encoding import alone, answers, chat, unwritten
+from tuner.data.encoding import answers, chat, place, turns
 from tuner.data.encoding.encode import Encoder
-from tuner.data.encoding.encoded_batch import EncodedBatch
+from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import TrainOn
 from tuner.data.reading.records import parse_record
@@ -56,22 +56,22 @@ NONE, ASKED = {"enable_thinking": False}, {"enable_thinking": True}
 CASES = {
     "thinks": Case(
         families.THINKS, PLAIN,
-        [f"{EMPTY}world<|im_end|>", f"{EMPTY}forty two<|im_end|>", f"{EMPTY}42<|im_end|>"], [SILENT] * 3, {alone.APART},
+        [f"{EMPTY}world<|im_end|>", f"{EMPTY}forty two<|im_end|>", f"{EMPTY}42<|im_end|>"], [SILENT] * 3, {place.APART},
     ),
     "thinks, thoughts": Case(
-        families.THINKS, MIXED, ["because\n</think>\n\nb<|im_end|>", f"{EMPTY}d<|im_end|>"], [SILENT] * 2, {alone.APART}
+        families.THINKS, MIXED, ["because\n</think>\n\nb<|im_end|>", f"{EMPTY}d<|im_end|>"], [SILENT] * 2, {place.APART}
     ),
     "thinks, thoughts inside": Case(
         families.THINKS, INSIDE, ["because\n</think>\n\nb<|im_end|>", f"{EMPTY}d<|im_end|>"],
-        [SILENT] * 2, {alone.APART},
+        [SILENT] * 2, {place.APART},
     ),
     "thinks if asked": Case(
         families.THINKS_IF_ASKED, PLAIN, ["world<|im_end|>", "forty two<|im_end|>", "42<|im_end|>"],
-        [SILENT] * 3, {alone.APART},
+        [SILENT] * 3, {place.APART},
     ),
     "thinks if asked, thoughts": Case(
         families.THINKS_IF_ASKED, MIXED, ["because\n</think>\n\nb<|im_end|>", "d<|im_end|>"],
-        [ASKED, SILENT], {THINKING, alone.APART},
+        [ASKED, SILENT], {THINKING, place.APART},
     ),
     "empty tags": Case(
         families.EMPTY_TAGS, PLAIN, ["world<|im_end|>", "forty two<|im_end|>", "42<|im_end|>"],
@@ -82,15 +82,15 @@ CASES = {
     ),
     "cuts": Case(
         families.CUTS, PLAIN, [f"{EMPTY}world<|im_end|>", f"{EMPTY}forty two<|im_end|>", f"{EMPTY}42<|im_end|>"],
-        [SILENT] * 3, {answers.NO_THOUGHT, alone.APART},
+        [SILENT] * 3, {answers.NO_THOUGHT, place.APART},
     ),
     "cuts, thoughts": Case(
         families.CUTS, MIXED, ["because\n</think>\n\nb<|im_end|>", f"{EMPTY}d<|im_end|>"],
-        [SILENT] * 2, {answers.NO_THOUGHT, answers.OWN_THOUGHT, alone.APART},
+        [SILENT] * 2, {answers.NO_THOUGHT, answers.OWN_THOUGHT, place.APART},
     ),
     "cuts, thoughts inside": Case(
         families.CUTS, INSIDE, ["because\n</think>\n\nb<|im_end|>", f"{EMPTY}d<|im_end|>"],
-        [SILENT] * 2, {answers.NO_THOUGHT, answers.OWN_THOUGHT, alone.APART},
+        [SILENT] * 2, {answers.NO_THOUGHT, answers.OWN_THOUGHT, place.APART},
     ),
     "channels": Case(
         families.CHANNELS, PLAIN, [f"<|channel|>final<|message|>{a}<|return|>" for a in ("world", "forty two", "42")],
@@ -192,14 +192,14 @@ def test_calls_are_given_in_the_form_that_the_template_reads(arguments: object) 
     assert batch.by_answer == {0: ()}
     trained = [tokenizer.decode(np.array(ids)[mask].tolist()) for ids, mask in documents(batch)]
     assert trained == ['so f\n</think>\n\ncall f{"x": 1}<|im_end|>', f"{EMPTY}two<|im_end|>"]
-    assert unwritten.CALLS_NOT_SHOWN not in batch.notes
+    assert turns.CALLS_NOT_SHOWN not in batch.notes
 
 
 def test_one_answer_is_one_text_with_its_prompt_apart() -> None:
     tokenizer = families.tokenizer(families.THINKS)
     row = tiny.chat("hello", "world")
     batch = encode(tokenizer, row)
-    assert (batch.by_answer, batch.notes) == ({}, {alone.APART: 1})
+    assert (batch.by_answer, batch.notes) == ({}, {place.APART: 1})
     ((ids, trained),) = documents(batch)
     prompt = tokenizer.encode(tokenizer.render(row["messages"][:1], True))
     assert ids[: len(prompt)] == prompt and trained.index(True) == len(prompt)
@@ -281,7 +281,7 @@ def test_a_template_that_reads_parts_gets_parts(as_parts: bool) -> None:
             message["content"] = [{"type": "text", "text": text} for text in halves]
     tokenizer = families.tokenizer(families.PARTS)
     batch = encode(tokenizer, row)
-    assert batch.notes == {unwritten.AS_PARTS: 1}
+    assert batch.notes == {turns.AS_PARTS: 1}
     ((ids, trained),) = documents(batch)
     assert tokenizer.decode(ids).startswith("<|im_start|>User: hello<|im_end|>\nAssistant: world<|im_end|>\n")
     assert tokenizer.decode(np.array(ids)[trained].tolist()) == " world<|im_end|> forty two<|im_end|>"
@@ -296,17 +296,17 @@ def test_content_that_a_template_does_not_write_is_counted(as_parts: bool) -> No
     if as_parts:
         row["messages"][0]["content"] = [{"type": "text", "text": "hello"}]
     batch = encode(tiny.tokenizer(WRITES_LESS), row, tiny.chat("x", "b"))
-    assert batch.notes == {f"{unwritten.CONTENT_NOT_SHOWN}: user": 1}
+    assert batch.notes == {f"{turns.CONTENT_NOT_SHOWN}: user": 1}
 
 
 def test_thoughts_and_calls_that_a_template_does_not_write_are_counted() -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": {}}}
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [call]}]}
     ignores = "{% if messages[0].tool_calls %}{% endif %}" + tiny.CHATML
-    assert encode(tiny.tokenizer(ignores), row).notes == {unwritten.CALLS_NOT_SHOWN: 1}
+    assert encode(tiny.tokenizer(ignores), row).notes == {turns.CALLS_NOT_SHOWN: 1}
     cuts = tiny.CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
     batch = encode(tiny.tokenizer(cuts), tiny.chat("a", "<think>because</think>b"))
-    assert batch.notes == {unwritten.SHORTENED: 1}
+    assert batch.notes == {turns.SHORTENED: 1}
 
 
 def test_notes_are_not_of_rows_that_have_no_document() -> None:

@@ -13,12 +13,11 @@ from gigatoken import gigatoken_rs
 from tokenizers import Tokenizer, normalizers
 
 from tests.data import tiny
-from tuner.data.encoding import encode, fast, words
-from tuner.data.encoding.byte_level import Unproven
+from tuner.data.encoding import encode, fast
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
-from tuner.data.encoding.fast import FastEncoder
-from tuner.data.encoding.proven import ProvenEncoder
+from tuner.data.encoding.fast import FastEncoder, ProvenEncoder
 from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.tokenizer_json import Unproven
 from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, parse_record
 
 
@@ -206,9 +205,9 @@ def test_without_the_library_words_are_remembered() -> None:
 
 @pytest.mark.usefixtures("always_fast", "no_library")
 def test_words_are_forgotten_before_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "_MAX_WORDS", 40)
+    monkeypatch.setattr(fast, "_MAX_WORDS", 40)
     tokenizer = tiny.tokenizer()
-    encoder = words.WordEncoder(tokenizer, tokenizer.byte_table)
+    encoder = fast.WordEncoder(tokenizer, tokenizer.byte_table)
     for start in range(0, 600, 20):
         text = " ".join(f"w{i}" for i in range(start, start + 30)) + "<|im_end|>"
         assert encoder.encode(text).tolist() == tokenizer.encode(text)
@@ -227,7 +226,7 @@ def test_words_are_cut_as_the_tokenizer_cuts_them(cut: dict[str, Any]) -> None:
     bare = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     tokenizer = changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [cut, bare]})
     table = tokenizer.byte_table
-    encoder = ProvenEncoder(words.WordEncoder(tokenizer, table), tokenizer, table)
+    encoder = ProvenEncoder(fast.WordEncoder(tokenizer, table), tokenizer, table)
     for text in ("hello 1234 the answer", "x\n\n 12 a", "", "say 1 word\n"):
         assert encoder.encode(text).tolist() == tokenizer.encode(text)
 
@@ -243,7 +242,7 @@ def test_words_that_are_cut_otherwise_are_not_remembered(cut: dict[str, Any], re
     bare = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     tokenizer = changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [cut, bare]})
     with pytest.raises(Unproven, match=reason):
-        words.WordEncoder(tokenizer, tokenizer.byte_table)
+        fast.WordEncoder(tokenizer, tokenizer.byte_table)
 
 
 @pytest.mark.parametrize("readable", [False, True])

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from tests.data import tiny
-from tuner.data.encoding import alone, chat, unwritten
-from tuner.data.encoding.byte_level import byte_tokenizer_files
+from tuner.data.encoding import chat, place, turns
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.place import Document
 from tuner.data.encoding.template import MAX_STEPS
 from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
 from tuner.data.encoding.turns import TrainOn
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Tokens, parse_record
@@ -151,7 +151,7 @@ def test_a_token_over_the_boundary_is_cut_as_it_is_at_inference(template: str, a
     row = tiny.chat("a", answer)
     batch = Encoder(tokenizer, "assistant").encode([parse_record(row)])
     assert (len(batch.records), batch.problems, batch.by_answer) == (1, {}, {})
-    assert batch.notes[alone.APART] == 1
+    assert batch.notes[place.APART] == 1
     prompt = tokenizer.encode(tokenizer.render(row["messages"][:1], True))
     ids = batch.input_ids.tolist()
     assert ids[: len(prompt)] == prompt and tokenizer.decode(ids) == tokenizer.render(row["messages"])
@@ -241,7 +241,7 @@ def test_what_a_template_does_not_write_is_noted() -> None:
         {"role": "assistant", "content": "two"},
     ]
     batch = Encoder(tiny.tokenizer(), "assistant").encode([parse_record({"messages": messages, "tools": [TOOL]})])
-    assert batch.notes == {unwritten.NOT_SHOWN: 1, unwritten.CALLS_AS_TEXT: 1, unwritten.SHORTENED: 1}
+    assert batch.notes == {turns.NOT_SHOWN: 1, turns.CALLS_AS_TEXT: 1, turns.SHORTENED: 1}
     document = Document(batch.input_ids.astype(np.int64), batch.trained, 0, [])
     call = '{"name": "f", "arguments": {"x": 1}}'
     assert trained_parts(document) == [f"{call}\n{call}<|im_end|>", "two<|im_end|>"]

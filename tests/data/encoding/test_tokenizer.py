@@ -14,10 +14,10 @@ from tokenizers.processors import TemplateProcessing
 
 from tests.data import tiny
 from tuner.config.recipe import TokenizerSection
-from tuner.data.encoding.byte_level import byte_tokenizer_files
 from tuner.data.encoding.template import ChatTemplate
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import load_tokenizer
+from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
 from tuner.errors import DataError
 
 TEXTS = [

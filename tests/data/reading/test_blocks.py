@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from tests.data import tiny
 from tuner.config.recipe import DataSource
 from tuner.data.reading import block as block_module
-from tuner.data.reading import csv_blocks, elements, json_blocks, streams, tables, text_blocks
+from tuner.data.reading import json_blocks, tables, text_blocks
 from tuner.data.reading.block import Block, RawRecord
 from tuner.data.reading.blocks import blocks, lines_in, position_of, records_of
 from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError
 
-SIZED = (block_module, json_blocks, csv_blocks, text_blocks, tables)
+SIZED = (block_module, json_blocks, text_blocks, tables)
 
 
 @pytest.fixture
@@ -228,11 +228,11 @@ def test_elements_are_found_whatever_is_in_them(
 
     data = json.dumps(items, indent=indent, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(elements, "_READ_BYTES", step)
-        found = list(elements.Elements(io.BytesIO(data), "x", True, 1 << 20))
+        patch.setattr(json_blocks, "_READ_BYTES", step)
+        found = list(json_blocks.Elements(io.BytesIO(data), "x", True, 1 << 20))
         assert [json.loads(element.raw) for element in found] == items
         assert all(data[e.offset : e.offset + len(e.raw)] == e.raw for e in found)
-        short = list(elements.Elements(io.BytesIO(data), "x", True, 5))
+        short = list(json_blocks.Elements(io.BytesIO(data), "x", True, 5))
     assert [e.too_long for e in short] == [len(e.raw) > 5 and e.raw[:1] in (b"{", b"[", b'"') for e in found]
     assert [(e.offset, e.line, e.col) for e in short] == [(e.offset, e.line, e.col) for e in found]
 
@@ -292,7 +292,7 @@ def test_bad_records_of_a_csv_file(tmp_path: Path) -> None:
 
 
 def test_a_quote_that_is_not_closed_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(csv_blocks, "FIELD_CHARS", 1000)
+    monkeypatch.setattr(text_blocks, "FIELD_CHARS", 1000)
     (tmp_path / "rows.csv").write_text('a,b\n"1,2\n' + "3,4\n" * 1000)
     with pytest.raises(DataError, match="field larger than field limit"):
         values(one(tmp_path / "rows.csv"))
@@ -408,8 +408,8 @@ def test_several_frames_are_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_decompression_bomb_is_refused(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "RATIO_FROM", 8 << 20)
-    monkeypatch.setattr(streams, "MAX_RATIO", 100)
+    monkeypatch.setattr(block_module, "RATIO_FROM", 8 << 20)
+    monkeypatch.setattr(block_module, "MAX_RATIO", 100)
     file = write(tmp_path / f"rows.jsonl{suffix}", b" " * (64 << 20))
     with pytest.raises(DataError, match=r"rows\.jsonl\.\w+: .* inflate to more than .*: a decompression bomb"):
         values(file)

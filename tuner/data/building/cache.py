@@ -11,7 +11,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -109,7 +109,7 @@ def build_once(
         final.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise machine_error(final.parent, error) from error
-    with _lock(final, wait=True, on_wait=waiting):
+    with _lock(final, waiting):
         for leftover in _leftovers(final):
             discard_dir(leftover)
         manifest = valid(final, level)
@@ -240,40 +240,32 @@ def _needed(cache_dir: Path, gone: set[Path]) -> set[str]:
 @contextmanager
 def _free(final: Path, dry_run: bool) -> Iterator[bool]:
     """Hold the lock of a key for the length of the block; false where somebody else holds it."""
-    if dry_run and not _lock_path(final).exists():
-        yield True
-        return
-    lock = FileLock(_lock_path(final), wait=False)
-    try:
-        lock.acquire(wait=False)
-    except MachineError as error:
-        if error.__cause__ is not None:  # the lock cannot be taken by anybody
-            raise
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
+    with ExitStack() as held:
+        free = True
+        try:
+            if not dry_run or _lock_path(final).exists():
+                held.enter_context(FileLock(_lock_path(final), wait=False))
+        except MachineError as error:
+            if error.__cause__ is not None:  # the lock cannot be taken by anybody
+                raise
+            free = False
+        yield free
 
 
 @contextmanager
-def _lock(final: Path, wait: bool, on_wait: Callable[[str], None] | None) -> Iterator[None]:
-    lock = FileLock(_lock_path(final), wait, on_wait)
-    try:
-        lock.acquire(wait)
-    except MachineError as error:
-        cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno in _NO_LOCKS:
-            raise MachineError(
-                f"{final.parent}: its file system has no locks ({cause.strerror})",
-                hint="set data.cache_dir to a directory on another file system, such as a local disk",
-            ) from cause
-        raise
-    try:
+def _lock(final: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
+    with ExitStack() as held:
+        try:
+            held.enter_context(FileLock(_lock_path(final), on_wait=on_wait))
+        except MachineError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and cause.errno in _NO_LOCKS:
+                raise MachineError(
+                    f"{final.parent}: its file system has no locks ({cause.strerror})",
+                    hint="set data.cache_dir to a directory on another file system, such as a local disk",
+                ) from cause
+            raise
         yield
-    finally:
-        lock.release()
 
 
 def _lock_path(final: Path) -> Path:

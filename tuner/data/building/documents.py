@@ -5,7 +5,7 @@ held out, all of them are written first and the chosen ones are then copied, bat
 """
 
 import json
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tuner.config.duration import Duration
-from tuner.data.building.counts import ByAnswer, Counts
 from tuner.data.building.encoded import (
     BadRecord,
     Bundle,
+    Counts,
     EncodedBundle,
     EncodeJob,
+    Tally,
     documents_schema,
     record_batches,
 )
 from tuner.data.building.pool import WorkerDiedError, WorkerPool, answers
-from tuner.data.building.progress import pace
-from tuner.data.building.sampling import shared
+from tuner.data.building.report import pace
+from tuner.data.building.sampling import Split, SplitSelection, shared
 from tuner.data.building.spec import Keys, expected_bytes
-from tuner.data.building.splits import Split, SplitSelection
 from tuner.data.building.stream_file import StreamFiles
-from tuner.data.encoding.byte_level import Unproven
 from tuner.data.encoding.encode import FAST_FROM_BYTES, FastEncoderMismatch
 from tuner.data.encoding.fast import NOT_INSTALLED, is_installed
+from tuner.data.encoding.tokenizer_json import Unproven
 from tuner.data.prepared import arrow_bits
 from tuner.data.reading.block import BLOCK_BYTES, Block
 from tuner.data.reading.blocks import blocks
@@ -181,7 +181,8 @@ def _read(
                 origin.split.counts[origin.source].add(block.counts)
                 origin.split.size += origin.size
             split = origins[0].split
-            split.add(bundle)
+            split.table += bundle.table.tobytes()
+            split.tally.add(bundle.tally)
             files.append(split.path(tmp, origins[0].source), bundle.documents)
             done(sum(origin.size for origin in origins))
         for split in splits:
@@ -264,18 +265,18 @@ def _body(
     read = {name: Counts(records=documents.records_there()) for name, documents in chosen.items()}
     read.update({split.name: Counts.sum(split.counts) for split in splits})
     reports = {name: documents.report(read[name]) for name, documents in chosen.items()}
-    fast = sum(split.fast for split in splits)
-    notes = sum((split.notes for split in splits), Counter[str]())
+    tally = Tally.sum(split.tally for split in splits)
+    by_answer = {"chats": tally.chats, "documents": tally.answers, "left_out": dict(sorted(tally.left_out.items()))}
     report = {
         "masks": {"proven": every.documents, "rows": every.records},
-        "by_answer": ByAnswer.sum(split.by_answer for split in splits).report(),
+        "by_answer": by_answer,
         "fast_path": {
-            "documents": fast,
-            "share": round(fast / max(every.documents + sum(every.dropped.values()), 1), 6),
+            "documents": tally.fast,
+            "share": round(tally.fast / max(every.documents + sum(every.dropped.values()), 1), 6),
             "reason": slow_reason,
         },
-        "escaped": sum(split.escaped for split in splits),
-        "notes": dict(sorted(notes.items())),
+        "escaped": tally.escaped,
+        "notes": dict(sorted(tally.notes.items())),
         "overlap": 0 if keys.eval is None else shared(chosen["train"].present, chosen["eval"].present),
         "bytes": sum(split.size for split in splits),
         "train": reports["train"],

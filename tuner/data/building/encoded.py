@@ -1,19 +1,18 @@
 """Records encoded: what a worker does with some blocks of them, and the batch and counts that it answers with."""
 
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tuner.data.building.counts import ByAnswer, Counts
-from tuner.data.building.sampling import Digests, digest
 from tuner.data.encoding.encode import CHECKS, Encoder
-from tuner.data.encoding.encoded_batch import EncodedBatch
+from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import SpecialTokens, TrainOn
 from tuner.data.prepared import arrow, arrow_bits
@@ -31,6 +30,9 @@ SLICE_CHECKS = 1
 """Records of each slice that are placed alone and compared, where there are several slices."""
 REJECT_BYTES = 10_000
 """A longer record is cut in `rejects.jsonl`."""
+TABLE = np.dtype([("digest", "<u8", 2), ("length", "<u4"), ("targets", "<u4"), ("follows", "?")])
+"""What is kept of a document, 25 bytes: 128 bits of its token ids' hash, its tokens, those of them that are trained but
+for its first one, and whether it is of the same record as the one before."""
 
 
 class BadRecord(NamedTuple):
@@ -45,6 +47,48 @@ class BadRecord(NamedTuple):
     record: str
     hint: str | None = None
     """The line to write in the recipe where one would make the record usable."""
+
+
+class _Summed:
+    """Counts that are added up field by field."""
+
+    @classmethod
+    def sum(cls, counts: Iterable[Self]) -> Self:
+        """All of them together."""
+        total = cls()
+        for each in counts:
+            total.add(each)
+        return total
+
+    def add(self, other: Self) -> None:
+        """Count what `other` counted too."""
+        for one in fields(self):  # type: ignore[arg-type]  # of dataclasses only
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+
+@dataclass
+class Counts(_Summed):
+    """What became of records: of one block, one source or one split."""
+
+    records: int = 0
+    documents: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Tally(_Summed):
+    """What is said of the documents of a bundle or a split."""
+
+    fast: int = 0
+    escaped: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
+    chats: int = 0
+    """Conversations of which each answer is a document of its own, since no one text of them has exact masks."""
+    answers: int = 0
+    """Documents of these."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Reason -> answers of these conversations that have no document."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +107,10 @@ class EncodedBundle:
 
     documents: pa.Buffer | None
     """Their record batch as a stream file holds it; None where there is none."""
-    digests: Digests
-    """uint64[n, 2]"""
-    lengths: npt.NDArray[np.uint32]
-    """uint32[n]: tokens"""
-    targets: npt.NDArray[np.uint32]
-    """uint32[n]: trained tokens, the first of a document never being one"""
-    follows: npt.NDArray[np.bool_]
-    """bool[n]: whether a document is of the same record as the one before"""
+    table: npt.NDArray[np.void]
+    """TABLE[n]"""
     blocks: list[EncodedBlock]
-    fast: int
-    escaped: int
-    notes: Counter[str]
-    by_answer: ByAnswer
+    tally: Tally
 
 
 @dataclass(frozen=True)
@@ -139,6 +174,20 @@ def targets_of(trained: npt.NDArray[np.bool_], offsets: npt.NDArray[np.int64]) -
     return np.subtract(before[offsets[1:]], before[np.minimum(offsets[:-1] + 1, offsets[1:])], dtype=np.int64)
 
 
+def digest(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Return uint64[documents, 2]: 128 bits of the hash of each of the documents that lie one after another.
+
+    `ids` are uint32[tokens], `offsets` int64[documents + 1].
+    """
+    words = np.ascontiguousarray(ids, dtype="<u4").data.cast("B")
+    bounds: Sequence[int] = (offsets * 4).tolist()
+    hashes = b"".join(
+        hashlib.blake2b(words[start:stop], digest_size=16).digest()
+        for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+    )
+    return np.frombuffer(hashes, dtype="<u8").astype(np.uint64).reshape(-1, 2)
+
+
 def _encode(bundle: Bundle, encoder: Encoder, schema: pa.Schema, stop: bool) -> EncodedBundle:
     """The kept documents of a bundle."""
     gathered = _Gathered(bundle, schema)
@@ -189,9 +238,7 @@ class _Gathered:
         self._counts = [Counts() for _ in bundle]
         self._bad: list[list[tuple[int, int, BadRecord]]] = [[] for _ in bundle]
         """Of each block, with the place where the record begins."""
-        self._fast = self._escaped = 0
-        self._notes = Counter[str]()
-        self._by_answer = ByAnswer()
+        self._tally = Tally()
 
     @property
     def is_bad(self) -> bool:
@@ -210,35 +257,19 @@ class _Gathered:
         for i, problem in batch.problems.items():
             self._refuse(part.owners[i], part.records[i], problem)
         self._columns.append(self._kept(batch, targets, kept))
-        self._fast += batch.fast
-        self._escaped += batch.escaped
-        self._notes.update(batch.notes)
-        for left_out in batch.by_answer.values():
-            self._by_answer.add(ByAnswer(1, 0, Counter(left_out)))
-        if batch.by_answer:
-            self._by_answer.documents += int(np.isin(batch.records[kept], list(batch.by_answer)).sum())
+        answers = int(np.isin(batch.records[kept], list(batch.by_answer)).sum()) if batch.by_answer else 0
+        left_out = Counter(reason for reasons in batch.by_answer.values() for reason in reasons)
+        self._tally.add(Tally(batch.fast, batch.escaped, batch.notes, len(batch.by_answer), answers, left_out))
 
     def done(self) -> EncodedBundle:
         """All of them."""
-        ids, trained, lengths, targets, prompts, follows, digests = (
-            np.concatenate(columns) for columns in zip(*self._columns, strict=True)
-        )
+        ids, trained, prompts, table = (np.concatenate(columns) for columns in zip(*self._columns, strict=True))
         self._columns.clear()
         documents = None
-        if len(lengths):
-            documents = _record_batch(ids, trained, lengths, prompts, self._schema).serialize()
-        return EncodedBundle(
-            documents=documents,
-            digests=digests,
-            lengths=lengths,
-            targets=targets,
-            follows=follows,
-            blocks=[self._block(number) for number in range(len(self._bundle))],
-            fast=self._fast,
-            escaped=self._escaped,
-            notes=self._notes,
-            by_answer=self._by_answer,
-        )
+        if len(table):
+            documents = _record_batch(ids, trained, table["length"], prompts, self._schema).serialize()
+        blocks = [self._block(number) for number in range(len(self._bundle))]
+        return EncodedBundle(documents, table, blocks, self._tally)
 
     def _count(
         self, owners: npt.NDArray[np.int64], records: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]
@@ -261,23 +292,19 @@ class _Gathered:
     def _kept(
         self, batch: EncodedBatch, targets: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]
     ) -> tuple[npt.NDArray[Any], ...]:
-        """Ids, flags, lengths, targets, prompts, `follows` and digests of the documents that are kept."""
+        """Ids, flags, prompts and table of the documents that are kept."""
         ids, trained, offsets = batch.input_ids, batch.trained, batch.offsets
         lengths = np.diff(offsets)
         if not kept.all():
             tokens = np.repeat(kept, lengths)
             ids, trained, lengths = ids[tokens], trained[tokens], lengths[kept]
             offsets = np.concatenate([[0], np.cumsum(lengths)])
+        table = np.empty(len(lengths), dtype=TABLE)
+        table["digest"], table["length"], table["targets"] = digest(ids, offsets), lengths, targets[kept]
+        table["follows"] = np.diff(batch.records[kept], prepend=-1) == 0
         is_narrow = self._schema.field("input_ids").type.value_type == pa.uint16()
-        counts = (lengths, targets[kept], batch.prompt_tokens[kept])
-        records = batch.records[kept]
-        return (
-            ids.astype(np.uint16 if is_narrow else np.uint32, copy=False),
-            trained,
-            *(column.astype(np.uint32) for column in counts),
-            np.diff(records, prepend=-1) == 0,
-            digest(ids, offsets),
-        )
+        ids = ids.astype(np.uint16 if is_narrow else np.uint32, copy=False)
+        return ids, trained, batch.prompt_tokens[kept].astype(np.uint32, copy=False), table
 
     def _block(self, number: int) -> EncodedBlock:
         bad = [one for *_, one in sorted(self._bad[number], key=lambda found: found[:2])]

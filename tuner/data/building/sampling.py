@@ -1,19 +1,22 @@
-"""Which documents are trained on and how often, and which are held out: pure functions of counts, hashes and the seed.
+"""The splits of prepared data, and which documents are trained on and how often, and which are held out.
 
-A document is known by its digest, 128 bits of its token ids' hash, as uint64[2]. Everything is a numpy table: no
-Python object stands for a document.
+The choice is a pure function of counts, hashes and the seed. A document is known by its digest, 128 bits of its token
+ids' hash, as uint64[2]. Everything is a numpy table: no Python object stands for a document.
 """
 
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tuner.config.duration import Duration
-from tuner.data.building.spec import Share
+from tuner.data.building.encoded import TABLE, Counts, Tally
+from tuner.data.building.spec import Share, Source
 from tuner.errors import DataError
 
 Digests = npt.NDArray[np.uint64]
@@ -23,6 +26,8 @@ _CHUNK = 1 << 16
 _MOST = 2**31 - 1
 _SAMPLE_STREAM = 1 << 63
 """Philox keys of samples are apart from those of epochs, which count from 0."""
+_EVAL_SOURCES = 1 << 32
+"""Held-out sources draw from other random words than training sources."""
 
 
 def copies(share: Share, documents: int, seed: int, source: int) -> npt.NDArray[np.int32]:
@@ -115,17 +120,6 @@ def hold_out(
     return held
 
 
-def digest(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64]) -> Digests:
-    """Return the digests of documents that lie one after another: ids uint32[tokens], offsets int64[documents + 1]."""
-    words = np.ascontiguousarray(ids, dtype="<u4").data.cast("B")
-    bounds: Sequence[int] = (offsets * 4).tolist()
-    hashes = b"".join(
-        hashlib.blake2b(words[start:stop], digest_size=16).digest()
-        for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
-    )
-    return np.frombuffer(hashes, dtype="<u8").astype(np.uint64).reshape(-1, 2)
-
-
 def _keyed_groups(digests: Digests, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """The documents in the order of their keyed hash, and the sizes of the groups of equal ones that they come in."""
     key = np.frombuffer(hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=16).digest(), dtype="<u8")
@@ -168,3 +162,108 @@ def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
+
+
+@dataclass
+class Split:
+    """The documents of `data.train` or `data.eval` as they are read: counts of sources, tables of bundles."""
+
+    name: str
+    sources: Sequence[Source]
+    holds_out: bool = False
+    """Whether documents are held out of it."""
+    counts: list[Counts] = field(default_factory=list)
+    table: bytearray = field(default_factory=bytearray)
+    """The tables of all bundles so far, as bytes: they grow in place."""
+    tally: Tally = field(default_factory=Tally)
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        self.counts = [Counts() for _ in self.sources]
+
+    @property
+    def by_source(self) -> bool:
+        """Whether each source goes to a file of its own, of which its share is then taken."""
+        return not all(source.share.is_whole for source in self.sources)
+
+    @property
+    def is_chosen_from(self) -> bool:
+        """Whether not every document ends up in the one file of the split, once."""
+        return self.holds_out or self.by_source
+
+    def path(self, directory: Path, source: int) -> Path:
+        """The file that a source's documents are first written to."""
+        part = f".{source if self.by_source else 'all'}" if self.is_chosen_from else ""
+        return directory / f"{self.name}{part}.arrow"
+
+    def parts(self, directory: Path) -> list[tuple[Path, int]]:
+        """Each such file, and how many documents it holds."""
+        found: dict[Path, int] = {}
+        for source, counts in enumerate(self.counts):
+            path = self.path(directory, source)
+            found[path] = found.get(path, 0) + counts.documents
+        return list(found.items())
+
+    def taken(self, seed: int) -> "SplitSelection":
+        """The documents as the shares of its sources say."""
+        base = _EVAL_SOURCES if self.name == "eval" else 0
+        often = [
+            copies(source.share, counts.documents, seed, base + number)
+            for number, (source, counts) in enumerate(zip(self.sources, self.counts, strict=True))
+        ]
+        return SplitSelection(np.frombuffer(self.table, dtype=TABLE), np.concatenate(often))
+
+
+@dataclass(frozen=True)
+class SplitSelection:
+    """Documents of one split: their tables, and how often each is there."""
+
+    table: npt.NDArray[np.void]
+    """TABLE[documents]"""
+    copies: npt.NDArray[np.int32]
+
+    @property
+    def records(self) -> npt.NDArray[np.int64] | None:
+        """int64[documents]: the number of each document's record; None where each record is one document."""
+        follows = self.table["follows"]
+        return np.cumsum(~follows, dtype=np.int64) if follows.any() else None
+
+    @property
+    def present(self) -> Digests:
+        """The digests of the documents that are there."""
+        digests: Digests = self.table["digest"]
+        return digests if self.copies.all() else digests[self.copies > 0]
+
+    def held_out(self, amount: Duration, seed: int) -> "list[SplitSelection]":
+        """Hold documents out of those that are taken; what is held out is there once and not trained on."""
+        held = np.zeros(len(self.copies), dtype=np.bool_)
+        there = self.copies > 0
+        records = self.records
+        held[there] = hold_out(self.present, amount, seed, None if records is None else records[there])
+        parts = (np.where(held, 0, self.copies), held.astype(np.int32))
+        return [replace(self, copies=often.astype(np.int32)) for often in parts]
+
+    def records_there(self) -> int:
+        """Records of which a document is there, each as often as its documents are, where it is one document."""
+        records = self.records
+        return int(self.copies.sum()) if records is None else len(np.unique(records[self.copies > 0]))
+
+    def report(self, counts: Counts) -> dict[str, Any]:
+        """The split's counts as JSON values; documents and tokens as often as they are trained on."""
+        there = self.copies > 0
+        return {
+            "rows": counts.records,
+            "documents": int(self.copies.sum()),
+            "tokens": self._total("length"),
+            "trained": self._total("targets"),
+            "longest": int(self.table["length"].max(initial=0, where=there)),
+            "duplicates": int(np.count_nonzero(there)) - distinct(self.present),
+            "skipped": dict(sorted(counts.skipped.items())),
+            "dropped": dict(sorted(counts.dropped.items())),
+        }
+
+    def _total(self, name: str) -> int:
+        """The sum of a column, each document as often as it is there."""
+        column = self.table[name]
+        parts = (slice(start, start + _CHUNK) for start in range(0, len(column), _CHUNK))
+        return sum(int(np.multiply(column[part], self.copies[part], dtype=np.int64).sum()) for part in parts)

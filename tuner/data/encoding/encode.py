@@ -14,18 +14,14 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from tuner.data.encoding.alone import Alone, Placed
-from tuner.data.encoding.byte_level import ByteTable, Unproven
-from tuner.data.encoding.encoded_batch import EncodedBatch, joined
-from tuner.data.encoding.fast import FastEncoder
-from tuner.data.encoding.flat import BatchTexts, Flat, Ints, Turns, edges_of, offsets_of
-from tuner.data.encoding.place import KEPT_CHARS, KEPT_PROMPTS, Placer
-from tuner.data.encoding.proven import ProvenEncoder
+from tuner.data.encoding.fast import FastEncoder, ProvenEncoder, WordEncoder
+from tuner.data.encoding.flat import BatchTexts, EncodedBatch, Flat, Ints, Turns, edges_of, joined, offsets_of
+from tuner.data.encoding.place import KEPT_CHARS, KEPT_PROMPTS, Alone, Placed, Placer
 from tuner.data.encoding.template_layout import Shape, TemplateLayout, TemplateLayouts
 from tuner.data.encoding.template_spy import has_reserved
 from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.tokenizer_json import ByteTable, Unproven
 from tuner.data.encoding.turns import Plan, Planner, SpecialTokens, TrainOn
-from tuner.data.encoding.words import WordEncoder
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Conversation, Example, Tokens
 
@@ -109,7 +105,7 @@ class Encoder:
         alone.place(0, example)
         if alone.problems:
             raise alone.problems[0]
-        return Placed(alone.documents[0], 0 in alone.by_answer, alone.by_answer.get(0, ()))
+        return Placed(alone.documents[0], alone.by_answer.get(0, ()))
 
     def _add_known(self, texts: BatchTexts, i: int, example: Conversation, alone: Alone) -> bool:
         """Add a conversation of a shape that is known; False where it must be rendered."""

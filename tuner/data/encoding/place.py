@@ -4,19 +4,23 @@ The exact way that needs nothing but the tokenizer: for every kind of tokenizer,
 take, for people who want to see each token's rule, and as the judge of a sample of the faster way's records.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 from unicodedata import normalize
 
 import numpy as np
 import numpy.typing as npt
 
 from tuner.data.encoding.tokenizer import Encoded, TextTokenizer
-from tuner.data.encoding.turns import BREAK, GUARD, Plan, TrainOn, Turn
+from tuner.data.encoding.turns import BREAK, GUARD, Plan, Planner, Plans, TrainOn, Turn
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Tokens
+from tuner.data.reading.records import Conversation, Example, Tokens
 
 KEPT_PROMPTS, KEPT_CHARS = 4096, 256
 """Prompts of fewer characters are encoded once, as many as this."""
+APART = "answers encoded apart from their prompt: a token of both together would reach over the cut"
 
 
 @dataclass(frozen=True)
@@ -192,3 +196,67 @@ def _boundary(encoded: Encoded, char: int) -> int | None:
     """Index of the first token at or after a character, or None where a token straddles it."""
     index = int(np.searchsorted(encoded.starts, char, side="left"))
     return None if index and int(encoded.stops[:index].max()) > char else index
+
+
+class Placed(NamedTuple):
+    """The documents of one example."""
+
+    documents: list[Document]
+    left_out: tuple[str, ...]
+    """The reasons of answers that have no document, where each answer of a conversation is one."""
+
+
+class Alone:
+    """Documents of examples by their number, the problems of those that have none, and what is to be said of them."""
+
+    def __init__(self, planner: Planner, placer: Placer) -> None:
+        self.documents: dict[int, list[Document]] = {}
+        self.problems: dict[int, RecordProblem] = {}
+        self.by_answer: dict[int, tuple[str, ...]] = {}
+        """Conversations of which each answer is a document -> the reasons of answers that have none."""
+        self.notes: dict[int, tuple[str, ...]] = {}
+        self.escaped = 0
+        self._planner = planner
+        self._placer = placer
+
+    def place(self, i: int, example: Example, plans: Plans | None = None) -> None:
+        """Place example `i`, whose plans may be known."""
+        self.by_answer.pop(i, None)
+        try:
+            if isinstance(example, Tokens):
+                self.documents[i] = [self._placer.tokens(example)]
+            else:
+                self._place(i, example, self._planner.plans(example) if plans is None else plans)
+        except RecordProblem as problem:
+            self.problems[i] = problem
+
+    def note(self, i: int, notes: Iterable[str]) -> None:
+        """Say this of example `i`, in the place of what was said before."""
+        self.notes[i] = tuple(dict.fromkeys(notes))
+
+    def counted(self) -> Counter[str]:
+        """How many examples each note is about; not those that have a problem."""
+        return Counter(note for i, notes in self.notes.items() if i not in self.problems for note in notes)
+
+    def _place(self, i: int, example: Example, plans: Plans) -> None:
+        documents: list[Document] = []
+        refused: list[RecordProblem] = []
+        for plan in plans.plans:
+            try:
+                documents.append(self._placer.place(plan))
+            except RecordProblem as problem:
+                refused.append(problem)
+        if not documents and not plans.by_answer and isinstance(example, Conversation):
+            answers = self._planner.by_answer(example, self._planner.readable(example), refused[0])
+            self._place(i, example, answers)
+            return
+        if not documents:
+            raise refused[0]
+        self.documents[i] = documents
+        if plans.by_answer:
+            self.by_answer[i] = (*plans.left_out, *(problem.kind for problem in refused))
+        notes = [note for plan in plans.plans for note in plan.notes]
+        if not plans.plans[0].framed and any(document.apart for document in documents):
+            notes.append(APART)
+        self.note(i, notes)
+        self.escaped += sum(plan.escaped for plan in plans.plans)

@@ -138,7 +138,8 @@ class ChatTemplate:
             line = getattr(error, "lineno", None)
             place = f" line {line}" if line else ""
             raise DataError(f"chat template{place}: {error}") from error
-        probe = self._probe() if self._has_marks else ""
+        plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        probe = self._written(plain) if self._has_marks else ""
         self.has_generation_marks = self._has_marks and (probe is None or _OPEN in probe)
 
     def render(
@@ -177,9 +178,15 @@ class ChatTemplate:
     @cached_property
     def reads_parts(self) -> bool:
         """Whether contents are written where they are lists of parts alone, as by SmolVLM's: they are given as such."""
-        as_text, as_parts = ((lambda text: text), _as_parts)
-        written = self._written(as_text)
-        return written < len(_PROBES) and self._written(as_parts) > written
+
+        def found(shape: Callable[[str], Any]) -> int:
+            roles = ("user", "assistant")
+            exchange = [{"role": role, "content": shape(text)} for role, text in zip(roles, _PROBES, strict=True)]
+            written = self._written(exchange) or ""
+            return sum(probe in written for probe in _PROBES)
+
+        as_text = found(str)
+        return as_text < len(_PROBES) and found(_as_parts) > as_text
 
     @cached_property
     def thinking_variables(self) -> tuple[str, ...]:
@@ -197,12 +204,7 @@ class ChatTemplate:
         call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
         for as_text, null in product((False, True), repeat=2):
             messages = [{"role": "user", "content": _PROBES[0]}, _with_calls(call, as_text, null)]
-            try:
-                text = self._render(messages, False)
-            except EndlessTemplateError:
-                raise
-            except DataError:
-                continue
+            text = self._written(messages) or ""
             if "the_tool" in text and "the value" in text:
                 return as_text, null
         return False, False
@@ -220,16 +222,9 @@ class ChatTemplate:
             for message, content in zip(messages, contents, strict=True)
         ]
 
-    def _written(self, shape: Callable[[str], Any]) -> int:
-        """How many contents of a plain exchange stand in its render; 0 where the template refuses it."""
-        roles = ("user", "assistant")
-        try:
-            text = self._render([{"role": r, "content": shape(c)} for r, c in zip(roles, _PROBES, strict=True)], False)
-        except EndlessTemplateError:
-            raise
-        except DataError:
-            return 0
-        return sum(probe in text for probe in _PROBES)
+    def _written(self, messages: Sequence[Message]) -> str | None:
+        """The messages as the template writes them; None where it refuses them. EndlessTemplateError."""
+        return unless_refused(self._render, messages, False)
 
     def _render(
         self,
@@ -253,14 +248,17 @@ class ChatTemplate:
         except (RecursionError, MemoryError, _StepsExceededError) as error:
             raise EndlessTemplateError("the chat template does not end within its limits") from error
 
-    def _probe(self) -> str | None:
-        """A plain exchange as the template writes it; None where it refuses one."""
-        try:
-            return self._render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], False)
-        except EndlessTemplateError:
-            raise
-        except DataError:
-            return None
+
+def unless_refused(
+    render: Callable[[Sequence[Message], bool], str], messages: Sequence[Message], prompt: bool
+) -> str | None:
+    """What `render` writes of messages; None where the template refuses them. Raises EndlessTemplateError."""
+    try:
+        return render(messages, prompt)
+    except EndlessTemplateError:
+        raise  # no other messages are shorter
+    except DataError:
+        return None
 
 
 def named_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,16 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
-from tuner.data.encoding.byte_level import ByteTable, Unproven
 from tuner.data.encoding.template import (
     NO_VARIABLES,
     TEMPLATE_FILE,
     TOOL_TEMPLATE_FILE,
     ChatTemplate,
-    EndlessTemplateError,
     Message,
     named_templates,
+    unless_refused,
 )
+from tuner.data.encoding.tokenizer_json import ByteTable, Unproven
 from tuner.errors import DataError
 from tuner.runtime.files import write_atomic
 from tuner.runtime.turn_end import Exchange, turn_end
@@ -203,31 +203,30 @@ class TextTokenizer:
 
     def find_special(self, text: str) -> tuple[str, int] | None:
         """Return the first control token written out in `text` and its character, or None."""
-        found = self._special_pattern.search(text) if self._special_pattern else None
+        found = self._special_pattern.search(text)
         return (found.group(), found.start()) if found else None
 
     def change_specials(self, text: str, change: Callable[[str], str]) -> str:
         """Replace every control token written out in `text`."""
-        return self._special_pattern.sub(lambda found: change(found[0]), text) if self._special_pattern else text
+        return self._special_pattern.sub(lambda found: change(found[0]), text)
 
     def specials(self, text: str) -> list[tuple[int, int]]:
         """Return the characters [start, stop) of every control token in `text`."""
-        return [found.span() for found in self._special_pattern.finditer(text)] if self._special_pattern else []
+        return [found.span() for found in self._special_pattern.finditer(text)]
 
     def end_of_turn(self, text: str, start: int, stop: int) -> int | None:
         """Return where the first end-of-turn token within text[start:stop] ends, or None.
 
         Some, such as Phi-3's, take the white space that follows with them.
         """
-        found = self._end_pattern.search(text, start, stop) if self._end_pattern else None
+        found = self._end_pattern.search(text, start, stop)
         return None if found is None else found.end()
 
     def last_special(self, text: str, start: int, stop: int) -> tuple[int, int] | None:
         """Return the characters of the last control token within text[start:stop], or None."""
         last = None
-        if self._special_pattern is not None:
-            for found in self._special_pattern.finditer(text, start, stop):
-                last = found.span()
+        for found in self._special_pattern.finditer(text, start, stop):
+            last = found.span()
         return last
 
     @property
@@ -268,11 +267,11 @@ class TextTokenizer:
             return error.with_traceback(None)
 
     @cached_property
-    def _special_pattern(self) -> re.Pattern[str] | None:
+    def _special_pattern(self) -> re.Pattern[str]:
         return _pattern([t.content for t in self._backend.get_added_tokens_decoder().values() if t.special])
 
     @cached_property
-    def _end_pattern(self) -> re.Pattern[str] | None:
+    def _end_pattern(self) -> re.Pattern[str]:
         added = self._backend.get_added_tokens_decoder()
         ends = [added[i] for i in self.eos_ids if i in added]
         return _pattern([end.content for end in ends], {end.content for end in ends if end.rstrip})
@@ -287,15 +286,6 @@ class TextTokenizer:
         token = self.special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
 
-    def _rendered(self, messages: Sequence[Message], prompt: bool) -> str | None:
-        """The messages as the template writes them; None where it refuses them."""
-        try:
-            return self.render(messages, prompt)
-        except EndlessTemplateError:
-            raise  # no exchange is shorter
-        except DataError:
-            return None
-
     def _end_ids(self, model_eos_ids: Sequence[int]) -> tuple[int, ...]:
         ids = [] if self.eos_id is None else [self.eos_id]
         ids += [i for i in model_eos_ids if i not in ids and self._backend.id_to_token(i) is not None]
@@ -303,7 +293,7 @@ class TextTokenizer:
             return tuple(ids)
         ends = {str(self._backend.id_to_token(i)) for i in ids}
         begin = self.special_tokens.get("bos_token")
-        end = turn_end(Exchange(self._rendered, self.specials, ends, begin))
+        end = turn_end(Exchange(partial(unless_refused, self.render), self.specials, ends, begin))
         found = None if end is None else self._backend.token_to_id(end)
         return tuple(ids) if found is None else (*ids, found)
 
@@ -318,11 +308,11 @@ def _text_frame(backend: Tokenizer) -> tuple[list[int], list[int]]:
     return encoding.ids[: int(body[0])], encoding.ids[int(body[-1]) + 1 :]
 
 
-def _pattern(words: Sequence[str], with_blanks: Set[str] = frozenset()) -> re.Pattern[str] | None:
-    """What finds any of the words, the longest first, and white space after those that take it."""
+def _pattern(words: Sequence[str], with_blanks: Set[str] = frozenset()) -> re.Pattern[str]:
+    """What finds any of the words, the longest first, and white space after those that take it; nothing of none."""
     longest_first = sorted(words, key=len, reverse=True)
     found = [re.escape(word) + (r"\s*" if word in with_blanks else "") for word in longest_first]
-    return re.compile("|".join(found)) if words else None
+    return re.compile("|".join(found) or r"(?!)")
 
 
 def _encoded(encoding: Encoding) -> Encoded:

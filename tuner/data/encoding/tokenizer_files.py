@@ -77,7 +77,7 @@ def load_tokenizer(
     own = tokenizer.name_or_path is not None and str(tokenizer.name_or_path) != model_path
     cache = cache_dir or cache_root()
     if tokenizer.name_or_path == "byte":
-        from tuner.data.encoding.byte_level import byte_tokenizer_files
+        from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
 
         context = _LoadContext("tokenizer.name_or_path: byte", None, _model_config(model_path, revision), cache)
         files, ends = byte_tokenizer_files(), []
@@ -89,7 +89,7 @@ def load_tokenizer(
     files, loaded = context.as_loaded(files)
     new_ids = range(0)
     if tokenizer.add_tokens:
-        from tuner.data.encoding.added import require_ids, with_tokens
+        from tuner.data.encoding.tokenizer_json import require_ids, with_tokens
 
         files, new_ids = with_tokens(files, tokenizer.add_tokens)
         files, _ = context.as_loaded(files)

@@ -8,12 +8,11 @@ along with the block.
 from collections.abc import Callable, Iterator
 
 from tuner.data.reading.block import Block, RawRecord, parts
-from tuner.data.reading.csv_blocks import csv_blocks, csv_records
 from tuner.data.reading.json_blocks import json_blocks, json_records
 from tuner.data.reading.jsonl import locate
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.tables import table_blocks, table_records
-from tuner.data.reading.text_blocks import text_blocks, text_records
+from tuner.data.reading.text_blocks import csv_blocks, csv_records, text_blocks, text_records
 from tuner.data.sources import Kind, SourceFile, file_error
 
 __all__ = ["Block", "RawRecord", "blocks", "lines_in", "position_of", "records_of"]

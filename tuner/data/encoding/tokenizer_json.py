@@ -1,15 +1,37 @@
-"""Which bytes each token of a byte-level tokenizer stands for."""
+"""What a tokenizer.json holds: the bytes that byte-level tokens stand for, the built-in tokenizer, and tokens added.
+
+The built-in one is 256 bytes and three special tokens, written as a complete Hugging Face tokenizer. New tokens are
+appended to a vocabulary, and loaded by transformers like those it had.
+"""
 
 import json
 import unicodedata
+from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tuner.errors import DataError, RecipeError
+
+if TYPE_CHECKING:
+    from tuner.config.recipe import AddedToken
+
 
 _VOCABULARY_STEP = 61
+BYTE_BOS, BYTE_EOS, BYTE_PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+"""Ids 256, 257 and 258; a byte's id is its value."""
+BYTE_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|bos|>' + message['role'] + '\\n' + message['content'] + '<|eos|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|bos|>assistant\\n' }}{% endif %}"
+)
+_EXTRA = ("additional_special_tokens", "extra_special_tokens")
+_FACTS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
 class Unproven(Exception):
@@ -82,17 +104,6 @@ def _require_byte_level(spec: dict[str, Any]) -> None:
             raise Unproven(f"the added token {token['content']} takes its surroundings with it")
 
 
-BYTE_BOS, BYTE_EOS, BYTE_PAD = "<|bos|>", "<|eos|>", "<|pad|>"
-"""Ids 256, 257 and 258; a byte's id is its value."""
-
-BYTE_CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|bos|>' + message['role'] + '\\n' + message['content'] + '<|eos|>' + '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|bos|>assistant\\n' }}{% endif %}"
-)
-
-
 def byte_tokenizer_files() -> dict[str, bytes]:
     """Return the files, by name, of the byte tokenizer's directory; `AutoTokenizer` loads them."""
     vocabulary = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
@@ -100,7 +111,7 @@ def byte_tokenizer_files() -> dict[str, bytes]:
     # Without the regex a text is one word; there are no merges to make, so its bytes are its tokens.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    specials = [AddedToken(name, special=True, normalized=False) for name in (BYTE_BOS, BYTE_EOS, BYTE_PAD)]
+    specials = [tokenizers.AddedToken(name, special=True, normalized=False) for name in (BYTE_BOS, BYTE_EOS, BYTE_PAD)]
     tokenizer.add_special_tokens(specials)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -122,3 +133,62 @@ def byte_symbols() -> list[str]:
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def with_tokens(files: Mapping[str, bytes], tokens: "Sequence[AddedToken]") -> tuple[dict[str, bytes], range]:
+    """A tokenizer directory's files with these tokens, and their ids, which follow on the largest there was.
+
+    They are found in a text as it is, before anything else is made of it. Raises RecipeError for a token that the
+    tokenizer has.
+    """
+    try:
+        before = Tokenizer.from_str(files["tokenizer.json"].decode())
+        spec, config = _object(files, "tokenizer.json"), _object(files, "tokenizer_config.json")
+    except Exception as error:  # tokenizers raises bare Exception
+        raise DataError(f"tokenizer.json: {error}") from error
+    first = 1 + max(before.get_vocab(with_added_tokens=True).values(), default=-1)
+    for number, token in enumerate(tokens):
+        if (there := before.token_to_id(token.token)) is not None:
+            raise RecipeError(
+                f"tokenizer.add_tokens: {token.token!r} is a token of the tokenizer already (id {there})",
+                hint="remove it from the list",
+            )
+        facts = {"content": token.token, **_FACTS, "special": token.special}
+        spec.setdefault("added_tokens", []).append({"id": first + number, **facts})
+        if "added_tokens_decoder" in config:  # some of transformers' classes read added tokens from there alone
+            config["added_tokens_decoder"][str(first + number)] = facts
+    _name_special(config, [token.token for token in tokens if token.special])
+    changed = {"tokenizer.json": _bytes(spec), "tokenizer_config.json": _bytes(config)}
+    added, ids = {**files, **changed}, range(first, first + len(tokens))
+    require_ids(added, tokens, ids)
+    return added, ids
+
+
+def require_ids(files: Mapping[str, bytes], tokens: "Sequence[AddedToken]", ids: range) -> None:
+    """Check that a tokenizer gives added tokens these ids. Raises DataError."""
+    after = Tokenizer.from_str(files["tokenizer.json"].decode())
+    if [after.token_to_id(token.token) for token in tokens] != list(ids):
+        raise DataError("tokenizer.add_tokens: there are gaps in the tokenizer's ids, so that it cannot be added to")
+
+
+def _name_special(config: dict[str, Any], tokens: Sequence[str]) -> None:
+    """Put special tokens on the config's list of those without a role, or among those with a name of their own."""
+    if not tokens:
+        return
+    key = next((name for name in _EXTRA if isinstance(config.get(name), list)), _EXTRA[1])
+    there = config.get(key)
+    if isinstance(there, dict):
+        config[key] = {**there, **{f"added_{number}_token": token for number, token in enumerate(tokens, len(there))}}
+    else:
+        config[key] = [*(there or []), *tokens]
+
+
+def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    value = json.loads(files.get(name, b"{}"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: not an object")
+    return value
+
+
+def _bytes(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()
