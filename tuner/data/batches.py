@@ -6,7 +6,7 @@ All are pure functions of the seed and the rows, so that resuming is arithmetic,
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -101,6 +101,7 @@ def without_targets(batch: Batch) -> Batch:
     return replace(batch, targets=np.full_like(batch.targets, IGNORED), trained_positions=none, documents=none)
 
 
+@dataclass(eq=False)
 class GlobalBatches:
     """Every step's rows, and which of them this rank computes, by arithmetic alone.
 
@@ -109,68 +110,59 @@ class GlobalBatches:
     The last batch of an epoch may hold fewer rows; its counts say so. Rows after the first `max_rows` are left out.
     """
 
-    def __init__(  # noqa: PLR0913 - the facts of one division, by keyword
-        self,
-        rows: PackedRows,
-        *,
-        seed: int,
-        shuffle: bool,
-        global_batch_size: int,
-        micro_batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        max_rows: int | None = None,
-        by_document: bool = False,
-    ) -> None:
-        """With ``by_document`` a step says of the whole global batch how much is trained in each document."""
-        if global_batch_size < 1 or micro_batch_size < 1 or not 0 <= rank < world_size:
+    rows: PackedRows
+    _: KW_ONLY
+    seed: int
+    shuffle: bool
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    max_rows: int | None = None
+    by_document: bool = False
+    """Whether a step says of the whole global batch how much is trained in each document."""
+    _epoch_order: tuple[int, npt.NDArray[np.int64]] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size < 1 or self.micro_batch_size < 1 or not 0 <= self.rank < self.world_size:
             raise ValueError("batch sizes must be at least 1 and the rank below the world size")
-        self._rows = rows
-        self._n_rows = len(rows) if max_rows is None else min(max_rows, len(rows))
-        self._seed = seed
-        self._shuffle = shuffle
-        self._global_batch_size = global_batch_size
-        self._micro_batch_size = micro_batch_size
-        self._rank = rank
-        self._world_size = world_size
-        self._by_document = by_document
-        self._epoch_order: tuple[int, npt.NDArray[np.int64]] | None = None
+        self._n_rows = len(self.rows) if self.max_rows is None else min(self.max_rows, len(self.rows))
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in one epoch, the last partial one included."""
-        return math.ceil(self._n_rows / self._global_batch_size)
+        return math.ceil(self._n_rows / self.global_batch_size)
 
     def row_ids(self, i: int) -> npt.NDArray[np.int64]:
         """Return the rows of step i (from 0), in the order of the global batch."""
         epoch, step = divmod(i, self.steps_per_epoch)
         if self._epoch_order is None or self._epoch_order[0] != epoch:
-            self._epoch_order = (epoch, row_order(self._seed, epoch, self._n_rows, self._shuffle))
-        start = step * self._global_batch_size
-        return self._epoch_order[1][start : start + self._global_batch_size]
+            self._epoch_order = (epoch, row_order(self.seed, epoch, self._n_rows, self.shuffle))
+        start = step * self.global_batch_size
+        return self._epoch_order[1][start : start + self.global_batch_size]
 
     def step(self, i: int) -> StepBatches:
         """Return step i (from 0): global counts and this rank's micro-batches."""
         row_ids = self.row_ids(i)
-        n_micro = math.ceil(len(row_ids) / (self._micro_batch_size * self._world_size))
-        costs = row_costs(self._rows.tokens_per_row[row_ids], self._rows.squares_per_row[row_ids])
-        balanced = balance_rows(costs, n_micro, self._world_size, self._micro_batch_size)
+        n_micro = math.ceil(len(row_ids) / (self.micro_batch_size * self.world_size))
+        costs = row_costs(self.rows.tokens_per_row[row_ids], self.rows.squares_per_row[row_ids])
+        balanced = balance_rows(costs, n_micro, self.world_size, self.micro_batch_size)
         cheapest = int(row_ids[costs.argmin()])
         return StepBatches(
             row_ids=row_ids,
-            trained_count=int(self._rows.trained_per_row[row_ids].sum()),
-            tokens=int(self._rows.tokens_per_row[row_ids].sum()),
-            micro=[self._batch(row_ids[shares[self._rank]], filler=cheapest) for shares in balanced],
-            trained_per_document=self._trained_per_document(row_ids) if self._by_document else None,
+            trained_count=int(self.rows.trained_per_row[row_ids].sum()),
+            tokens=int(self.rows.tokens_per_row[row_ids].sum()),
+            micro=[self._batch(row_ids[shares[self.rank]], filler=cheapest) for shares in balanced],
+            trained_per_document=self._trained_per_document(row_ids) if self.by_document else None,
         )
 
     def _trained_per_document(self, row_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return np.concatenate([collate([self._rows.row(int(row_id))]).trained_per_document for row_id in row_ids])
+        return np.concatenate([collate([self.rows.row(int(row_id))]).trained_per_document for row_id in row_ids])
 
     def _batch(self, row_ids: npt.NDArray[np.int64], filler: int) -> Batch:
         if len(row_ids) == 0:
-            return without_targets(collate([self._rows.row(filler)]))
-        return collate([self._rows.row(int(row_id)) for row_id in row_ids])
+            return without_targets(collate([self.rows.row(filler)]))
+        return collate([self.rows.row(int(row_id)) for row_id in row_ids])
 
 
 def row_order(seed: int, epoch: int, n_rows: int, shuffle: bool) -> npt.NDArray[np.int64]:

@@ -79,6 +79,6 @@ def adversarial_texts(tokenizer: TextTokenizer) -> Iterator[str]:
     """Yield some hundreds of texts: plain ones, and its special tokens and a share of its added ones amid others."""
     yield from _PLAIN
     named = list(dict.fromkeys(tokenizer.special_tokens.values()))
-    others = [token for token in tokenizer.added_tokens if token not in named]
+    others = [token for token in tokenizer.added_tokens_from(0) if token not in named]
     for token in [*named, *others[:: 1 + len(others) // _TOKENS]]:
         yield from (around.format(token) for around in _AROUND)

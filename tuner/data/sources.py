@@ -24,7 +24,8 @@ _KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
     ".arrow": "arrow", ".txt": "text", ".text": "text", ".md": "text", ".markdown": "text", ".rst": "text",
 }  # fmt: skip
-_COMPRESSIONS: dict[str, Literal["gzip", "zstd"]] = {".gz": "gzip", ".zst": "zstd"}
+Compression = Literal["", "gzip", "zstd"]
+_COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 _MAGIC = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd"}
 _WITH_SPLIT = re.compile(r"(?s)(.+):([A-Za-z0-9][\w.+-]*)(?:\[([^\[\]]*)\])?")
 _COPY_BYTES = 1 << 20
@@ -49,7 +50,7 @@ class SourceFile:
     """Which of the recipe's sources it belongs to: weight and count are of all its files together."""
     name: str = ""
     """What messages call it."""
-    compression: Literal["", "gzip", "zstd"] = ""
+    compression: Compression = ""
     parts: tuple[Path, ...] = ()
     """The Arrow files of a data set, in order."""
     records: tuple[int, int] | None = None
@@ -171,9 +172,9 @@ def _walk(directory: Path) -> Iterator[str]:
         yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
 
 
-def _kind_of(path: Path) -> tuple[Kind, Literal["", "gzip", "zstd"]] | None:
+def _kind_of(path: Path) -> tuple[Kind, Compression] | None:
     suffix = path.suffix.lower()
-    compression: Literal["", "gzip", "zstd"] = _COMPRESSIONS.get(suffix, "")
+    compression: Compression = _COMPRESSIONS.get(suffix, "")
     kind = _KINDS.get(Path(path.stem).suffix.lower() if compression else suffix)
     if kind is None or (compression and kind in {"parquet", "arrow"}):
         return None
@@ -204,7 +205,7 @@ def _source_file(path: Path, kind: Kind, source: "DataSource", index: int, **mor
     return SourceFile(path, kind, source.format, columns, source.weight, source.count, index, **more)
 
 
-def _sniffed(path: Path) -> Literal["", "gzip", "zstd"]:
+def _sniffed(path: Path) -> Compression:
     try:
         with path.open("rb") as file:
             head = file.read(4)

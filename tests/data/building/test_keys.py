@@ -5,16 +5,47 @@ from __future__ import annotations
 import json
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from tests.data import tiny
 from tuner.config import recipe
 from tuner.data.building.prepare import prepare
-from tuner.data.building.spec import FIELDS, PrepareSpec, keys_of
+from tuner.data.building.spec import PrepareSpec, keys_of
 from tuner.data.encoding.tokenizer import TextTokenizer
 
+Part = Literal["documents", "rows", "content", "nothing"]
+FIELDS: dict[str, dict[str, Part]] = {
+    "DataSection": {
+        "train": "content",
+        "eval": "documents",
+        "max_length": "rows",
+        "too_long": "rows",
+        "packing": "rows",
+        "shuffle": "nothing",
+        "on_bad_row": "documents",
+        "workers": "nothing",
+        "cache_dir": "nothing",
+    },
+    "DataSource": {
+        "path": "content",
+        "format": "documents",
+        "columns": "documents",
+        "weight": "documents",
+        "count": "documents",
+    },
+    "TokenizerSection": {
+        "name_or_path": "content",
+        "chat_template": "content",
+        "add_tokens": "content",
+        "special_tokens_in_text": "documents",
+    },
+    "AddedToken": {"token": "content", "special": "content"},
+    "Examples": {"kind": "documents", "train_on": "documents"},
+}
+"""What each field of the recipe decides: the encoded documents and with them everything; the packed rows alone;
+`content`: the bytes that it leads to decide, not its own text; or nothing. """
 ROWS = [tiny.chat(f"question {i}", f"answer {i}" + " very" * (i % 7)) for i in range(30)]
 # A value for each field that differs from the base request's; None where a test below changes what it leads to.
 CHANGED: dict[str, dict[str, Any]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +16,17 @@ from tuner.config.duration import Duration
 from tuner.data.building import sampling
 from tuner.data.building.encoded import digest
 from tuner.data.building.sampling import copies, distinct, hold_out, shared
-from tuner.data.building.spec import Share
+from tuner.data.building.spec import Source
 from tuner.errors import DataError
 
 
 def digests(documents: list[list[int]]) -> np.ndarray:
     ids = np.array([token for document in documents for token in document], dtype=np.uint32)
     return digest(ids, np.cumsum([0, *map(len, documents)]))
+
+
+def share(**amount: Any) -> Source:
+    return Source("", [], **amount)
 
 
 @given(
@@ -31,24 +36,24 @@ def digests(documents: list[list[int]]) -> np.ndarray:
     seed=st.integers(0, 2**64 - 1),
 )
 def test_a_share_is_exact_and_even(documents: int, weight: float, count: int | None, seed: int) -> None:
-    share = Share() if count is None and weight == 1 else Share(count=count) if count else Share(weight=weight)
-    taken = copies(share, documents, seed, 0)
-    wanted = 0 if not documents else count or math.floor(Fraction(share.weight) * documents + Fraction(1, 2))
+    source = share() if count is None and weight == 1 else share(count=count) if count else share(weight=weight)
+    taken = copies(source, documents, seed, 0)
+    wanted = 0 if not documents else count or math.floor(Fraction(source.weight) * documents + Fraction(1, 2))
     assert taken.sum() == wanted
     assert len(taken) == documents
     if documents:
         assert set(taken.tolist()) <= {wanted // documents, -(-wanted // documents)}
-    assert np.array_equal(taken, copies(share, documents, seed, 0))
+    assert np.array_equal(taken, copies(source, documents, seed, 0))
 
 
 def test_what_is_drawn_depends_on_seed_and_source_and_is_kept_for_ever() -> None:
-    half = Share(weight=0.5)
+    half = share(weight=0.5)
     drawn = [copies(half, 1000, seed, source).tolist() for seed, source in ((1, 0), (2, 0), (1, 1))]
     assert len(set(map(tuple, drawn))) == 3
     assert np.flatnonzero(copies(half, 10, 42, 0)).tolist() == [4, 5, 6, 7, 9]
-    assert not Share(weight=2.0).is_drawn
-    assert Share(weight=2.5).is_drawn
-    assert Share(count=3).is_drawn
+    assert not share(weight=2.0).is_drawn
+    assert share(weight=2.5).is_drawn
+    assert share(count=3).is_drawn
 
 
 @given(documents=st.lists(st.lists(st.integers(0, 3), max_size=2), max_size=60))

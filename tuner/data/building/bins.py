@@ -7,6 +7,7 @@ otherwise the one with the fewest rows. Which items lie where is worked out once
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -115,18 +116,12 @@ def _best_fit(counts: Ints) -> _Plan:
     return _Plan(served[capacity], each_, counts_, before[taken])
 
 
-def _first_fit(counts: Ints) -> _Plan:
-    """First fit decreasing, a row at a time: its first row is the longest item, then the longest that fits, and on."""
-    return _rows_alike(counts, completed=False)
+def _first_fit(counts: Ints, completed: bool = False) -> _Plan:
+    """First fit decreasing, a row at a time: the longest item, then the longest that fits, and on.
 
-
-def _exact_fit(counts: Ints) -> _Plan:
-    """First fit decreasing in which a row takes one or two items that fill it exactly as soon as there are any."""
-    return _rows_alike(counts, completed=True)
-
-
-def _rows_alike(counts: Ints, completed: bool) -> _Plan:
-    """Fill a row, and as many like it as the counts allow; then the next. Each kind of row uses up some length."""
+    Where rows are `completed`, one takes one or two items that fill it exactly as soon as there are any. As many rows
+    like it as the counts allow are filled with it: each kind of row uses up some length.
+    """
     left = _Lengths(counts)
     kinds: list[tuple[int, int, int, int]] = []  # length, items of it in a row, rows, first row
     n_rows = 0
@@ -204,7 +199,7 @@ class _Lengths:
         return ()
 
 
-_FILLS: tuple[Callable[[Ints], _Plan], ...] = (_best_fit, _first_fit, _exact_fit)
+_FILLS: tuple[Callable[[Ints], _Plan], ...] = (_best_fit, _first_fit, partial(_first_fit, completed=True))
 
 
 def _bits(flags: npt.NDArray[np.bool_]) -> int:

@@ -163,28 +163,25 @@ def _read(
         closing(answers(job, _bundles(splits, ahead), workers, pool)) as encoded,
         (tmp / REJECTS).open("w", encoding="utf-8") as rejects,
     ):
-        while True:
-            try:
-                bundle = next(encoded)
-            except StopIteration:
-                break
-            except WorkerDiedError as death:
-                raise _worker_died(ahead[0], lines, death) from death
-            origins = ahead.popleft()
-            for origin, block in zip(origins, bundle.blocks, strict=False):
-                lines = 0 if origin.block == 0 else lines
-                for bad in block.bad:
-                    if job.stop_at_bad_row:
-                        raise bad_record_error(origin.name, bad, lines)
-                    rejects.write(_reject(origin.name, bad, lines))
-                lines += block.lines
-                origin.split.counts[origin.source].add(block.counts)
-                origin.split.size += origin.size
-            split = origins[0].split
-            split.table += bundle.table.tobytes()
-            split.tally.add(bundle.tally)
-            files.append(split.path(tmp, origins[0].source), bundle.documents)
-            done(sum(origin.size for origin in origins))
+        try:
+            for bundle in encoded:
+                origins = ahead.popleft()
+                for origin, block in zip(origins, bundle.blocks, strict=False):
+                    lines = 0 if origin.block == 0 else lines
+                    for bad in block.bad:
+                        if job.stop_at_bad_row:
+                            raise bad_record_error(origin.name, bad, lines)
+                        rejects.write(_reject(origin.name, bad, lines))
+                    lines += block.lines
+                    origin.split.counts[origin.source].add(block.counts)
+                    origin.split.size += origin.size
+                split = origins[0].split
+                split.table += bundle.table.tobytes()
+                split.tally.add(bundle.tally)
+                files.append(split.path(tmp, origins[0].source), bundle.documents)
+                done(sum(origin.size for origin in origins))
+        except WorkerDiedError as death:
+            raise _worker_died(ahead[0], lines, death) from death
         for split in splits:
             for path, _ in split.parts(tmp):
                 files.append(path, None)
@@ -199,24 +196,22 @@ def _bundles(splits: Sequence[Split], ahead: "deque[list[_Origin]]") -> Iterator
     How blocks come together follows from their sizes, and from the sources only where a share is taken of each.
     """
     for split in splits:
-        pending: list[tuple[_Origin, Block]] = []
-        for origin, block in _blocks(split):
-            full = sum(other.size for other, _ in pending) + origin.size > BUNDLE_BYTES
-            if pending and (full or (split.by_source and pending[0][0].source != origin.source)):
-                ahead.append([other for other, _ in pending])
-                yield tuple(other for _, other in pending)
-                pending = []
-            pending.append((origin, block))
-        if pending:
-            ahead.append([other for other, _ in pending])
-            yield tuple(other for _, other in pending)
+        for group in _grouped(split):
+            ahead.append([origin for origin, _ in group])
+            yield tuple(block for _, block in group)
 
 
-def _blocks(split: Split) -> Iterator[tuple[_Origin, Block]]:
-    for number, source in enumerate(split.sources):
-        for file in source.files:
-            for block in blocks(file):
-                yield _Origin(split, number, block.index, file.name, block.size), block
+def _grouped(split: Split) -> Iterator[list[tuple[_Origin, Block]]]:
+    group: list[tuple[_Origin, Block]] = []
+    for number, file in ((number, file) for number, source in enumerate(split.sources) for file in source.files):
+        for block in blocks(file):
+            full = sum(origin.size for origin, _ in group) + block.size > BUNDLE_BYTES
+            if group and (full or (split.by_source and group[0][0].source != number)):
+                yield group
+                group = []
+            group.append((_Origin(split, number, block.index, file.name, block.size), block))
+    if group:
+        yield group
 
 
 def _write_chosen(
@@ -312,8 +307,8 @@ def _source_reports(split: Split, often: npt.NDArray[np.int32]) -> list[dict[str
                 "files": len(source.files),
                 "rows": counts.records,
                 "documents": counts.documents,
-                "weight": source.share.weight,
-                "count": source.share.count,
+                "weight": source.weight,
+                "count": source.count,
                 "sampled": int((taken > 0).sum()),
                 "repeated": int(taken.sum() - (taken > 0).sum()),
             }

@@ -16,9 +16,9 @@ from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import SpecialTokens, TrainOn
 from tuner.data.prepared import arrow, arrow_bits
-from tuner.data.reading.blocks import Block, RawRecord, lines_in, position_of, records_of
+from tuner.data.reading.blocks import Block, RawRecord, examples_of, lines_in, position_of
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Example, parse_record
+from tuner.data.reading.records import Example
 from tuner.runtime.memory import give_back
 
 Bundle = tuple[Block, ...]
@@ -33,6 +33,10 @@ REJECT_BYTES = 10_000
 TABLE = np.dtype([("digest", "<u8", 2), ("length", "<u4"), ("targets", "<u4"), ("follows", "?")])
 """What is kept of a document, 25 bytes: 128 bits of its token ids' hash, its tokens, those of them that are trained but
 for its first one, and whether it is of the same record as the one before."""
+
+
+_Found = tuple[int, RawRecord, Example | RecordProblem]
+"""A record after its block, by its place in the bundle, and with its example or why it has none."""
 
 
 class BadRecord(NamedTuple):
@@ -137,23 +141,6 @@ class EncodeJob:
         return lambda bundle: _encode(bundle, encoder, schema, self.stop_at_bad_row)
 
 
-class _Slice:
-    """Records that are encoded together, and those that gave no example."""
-
-    def __init__(self) -> None:
-        self.examples: list[Example] = []
-        self.records: list[RawRecord] = []
-        self.owners: list[int] = []
-        """The block, by its place in the bundle, of each of the records."""
-        self.size = 0
-        self.bad: list[tuple[int, RawRecord, RecordProblem]] = []
-
-    @property
-    def is_full(self) -> bool:
-        """Whether nothing is to be added any more."""
-        return len(self.records) >= SLICE_RECORDS or len(self.bad) >= SLICE_RECORDS or self.size >= SLICE_BYTES
-
-
 def documents_schema(vocab_size: int) -> pa.Schema:
     """The columns of a file of documents; token ids in the narrowest unsigned type."""
     ids = pa.uint16() if vocab_size <= 1 << 16 else pa.uint32()
@@ -193,36 +180,27 @@ def _encode(bundle: Bundle, encoder: Encoder, schema: pa.Schema, stop: bool) -> 
     gathered = _Gathered(bundle, schema)
     checks = CHECKS if gathered.size <= SLICE_BYTES else SLICE_CHECKS
     for part in _slices(bundle, stop):
-        gathered.add(part, encoder.encode(part.examples, gathered.size, checks))
+        examples = [example for *_, example in part if not isinstance(example, RecordProblem)]
+        gathered.add(part, encoder.encode(examples, gathered.size, checks))
         if stop and gathered.is_bad:
             break
     return gathered.done()
 
 
-def _slices(bundle: Bundle, stop: bool) -> Iterator[_Slice]:
+def _slices(bundle: Bundle, stop: bool) -> Iterator[list[_Found]]:
     """Read blocks and yield their records, at least one slice; with `stop`, nothing after the first bad record."""
-    part = _Slice()
-    for number, block in enumerate(bundle):
-        form, columns = block.file.format, dict(block.file.columns)
-        for record in records_of(block):
-            problem = record.problem
-            if record.value is not None:
-                try:
-                    part.examples.append(parse_record(record.value, form, columns))
-                except RecordProblem as found:
-                    problem = found
-                else:
-                    part.records.append(record)
-                    part.owners.append(number)
-                    part.size += len(record.raw)
-            if problem is not None:
-                part.bad.append((number, record, problem))
-                if stop:
-                    yield part
-                    return
-            if part.is_full:
+    part: list[_Found] = []
+    size = 0
+    for owner, block in enumerate(bundle):
+        for record, example in examples_of(block):
+            part.append((owner, record, example))
+            size += len(record.raw)
+            if stop and isinstance(example, RecordProblem):
                 yield part
-                part = _Slice()
+                return
+            if len(part) >= SLICE_RECORDS or size >= SLICE_BYTES:
+                yield part
+                part, size = [], 0
     yield part
 
 
@@ -245,17 +223,19 @@ class _Gathered:
         """Whether a record was bad."""
         return any(self._bad)
 
-    def add(self, part: _Slice, batch: EncodedBatch) -> None:
-        """Keep what is needed of a slice."""
-        owners = np.array(part.owners, dtype=np.int64)
+    def add(self, part: list[_Found], batch: EncodedBatch) -> None:
+        """Keep what is needed of a slice, of which `batch` are the documents of those that have an example."""
+        read = [(owner, record) for owner, record, example in part if not isinstance(example, RecordProblem)]
         targets = targets_of(batch.trained, batch.offsets)
         kept = targets > 0
-        self._count(owners, batch.records, kept)
-        for number, record, problem in part.bad:
-            self._counts[number].records += 1
-            self._refuse(number, record, problem)
+        self._count(np.array([owner for owner, _ in read], dtype=np.int64), batch.records, kept)
+        for owner, record, example in part:
+            if isinstance(example, RecordProblem):
+                self._counts[owner].records += 1
+                self._refuse(owner, record, example)
         for i, problem in batch.problems.items():
-            self._refuse(part.owners[i], part.records[i], problem)
+            owner, record = read[i]
+            self._refuse(owner, record, problem)
         self._columns.append(self._kept(batch, targets, kept))
         answers = int(np.isin(batch.records[kept], list(batch.by_answer)).sum()) if batch.by_answer else 0
         left_out = Counter(reason for reasons in batch.by_answer.values() for reason in reasons)
@@ -268,7 +248,10 @@ class _Gathered:
         documents = None
         if len(table):
             documents = _record_batch(ids, trained, table["length"], prompts, self._schema).serialize()
-        blocks = [self._block(number) for number in range(len(self._bundle))]
+        bad = ([one for *_, one in sorted(found, key=lambda one: one[:2])] for found in self._bad)
+        lines = map(lines_in, self._bundle)
+        each = zip(self._counts, bad, lines, strict=True)
+        blocks = [EncodedBlock(counts, records, count) for counts, records, count in each]
         return EncodedBundle(documents, table, blocks, self._tally)
 
     def _count(
@@ -285,9 +268,9 @@ class _Gathered:
             if dropped[number]:
                 counts.dropped[NO_TRAINED_TOKEN] += int(dropped[number])
 
-    def _refuse(self, number: int, record: RawRecord, problem: RecordProblem) -> None:
-        self._counts[number].skipped[problem.kind] += 1
-        self._bad[number].append((record.line, record.col, bad_record(record, problem)))
+    def _refuse(self, owner: int, record: RawRecord, problem: RecordProblem) -> None:
+        self._counts[owner].skipped[problem.kind] += 1
+        self._bad[owner].append((record.line, record.col, bad_record(record, problem)))
 
     def _kept(
         self, batch: EncodedBatch, targets: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]
@@ -305,10 +288,6 @@ class _Gathered:
         is_narrow = self._schema.field("input_ids").type.value_type == pa.uint16()
         ids = ids.astype(np.uint16 if is_narrow else np.uint32, copy=False)
         return ids, trained, batch.prompt_tokens[kept].astype(np.uint32, copy=False), table
-
-    def _block(self, number: int) -> EncodedBlock:
-        bad = [one for *_, one in sorted(self._bad[number], key=lambda found: found[:2])]
-        return EncodedBlock(self._counts[number], bad, lines_in(self._bundle[number]))
 
 
 def _record_batch(

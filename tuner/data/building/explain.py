@@ -9,9 +9,9 @@ from tuner.data.building.encoded import bad_record
 from tuner.data.building.spec import PrepareSpec
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.place import Document
-from tuner.data.reading.blocks import RawRecord, blocks, lines_in, records_of
+from tuner.data.reading.blocks import RawRecord, blocks, examples_of, lines_in
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import parse_record
+from tuner.data.reading.records import Example
 from tuner.data.sources import SourceFile, expand
 
 
@@ -52,11 +52,11 @@ def explain(spec: PrepareSpec, n: int) -> Iterator[DocumentView]:
 
 def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
     encoder = Encoder(spec.tokenizer, spec.examples.train_on, spec.special_tokens_in_text)
-    for file, line, record in _records(expand(spec.data.train)):
+    for file, line, record, example in _records(expand(spec.data.train)):
         try:
-            if record.problem is not None or record.value is None:
-                raise record.problem or RecordProblem("the row cannot be read", 1)
-            placed = encoder.explain(parse_record(record.value, file.format, dict(file.columns)))
+            if isinstance(example, RecordProblem):
+                raise example
+            placed = encoder.explain(example)
         except RecordProblem as problem:
             if spec.data.on_bad_row == "skip":
                 continue
@@ -68,12 +68,13 @@ def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
         ]
 
 
-def _records(files: list[SourceFile]) -> Iterator[tuple[SourceFile, int, RawRecord]]:
+def _records(files: list[SourceFile]) -> Iterator[tuple[SourceFile, int, RawRecord, Example | RecordProblem]]:
+    """Every record with its file, its line in that, and its example."""
     for file in files:
         before = 0
         for block in blocks(file):
-            for record in records_of(block):
-                yield file, before + record.line, record
+            for record, example in examples_of(block):
+                yield file, before + record.line, record, example
             before += lines_in(block)
 
 

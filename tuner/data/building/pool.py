@@ -20,6 +20,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -105,7 +106,12 @@ class WorkerPool(Generic[Item, Answer]):
         done: dict[int, _Outcome] = {}
         sent = turn = 0
         while True:
-            while more and turn not in done and sent - turn < window and self._has_room():
+            while (
+                more
+                and turn not in done
+                and sent - turn < window
+                and any(len(worker.numbers) < QUEUED for worker in self._workers)
+            ):
                 try:
                     item = next(source)
                 except StopIteration:
@@ -139,10 +145,6 @@ class WorkerPool(Generic[Item, Answer]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.end(at_once=kind is not None)
-
-    def _has_room(self) -> bool:
-        """Whether a worker takes an item without waiting."""
-        return any(len(worker.numbers) < QUEUED for worker in self._workers)
 
     def _send(self, number: int, item: Item, done: dict[int, _Outcome]) -> None:
         """Send an item to the worker that has the least to do."""
@@ -198,13 +200,13 @@ class WorkerPool(Generic[Item, Answer]):
         return self._first.wait()
 
 
+@dataclass
 class _Worker:
     """One process of a pool, and the numbers of the items that it holds."""
 
-    def __init__(self, number: int, connection: "Connection[Any, Any]") -> None:
-        self.number = number
-        self.connection = connection
-        self.numbers: deque[int] = deque()
+    number: int
+    connection: "Connection[Any, Any]"
+    numbers: deque[int] = field(default_factory=deque)
 
 
 def answers(

@@ -21,7 +21,9 @@ def report_lines(report: Mapping[str, Any], method: str, max_length: int, packin
     if method == "sft":
         lines += _mask_lines(report)
     lines += [("note", f"{note} ({count:,})") for note, count in report["notes"].items()]
-    lines.append(("fast path", _fast(report["fast_path"])))
+    fast = report["fast_path"]
+    reason = f", {fast['reason']}" if fast["reason"] else ""
+    lines.append(("fast path", f"{fast['share']:.1%} of documents{reason}"))
     if report["escaped"]:
         lines.append(("escaped", f"control tokens written out in {report['escaped']:,} documents are plain text"))
     for split in ("train", "eval"):
@@ -80,11 +82,6 @@ def _tokenizer_lines(tokenizer: Mapping[str, Any] | None) -> list[Line]:
         return [("tokenizer", f"{how}: its directory has no tokenizer.json")]
     parts = ", ".join(tokenizer["changed"])
     return [("tokenizer", f"{how}, which differs from tokenizer.json in: {parts}")]
-
-
-def _fast(fast: Mapping[str, Any]) -> str:
-    reason = f", {fast['reason']}" if fast["reason"] else ""
-    return f"{fast['share']:.1%} of documents{reason}"
 
 
 def _source_lines(split: str, sources: list[dict[str, Any]]) -> list[Line]:

@@ -22,10 +22,9 @@ from tuner.data.building.spec import Keys, PrepareSpec
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.id_probes import ID_PROBES, IdProbe, id_probe, write_probes
 from tuner.data.prepared import ROWS_SCHEMA, view
-from tuner.data.reading.blocks import blocks, records_of
+from tuner.data.reading.blocks import blocks, examples_of
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Conversation, Example, PromptCompletion, Tokens, parse_record
-from tuner.data.sources import SourceFile
+from tuner.data.reading.records import Conversation, Example, PromptCompletion, Tokens
 from tuner.errors import DataError, MachineError
 from tuner.runtime.files import sha256_file
 from tuner.runtime.memory import give_back
@@ -44,9 +43,8 @@ def build_rows(
     """The second level: documents linked from the first, which is built where it is missing, and the packed rows."""
 
     def link(encoded: Path) -> None:
-        for source in encoded.glob("*.arrow"):
-            _link(source, tmp / f"{source.stem}.documents.arrow")
-        _link(encoded / REJECTS, tmp / REJECTS)
+        for source in (*encoded.glob("*.arrow"), encoded / REJECTS):
+            _link(source, tmp / _linked_name(source.name))
 
     def make(new: Path) -> dict[str, Any]:
         return build_documents(spec, keys, new, console, pool)
@@ -148,21 +146,12 @@ def _record_probes(keys: Keys, tokenizer: TextTokenizer) -> Iterator[IdProbe]:
     """Yield up to `MAX_PROBES` probes: of the first records of every file that can be used."""
     files = [file for source in keys.train for file in source.files][:MAX_PROBES]
     for file in files:
-        found = (probe for example in _examples(file) for probe in _probes(example, tokenizer))
+        examples = (example for block in blocks(file) for _, example in examples_of(block))
+        found = (probe for example in examples for probe in _probes(example, tokenizer))
         yield from islice(found, MAX_PROBES // len(files))
 
 
-def _examples(file: SourceFile) -> Iterator[Example]:
-    for block in blocks(file):
-        for record in records_of(block):
-            if record.value is not None:
-                try:
-                    yield parse_record(record.value, file.format, dict(file.columns))
-                except RecordProblem:
-                    continue  # preparation says what is wrong with it
-
-
-def _probes(example: Example, tokenizer: TextTokenizer) -> Iterator[IdProbe]:
+def _probes(example: Example | RecordProblem, tokenizer: TextTokenizer) -> Iterator[IdProbe]:
     if isinstance(example, Conversation):
         messages = [dict(message) for message in example.messages]
         try:
@@ -170,8 +159,8 @@ def _probes(example: Example, tokenizer: TextTokenizer) -> Iterator[IdProbe]:
         except DataError:
             return
         probe = id_probe(text, tokenizer, messages, example.tools)
-    elif isinstance(example, Tokens):
-        return
+    elif isinstance(example, Tokens | RecordProblem):
+        return  # preparation says what is wrong with a record
     else:
         probe = id_probe(example.prompt if isinstance(example, PromptCompletion) else example.text, tokenizer)
     if len(probe.text) <= MAX_PROBE_CHARS:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tuner.config.duration import Duration
 from tuner.data.building.encoded import TABLE, Counts, Tally
-from tuner.data.building.spec import Share, Source
+from tuner.data.building.spec import Source
 from tuner.errors import DataError
 
 Digests = npt.NDArray[np.uint64]
@@ -30,20 +30,20 @@ _EVAL_SOURCES = 1 << 32
 """Held-out sources draw from other random words than training sources."""
 
 
-def copies(share: Share, documents: int, seed: int, source: int) -> npt.NDArray[np.int32]:
+def copies(source: Source, documents: int, seed: int, number: int) -> npt.NDArray[np.int32]:
     """Return int32[documents]: how often each document of a source is taken.
 
-    Whole passes first, then a sample without replacement. `source` is the source's place in the recipe: two sources
+    Whole passes first, then a sample without replacement. `number` is the source's place in the recipe: two sources
     draw independently. Raw Philox words are sorted, as for the order of rows: numpy promises them for ever.
     """
     if documents == 0:
         return np.zeros(0, dtype=np.int32)
-    if share.total(documents) > _MOST:
-        raise DataError(f"a source is to give {share.total(documents):,} documents, more than {_MOST:,}")
-    passes, rest = divmod(share.total(documents), documents)
+    if source.total(documents) > _MOST:
+        raise DataError(f"a source is to give {source.total(documents):,} documents, more than {_MOST:,}")
+    passes, rest = divmod(source.total(documents), documents)
     taken = np.full(documents, passes, dtype=np.int32)
     if rest:
-        key = np.array([seed & _MASK64, _SAMPLE_STREAM + source], dtype=np.uint64)
+        key = np.array([seed & _MASK64, _SAMPLE_STREAM + number], dtype=np.uint64)
         words = np.random.Philox(key=key).random_raw(documents)
         taken[np.argsort(words, kind="stable")[:rest]] += 1
     return taken
@@ -184,7 +184,7 @@ class Split:
     @property
     def by_source(self) -> bool:
         """Whether each source goes to a file of its own, of which its share is then taken."""
-        return not all(source.share.is_whole for source in self.sources)
+        return not all(source.is_whole for source in self.sources)
 
     @property
     def is_chosen_from(self) -> bool:
@@ -208,7 +208,7 @@ class Split:
         """The documents as the shares of its sources say."""
         base = _EVAL_SOURCES if self.name == "eval" else 0
         often = [
-            copies(source.share, counts.documents, seed, base + number)
+            copies(source, counts.documents, seed, base + number)
             for number, (source, counts) in enumerate(zip(self.sources, self.counts, strict=True))
         ]
         return SplitSelection(np.frombuffer(self.table, dtype=TABLE), np.concatenate(often))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tuner.config.duration import Duration
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -35,37 +35,6 @@ INFLATES = 4
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 FORMAT_VERSION = 4
 """Counts up when the same input would give other bytes."""
-Part = Literal["documents", "rows", "content", "nothing"]
-FIELDS: dict[str, dict[str, Part]] = {
-    "DataSection": {
-        "train": "content",
-        "eval": "documents",
-        "max_length": "rows",
-        "too_long": "rows",
-        "packing": "rows",
-        "shuffle": "nothing",
-        "on_bad_row": "documents",
-        "workers": "nothing",
-        "cache_dir": "nothing",
-    },
-    "DataSource": {
-        "path": "content",
-        "format": "documents",
-        "columns": "documents",
-        "weight": "documents",
-        "count": "documents",
-    },
-    "TokenizerSection": {
-        "name_or_path": "content",
-        "chat_template": "content",
-        "add_tokens": "content",
-        "special_tokens_in_text": "documents",
-    },
-    "AddedToken": {"token": "content", "special": "content"},
-    "Examples": {"kind": "documents", "train_on": "documents"},
-}
-"""What each field of the recipe decides: the encoded documents and with them everything; the packed rows alone;
-`content`: the bytes that it leads to decide, not its own text; or nothing. A test holds every field against it."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +65,13 @@ def prepare_spec(
     data: "DataSection",
     method: "Method",
     seed: int,
-    cache_dir: Path | None = None,
 ) -> PrepareSpec:
     """Return the spec of a recipe; reads the tokenizer's files and the model's config.json, nothing else.
 
-    The cache is `cache_dir`, else the recipe's `data.cache_dir`, else $TUNER_CACHE, else ~/.cache/tuner.
+    The cache is the recipe's `data.cache_dir`, else $TUNER_CACHE, else ~/.cache/tuner.
     Raises DataError and MachineError where these are missing, RecipeError where rows are longer than the model allows.
     """
-    cache = (cache_dir or (cache_root() if data.cache_dir is None else Path(data.cache_dir))).absolute()
+    cache = (cache_root() if data.cache_dir is None else Path(data.cache_dir)).absolute()
     return PrepareSpec(
         data=data,
         examples=method.examples,
@@ -144,9 +112,14 @@ def _positions(config: Mapping[str, Any]) -> int | None:
 
 
 @dataclass(frozen=True)
-class Share:
-    """How much of a source is taken: `weight` times its documents, or exactly `count` of them."""
+class Source:
+    """One entry of `data.train` or `data.eval`: its files, in order, and how much of them is taken.
 
+    That is `weight` times its documents, or exactly `count` of them.
+    """
+
+    path: str
+    files: Sequence[SourceFile]
     weight: float = 1.0
     count: int | None = None
 
@@ -161,19 +134,10 @@ class Share:
         return self.count is not None or self.weight != math.floor(self.weight)
 
     def total(self, documents: int) -> int:
-        """Documents taken of a source that has so many, repeats counted; halves are rounded up."""
+        """Documents taken of so many, repeats counted; halves are rounded up."""
         if documents == 0:
             return 0
         return self.count if self.count is not None else math.floor(self.weight * documents + 0.5)
-
-
-@dataclass(frozen=True)
-class Source:
-    """One entry of `data.train` or `data.eval`: its files, in order, and how much of them is taken."""
-
-    path: str
-    share: Share
-    files: Sequence[SourceFile]
 
 
 @dataclass(frozen=True)
@@ -220,7 +184,7 @@ def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> Keys:
     train, held = sources
     split = data.eval if isinstance(data.eval, Duration) else None
     stamps = {file.path: _stamp(file.path) for source in sources.every() for file in source.files}
-    drawn = any(source.share.is_drawn for source in sources.every())
+    drawn = any(source.is_drawn for source in sources.every())
     fields: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "train": _identity(train),
@@ -249,7 +213,7 @@ def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> Keys:
 def _sources(sections: "Sequence[DataSource]") -> list[Source]:
     files = expand(sections)
     return [
-        Source(section.path, Share(section.weight, section.count), [file for file in files if file.source == number])
+        Source(section.path, [file for file in files if file.source == number], section.weight, section.count)
         for number, section in enumerate(sections)
     ]
 

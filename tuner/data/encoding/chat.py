@@ -8,6 +8,7 @@ message must be a prefix.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,33 +24,27 @@ REWRITTEN = "answers after turns that the template writes otherwise while they a
 NO_END = "answers without an end-of-turn token"
 
 
+@dataclass(eq=False)
 class Chat:
     """One conversation's renders, each made at most once."""
 
-    def __init__(
-        self,
-        tokenizer: TextTokenizer,
-        messages: list[dict[str, Any]],
-        tools: Any,
-        variables: Mapping[str, Any] = NO_VARIABLES,
-    ) -> None:
-        """`variables` are passed to the template with the messages."""
-        self.messages = messages
-        self.notes: list[str] = []
-        self._tokenizer = tokenizer
-        self._tools = tools
-        self._variables = variables
-        self._prompts: dict[int, str] = {}
+    tokenizer: TextTokenizer
+    messages: list[dict[str, Any]]
+    tools: Any
+    variables: Mapping[str, Any] = field(default_factory=lambda: NO_VARIABLES)
+    """What is passed to the template with the messages."""
+    notes: list[str] = field(default_factory=list)
+    _prompts: dict[int, str] = field(default_factory=dict)
 
     @property
     def is_marked(self) -> bool:
         """Whether the template marks what the assistant writes."""
-        return self._tokenizer.template_for(self._tools).has_generation_marks
+        return self.tokenizer.template_for(self.tools).has_generation_marks
 
     @cached_property
     def _marked(self) -> tuple[str, list[tuple[int, int]]]:
         if self.is_marked:
-            return self._tokenizer.template_for(self._tools).render_marked(self.messages, self._tools)
+            return self.tokenizer.template_for(self.tools).render_marked(self.messages, self.tools)
         return self._rendered(self.messages), []
 
     @property
@@ -121,7 +116,7 @@ class Chat:
         if last is None or not prompt.startswith(before):
             return None
         here = self._find([last])
-        there = Chat(self._tokenizer, self.messages[:i], self._tools, self._variables)._find([last])
+        there = Chat(self.tokenizer, self.messages[:i], self.tools, self.variables)._find([last])
         if here is None or there is None or not self.text.startswith(prompt[there[last] :], here[last]):
             return None
         return here[last] + len(prompt) - there[last]
@@ -140,7 +135,7 @@ class Chat:
 
     def _end_as_last(self, i: int, start: int) -> int | None:
         """The end of answer i by itself: what stands there must end the answer where it comes last, too."""
-        alone = Chat(self._tokenizer, self.messages[: i + 1], self._tools, self._variables)
+        alone = Chat(self.tokenizer, self.messages[: i + 1], self.tools, self.variables)
         first, end = alone.answer_start(i), self._end(start, len(self.text))
         last = alone._end(first, len(alone.text))
         same = end is not None and last is not None and alone.text[first:last].endswith(self.text[start:end])
@@ -150,7 +145,9 @@ class Chat:
         """Characters that message i adds to the whole text, header and all."""
         if i == 0:
             return self._opening(), len(self._through(0))
-        return len(self._prefix(self._render(i), i, "when fewer messages follow", before=True)), len(self._through(i))
+        return len(
+            self._prefix(self._render(i), i, f"the text before message {i} differently when fewer messages follow")
+        ), len(self._through(i))
 
     def _opening(self) -> int:
         """Where message 0 begins: after a turn that the template put before it, such as its own system prompt."""
@@ -166,26 +163,25 @@ class Chat:
         return self._rendered(self.messages[:count]) if count else ""
 
     def _rendered(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        return self._tokenizer.render(messages, prompt, self._tools, self._variables)
+        return self.tokenizer.render(messages, prompt, self.tools, self.variables)
 
     def _through(self, i: int) -> str:
         if i + 1 == len(self.messages):
             return self.text
-        return self._prefix(self._render(i + 1), i, "when more messages follow", before=False)
+        return self._prefix(self._render(i + 1), i, f"message {i} differently when more messages follow")
 
-    def _prefix(self, part: str, i: int, when: str, before: bool) -> str:
+    def _prefix(self, part: str, i: int, otherwise: str) -> str:
         if not self.text.startswith(part):
-            what = f"the text before message {i}" if before else f"message {i}"
-            raise RecordProblem(f"the template writes {what} differently {when}", path=("messages", i))
+            raise RecordProblem(f"the template writes {otherwise}", path=("messages", i))
         return part
 
     def _end(self, start: int, limit: int) -> int | None:
         """Where the first end-of-turn token of text[start:limit] ends: what users write out is refused or guarded."""
-        return self._tokenizer.end_of_turn(self.text, start, limit)
+        return self.tokenizer.end_of_turn(self.text, start, limit)
 
     def _without_blanks(self, start: int, stop: int) -> int:
         """The stop after a last control token that only white space follows; that space is not the model's."""
-        last = self._tokenizer.last_special(self.text, start, stop)
+        last = self.tokenizer.last_special(self.text, start, stop)
         return last[1] if last is not None and not self.text[last[1] : stop].strip() else stop
 
     @cached_property

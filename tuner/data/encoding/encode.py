@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tuner.data.encoding.fast import FastEncoder, ProvenEncoder, WordEncoder
 from tuner.data.encoding.flat import BatchTexts, EncodedBatch, Flat, Ints, Turns, edges_of, joined, offsets_of
 from tuner.data.encoding.place import KEPT_CHARS, KEPT_PROMPTS, Alone, Placed, Placer
-from tuner.data.encoding.template_layout import Shape, TemplateLayout, TemplateLayouts
+from tuner.data.encoding.template_layout import Shape, TemplateLayouts
 from tuner.data.encoding.template_spy import has_reserved
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_json import ByteTable, Unproven
@@ -124,8 +124,10 @@ class Encoder:
             else:
                 is_ascii = False
                 sizes.append(len(content.encode()))
-        if not is_ascii and not self._accepts(layout, contents):
-            return False
+        if not is_ascii:
+            text = "".join(part for pair in zip(layout.parts, contents, strict=False) for part in pair)
+            if not self._table.accepts(text) or has_reserved(text):
+                return False
         starts = layout.part_starts(sizes)
         for mark in layout.marks:
             span = (starts[mark.start_part] + mark.start, starts[mark.stop_part] + mark.stop)
@@ -137,10 +139,6 @@ class Encoder:
         if layout.notes:
             alone.note(i, layout.notes)
         return True
-
-    def _accepts(self, layout: TemplateLayout, contents: Sequence[str]) -> bool:
-        text = "".join(part for pair in zip(layout.parts, contents, strict=False) for part in pair)
-        return self._table is not None and self._table.accepts(text) and not has_reserved(text)
 
     def _add(self, texts: BatchTexts, i: int, example: Example, alone: Alone) -> None:
         table = self._table

@@ -112,14 +112,15 @@ class ProvenEncoder:
 
     def refuted(self, texts: Sequence[str]) -> set[str]:
         """Return the characters of `texts` that the two encoders treat differently; each is looked at once."""
-        codes = [_codes(text) for text in texts if not text.isascii()]
-        if not codes:
+        codes = np.frombuffer(
+            "".join(text for text in texts if not text.isascii()).encode("utf-32-le"), dtype=np.uint32
+        )
+        if len(codes) == 0:
             return set()
-        together = np.concatenate(codes)
-        new = np.unique(together[~self._known[together]])
+        new = np.unique(codes[~self._known[codes]])
         if len(new):
             self._look_at([chr(code) for code in new])
-        return self._refuted if self._refuted else set()
+        return self._refuted
 
     def _prove(self, texts: list[str]) -> None:
         texts = [text for text in texts if self._table.accepts(text)]
@@ -142,21 +143,11 @@ class ProvenEncoder:
             self._known[ord(c)] = True
             # What the tokenizer would normalise in this company is proven where it stands alone.
             if not self._table.accepts(text):
-                text, own = self._alone(c)  # noqa: PLW2901 (in its place)
-            if not self._equal(text, own):
+                text = f"\n{c}\n"  # noqa: PLW2901 (in its place)
+                [own] = self._tokenizer.encode_ids([text])  # noqa: PLW2901
+            ids = self.encode(text)
+            if not np.array_equal(ids[ids < self._table.size], own):
                 self._refuted.add(c)
-
-    def _alone(self, character: str) -> tuple[str, npt.NDArray[np.uint32]]:
-        text = f"\n{character}\n"
-        return text, self._tokenizer.encode_ids([text])[0]
-
-    def _equal(self, text: str, own: npt.NDArray[np.uint32]) -> bool:
-        ids = self.encode(text)
-        return np.array_equal(ids[ids < self._table.size], own)
-
-
-def _codes(text: str) -> npt.NDArray[np.uint32]:
-    return np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
 
 
 class WordEncoder:

@@ -7,7 +7,7 @@ that the template asks about them. A content for which all answers would be the 
 itself, and the same turns. A template that does with contents what a spy cannot see is read record by record.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -184,7 +184,7 @@ def _is_transparent(source: str) -> bool:
     return all(_is_seen(node) for node in _walk(tree))
 
 
-def _walk(node: Node, output: bool = False) -> Any:
+def _walk(node: Node) -> Iterator[Node]:
     for child in node.iter_child_nodes():
         # Made for output alone, a text is written and never asked about again.
         written = isinstance(child, nodes.Concat) or (isinstance(child, nodes.Filter) and child.name in _WRITTEN)

@@ -63,24 +63,25 @@ class TextTokenizer:
         transformers loads them, as a manifest holds it, where it was asked. DataError.
         """
         self.loaded_as = loaded_as
-        self._files = dict(files)
+        self.files = dict(files)
+        """The tokenizer directory's, by name, with the template in use."""
         self.new_ids = new_ids
         config = parse_json(files, "tokenizer_config.json")
         self.special_tokens = declared_special_tokens(config, parse_json(files, "special_tokens_map.json"))
         if chat_template is not None:
-            self._files[TEMPLATE_FILE] = chat_template.encode()
-            self._files.pop(TOOL_TEMPLATE_FILE, None)
+            self.files[TEMPLATE_FILE] = chat_template.encode()
+            self.files.pop(TOOL_TEMPLATE_FILE, None)
         self._now = now or datetime.now()  # one for all processes of a preparation, whenever they render
         self._templates = {
             name: ChatTemplate(source, self.special_tokens, self._now)
-            for name, source in named_templates(self._files, config).items()
+            for name, source in named_templates(self.files, config).items()
             if name in ("default", "tool_use")
         }
         self._model_eos_ids = tuple(model_eos_ids)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Workers get the tokenizer once, at their start; the template in use is among the files.
-        return TextTokenizer, (self._files, None, self._model_eos_ids, self._now, self.new_ids)
+        return TextTokenizer, (self.files, None, self._model_eos_ids, self._now, self.new_ids)
 
     @cached_property
     def text_prefix(self) -> list[int]:
@@ -95,7 +96,15 @@ class TextTokenizer:
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end a document or a turn: the tokenizer's, the model's, the template's."""
-        return self._end_ids(self._model_eos_ids)
+        ids = [] if self.eos_id is None else [self.eos_id]
+        ids += [i for i in self._model_eos_ids if i not in ids and self._backend.id_to_token(i) is not None]
+        if not self.has_template:
+            return tuple(ids)
+        ends = {str(self._backend.id_to_token(i)) for i in ids}
+        begin = self.special_tokens.get("bos_token")
+        end = turn_end(Exchange(partial(unless_refused, self.render), self.specials, ends, begin))
+        found = None if end is None else self._backend.token_to_id(end)
+        return tuple(ids) if found is None else (*ids, found)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -116,7 +125,8 @@ class TextTokenizer:
     @property
     def eos_id(self) -> int | None:
         """The tokenizer's own end token, appended to plain documents."""
-        return self._special_id("eos_token")
+        token = self.special_tokens.get("eos_token")
+        return None if token is None else self._backend.token_to_id(token)
 
     @property
     def has_template(self) -> bool:
@@ -142,7 +152,7 @@ class TextTokenizer:
     @cached_property
     def hash(self) -> str:
         """SHA-256 over everything that decides the ids of a text."""
-        digest = hashlib.sha256(self._files["tokenizer.json"])
+        digest = hashlib.sha256(self.files["tokenizer.json"])
         frame = [sorted(self.special_tokens.items()), self.text_prefix, self.text_suffix]
         digest.update(json.dumps(frame).encode())
         return digest.hexdigest()
@@ -159,13 +169,8 @@ class TextTokenizer:
         """Ids of the control tokens."""
         return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
-    @property
-    def added_tokens(self) -> list[str]:
-        """Tokens that are found in a text before anything else is made of it, by id."""
-        return self.added_tokens_from(0)
-
     def added_tokens_from(self, first: int) -> list[str]:
-        """Those of them whose ids are `first` and above."""
+        """Tokens that are found in a text before anything else is made of it, by id, of the ids `first` and above."""
         added = sorted(self._backend.get_added_tokens_decoder().items())
         return [token.content for i, token in added if i >= first]
 
@@ -229,15 +234,10 @@ class TextTokenizer:
             last = found.span()
         return last
 
-    @property
-    def files(self) -> Mapping[str, bytes]:
-        """The tokenizer directory's files by name, with the template in use."""
-        return self._files
-
     def save(self, directory: Path) -> None:
         """Write the tokenizer's files, with the template in use, so that `AutoTokenizer` loads them."""
         directory.mkdir(parents=True, exist_ok=True)
-        for name, content in self._files.items():
+        for name, content in self.files.items():
             (directory / name).parent.mkdir(exist_ok=True)
             write_atomic(directory / name, content)
 
@@ -249,7 +249,7 @@ class TextTokenizer:
     def _parsed(self) -> tuple[Tokenizer, list[int], list[int]]:
         """The tokenizer without its frame, and the ids of that: before and after a text."""
         try:
-            backend = Tokenizer.from_str(self._files["tokenizer.json"].decode())
+            backend = Tokenizer.from_str(self.files["tokenizer.json"].decode())
         except Exception as error:  # tokenizers raises bare Exception
             raise DataError(f"tokenizer.json: {error}") from error
         backend.no_truncation()
@@ -262,7 +262,7 @@ class TextTokenizer:
     @cached_property
     def _table(self) -> ByteTable | Unproven:
         try:
-            return ByteTable(self._files["tokenizer.json"])
+            return ByteTable(self.files["tokenizer.json"])
         except Unproven as error:
             return error.with_traceback(None)
 
@@ -281,21 +281,6 @@ class TextTokenizer:
         backend = Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = True
         return backend
-
-    def _special_id(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        return None if token is None else self._backend.token_to_id(token)
-
-    def _end_ids(self, model_eos_ids: Sequence[int]) -> tuple[int, ...]:
-        ids = [] if self.eos_id is None else [self.eos_id]
-        ids += [i for i in model_eos_ids if i not in ids and self._backend.id_to_token(i) is not None]
-        if not self.has_template:
-            return tuple(ids)
-        ends = {str(self._backend.id_to_token(i)) for i in ids}
-        begin = self.special_tokens.get("bos_token")
-        end = turn_end(Exchange(partial(unless_refused, self.render), self.specials, ends, begin))
-        found = None if end is None else self._backend.token_to_id(end)
-        return tuple(ids) if found is None else (*ids, found)
 
 
 def _text_frame(backend: Tokenizer) -> tuple[list[int], list[int]]:

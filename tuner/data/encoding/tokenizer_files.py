@@ -253,10 +253,9 @@ def _model_config(model_path: str, revision: str | None) -> bytes | None:
     return None
 
 
-def cache_root(environment: Mapping[str, str] | None = None) -> Path:
+def cache_root() -> Path:
     """Return $TUNER_CACHE, else ~/.cache/tuner."""
-    root = (os.environ if environment is None else environment).get("TUNER_CACHE")
-    return Path(root).expanduser() if root else Path("~/.cache/tuner").expanduser()
+    return Path(os.environ.get("TUNER_CACHE") or "~/.cache/tuner").expanduser()
 
 
 def _model_eos_ids(directory: Path) -> list[int]:

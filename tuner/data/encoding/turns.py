@@ -201,9 +201,8 @@ class Planner:
     def _notes(
         self, found: Sequence[str], example: Conversation, messages: Sequence[Mapping[str, Any]], text: str
     ) -> tuple[str, ...]:
-        template = self._tokenizer.template_for(example.tools)
-        unwritten = notes_of(template, messages, example.messages, text)
-        return tuple(dict.fromkeys([*found, *tools_note(template, example.tools), *unwritten]))
+        unwritten = notes_of(example, self._tokenizer.template_for(example.tools), messages, text)
+        return tuple(dict.fromkeys([*found, *unwritten]))
 
 
 def _answers(messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -242,22 +241,19 @@ def _mapped(value: Any, change: Any, path: KeyPath) -> Any:
 
 
 def notes_of(
-    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], original: Sequence[Mapping[str, Any]], text: str
+    example: Conversation, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], text: str
 ) -> list[str]:
-    """What a `text` of the template lacks of `messages`; `original` are the record's, before calls became text."""
+    """What a `text` of the template lacks of `messages`, which are those of the example before calls became text."""
     notes = []
+    if example.tools and "tools" not in template.source.replace("tool_calls", ""):
+        notes.append(NOT_SHOWN)
     if template.reads_parts:
         notes.append(AS_PARTS)
-    if any(message.get("tool_calls") for message in original) and "tool_calls" not in template.source:
+    if any(message.get("tool_calls") for message in example.messages) and "tool_calls" not in template.source:
         notes.append(CALLS_AS_TEXT)
     for message in messages:
         notes += _missing(message, text)
     return notes
-
-
-def tools_note(template: ChatTemplate, tools: object) -> list[str]:
-    """The note where a record has tools and the template never reads them."""
-    return [NOT_SHOWN] if tools and "tools" not in template.source.replace("tool_calls", "") else []
 
 
 def _missing(message: Mapping[str, Any], text: str) -> list[str]:

@@ -11,6 +11,7 @@ from tuner.data.reading.block import Block, RawRecord, parts
 from tuner.data.reading.json_blocks import json_blocks, json_records
 from tuner.data.reading.jsonl import locate
 from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.records import Example, parse_record
 from tuner.data.reading.tables import table_blocks, table_records
 from tuner.data.reading.text_blocks import csv_blocks, csv_records, text_blocks, text_records
 from tuner.data.sources import Kind, SourceFile, file_error
@@ -43,6 +44,21 @@ def records_of(block: Block) -> Iterator[RawRecord]:
         yield from _WAYS[block.file.kind][1](block)
     except OSError as error:
         raise file_error(block.file, error) from error
+
+
+def examples_of(block: Block) -> Iterator[tuple[RawRecord, Example | RecordProblem]]:
+    """Yield the records of a block, each with its example or with why it has none. DataError as for `records_of`."""
+    form, columns = block.file.format, dict(block.file.columns)
+    for record in records_of(block):
+        if record.value is None:
+            yield record, record.problem or RecordProblem("the row cannot be read", 1)
+            continue
+        try:
+            example = parse_record(record.value, form, columns)
+        except RecordProblem as problem:
+            yield record, problem
+        else:
+            yield record, example
 
 
 def lines_in(block: Block) -> int:

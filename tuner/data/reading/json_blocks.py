@@ -7,6 +7,7 @@ here and not by `jsonlines`, since a bad record is to be named by line and colum
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
@@ -40,36 +41,37 @@ class Element(NamedTuple):
     too_long: bool
 
 
+@dataclass
 class Elements:
     """Splits a stream into values; an array where `array`, else values one after another. A value has `limit` bytes."""
 
-    def __init__(self, stream: BinaryIO, name: str, array: bool, limit: int) -> None:
-        self._stream = stream
-        self._name = name
-        self._array = array
-        self._limit = limit
-        self._buffer = b""
-        self._base = 0
-        self._at = 0
-        self._ended = False
-        self._line, self._col = 1, 1
+    stream: BinaryIO
+    name: str
+    array: bool
+    limit: int
+    line: int = field(default=1, init=False)
+    """The line that has been reached."""
+    _col: int = field(default=1, init=False)
+    _buffer: bytes = field(default=b"", init=False)
+    _base: int = field(default=0, init=False)
+    _at: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[Element]:
         """Yield the values. DataError where the stream is no array, or ends inside of one: nothing after is found."""
         self.first()
-        if self._array:
+        if self.array:
             self._step(b"[")
             if self._peek() == b"]":
                 self._step(b"]")
                 self._end()
                 return
-        while self._array or self._peek():
+        while self.array or self._peek():
             yield self._element()
-            if self._array and self._peek() != b",":
+            if self.array and self._peek() != b",":
                 self._step(b"]")
                 self._end()
                 return
-            if self._array:
+            if self.array:
                 self._step(b",")
 
     def first(self) -> bytes:
@@ -80,28 +82,22 @@ class Elements:
                 self._base, self._buffer = 3, self._buffer[3:]
         return self._peek()
 
-    def goes_on(self, value: Element) -> bool:
+    def shares_lines(self, value: Element) -> bool:
         """Whether `value`, just yielded, has more than one line or is followed by another one on its last line."""
-        return b"\n" in value.raw or (bool(self._peek()) and self._line == value.line)
-
-    @property
-    def line(self) -> int:
-        """The line that has been reached."""
-        return self._line
+        return b"\n" in value.raw or (bool(self._peek()) and self.line == value.line)
 
     def _more(self) -> bool:
         held = len(self._buffer) - self._at
-        block = self._stream.read(max(_READ_BYTES, min(held, self._limit - held)))
-        self._ended = not block
+        block = self.stream.read(max(_READ_BYTES, min(held, self.limit - held)))
         self._buffer, self._base, self._at = self._buffer[self._at :] + block, self._base + self._at, 0
-        return not self._ended
+        return bool(block)
 
     def _pass(self, stop: int) -> None:
         """Go on to position `stop` of the buffer, counting lines and columns."""
         passed = self._buffer[self._at : stop]
         lines = passed.count(b"\n")
         if lines:
-            self._line += lines
+            self.line += lines
             self._col = 1
             passed = passed[passed.rfind(b"\n") + 1 :]
         self._col += len(passed) if passed.isascii() else len(passed.translate(None, _CONTINUATION))
@@ -129,13 +125,13 @@ class Elements:
 
     def _fail(self, reason: str) -> None:
         raise DataError(
-            f"{self._name}:{self._line}:{self._col}: not JSON: {reason}",
+            f"{self.name}:{self.line}:{self._col}: not JSON: {reason}",
             hint="an array cannot be read past its broken place; write JSON lines, where each row stands alone",
         )
 
     def _element(self) -> Element:
         first = self._peek()
-        line, col = self._line, self._col
+        line, col = self.line, self._col
         if first in (b"", b",", b"]", b"}"):
             self._fail(f"expected a value, got {_shown(first)}")
         stop = self._close(line, col) if first in (b"{", b"[", b'"') else self._scalar()
@@ -165,13 +161,13 @@ class Elements:
                 done = match.end() - self._at
                 depth += (token in b"{[") - (token in b"}]")
                 if depth == 0:
-                    return None if done > self._limit else match.end()
+                    return None if done > self.limit else match.end()
             else:
                 done = len(self._buffer) - self._at
-            if len(self._buffer) - self._at > self._limit:
+            if len(self._buffer) - self._at > self.limit:
                 return None
             if not self._more():
-                self._line, self._col = line, col
+                self.line, self._col = line, col
                 self._fail("the value that starts here never ends")
 
     def _skip(self, line: int, col: int) -> Element:
@@ -193,7 +189,7 @@ class Elements:
             # A backslash at the very end goes with the byte after it.
             self._pass(len(self._buffer) - (inside and stop < len(self._buffer) and self._buffer.endswith(b"\\")))
             if not self._more():
-                self._line, self._col = line, col
+                self.line, self._col = line, col
                 self._fail("the value that starts here never ends")
 
 
@@ -205,7 +201,7 @@ def layout(stream: BinaryIO, limit: int) -> Literal["array", "values", "lines"]:
         if elements.first() == b"[":
             return "array"
         value = next(values, None)
-        if value is None or value.too_long or not elements.goes_on(value):
+        if value is None or value.too_long or not elements.shares_lines(value):
             return "lines"
     except DataError:
         return "lines"

@@ -183,14 +183,6 @@ def _items(value: Record, key: str) -> list[Any]:
     return items
 
 
-def _from_messages(value: Record) -> Example:
-    return _conversation(value, _turns(value, "messages"))
-
-
-def _from_conversations(value: Record) -> Example:
-    return _conversation(value, _turns(value, "conversations"), system=True)
-
-
 def _turns(value: Record, key: str) -> list[Message]:
     """Messages of `role` and `content`, or turns of `from` and `value`: each item says by its keys which."""
     turns = []
@@ -252,10 +244,6 @@ def _from_prompt(value: Record) -> Example:
     return PromptCompletion(check_string(prompt, ("prompt",)), check_text(completion, ("completion",)))
 
 
-def _from_text(value: Record) -> Example:
-    return PlainText(check_text(value["text"], ("text",)))
-
-
 def _from_tokens(value: Record) -> Example:
     ids = _whole_numbers(value, "input_ids", 0, _MAX_ID)
     if value.get("attention_mask") is not None and not all(_flags(value, "attention_mask", len(ids))):
@@ -304,10 +292,13 @@ _MASKS = ("loss_mask", "trained", "assistant_masks", "completion_mask")
 _OPTIONAL = frozenset(("system", "tools", "input", "history", "labels", "loss_mask"))
 """Keys that a record may leave out."""
 _FORMS: dict[str, tuple[tuple[str, ...], Callable[[Record], Example]]] = {
-    "messages": (("messages",), _from_messages),
-    "sharegpt": (("conversations",), _from_conversations),
+    "messages": (("messages",), lambda value: _conversation(value, _turns(value, "messages"))),
+    "sharegpt": (
+        ("conversations",),
+        lambda value: _conversation(value, _turns(value, "conversations"), system=True),
+    ),
     "prompt_completion": (("prompt", "completion"), _from_prompt),
     "alpaca": (("instruction", "output"), _from_alpaca),
-    "text": (("text",), _from_text),
+    "text": (("text",), lambda value: PlainText(check_text(value["text"], ("text",)))),
     "tokens": (("input_ids",), _from_tokens),
 }

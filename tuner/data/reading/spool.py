@@ -9,8 +9,7 @@ import functools
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -30,37 +29,21 @@ def remove_left_spools(dry_run: bool = False) -> list[tuple[Path, int]]:
     """Remove the files, with their sizes, of this user's processes that were killed; none with `dry_run`."""
     removed = []
     for path in sorted(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")):
-        with _if_left(path) as size:
-            if size is not None:
-                removed.append((path, size))
-                if not dry_run:
-                    path.unlink(missing_ok=True)
+        with suppress(OSError), open(path, "rb", opener=_open_own) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an OSError where somebody holds it
+            if not dry_run:
+                path.unlink(missing_ok=True)
+            removed.append((path, os.fstat(file.fileno()).st_size))
     return removed
 
 
-@contextmanager
-def _if_left(path: Path) -> Iterator[int | None]:
-    """The size of a file of this user that nobody holds, locked for the length of the block; None for others."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        yield None
-        return
-    try:
-        yield os.fstat(descriptor).st_size if _is_free(descriptor) else None
-    finally:
-        os.close(descriptor)
-
-
-def _is_free(descriptor: int) -> bool:
-    """Whether the lock of an open file of this user was free; it is taken."""
+def _open_own(path: str, flags: int) -> int:
+    """Open a file of this user, never waiting and never through a link. OSError."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     if os.fstat(descriptor).st_uid != os.getuid():
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+        os.close(descriptor)
+        raise PermissionError(path)
+    return descriptor
 
 
 @functools.cache

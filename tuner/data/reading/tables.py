@@ -31,15 +31,6 @@ def parquet_batches(path: Path, batch_bytes: int) -> Iterator[pa.RecordBatch]:
         raise DataError(f"{path}: not a readable parquet file: {first_line(error)}") from error
 
 
-def stream_bytes(batches: list[pa.RecordBatch]) -> bytes:
-    """Return batches of one schema as an Arrow stream."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batches[0].schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
-    return bytes(sink.getvalue())
-
-
 def _values(data: bytes) -> Iterator[dict[str, Any] | RecordProblem]:
     """Yield the rows of an Arrow stream as plain records; JSON columns are parsed. One that is no text is a problem."""
     with pa.ipc.open_stream(data) as reader:
@@ -98,8 +89,12 @@ def table_blocks(file: SourceFile) -> Iterator[Block]:
 
 def _table_block(file: SourceFile, index: int, batches: list[pa.RecordBatch], before: int) -> Block:
     """A block whose first record comes after `before` records that are left out."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
     count = sum(batch.num_rows for batch in batches)
-    return Block(file, index, before, data=stream_bytes(batches), lines=before + count)
+    return Block(file, index, before, data=bytes(sink.getvalue()), lines=before + count)
 
 
 def _pieces(file: SourceFile) -> Iterator[pa.RecordBatch]:

@@ -6,6 +6,7 @@ Quoted fields of the latter may hold separators and line ends.
 import csv
 import io
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 import orjson
@@ -70,28 +71,29 @@ def _text_problem(before: str, shown: bytes, reason: str) -> RawRecord:
     return RawRecord(1 + before.count("\n"), shown, None, problem, 0)
 
 
+@dataclass
 class _Lines:
     """Lines of a CSV file as text, counted since the last cut; bytes that are not UTF-8 become lone surrogates."""
 
-    def __init__(self, stream: BinaryIO, name: str, keep: bool, bom: bool) -> None:
-        self._stream = stream
-        self._name = name
-        self._keep = keep
-        self._bom = bom
-        self.total = 0
-        self.kept: list[bytes] = []
-        self.lines, self.size = 0, 0
+    stream: BinaryIO
+    name: str
+    keep: bool
+    bom: bool
+    total: int = 0
+    lines: int = 0
+    size: int = 0
+    kept: list[bytes] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[str]:
-        while line := self._stream.readline(LINE_BYTES + 1):
+        while line := self.stream.readline(LINE_BYTES + 1):
             self.total += 1
             if len(line) > LINE_BYTES:
-                raise DataError(f"{self._name}:{self.total}:1: the line is longer than {LINE_BYTES >> 20} MiB")
+                raise DataError(f"{self.name}:{self.total}:1: the line is longer than {LINE_BYTES >> 20} MiB")
             self.lines += 1
             self.size += len(line)
-            if self._keep:
+            if self.keep:
                 self.kept.append(line)
-            if self._bom and self.total == 1:
+            if self.bom and self.total == 1:
                 line = line.removeprefix(BOM)  # noqa: PLW2901
             yield line.decode("utf-8", "surrogateescape")
 
