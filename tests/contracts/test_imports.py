@@ -1,4 +1,4 @@
-"""What a training loads: of data that is prepared, nothing that prepares it."""
+"""What a training loads: what it uses, and neither an instrument nor, where the data is prepared, what prepares it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.fixtures import trainings
 from tuner.api import prepare_data
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_OF_DATA = 14
+MOST, MOST_OF_DATA = 150, 14
 TRAIN = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -23,7 +23,7 @@ finally:
 """
 
 
-def test_a_training_of_prepared_data_loads_nothing_that_prepares(tmp_path: Path) -> None:
+def test_a_training_loads_what_it_uses(tmp_path: Path) -> None:
     trainings.prepare(tmp_path, world_size=1)
     prepare_data(tmp_path / "r.yaml")
     done = subprocess.run([sys.executable, "-c", TRAIN], cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -32,3 +32,5 @@ def test_a_training_of_prepared_data_loads_nothing_that_prepares(tmp_path: Path)
     data = [name for name in loaded if f"{name}.".startswith("tuner.data.")]
     assert "tuner.train.step" in loaded and "tuner.data.batches" in data
     assert len(data) <= MOST_OF_DATA, "\n".join(data)
+    assert len(loaded) <= MOST, "\n".join(loaded)
+    assert not [name for name in loaded if name.split(".")[1:2] in (["profile"], ["export"])]
