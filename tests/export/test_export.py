@@ -23,7 +23,7 @@ from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.export import frozen, hf, outputs, tensors, verify, weights
 from tuner.export.card import curve
 from tuner.export.hf import plan_export
-from tuner.export.shards import Output, Piece, Shard
+from tuner.export.shards import Output, Shard, Written
 from tuner.export.tensors import OpenFiles, held_tensor
 from tuner.model.adapter import LoraSpec
 
@@ -400,7 +400,7 @@ def test_tampered_files_are_not_published(
     run = make_run(kind)
     write = hf.write_shards
 
-    def tampered(directory: Path, shards: Sequence[Shard]) -> dict[str, list[Piece]]:
+    def tampered(directory: Path, shards: Sequence[Shard]) -> dict[str, Written]:
         written = write(directory, shards)
         path = directory / "model.safetensors"
         data = bytearray(path.read_bytes())

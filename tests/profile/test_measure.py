@@ -199,4 +199,4 @@ def test_command(recipe: Path) -> None:
     assert small.returncode == document["exit_code"] == 5
     assert "judged against 1,024 bytes" in document["error"]["message"]
     assert json.loads((output / "report.json").read_text())["verdict"] == "does not fit"
-    assert measure_recipe(load_recipe(recipe), MeasureOptions(1), "error", dry_run=True) == Measured(4, None)
+    assert measure_recipe(load_recipe(recipe), MeasureOptions(1, dry_run=True), "error") == Measured(4, None)

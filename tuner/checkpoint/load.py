@@ -86,7 +86,7 @@ def newest(
 ) -> CheckpointInfo | None:
     """The valid checkpoint with the highest step; None when there is none.
 
-    Each invalid one that is passed over is told to `warn` in one line. Only those tried are hashed, and none without
+    `warn` gets a line for each invalid one that is passed over. Only those tried are hashed, and none without
     `verify`; their tensors' files only with `shards`.
     """
     for _, path in step_dirs(checkpoints_dir):

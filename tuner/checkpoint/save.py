@@ -48,7 +48,7 @@ from tuner.runtime.files import (
 from tuner.runtime.process import Collective, gloo_group
 
 SLACK_BYTES = 1 << 20
-"""Room for headers, index and manifest beside the tensors."""
+"""Room for headers, index and manifest besides the tensors."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def save(  # noqa: PLR0913 - the parts of a checkpoint
     tmp = run.path / f"{TMP_PREFIX}{final.name}-{run.run_id}"
     if ranks.on_rank0(lambda: _is_saved(final, run.run_id, state, probe)):
         return final
-    ranks.on_rank0(lambda: _begin(final, tmp, _total_bytes(tensors)))
+    ranks.on_rank0(lambda: _begin(final, tmp, tensors))
     try:
         shards = write_shards(tmp, tensors, staged, ranks)
         manifest = {"schema": MANIFEST_SCHEMA, "step": step, "world_size": ranks.size, "meta": dict(meta)}
@@ -99,14 +99,10 @@ def save(  # noqa: PLR0913 - the parts of a checkpoint
 
 def require_room(checkpoints_dir: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise MachineError, with the bytes needed and free, where no checkpoint of these tensors fits on the disk."""
-    _require_free(checkpoints_dir, _total_bytes(tensors))
-
-
-def _require_free(directory: Path, needed: int) -> None:
-    free = free_bytes(directory)
-    if free < needed + SLACK_BYTES:
+    needed, free = _total_bytes(tensors) + SLACK_BYTES, free_bytes(checkpoints_dir)
+    if free < needed:
         raise MachineError(
-            f"{directory}: no room for a checkpoint (needed {needed + SLACK_BYTES:,} bytes, free {free:,} bytes)",
+            f"{checkpoints_dir}: no room for a checkpoint (needed {needed:,} bytes, free {free:,} bytes)",
             hint="free disk space, lower checkpoint.keep, or choose another output directory",
         )
 
@@ -130,15 +126,16 @@ def _is_saved(final: Path, run_id: str, state: Mapping[str, Any], probe: Mapping
     return is_probed and there.state == json.loads(json_bytes(dict(state)))
 
 
-def _begin(final: Path, tmp: Path, needed: int) -> None:
+def _begin(final: Path, tmp: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Make the fresh directory."""
+    needed = _total_bytes(tensors)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         fsync_dir(final.parent.parent)
     except OSError as error:
         raise machine_error(final.parent, error, needed) from error
     discard_dir(tmp)
-    _require_free(final.parent, needed)
+    require_room(final.parent, tensors)
     try:
         tmp.mkdir()
     except OSError as error:

@@ -25,7 +25,7 @@ class Staged:
 
     tensors: dict[str, torch.Tensor]
     copied: torch.cuda.Event | None = None
-    """Recorded behind the copies where a device makes them on its own time."""
+    """Recorded after the copies where a device makes them on its own time."""
 
     def wait(self) -> None:
         """Return once the copies are there. The host waits."""
@@ -70,7 +70,7 @@ class Staging:
         self._block = block
 
     def stage(self, tensors: Mapping[str, torch.Tensor]) -> Staged:
-        """Copy this process's part of each tensor; on CUDA the copies run beside what is queued next.
+        """Copy this process's part of each tensor; on CUDA the copies run during what is queued next.
 
         Work that changes a tensor on the device must wait there for the event `copied` first.
         """

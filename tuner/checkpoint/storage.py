@@ -84,7 +84,7 @@ def write_shards(
     if staged is not None:
         staged.wait()
     local_plans = ranks.on_all_ranks(planner.create_local_plan)
-    plans, metadata = ranks.on_rank0(lambda: planner.create_global_plan(local_plans))
+    plans, metadata = planner.create_global_plan(local_plans)  # of the same plans, so the same on every rank
     path = directory / shard_name(ranks.rank, ranks.size)
     written = ranks.on_all_ranks(lambda: _write_shard(path, planner, planner.finish_plan(plans[ranks.rank])))
     ranks.on_rank0(lambda: write_new(directory / INDEX_NAME, index_bytes(_index_of(metadata, written))))

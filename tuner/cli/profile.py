@@ -145,7 +145,7 @@ def _measured(loaded: LoadedRecipe, options: ProfileOptions, console: Console, l
 
     limit, steps = None if options.memory is None else parse_memory("--memory", options.memory), options.measure or 1
     output = None if options.output is None else options.output.absolute()
-    measured = measure_recipe(loaded, MeasureOptions(steps, limit, output), level, options.dry_run)
+    measured = measure_recipe(loaded, MeasureOptions(steps, limit, output, options.dry_run), level)
     found = measured.found
     if found is None:
         metrics = {"total_steps": measured.total_steps, "steps": steps, "dry_run": True}

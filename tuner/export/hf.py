@@ -1,4 +1,4 @@
-"""Export a checkpoint to a Hugging Face directory: build beside the target, prove it, publish it with one rename."""
+"""Export a checkpoint to a Hugging Face directory: build next to the target, prove it, publish it with one rename."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tuner.export import verify
 from tuner.export.card import CARD, card, lineage
 from tuner.export.frozen import require_same_frozen
 from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
-from tuner.export.shards import Output, Piece, Shard, plan_shards, write_shards
+from tuner.export.shards import Output, Shard, Written, plan_shards, write_shards
 from tuner.export.source import Source, resolve
 from tuner.export.tensors import OpenFiles
 from tuner.export.weights import DTYPES, load_trained, lora_spec, plain_base, read_config
@@ -109,7 +109,7 @@ def plan_export(
     warn: Warn = ignore_warning,
     step: Which = "newest",
 ) -> ExportPlan:
-    """Find the checkpoint and the target without writing anything; `warn` is told of a run that is not finished.
+    """Find the checkpoint and the target without writing anything; `warn` hears of a run that is not finished.
 
     The target is `<run>/exports/step-N` unless `output` is another. ``step`` chooses one of a run's checkpoints. Raises
     RecipeError where the target holds something else, DataError where the checkpoint is damaged or gone.
@@ -168,7 +168,7 @@ def _written_and_proven(plan: ExportPlan, started: float) -> ExportReport:
     return replace(_report(plan, difference, probes, started), id_probes=id_probes)
 
 
-def write_files(plan: ExportPlan, directory: Path, trained: Trained) -> tuple[list[Output], dict[str, list[Piece]]]:
+def write_files(plan: ExportPlan, directory: Path, trained: Trained) -> tuple[list[Output], dict[str, Written]]:
     """Write every file but the identity; the tensors, and what was handed to the system of the files that hold them."""
     source, dtype = plan.source, DTYPES[plan.dtype]
     config = read_config(source)
@@ -262,7 +262,7 @@ def _require_space(plan: ExportPlan, outputs: Sequence[Output]) -> None:
 
 @contextmanager
 def _temporary(final: Path) -> Iterator[Path]:
-    """A fresh locked directory beside `final`, removed unless it was published; a killed export's leftovers go too."""
+    """A fresh locked directory next to `final`, removed unless it was published; a killed export's leftovers go too."""
     prefix = f"{TMP_PREFIX}{final.name}-"
     directory = final.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
     try:
@@ -278,7 +278,7 @@ def _temporary(final: Path) -> Iterator[Path]:
     except OSError as error:
         raise machine_error(directory, error) from error
     finally:
-        with suppress(TunerError):  # what failed before is told; what stays now goes with the next export
+        with suppress(TunerError):  # what failed before is reported; what stays now goes with the next export
             discard_dir(directory)
         os.close(descriptor)
 

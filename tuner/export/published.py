@@ -15,7 +15,7 @@ from tuner.model import transformers_private
 class Published:
     """A tensor of the model and the tensors that stand for it in published files, name -> shape.
 
-    ``is_itself`` where it is one tensor, only renamed; others are cut up or laid out anew (fused experts, for one).
+    ``is_itself`` where it is one tensor, only renamed; others are cut up or arranged otherwise (such as fused experts).
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Safetensors files written front to back: headers from shapes alone, every tensor a block at a time.
 
 Reading, casting and writing overlap and hold a few blocks, whatever the size of the model. A file's SHA-256 costs more
-than writing it to a fast disk: it is computed once, of the bytes that the disk gives back, and a weighted sum of each
-piece shows that these are the bytes that were handed to the system.
+than writing it to a fast disk: it is computed once, of the bytes that the disk gives back, and a CRC shows that these
+are the bytes that were handed to the system.
 """
 
 from __future__ import annotations
@@ -10,28 +10,33 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from tuner.checkpoint.index import safetensors_header
 from tuner.checkpoint.storage import tensor_bytes
 from tuner.errors import DataError, TunerError
 from tuner.export.tensors import TensorSource
-from tuner.runtime.files import fsync_dir, json_bytes, machine_error, write_all, write_new
+from tuner.runtime.files import HASH_BLOCK_BYTES, fsync_dir, json_bytes, machine_error, write_all, write_new
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLUSH_BYTES = 64 << 20
 """Written before the disk is told to begin: left to itself the system waits for gigabytes, and the disk idles."""
-SECTOR = 4096
-_SPREAD, _ODD = np.uint64(0x9E3779B97F4A7C16), np.uint64(1)
-Piece = tuple[int, int]
-"""Length in bytes and weighted sum of a piece of a file."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was handed to the system for a file: bytes, and their CRC-32."""
+
+    size: int
+    crc: int
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def plan_shards(outputs: Sequence[Output], shard_size: int) -> list[Shard]:
     return [Shard(name, tuple(group)) for name, group in zip(names, groups, strict=True)]
 
 
-def write_shards(directory: Path, shards: Sequence[Shard]) -> dict[str, list[Piece]]:
+def write_shards(directory: Path, shards: Sequence[Shard]) -> dict[str, Written]:
     """Write all files and, where there are several, the index of names; returns what was handed to the system.
 
     Raises MachineError naming the file and the bytes it needs, and what the tensors' sources raise.
@@ -89,7 +94,7 @@ def write_shards(directory: Path, shards: Sequence[Shard]) -> dict[str, list[Pie
     return written
 
 
-def _write_shard(path: Path, outputs: Sequence[Output]) -> list[Piece]:
+def _write_shard(path: Path, outputs: Sequence[Output]) -> Written:
     outputs = sorted(outputs, key=lambda output: -output.dtype.itemsize)
     tensors = ((output.name, output.dtype, output.source.shape) for output in outputs)
     header, _ = safetensors_header(tensors, {"format": "pt"})
@@ -97,24 +102,24 @@ def _write_shard(path: Path, outputs: Sequence[Output]) -> list[Piece]:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
         try:
-            pieces = _write_blocks(descriptor, header, outputs)
+            written = _write_blocks(descriptor, header, outputs)
         finally:
             os.close(descriptor)
         fsync_dir(path.parent)
     except OSError as error:
         raise machine_error(path, error, planned) from error
-    if (size := sum(length for length, _ in pieces)) != planned:
-        raise TunerError(f"{path}: {size:,} bytes were written where {planned:,} were planned")
-    return pieces
+    if written.size != planned:
+        raise TunerError(f"{path}: {written.size:,} bytes were written where {planned:,} were planned")
+    return written
 
 
-def _write_blocks(descriptor: int, header: bytes, outputs: Sequence[Output]) -> list[Piece]:
-    pieces, unflushed = [piece_of(header)], len(header)
+def _write_blocks(descriptor: int, header: bytes, outputs: Sequence[Output]) -> Written:
+    size = crc = unflushed = 0
+    blocks = (block for output in outputs for block in output.source.blocks(output.dtype))
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="flush") as flusher:
-        write_all(descriptor, header)
         flushed: Future[None] | None = None
-        for data in _one_ahead(block for output in outputs for block in output.source.blocks(output.dtype)):
-            pieces.append(piece_of(data))
+        for data in chain([memoryview(header)], _one_ahead(blocks)):
+            size, crc = size + len(data), zlib.crc32(data, crc)
             write_all(descriptor, data)
             unflushed += len(data)
             if unflushed >= FLUSH_BYTES and (flushed is None or flushed.done()):
@@ -124,7 +129,7 @@ def _write_blocks(descriptor: int, header: bytes, outputs: Sequence[Output]) -> 
         if flushed is not None:
             flushed.result()
         os.fsync(descriptor)
-    return pieces
+    return Written(size, crc)
 
 
 def _one_ahead(blocks: Iterator[torch.Tensor]) -> Iterator[memoryview]:
@@ -136,36 +141,14 @@ def _one_ahead(blocks: Iterator[torch.Tensor]) -> Iterator[memoryview]:
             yield tensor_bytes(block)
 
 
-def piece_of(data: memoryview | bytes) -> Piece:
-    """These bytes as a piece of a file."""
-    return len(data), weighted_sum(data)
-
-
-def weighted_sum(data: memoryview | bytes) -> int:
-    """Sum modulo 2^64 of the 64-bit words, those of each 4 KiB sector times an odd weight of its place.
-
-    A flipped bit changes it, and so do sectors that are missing, doubled or in each other's place.
-    """
-    flat = np.frombuffer(data, dtype=np.uint8)
-    whole = len(flat) // SECTOR * SECTOR
-    sums = flat[:whole].view(np.uint64).reshape(-1, SECTOR // 8).sum(axis=1, dtype=np.uint64)
-    last = np.zeros(SECTOR, dtype=np.uint8)
-    last[: len(flat) - whole] = flat[whole:]
-    sums = np.append(sums, last.view(np.uint64).sum(dtype=np.uint64))
-    return int((sums * (np.arange(len(sums), dtype=np.uint64) * _SPREAD | _ODD)).sum(dtype=np.uint64))
-
-
-def sha256_of_same(path: Path, pieces: Sequence[Piece]) -> str | None:
-    """SHA-256 of a file whose pieces are those; None where it holds anything else. Raises DataError."""
-    digest = hashlib.sha256()
-    same = True
+def sha256_of_same(path: Path, written: Written) -> str | None:
+    """SHA-256 of a file that holds what was written; None where it holds anything else. Raises DataError."""
+    digest, size, crc = hashlib.sha256(), 0, 0
     try:
-        with path.open("rb") as file:
-            for length, total in pieces:
-                data = file.read(length)
-                same = same and piece_of(data) == (length, total)
+        with path.open("rb", buffering=0) as file:
+            while data := file.read(HASH_BLOCK_BYTES):
+                size, crc = size + len(data), zlib.crc32(data, crc)
                 digest.update(data)
-            same = same and os.fstat(file.fileno()).st_size == sum(length for length, _ in pieces)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
-    return digest.hexdigest() if same else None
+    return digest.hexdigest() if Written(size, crc) == written else None

@@ -165,9 +165,7 @@ class _Chunks:
             )
 
 
-def file_tensor(
-    files: OpenFiles, path: Path, start: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> TensorSource:
+def file_tensor(files: OpenFiles, path: Path, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> TensorSource:
     """A tensor that lies in one piece in a safetensors file, from byte ``start`` on."""
     slice_bytes = math.prod(shape[1:]) * dtype.itemsize
 

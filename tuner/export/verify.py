@@ -19,7 +19,7 @@ from tuner.checkpoint.index import DTYPE_NAMES
 from tuner.checkpoint.storage import tensor_bytes
 from tuner.errors import DataError, VerificationError
 from tuner.export.published import state_names
-from tuner.export.shards import Output, Piece, sha256_of_same
+from tuner.export.shards import Output, Written, sha256_of_same
 from tuner.export.source import Source
 from tuner.export.tensors import TensorSource
 from tuner.export.write import ADAPTER_WEIGHTS
@@ -128,9 +128,7 @@ def require_close(difference: Difference, what: str, relative: float | None = No
         )
 
 
-def require_written(
-    directory: Path, written: Mapping[str, Sequence[Piece]], outputs: Sequence[Output]
-) -> dict[str, str]:
+def require_written(directory: Path, written: Mapping[str, Written], outputs: Sequence[Output]) -> dict[str, str]:
     """Read every safetensors file back: bytes, names, types and shapes are those that were to be written.
 
     ``written`` holds what was handed to the system. Returns each file's SHA-256. Raises VerificationError.

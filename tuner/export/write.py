@@ -1,4 +1,4 @@
-"""The files of an export beside its weights: config, generation config, tokenizer, the adapter's config."""
+"""The files of an export besides its weights: config, generation config, tokenizer, the adapter's config."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _new_tokens(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _saved_modules(model: PreTrainedModel, lora: LoraSpec) -> dict[str, Any]:
-    """What peft's config says of modules trained in full; tied ones stay one tensor where it is told so."""
+    """What peft's config says of modules trained in full; tied ones stay one tensor where it is asked to."""
     if not lora.modules_to_save:
         return {}
     saved, tied = set(saved_modules(model, lora)), _tied_and_saved(model, lora)

@@ -28,11 +28,13 @@ READ_NUMBER = torch_private.operation("_local_scalar_dense")
 """What the host calls to read a number off a tensor."""
 COUNTED = 1 << 62
 """Autograd numbers its nodes from 0; those that add to a parameter's gradient have the largest number there is."""
-COMMUNICATION: dict[str, dict[str, Part]] = {
-    "fsdp": {"fsdp::all_gather_copy_in": "gathered", "fsdp::split_with_sizes_copy": "gathered"},
-    "c10d": {"c10d::_allgather_base_": "gathered", "c10d::_reduce_scatter_base_": "reduced"},
+COMMUNICATION: dict[str, Part] = {
+    "fsdp::all_gather_copy_in": "gathered",
+    "fsdp::split_with_sizes_copy": "gathered",
+    "c10d::_allgather_base_": "gathered",
+    "c10d::_reduce_scatter_base_": "reduced",
 }
-"""What the tensors given to these operations are for, where nothing else is known of them."""
+"""What the tensors given to these operations of FSDP2 and of collectives are for, where nothing else is known."""
 
 
 @dataclass
@@ -109,8 +111,10 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
         for leaf in torch_private.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._enter(leaf)
-        if func.namespace in COMMUNICATION:
-            self._communicated(func, given)
+        if (part := COMMUNICATION.get(func.name())) is not None:
+            for number in map(self._enter, given):
+                if number is not None and self.storages[number].part is None:
+                    self.storages[number].part = part
         if (scratch := scratch_bytes(func, args, self.target)) and given:
             number = self._new(scratch, "other")
             self._change(number, scratch)
@@ -216,14 +220,6 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
             entry = self.storages[known[1]]
             self._change(known[1], storage.nbytes() - entry.size)
             entry.size = storage.nbytes()
-
-    def _communicated(self, func: Any, tensors: Iterable[torch.Tensor]) -> None:
-        """Name the buffers of FSDP2 and of collectives, which are made by operations like any other."""
-        part: Part | None = COMMUNICATION[func.namespace].get(func.name())
-        for tensor in tensors if part is not None else ():
-            number = self._enter(tensor)
-            if number is not None and self.storages[number].part is None:
-                self.storages[number].part = part
 
     def _watch_sum(self, args: tuple[Any, ...], result: int) -> None:
         """Note an addition in the backward pass: autograd makes it in place where it holds the last reference."""

@@ -1,7 +1,7 @@
 """From the profiler's events to blocks of memory.
 
-The allocators themselves tell the profiler, scratch space inside of operations included; nothing that a step computes
-passes through here. What was there before the recording is known by its owners.
+The allocators themselves report to the profiler, scratch space inside of operations included; nothing that a step
+computes passes through here. What was there before the recording is known by its owners.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _Replay:
         self._grads, self._marks, self._events = grads, marks, events
         self._blocks = [Block(owned.size, owned.part, owned.owner, -1) for owned in before]
         self._living = {owned.address: block for owned, block in zip(before, self._blocks, strict=True)}
-        self._made: dict[int, _AllocatorEvent] = {}  # by number of the block
+        self._made: list[tuple[Block, _AllocatorEvent]] = []
         self._changes: list[Change] = []
 
     def record(self) -> MemoryRecord:
@@ -136,7 +136,7 @@ class _Replay:
     def _enter(self, item: _AllocatorEvent) -> bool:
         if item.size > 0:
             block = Block(item.size, item.context.part or "other", item.context.module, len(self._changes))
-            self._made[len(self._blocks)] = item
+            self._made.append((block, item))
             self._blocks.append(block)
             self._living[item.address] = block
             return True
@@ -153,10 +153,9 @@ class _Replay:
 
     def _assign_activations(self) -> None:
         """What a forward pass leaves for the backward pass; so does one that is run again within it."""
-        by_module = any(item.context.module for item in self._made.values())
+        by_module = any(item.context.module for _, item in self._made)
         start = self._marks[0][0] if self._marks else 0
-        for number, item in self._made.items():
-            block = self._blocks[number]
+        for block, item in self._made:
             if block.part != "other":
                 continue
             made = self._changes[block.made]

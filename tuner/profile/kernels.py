@@ -46,7 +46,7 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
-    """Bytes that the kernel of an operation holds at its fullest beside its inputs and results.
+    """Bytes that the kernel of an operation holds at its fullest besides its inputs and results.
 
     On a CPU oneDNN's bf16 products have some, by rules of its own for each processor: it is asked. Where types
     are mixed, numbers of a lesser one are converted first. Gloo gathers into a buffer of its own, and reduces a copy.

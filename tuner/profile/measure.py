@@ -42,6 +42,8 @@ class MeasureOptions:
     steps: int
     limit_bytes: int | None = None
     output: Path | None = None
+    dry_run: bool = False
+    """Only plan it."""
 
 
 class _Clock:

@@ -54,7 +54,7 @@ class StepRecorder:
         self._mark("data")
 
     def stop(self) -> None:
-        """No further; it may be called after a step that failed, and leaves everything as it was."""
+        """No further; it may be called after a step or a start that failed, and leaves everything as it was."""
         try:
             self._part.close()
             self._synchronize()
@@ -70,11 +70,6 @@ class StepRecorder:
 
     def __exit__(self, *error: object) -> None:
         self.stop()
-
-    def abandon(self) -> None:
-        """Leave everything as it was, after a start that failed."""
-        self._part.close()
-        self._stack.close()
 
     def memory(self, failed: bool = False) -> MemoryRecord:
         """The blocks of memory of the device; of a step that ``failed``, until it did."""

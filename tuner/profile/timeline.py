@@ -17,7 +17,7 @@ ROOT = "model."
 
 
 def memory_timeline(trace: Trace, always: Mapping[Part, int]) -> MemoryTimeline:
-    """The timeline of a trace, with bytes that are ``always`` there beside it."""
+    """The timeline of a trace, with bytes that are ``always`` there added to it."""
     parts, names = parts_of(trace), _names(trace)
     held = _held(trace.changes) if trace.target == "cuda" else None
     now: dict[Part, int] = {**dict.fromkeys(PARTS, 0), **always}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ class StepWatch:
             try:
                 recorder.start()
             except BaseException:
-                recorder.abandon()
+                with suppress(Exception):  # nothing may have begun yet
+                    recorder.stop()
                 raise
         except Exception as error:
             self._warn(f"begun for step {number}", error)

@@ -47,8 +47,8 @@ MEASURE_JOB: TypeAdapter[MeasureJob] = TypeAdapter(MeasureJob)
 MEASURED: TypeAdapter[Measured] = TypeAdapter(Measured)
 
 
-def measure_recipe(loaded: LoadedRecipe, options: MeasureOptions, level: Level, dry_run: bool = False) -> Measured:
-    """Prepare the data and measure a few steps; with `dry_run` only plan them.
+def measure_recipe(loaded: LoadedRecipe, options: MeasureOptions, level: Level) -> Measured:
+    """Prepare the data and measure a few steps.
 
     Raises TunerError children, with the failing rank's message and exit code, and KeyboardInterrupt.
     """
@@ -56,8 +56,8 @@ def measure_recipe(loaded: LoadedRecipe, options: MeasureOptions, level: Level, 
     console = Console(place.rank_info.is_main, level)
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     directory = prepare(spec, console).path
-    if place.local == 1 or dry_run:
-        return _measured(recipe, directory, options, place.planned, console, dry_run)
+    if place.local == 1 or options.dry_run:
+        return _measured(recipe, directory, options, place.planned, console)
     given = HandedOver(directory.absolute(), None, ())
     job = MeasureJob(Job.of(loaded, LaunchOptions(level=level, handed_over=given)), options)
     logs = Path(tempfile.mkdtemp(prefix="tuner-profile-"))
@@ -78,12 +78,7 @@ def measure_rank(work: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measured(
-    recipe: Recipe,
-    directory: Path,
-    options: MeasureOptions,
-    rank_info: RankInfo,
-    console: Console,
-    dry_run: bool = False,
+    recipe: Recipe, directory: Path, options: MeasureOptions, rank_info: RankInfo, console: Console
 ) -> Measured:
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     prepared = open_prepared(directory)
@@ -95,7 +90,7 @@ def _measured(
         f"{plan.total_steps:,} steps of {plan.global_batch_size} rows; one measured for memory, {options.steps} for "
         f"time · {facts.kind}, {resolved.recipe.train.precision} compute, {processes} of {facts.threads} threads",
     )
-    if dry_run:
+    if options.dry_run:
         return Measured(plan.total_steps, None)
     with process_group(rank_info, facts.kind, recipe.parallel.timeout.seconds):
         if options.output is not None:
