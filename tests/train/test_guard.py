@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tuner.train.guard import WINDOW, Guard, GuardPolicy
+from tuner.train.guard import WINDOW, Guard
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def judged(guard: Guard, values: list[tuple[float, float]]) -> list[tuple[bool, 
 
 @pytest.mark.parametrize("bad", [(math.nan, 1.0), (1.0, math.inf), (-math.inf, math.nan)])
 def test_the_first_step_that_is_not_finite_shuts_the_guard_for_good(bad: tuple[float, float]) -> None:
-    assert judged(Guard(GuardPolicy(), CPU), [(2.0, 1.0), bad, (2.0, 1.0)]) == [
+    assert judged(Guard(CPU), [(2.0, 1.0), bad, (2.0, 1.0)]) == [
         (False, False),
         (True, True),
         (True, True),
@@ -31,7 +31,7 @@ def test_the_first_step_that_is_not_finite_shuts_the_guard_for_good(bad: tuple[f
 
 def test_as_many_as_allowed_are_left_out_and_one_more_shuts() -> None:
     nan = (math.nan, 1.0)
-    guard = Guard(GuardPolicy(nonfinite_skips=2), CPU)
+    guard = Guard(CPU, nonfinite_skips=2)
     assert judged(guard, [nan, (1.0, 1.0), nan, (1.0, 1.0), nan]) == [
         (True, False),
         (False, False),
@@ -49,7 +49,7 @@ def test_spikes_are_those_of_the_last_128_steps_by_numpy() -> None:
     values[300, 1] += 3.0  # a norm 15 sigmas high
     values[310] -= 2.0  # far below: no spike
     values[350, 0] = math.nan
-    guard = Guard(GuardPolicy(nonfinite_skips=5, spike_sigmas=6.0), CPU)
+    guard = Guard(CPU, nonfinite_skips=5, spike_sigmas=6.0)
     found = [skip for skip, _ in judged(guard, [tuple(v) for v in values])]
     recent: list[np.ndarray] = []
     wanted = []
@@ -66,10 +66,8 @@ def test_spikes_are_those_of_the_last_128_steps_by_numpy() -> None:
 def test_a_restored_guard_goes_on_as_the_first_would_have() -> None:
     rng = np.random.default_rng(1)
     values = [tuple(v) for v in rng.normal(3.0, 0.5, (300, 2)) + (rng.random((300, 1)) > 0.97) * 4.0]
-    policy = GuardPolicy(nonfinite_skips=1, spike_sigmas=3.0)
-    whole = Guard(policy, CPU)
+    whole, first, second = (Guard(CPU, nonfinite_skips=1, spike_sigmas=3.0) for _ in range(3))
     expected = judged(whole, values)
-    first, second = Guard(policy, CPU), Guard(policy, CPU)
     before = judged(first, values[:170])
     state = json.loads(json.dumps(first.as_state()))
     assert second.restore(state) == sum(skip for skip, _ in before)

@@ -4,6 +4,7 @@ A config may ask neither for code from elsewhere nor for weights that are no pla
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,30 +80,17 @@ def ignored_losses(config: PretrainedConfig) -> str | None:
 def licence_of(name_or_path: str, revision: str | None) -> str | None:
     """The `license` (for `other`, the `license_name`) in the front matter of the model's card; None where unknown."""
     path = Path(name_or_path) / CARD
-    if not Path(name_or_path).is_dir():
-        try:
+    # Of a hub that cannot be reached, of a card that is no text and of one that is not YAML the licence is unknown.
+    with suppress(OSError, ValueError, YAMLError, RecursionError):
+        if not Path(name_or_path).is_dir():
             path = Path(hf_hub_download(name_or_path, CARD, revision=revision))
-        except (OSError, ValueError):  # of a hub that cannot be reached, too: the licence is then unknown
-            return None
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    parts = text.split("---\n", 2)
-    if len(parts) < 3 or parts[0].strip():
-        return None
-    try:
-        front: Any = YAML(typ="safe", pure=True).load(parts[1])
-    except (YAMLError, RecursionError, ValueError):
-        return None
-    if not isinstance(front, dict):
-        return None
-    licence = front.get("license_name") if front.get("license") == "other" else front.get("license")
-    return (
-        licence
-        if isinstance(licence, str) and len(licence) <= MAX_LICENCE_CHARACTERS and licence.isprintable()
-        else None
-    )
+        before, front, _ = path.read_text(encoding="utf-8").split("---\n", 2)
+        facts: Any = None if before.strip() else YAML(typ="safe", pure=True).load(front)
+        if isinstance(facts, dict):
+            licence = facts.get("license_name") if facts.get("license") == "other" else facts.get("license")
+            if isinstance(licence, str) and len(licence) <= MAX_LICENCE_CHARACTERS and licence.isprintable():
+                return licence
+    return None
 
 
 def _refuse(where: str, key: str, value: Any) -> None:

@@ -203,21 +203,17 @@ def replace_dir(tmp: Path, final: Path) -> None:
     """
     try:
         flush_tree(tmp)
-        _take_name(tmp, final)
+        try:
+            _exchange(tmp, final)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+                raise
+            discard_dir(final)
+            os.rename(tmp, final)
         fsync_dir(final.parent)
     except OSError as error:
         raise machine_error(final, error) from error
     discard_dir(tmp)
-
-
-def _take_name(tmp: Path, final: Path) -> None:
-    try:
-        _exchange(tmp, final)
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
-            raise
-        discard_dir(final)
-        os.rename(tmp, final)
 
 
 def _exchange(first: Path, second: Path) -> None:

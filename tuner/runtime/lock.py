@@ -10,7 +10,6 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from tuner.errors import MachineError
 from tuner.runtime.environment import command_line
@@ -95,9 +94,7 @@ class FileLock:
         self.acquire(self._wait)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def _lock(self, descriptor: int, wait: bool) -> None:

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -132,28 +131,13 @@ def any_of(flags: Sequence[bool], group: ProcessGroup | None) -> tuple[bool, ...
     return tuple(bool(vote) for vote in votes.tolist())
 
 
-@dataclass(frozen=True)
-class Failure:
-    """What a rank tells the others about its exception."""
-
-    rank: int
-    kind: type[TunerError] | None
-    text: str
-    hint: str | None
-
-    def exception(self) -> Exception:
-        """The exception to raise elsewhere; one that is not the user's to mend becomes a RuntimeError."""
-        text = f"rank {self.rank}: {self.text}"
-        return RuntimeError(text) if self.kind is None else self.kind(text, self.hint)
-
-
-def describe(rank: int, error: BaseException) -> Failure:
-    """The failure of `rank` in words that survive the wire."""
+def of_rank(rank: int, error: BaseException) -> Exception:
+    """What other ranks raise for an exception of `rank`; one that is not the user's to mend becomes a RuntimeError."""
     if isinstance(error, TunerError):
-        return Failure(rank, type(error), error.message, error.hint)
+        return type(error)(f"rank {rank}: {error.message}", error.hint)
     if isinstance(error, MemoryError):
-        return Failure(rank, MemoryLimitError, "out of memory", None)
-    return Failure(rank, None, f"{type(error).__name__}: {error}", None)
+        return MemoryLimitError(f"rank {rank}: out of memory")
+    return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
 
 
 class Collective:
@@ -179,12 +163,11 @@ class Collective:
         except Exception as raised:  # noqa: BLE001 - told to every rank, then raised
             error = raised
         failed = any_rank(error is not None, self.group)
-        mine: Any = None if error is None else describe(self.rank, error)
+        mine: Any = None if error is None else of_rank(self.rank, error)
         answers: list[Any] = [None] * self.size
         dist.all_gather_object(answers, mine if failed else result, group=self.group)
         if failed:
-            first = next(answer for answer in answers if isinstance(answer, Failure))
-            raise first.exception() from error
+            raise next(answer for answer in answers if answer is not None) from error
         return answers
 
     def on_rank0(self, work: Callable[[], T]) -> T:

@@ -210,12 +210,11 @@ def _died(ranks: _Ranks, end: _End) -> MachineError:
         told = f"{named} ended with code {end.code}{ranks.at(end.rank)} and said nothing"
         return MachineError(told, hint=f"see the end of {log}")
     name = signal.Signals(-end.code).name
-    hint = f"see the end of {log}"
-    if name == "SIGKILL":
-        hint = f"the system kills a process that takes the last memory: see dmesg, and the end of {log}"
-    elif name == "SIGABRT":
-        hint = f"NCCL ends a process that waited longer than parallel.timeout so: see the end of {log}"
-    return MachineError(f"{named} was killed by {name}{ranks.at(end.rank)}", hint=hint)
+    reason = {
+        "SIGKILL": "the system kills a process that takes the last memory: see dmesg, and",
+        "SIGABRT": "NCCL ends a process that waited longer than parallel.timeout so: see",
+    }.get(name, "see")
+    return MachineError(f"{named} was killed by {name}{ranks.at(end.rank)}", hint=f"{reason} the end of {log}")
 
 
 def _environment(rank: int, processes: int, port: int) -> dict[str, str]:

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from tuner.errors import ExitCode
@@ -52,24 +52,20 @@ class StopSignals:
         self._repeat_s = math.inf if COUNTED_ABOVE in os.environ else repeat_s
         self._on_request = on_request
         self._at_once = at_once
-        self._signal: signal.Signals | None = None
+        self.number: signal.Signals | None = None
+        """The first signal; None before one came."""
         self._first_s = 0.0
         self._old: dict[signal.Signals, Any] = {}
 
     @property
     def requested(self) -> bool:
         """Whether a stop was asked for."""
-        return self._signal is not None
-
-    @property
-    def number(self) -> signal.Signals | None:
-        """The first signal; None before one came."""
-        return self._signal
+        return self.number is not None
 
     @property
     def signal_name(self) -> str | None:
         """The first signal's name, such as `SIGTERM`; None before one came."""
-        return None if self._signal is None else self._signal.name
+        return None if self.number is None else self.number.name
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
@@ -78,9 +74,7 @@ class StopSignals:
                     self._old[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         while self._old:
             number, handler = self._old.popitem()
             # None stands for a handler that was not installed from Python and cannot be put back.
@@ -88,13 +82,13 @@ class StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._signal is None:
-            self._signal = signal.Signals(number)
+        if self.number is None:
+            self.number = signal.Signals(number)
             self._first_s = now
             if self._on_request is not None:
                 # A handler that interrupts a write to stderr cannot write there itself: "reentrant call".
                 with contextlib.suppress(RuntimeError):
-                    self._on_request(self._signal.name)
+                    self._on_request(self.number.name)
         elif number != signal.SIGHUP and now - self._first_s >= self._repeat_s:
             # No clean-up: every file operation is safe to cut anywhere, and clean-up is what might hang.
             try:

@@ -64,7 +64,8 @@ def listed_name(names: Mapping[str, tuple[str, Need]], name: str) -> Any:
     """What a library has under a name of such a table. Raises AttributeError for others, MachineError if it is gone."""
     if name not in names:
         raise AttributeError(name)
-    return private_name(*names[name])
+    path, need = names[name]
+    return private_name(path, need)
 
 
 def private_attribute(owner: Any, name: str, need: Need) -> Any:

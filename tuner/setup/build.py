@@ -36,7 +36,7 @@ from tuner.setup.probes import probe_inputs
 from tuner.setup.resolve import Resolved, check_division, model_spec
 from tuner.setup.timetable import Starts, Timetable, timetable
 from tuner.train.evaluate import HeldOut, check_metric, held_out
-from tuner.train.guard import Guard, GuardPolicy
+from tuner.train.guard import Guard
 from tuner.train.methods.method import build_method, check_logits
 from tuner.train.optimizer import build_optimizer
 from tuner.train.progress import MfuMeter
@@ -113,10 +113,9 @@ def build_train_state(recipe: Recipe, root: CausalLM, step_config: StepConfig) -
     """What a step changes, around the model of a resolved recipe: the loss, the optimizer and the guard."""
     parameters = trained_parameters(root)
     optimizer = build_optimizer(recipe.optimizer, parameters, outer_parameters(root))
-    policy = GuardPolicy(recipe.train.nonfinite, recipe.train.skip_spikes)
+    guard = Guard(step_config.device, recipe.train.nonfinite, recipe.train.skip_spikes)
     root.loss_kernel = KERNELS[recipe.model.kernels]
-    guard, method = Guard(policy, step_config.device), build_method(recipe.method)
-    return TrainState(root, parameters, optimizer, step_config, guard, method)
+    return TrainState(root, parameters, optimizer, step_config, guard, build_method(recipe.method))
 
 
 def assemble_model(resolved: Resolved, rank_info: RankInfo, mesh: Mesh) -> tuple[CausalLM, StepConfig]:

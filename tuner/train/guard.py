@@ -1,7 +1,6 @@
 """Whether an update happens: decided on the device, so that nobody waits for the decision."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,25 +9,17 @@ WINDOW = 128
 """Steps whose loss and gradient norm say what is usual (the window of OLMo-core's skipping optimizer)."""
 
 
-@dataclass(frozen=True)
-class GuardPolicy:
-    """What is left out: so many steps that are not finite before the run ends, and spikes above so many sigmas."""
-
-    nonfinite_skips: int = 0
-    spike_sigmas: float | None = None
-
-
 class Guard:
     """Judges each step's loss and gradient norm, which are equal on every rank, before its update.
 
     A step that is not finite is left out, and so is one whose loss or norm is more than ``spike_sigmas`` standard
-    deviations above the mean of the last :data:`WINDOW` steps. Once more steps than allowed were not finite the guard
-    is shut: every later update is left out too, so the host may learn of it late and still finds the weights as they
-    were before the bad step.
+    deviations above the mean of the last :data:`WINDOW` steps. Once more than ``nonfinite_skips`` were not finite the
+    guard is shut: every later update is left out too, so the host may learn of it late and still finds the weights as
+    they were before the bad step.
     """
 
-    def __init__(self, policy: GuardPolicy, device: torch.device) -> None:
-        self._policy = policy
+    def __init__(self, device: torch.device, nonfinite_skips: int = 0, spike_sigmas: float | None = None) -> None:
+        self._nonfinite_skips, self._spike_sigmas = nonfinite_skips, spike_sigmas
         self._nonfinite = torch.zeros((), dtype=torch.float64, device=device)
         self._skipped = torch.zeros((), dtype=torch.float64, device=device)
         self._recent = torch.zeros((2, WINDOW), dtype=torch.float64, device=device)
@@ -46,9 +37,9 @@ class Guard:
         """
         bad = ~values.isfinite().all()
         self._nonfinite += bad
-        shut = self._nonfinite > self._policy.nonfinite_skips
+        shut = self._nonfinite > self._nonfinite_skips
         skip = bad | shut
-        if self._policy.spike_sigmas is not None:
+        if self._spike_sigmas is not None:
             skip = skip | self._is_spike(values, bad)
         self._skipped += skip
         self._judged += 1
@@ -58,8 +49,8 @@ class Guard:
         spike = torch.zeros_like(bad)
         if self._judged >= WINDOW:
             deviation, mean = torch.std_mean(self._recent, dim=1)
-            assert self._policy.spike_sigmas is not None
-            spike = (values > mean + self._policy.spike_sigmas * deviation).any()
+            assert self._spike_sigmas is not None
+            spike = (values > mean + self._spike_sigmas * deviation).any()
         slot = self._judged % WINDOW
         self._recent[:, slot] = torch.where(bad, self._recent[:, slot - 1], values)
         return spike
@@ -71,7 +62,7 @@ class Guard:
             "nonfinite": int(self._nonfinite),
             "skipped": int(self._skipped),
         }
-        if self._policy.spike_sigmas is not None:
+        if self._spike_sigmas is not None:
             state["recent"] = self._recent.tolist()
         return state
 

@@ -2,7 +2,6 @@
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 
 from tuner.data.batches import GlobalBatches, StepBatches
 
@@ -42,7 +41,5 @@ class Prefetcher:
     def __enter__(self) -> "Prefetcher":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

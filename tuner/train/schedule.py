@@ -66,7 +66,7 @@ class Decay:
 
 @dataclass(frozen=True)
 class WarmupDecay:
-    """A straight rise from 0 at index 0, then 1 but for the falls; behind each but the last it starts again at 1."""
+    """A linear warm-up from 0 at index 0, then 1 but for the decays; after each but the last it starts again at 1."""
 
     warmup_steps: int
     falls: tuple[Decay, ...] = ()
@@ -91,7 +91,7 @@ class WarmupDecay:
 
 @dataclass(frozen=True)
 class StartedLater:
-    """A schedule that begins behind so many steps of its run."""
+    """A schedule that begins after so many steps of its run."""
 
     inner: Schedule
     steps: int

@@ -43,7 +43,7 @@ class TrainState:
     guard: Guard
     method: Method
     rng_start: int = 0
-    """The steps behind which random numbers begin anew."""
+    """The step after which random numbers were reset."""
     copied: torch.cuda.Event | None = None
     """Recorded behind a save's copies on the device, for which the next update waits there."""
 

@@ -1,9 +1,11 @@
 """What happens around and between steps: an ordered list of tasks, run alike on every rank."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Flag, auto
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any, Literal
 
@@ -112,8 +114,7 @@ class Tasks:
 
     def start(self) -> None:
         """Start every task. Collective."""
-        for task in self._tasks:
-            self._deliver(task.start())
+        self._each(lambda task: task.start())
 
     @contextmanager
     def around_step(self, number: int) -> Iterator[None]:
@@ -126,18 +127,12 @@ class Tasks:
 
     def after_step(self, taken: TakenStep) -> None:
         """Note the step, agree in one collective of the CPU's on what is asked for, and do it. The device runs on."""
-        for task in self._tasks:
-            self._deliver(task.step_taken(taken))
-        asked = Request.NONE
-        for task in self._tasks:
-            asked |= task.request()
+        self._each(lambda task: task.step_taken(taken))
+        asked = reduce(or_, (task.request() for task in self._tasks), Request.NONE)
         votes = any_of([request in asked for request in Request], gloo_group())
-        agreed = Request.NONE
-        for request, wanted in zip(Request, votes, strict=True):
-            agreed |= request if wanted else Request.NONE
+        agreed = reduce(or_, (request for request, wanted in zip(Request, votes, strict=True) if wanted), Request.NONE)
         self.stopping = self.stopping or Request.STOP in agreed
-        for task in self._tasks:
-            self._deliver(task.between_steps(agreed))
+        self._each(lambda task: task.between_steps(agreed))
 
     def notify(self, event: Event) -> None:
         """Tell every task of an event."""
@@ -146,14 +141,14 @@ class Tasks:
 
     def finish(self, finished: bool) -> None:
         """Finish every task. Collective."""
-        for task in self._tasks:
-            self._deliver(task.finish(finished))
+        self._each(lambda task: task.finish(finished))
 
     def close(self) -> None:
         """Have every task leave things in order behind an error."""
-        for task in self._tasks:
-            self._deliver(task.close())
+        self._each(lambda task: task.close())
 
-    def _deliver(self, events: Iterable[Event]) -> None:
-        for event in events:
-            self.notify(event)
+    def _each(self, work: Callable[[Task], Iterable[Event]]) -> None:
+        """Have every task work in order, and tell all of them of its events."""
+        for task in self._tasks:
+            for event in work(task):
+                self.notify(event)

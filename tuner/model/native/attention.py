@@ -262,9 +262,8 @@ def _is_same_rotation(rotation: Rotation) -> bool:
             expected = rotation(*given)
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):  # it takes something else
             return False
-        found = _native(rotation)(*given)
         allowed = 2e-6 if angles_type == torch.float32 else 2**-6
-        for one, other in zip(found, expected, strict=True):
-            if one.dtype != other.dtype or not torch.allclose(one, other, rtol=allowed, atol=allowed):
-                return False
+        pairs = zip(_native(rotation)(*given), expected, strict=True)
+        if not all(library.is_same(one, other, allowed, allowed) for one, other in pairs):
+            return False
     return True

@@ -129,11 +129,8 @@ def _is_same_norm(module: nn.Module, columns: int, epsilon: float) -> bool:
         source, factor = rows.to(types[0]), weight.to(types[1])
         expected = torch.func.functional_call(module, {"weight": factor}, (source,))
         found, _ = native_rms_norm(source, factor, epsilon)
-        if not isinstance(expected, torch.Tensor) or expected.dtype != found.dtype:
-            return False
         # Rows whose sum is added up in another order may round to the neighbouring bfloat16 number.
-        allowed = 2e-6 if found.dtype == types[0] == torch.float32 else 2**-7
-        if not torch.allclose(found, expected, rtol=allowed, atol=1e-6):
+        if not library.is_same(found, expected, 2e-6 if found.dtype == types[0] == torch.float32 else 2**-7, 1e-6):
             return False
     return True
 
@@ -168,14 +165,12 @@ def native_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("tuner::native_swiglu_backward", mutates_args=())
 def _gate_backward(upstream: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of gate and up."""
-    upstream, gate, up = upstream.contiguous(), gate.contiguous(), up.contiguous()
-    grads, is_bfloat = (
-        {"grad_gate": torch.empty_like(gate), "grad_up": torch.empty_like(up)},
-        gate.dtype == torch.bfloat16,
-    )
-    tensors = {"gate": gate, "up": up, "upstream": upstream, **grads}
+    gate, up = gate.contiguous(), up.contiguous()
+    tensors = {"gate": gate, "up": up, "upstream": upstream.contiguous()}
+    tensors |= {"grad_gate": torch.empty_like(gate), "grad_up": torch.empty_like(up)}
+    is_bfloat = gate.dtype == torch.bfloat16
     library.call("swiglu_backward", "SwiGlu", **tensors, count=gate.numel(), is_bfloat=is_bfloat)
-    return grads["grad_gate"], grads["grad_up"]
+    return tensors["grad_gate"], tensors["grad_up"]
 
 
 native_swiglu.register_fake(lambda gate, up: gate.new_empty(gate.shape))
@@ -223,10 +218,7 @@ def _is_same_gate(module: nn.Module) -> bool:
             expected = type(module).forward(bare, source)
         except (RuntimeError, TypeError, AttributeError):  # there is more between its projections, or it takes more
             return False
-        found = native_swiglu(source * 3.0, source * -2.0) * 0.5
-        if not isinstance(expected, torch.Tensor) or expected.dtype != dtype or expected.shape != found.shape:
-            return False
-        if not torch.allclose(found, expected, rtol=allowed, atol=1e-6):
+        if not library.is_same(native_swiglu(source * 3.0, source * -2.0) * 0.5, expected, allowed, 1e-6):
             return False
     return True
 

@@ -50,6 +50,13 @@ def _struct(name: str) -> type[ctypes.Structure]:
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
+def is_same(found: torch.Tensor, expected: object, rtol: float, atol: float) -> bool:
+    """Whether a kernel gives what a model's own code gives: a tensor of one type and shape, to the rounding."""
+    if not isinstance(expected, torch.Tensor) or (expected.dtype, expected.shape) != (found.dtype, found.shape):
+        return False
+    return torch.allclose(found, expected, rtol=rtol, atol=atol)
+
+
 def threads() -> int:
     """So many threads work on an operation: as many as torch's own take."""
     return torch.get_num_threads()
