@@ -27,7 +27,7 @@ _KINDS = ("Linear", "Conv1D")
 class LoraSpec:
     """Rank, scale numerator, dropout share, linear layers to adapt (``all-linear``: all but the output), and variant.
 
-    ``modules_to_save`` are trained in full, in float32, beside the adapter. Both lists hold names or globs (see
+    ``modules_to_save`` are trained in full, in float32, besides the adapter. Both lists hold names or globs (see
     :func:`tuner.model.freeze.select`).
     """
 

@@ -112,7 +112,7 @@ def _packed(tensors: tuple[torch.Tensor, ...], documents: Documents, asked: _Ask
 
 
 def _as_computed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """In autocast's type where autocast is on: rotated queries may be float32 beside bf16 values."""
+    """In autocast's type where autocast is on: rotated queries may be float32 while values are bf16."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

@@ -112,5 +112,5 @@ def _attention(config: PretrainedConfig) -> dict[int | None, float]:
 
 
 def _square(length: int, window: int | None) -> int:
-    """Twice the pairs of tokens that see each other: the square, less that of what lies behind the window."""
+    """Twice the pairs of tokens that see each other: the square, less that of what lies outside the window."""
     return length**2 if window is None or length <= window else length**2 - (length - window) ** 2

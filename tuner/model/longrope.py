@@ -21,7 +21,7 @@ _KIND = "longrope"
 class RotationByDocument:
     """What makes the cosines and sines of a model with two sets of factors; nothing in any other model.
 
-    Before a forward it is told how long the documents are, on the host; no layer asks the device.
+    It is given the lengths of the documents before a forward, on the host; no layer asks the device.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -209,7 +209,7 @@ def _share(into: nn.Module, of: nn.Module, memo: dict[int, Any]) -> None:
 
 @torch.no_grad()
 def require_same_reach(root: CausalLM, plain: PreTrainedModel, longest: int) -> None:
-    """Check how many tokens back each layer looks: by transformers' masks, and as our attention is told.
+    """Check how many tokens back each layer looks: by transformers' masks, and by the options of our attention.
 
     A model may say a sliding window, or chunks, in its masks alone. Our attention never sees those, and short documents
     do not show it. One token goes through both, and what the last one of ``longest`` would see is compared. Does
@@ -222,12 +222,12 @@ def require_same_reach(root: CausalLM, plain: PreTrainedModel, longest: int) -> 
     ids, masks = torch.zeros(1, dtype=torch.int64), _Masks(longest)
     AttentionMaskInterface.register(_NOTING, masks.make)
     wanted = _noted(plain, masks.reach, lambda: plain(input_ids=ids[None], use_cache=False))
-    told = _noted(
+    asked = _noted(
         root.model,
         lambda mask, options: min(longest, options.get("sliding_window") or longest),
         lambda: root.logits(ids, ids, (1,), ids),
     )
-    for layer, (seen, ours) in enumerate(zip(wanted, told, strict=False)):
+    for layer, (seen, ours) in enumerate(zip(wanted, asked, strict=False)):
         if seen is not None and seen != ours:
             raise RecipeError(
                 f"{type(root.model).__name__} cannot be trained on documents of {longest:,} tokens: its layer {layer} "

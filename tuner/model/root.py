@@ -134,7 +134,7 @@ class CausalLM(nn.Module):
         return where | ({"documents": documents} if self.takes_documents else {})
 
 
-# Methods beside forward that gather the root's parameters under FSDP2.
+# Methods besides forward that gather the root's parameters under FSDP2.
 FORWARD_METHODS = ("losses", "logits", "next_logits")
 
 

@@ -154,6 +154,6 @@ class Console:
 
 
 def _append(path: Path, text: str) -> None:
-    # A disk that fails here fails at the next checkpoint, where it is told.
+    # A disk that fails here fails at the next checkpoint, where it is reported.
     with suppress(OSError):
         append(path, text.encode(errors="backslashreplace"))

@@ -14,8 +14,8 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -40,10 +40,8 @@ def gib(count: int) -> str:
 
 def free_bytes(path: Path) -> int:
     """Bytes that this process may still write to the file system of `path`. Raises MachineError."""
-    try:
+    with machine_errors(path):
         return shutil.disk_usage(path).free
-    except OSError as error:
-        raise machine_error(path, error) from error
 
 
 def machine_error(path: Path, error: OSError, needed: int | None = None) -> TunerError:
@@ -57,6 +55,15 @@ def machine_error(path: Path, error: OSError, needed: int | None = None) -> Tune
             free = f", free {shutil.disk_usage(path if path.is_dir() else path.parent).free:,} bytes"
         message += f" (needed {needed:,} bytes{free})"
     return MachineError(message, hint="free disk space or choose another output directory, then run the same command")
+
+
+@contextmanager
+def machine_errors(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Have an OSError within raised as the :func:`machine_error` at `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise machine_error(path, error, needed) from error
 
 
 def fsync_path(path: Path) -> None:
@@ -116,15 +123,13 @@ def append(path: Path, data: bytes) -> None:
 
 def write_new(path: Path, data: bytes) -> None:
     """Create `path`, which must not exist, with `data`, flushed to the disk. Raises MachineError."""
-    try:
+    with machine_errors(path, len(data)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
         try:
             write_all(descriptor, data)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise machine_error(path, error, len(data)) from error
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -134,14 +139,13 @@ def write_atomic(path: Path, data: bytes) -> None:
     """
     tmp = path.parent / f"{TMP_PREFIX}{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        write_new(tmp, data)
-        os.rename(tmp, path)
-        fsync_dir(path.parent)
-    except BaseException as error:
+        with machine_errors(path, len(data)):
+            write_new(tmp, data)
+            os.rename(tmp, path)
+            fsync_dir(path.parent)
+    except BaseException:
         with suppress(OSError):
             tmp.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise machine_error(path, error, len(data)) from error
         raise
 
 
@@ -187,12 +191,10 @@ def publish_dir(tmp: Path, final: Path) -> None:
     """
     if os.path.lexists(final):
         raise MachineError(f"{final}: exists already")
-    try:
+    with machine_errors(final):
         flush_tree(tmp)
         os.rename(tmp, final)
         fsync_dir(final.parent)
-    except OSError as error:
-        raise machine_error(final, error) from error
 
 
 def replace_dir(tmp: Path, final: Path) -> None:
@@ -201,7 +203,7 @@ def replace_dir(tmp: Path, final: Path) -> None:
     The two change names in one system call, so that `final` is whole at every moment. Where the file system has no such
     call, the old one is renamed away first, and a process that dies in between leaves none.
     """
-    try:
+    with machine_errors(final):
         flush_tree(tmp)
         try:
             _exchange(tmp, final)
@@ -211,8 +213,6 @@ def replace_dir(tmp: Path, final: Path) -> None:
             discard_dir(final)
             os.rename(tmp, final)
         fsync_dir(final.parent)
-    except OSError as error:
-        raise machine_error(final, error) from error
     discard_dir(tmp)
 
 
@@ -233,7 +233,7 @@ def discard_dir(path: Path) -> None:
     It is renamed to `.trash-*` first, unless that is its name. A symbolic link is removed, never followed. Missing is
     fine. Raises MachineError.
     """
-    try:
+    with machine_errors(path), suppress(FileNotFoundError):
         if path.is_symlink():
             path.unlink()
             return
@@ -244,10 +244,6 @@ def discard_dir(path: Path) -> None:
         os.rename(path, trash)
         fsync_dir(path.parent)
         shutil.rmtree(trash)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise machine_error(path, error) from error
 
 
 def set_aside(path: Path, mark: str) -> None:
@@ -257,11 +253,9 @@ def set_aside(path: Path, mark: str) -> None:
     """
     aside = path.parent / f"invalid-{path.name}-{mark}"
     discard_dir(aside)
-    try:
+    with machine_errors(path):
         os.rename(path, aside)
         fsync_dir(path.parent)
-    except OSError as error:
-        raise machine_error(path, error) from error
 
 
 def sweep(parent: Path) -> list[str]:
@@ -271,27 +265,20 @@ def sweep(parent: Path) -> list[str]:
     """
     removed: list[str] = []
     for path in unfinished(parent):
-        try:
+        with machine_errors(path), suppress(FileNotFoundError):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise machine_error(path, error) from error
-        removed.append(path.name)
+            removed.append(path.name)
     return removed
 
 
 def unfinished(parent: Path) -> list[Path]:
     """The `.tmp-*` and `.trash-*` directly in `parent`, sorted. Raises MachineError."""
-    try:
+    with machine_errors(parent), suppress(FileNotFoundError):
         return sorted(path for path in parent.iterdir() if path.name.startswith((TMP_PREFIX, TRASH_PREFIX)))
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise machine_error(parent, error) from error
+    return []
 
 
 def file_entries(directory: Path, exclude: Collection[str] = (MANIFEST_NAME,)) -> dict[str, dict[str, Any]]:

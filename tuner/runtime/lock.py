@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tuner.errors import MachineError
 from tuner.runtime.environment import command_line
-from tuner.runtime.files import machine_error, write_all
+from tuner.runtime.files import machine_errors, write_all
 
 
 def is_locked(path: Path) -> bool:
@@ -55,21 +55,17 @@ class FileLock:
         """
         if self._descriptor is not None:
             raise RuntimeError(f"{self.path}: locked twice by one holder")
-        try:
+        with machine_errors(self.path):
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except OSError as error:
-            raise machine_error(self.path, error) from error
-        try:
-            self._lock(descriptor, wait)
-            os.ftruncate(descriptor, 0)
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": " ".join(command_line())}
-            write_all(descriptor, (json.dumps(holder) + "\n").encode())
-        except BaseException as error:
-            os.close(descriptor)
-            if isinstance(error, OSError):
-                raise machine_error(self.path, error) from error
-            raise
+            try:
+                self._lock(descriptor, wait)
+                os.ftruncate(descriptor, 0)
+                os.lseek(descriptor, 0, os.SEEK_SET)
+                holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": " ".join(command_line())}
+                write_all(descriptor, (json.dumps(holder) + "\n").encode())
+            except BaseException:
+                os.close(descriptor)
+                raise
         self._descriptor = descriptor
 
     def release(self) -> None:

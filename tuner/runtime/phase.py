@@ -23,7 +23,7 @@ def enter(words: str) -> None:
 
 
 def enter_part(step: int, part: str) -> None:
-    """A part of a step begins, such as `backward` of step 7; instruments that observe steps are told of it."""
+    """A part of a step begins, such as `backward` of step 7; instruments that observe steps are notified."""
     enter(f"step {step}, {part}")
     for observer in _observers:
         observer(part)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
-_gloo: tuple[object, ProcessGroup] | None = None
+_gloo: tuple[object, ProcessGroup | None] | None = None
 """The default group and the gloo group made for it, so that a second default group gets one of its own."""
 
 
@@ -100,18 +100,18 @@ def gloo_group(timeout_s: float | None = None) -> ProcessGroup | None:
         return None
     world = dist.group.WORLD
     if _gloo is None or _gloo[0] is not world:
-        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        _gloo = (world, cast("ProcessGroup", dist.new_group(backend="gloo", timeout=timeout)))
+        _gloo = (world, another_gloo_group(timeout_s))
     return _gloo[1]
 
 
-def another_gloo_group(timeout_s: float) -> ProcessGroup | None:
+def another_gloo_group(timeout_s: float | None) -> ProcessGroup | None:
     """A further CPU group over all ranks, for the collectives of one thread; None in a single process. Collective."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
         return None
-    return cast("ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    return cast("ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
 
 
 def any_rank(flag: bool, group: ProcessGroup | None) -> bool:
@@ -160,7 +160,7 @@ class Collective:
         result: T | None = None
         try:
             result = work()
-        except Exception as raised:  # noqa: BLE001 - told to every rank, then raised
+        except Exception as raised:  # noqa: BLE001 - sent to every rank, then raised
             error = raised
         failed = any_rank(error is not None, self.group)
         mine: Any = None if error is None else of_rank(self.rank, error)

@@ -207,8 +207,8 @@ def _told(ranks: _Ranks, report: Report, failed: list[Report]) -> TunerError:
 def _died(ranks: _Ranks, end: _End) -> MachineError:
     log, named = ranks.logs / log_name(end.rank), f"rank {end.rank}"
     if end.code >= 0:
-        told = f"{named} ended with code {end.code}{ranks.at(end.rank)} and said nothing"
-        return MachineError(told, hint=f"see the end of {log}")
+        message = f"{named} ended with code {end.code}{ranks.at(end.rank)} and said nothing"
+        return MachineError(message, hint=f"see the end of {log}")
     name = signal.Signals(-end.code).name
     reason = {
         "SIGKILL": "the system kills a process that takes the last memory: see dmesg, and",
@@ -218,7 +218,7 @@ def _died(ranks: _Ranks, end: _End) -> MachineError:
 
 
 def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
-    """What a rank finds in its environment beside what is in this one: torchrun's variables and few more."""
+    """What a rank finds in its environment besides what is in this one: torchrun's variables and few more."""
     package = str(Path(__file__).resolve().parents[2])
     paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     found = {

@@ -43,7 +43,7 @@ def main() -> NoReturn:
             module, _, function = job["work"].partition(":")
             result = getattr(import_module(module), function)(job["job"])
         report = Report(rank, time.monotonic(), result=result)
-    except BaseException as error:  # noqa: BLE001 - told to the parent, which tells the user
+    except BaseException as error:  # noqa: BLE001 - reported to the parent, which reports it to the user
         at_s = time.monotonic()
         os.write(log, "".join(traceback.format_exception(error)).encode(errors="backslashreplace"))
         known = as_tuner_error(error)

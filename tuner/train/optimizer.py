@@ -1,7 +1,9 @@
-"""The optimizer behind one face: peak rates times a factor, a device flag that skips, its state as named tensors."""
+"""One interface to every optimizer: peak rates times a factor, a device flag that skips, its state as named tensors."""
+
+from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,23 +23,8 @@ from tuner.model.freeze import select
 from tuner.parallel.fsdp import Layout, local
 from tuner.runtime.torch_private import divide_
 
-
-class OptimizerLike(Protocol):
-    """What an updater asks of an optimizer; torch's are such."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Parameters that share settings, with those: ``params``, ``lr`` and others."""
-        ...
-
-    @property
-    def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
-        """What is kept for each parameter, by name."""
-        ...
-
-    def step(self) -> object:
-        """Update the parameters that have a gradient."""
-        ...
+if TYPE_CHECKING:
+    from tuner.train.custom_optimizer import OwnOptimizer
 
 
 class OptimizerSet:
@@ -56,7 +43,7 @@ class OptimizerSet:
         self,
         parameters: Mapping[str, nn.Parameter],
         held: Mapping[str, torch.Tensor],
-        optimizers: Sequence[OptimizerLike],
+        optimizers: Sequence[torch.optim.Optimizer | OwnOptimizer],
         takes_flag: bool,
         peak_lr: float,
     ) -> None:
@@ -83,8 +70,8 @@ class OptimizerSet:
         self._see_parts()
         for optimizer in self._optimizers:
             if self.takes_flag:  # the names that torch's GradScaler gives to what it hands over
-                optimizer.found_inf = None if bad is None else bad.float()  # type: ignore[attr-defined]
-                optimizer.grad_scale = None if divisor is None else divisor.float()  # type: ignore[attr-defined]
+                optimizer.found_inf = None if bad is None else bad.float()  # type: ignore[union-attr]
+                optimizer.grad_scale = None if divisor is None else divisor.float()  # type: ignore[union-attr]
             elif divisor is not None:
                 grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
                 divide_(grads, divisor.float())
@@ -161,7 +148,7 @@ def build_optimizer(
         found = group_parameters({name: parameters[name] for name in names}, lr, section.weight_decay, own)
         return [{"params": [held[name] for name in group["names"]], **group} for group in found]
 
-    optimizers: list[OptimizerLike]
+    optimizers: list[torch.optim.Optimizer | OwnOptimizer]
     match section:
         case AdamwOptimizer():
             optimizers = [_adamw(groups(parameters, lr), section.betas, section.eps)]

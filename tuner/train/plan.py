@@ -98,7 +98,7 @@ def cadence(every: Sequence[Duration] | None, plan: Plan, row_tokens: npt.NDArra
 
 
 def mark_steps(marks: Sequence[Duration], plan: Plan, row_tokens: npt.NDArray[np.int64]) -> frozenset[int]:
-    """The steps of `checkpoint.marks`. Raises RecipeError for one that lies behind the run's end."""
+    """The steps of `checkpoint.marks`. Raises RecipeError for one after the run's end."""
     steps = frozenset(steps_of(mark, plan, row_tokens) for mark in marks)
     if steps and max(steps) > plan.total_steps:
         late = next(mark for mark in marks if steps_of(mark, plan, row_tokens) > plan.total_steps)

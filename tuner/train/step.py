@@ -45,7 +45,7 @@ class TrainState:
     rng_start: int = 0
     """The step after which random numbers were reset."""
     copied: torch.cuda.Event | None = None
-    """Recorded behind a save's copies on the device, for which the next update waits there."""
+    """Recorded after a save's copies on the device, for which the next update waits there."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class StepResult:
 class StepScalars:
     """A step's numbers on their way to the host: float64, in the order of :class:`StepResult`, figures by name last.
 
-    On a CUDA device they travel behind the step's own work; reading them before that is done would make the host wait.
+    On a CUDA device they are copied after the step's own work; reading them before its end would make the host wait.
     """
 
     def __init__(self, values: torch.Tensor, names: Sequence[str]) -> None:
@@ -94,7 +94,7 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     """Take step ``index`` (0-based) with every group's peak learning rate times ``factor``.
 
     The guard leaves the update out, on every rank, where loss or gradient norm is not finite. Reads nothing from the
-    device, unless the optimizer cannot be told there to leave an update out.
+    device, unless the optimizer cannot leave an update out there.
     """
     sums, counts = forward_backward(state, index, batches)
     phase.enter_part(index + 1, "optimizer")

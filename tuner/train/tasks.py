@@ -100,7 +100,7 @@ class Task:
         return ()
 
     def close(self) -> Iterable[Event]:
-        """Leave nothing half done behind an error that is being raised; raise nothing."""
+        """Leave nothing half done after an error that is being raised; raise nothing."""
         return ()
 
 
@@ -144,7 +144,7 @@ class Tasks:
         self._each(lambda task: task.finish(finished))
 
     def close(self) -> None:
-        """Have every task leave things in order behind an error."""
+        """Have every task leave things in order after an error."""
         self._each(lambda task: task.close())
 
     def _each(self, work: Callable[[Task], Iterable[Event]]) -> None:

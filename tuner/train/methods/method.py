@@ -31,7 +31,7 @@ class Sum(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """A micro-batch's part of the loss, by name, and of figures that are logged beside it, which have no gradient.
+    """A micro-batch's part of the loss, by name, and of figures that are logged with it, which have no gradient.
 
     The loss of a step is the sum of its terms' means. A tuple of dicts, since FSDP2 finds tensors in nothing else.
     """
@@ -55,7 +55,7 @@ def _added(earlier: Mapping[str, Sum], new: Mapping[str, Sum]) -> dict[str, Sum]
 
 
 def logged(terms: Terms) -> tuple[str, ...]:
-    """What a step's line has beside its loss: the losses by name where there are several, and the figures."""
+    """What a step's line has besides its loss: the losses by name where there are several, and the figures."""
     return (*(terms.losses if len(terms.losses) > 1 else ()), *terms.figures)
 
 
@@ -71,7 +71,7 @@ class Method(Protocol):
         ...
 
     def columns(self, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
-        """What goes to the device with a micro-batch beside its tokens: which document each trained position belongs
+        """What goes to the device with a micro-batch besides its tokens: which document each trained position belongs
         to, weights of positions, groups of documents, figures of another model. No documents, no entries."""
         ...
 

@@ -18,7 +18,7 @@ SummedLoss = Objective[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 def cross_entropy(
     hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """The loss of next-token prediction; nothing is logged beside it."""
+    """The loss of next-token prediction; nothing else is logged."""
     return head.cross_entropy(hidden, targets), {}
 
 
