@@ -9,10 +9,9 @@ from tuner.data.building.encoded import bad_record
 from tuner.data.building.spec import PrepareSpec
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.place import Document
-from tuner.data.reading.blocks import RawRecord, blocks, examples_of, lines_in
+from tuner.data.reading.blocks import blocks, examples_of, lines_in
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Example
-from tuner.data.sources import SourceFile, expand
+from tuner.data.sources import expand
 
 
 @dataclass(frozen=True)
@@ -52,29 +51,23 @@ def explain(spec: PrepareSpec, n: int) -> Iterator[DocumentView]:
 
 def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
     encoder = Encoder(spec.tokenizer, spec.examples.train_on, spec.special_tokens_in_text)
-    for file, line, record, example in _records(expand(spec.data.train)):
-        try:
-            if isinstance(example, RecordProblem):
-                raise example
-            placed = encoder.explain(example)
-        except RecordProblem as problem:
-            if spec.data.on_bad_row == "skip":
-                continue
-            raise bad_record_error(file.name, bad_record(record, problem), line - record.line) from problem
-        count = len(placed.documents)
-        yield [
-            DocumentView(file.name, line, _tokens(spec, document), i, count, placed.left_out)
-            for i, document in enumerate(placed.documents)
-        ]
-
-
-def _records(files: list[SourceFile]) -> Iterator[tuple[SourceFile, int, RawRecord, Example | RecordProblem]]:
-    """Every record with its file, its line in that, and its example."""
-    for file in files:
+    for file in expand(spec.data.train):
         before = 0
         for block in blocks(file):
             for record, example in examples_of(block):
-                yield file, before + record.line, record, example
+                try:
+                    if isinstance(example, RecordProblem):
+                        raise example
+                    placed = encoder.explain(example)
+                except RecordProblem as problem:
+                    if spec.data.on_bad_row == "skip":
+                        continue
+                    raise bad_record_error(file.name, bad_record(record, problem), before) from problem
+                line, count = before + record.line, len(placed.documents)
+                yield [
+                    DocumentView(file.name, line, _tokens(spec, document), i, count, placed.left_out)
+                    for i, document in enumerate(placed.documents)
+                ]
             before += lines_in(block)
 
 

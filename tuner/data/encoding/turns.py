@@ -15,7 +15,7 @@ from tuner.data.encoding.template import ChatTemplate
 from tuner.data.encoding.template_spy import has_reserved, plain
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.reading.problems import KeyPath, RecordProblem
-from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion
+from tuner.data.reading.records import Conversation, PlainText, PromptCompletion
 from tuner.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
@@ -75,8 +75,8 @@ class Planner:
         self._train_on = train_on
         self._escapes = special_tokens == "escape"
 
-    def plans(self, example: Example) -> Plans:
-        """Return the plans of an example that is text. Raises RecordProblem, and DataError without a chat template."""
+    def plans(self, example: Conversation | PlainText | PromptCompletion) -> Plans:
+        """Return the plans of an example. Raises RecordProblem, and DataError without a chat template."""
         if isinstance(example, Conversation):
             return self.conversation(example, self.readable(example))
         return Plans([self._plan(example)])
@@ -112,13 +112,11 @@ class Planner:
             raise left_out[0]
         return Plans(plans, True, tuple(refused.kind for refused in left_out))
 
-    def _plan(self, example: Example) -> Plan:
+    def _plan(self, example: PlainText | PromptCompletion) -> Plan:
         everything = self._train_on == "all"
         if isinstance(example, PlainText):
             text = self._checked(example.text, ("text",))
             return Plan(text, (), True, "text", framed=True, escaped=GUARD in text)
-        if not isinstance(example, PromptCompletion):
-            raise TypeError(f"{type(example).__name__} is not text")
         prompt = self._checked(example.prompt, ("prompt",))
         text, cut = prompt + self._checked(example.completion, ("completion",)), len(prompt)
         if self._tokenizer.find_special(text) is not None:
