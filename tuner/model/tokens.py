@@ -98,7 +98,7 @@ def train_new_tokens(model: PreTrainedModel, new_ids: range, drawn: bool) -> Non
             continue
         if weight not in rows:
             rows[weight] = nn.Parameter(_mean(weight[: new_ids.start]).repeat(len(new_ids), 1))
-        _replace(model, names[layer], TrainableTokens(_known(layer), rows[weight], new_ids.start))
+        model.set_submodule(names[layer], TrainableTokens(_known(layer), rows[weight], new_ids.start))
 
 
 def trainable_tokens(model: nn.Module) -> dict[str, TrainableTokens]:
@@ -127,8 +127,3 @@ def _mean(weight: torch.Tensor) -> torch.Tensor:
     for part in weight.split(_SUMMED_ROWS):
         total += part.double().sum(0)
     return (total / len(weight)).float()
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    owner, _, last = name.rpartition(".")
-    setattr(model.get_submodule(owner), last, module)
