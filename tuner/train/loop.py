@@ -21,8 +21,6 @@ def train_loop(state: TrainState, progress: Progress, batches: Prefetcher, sched
             scalars = optimizer_step(state, index, of_step, factor)
         progress.advance(of_step)
         lr = state.optimizer.peak_lr * factor
-        tasks.after_step(
-            TakenStep(index, of_step, progress.epoch, progress.tokens, lr, batches.waited_s, scalars)
-        )
+        tasks.after_step(TakenStep(index, of_step, progress.epoch, progress.tokens, lr, batches.waited_s, scalars))
     tasks.finish(progress.is_finished)
     return progress.is_finished
