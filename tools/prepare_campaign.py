@@ -58,9 +58,8 @@ def build(trial: Trial, cache: str, fatal: tuple[int, str] | None, answers: Any)
     from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
 
     os.environ[MARK] = trial.directory.name
-    documents.BUNDLE_BYTES = spec.MANY_BYTES = (
-        1  # every file is work of its own, so that small ones keep several workers busy
-    )
+    # Every file is work of its own, so that small ones keep several workers busy.
+    documents.BUNDLE_BYTES = spec.MANY_BYTES = 1
     MUTANTS[trial.mutant]()
     seen = count_calls(fatal)
     files = sorted(str(path) for path in trial.directory.glob("rows*.jsonl"))

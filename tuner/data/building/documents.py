@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -280,40 +279,36 @@ def _body(
             split.name: _source_reports(split, documents.copies) for split, documents in zip(splits, taken, strict=True)
         },
     }
+    held = [int(part.sum()) for part in _by_source(splits[-1], chosen["eval"].copies)] if "eval" in chosen else []
     names = {split.name: [file.name for source in split.sources for file in source.files] for split in splits}
     return {
         "report": report,
         "fields": dict(keys.encoded_fields),
         "sources": {"eval": [], **names},
-        "eval_documents": _by_source(splits[-1], chosen["eval"].copies) if "eval" in chosen else [],
+        "eval_documents": held,
     }
 
 
-def _by_source(split: Split, often: npt.NDArray[np.int32]) -> list[int]:
-    """Documents of each source in a split's file, which holds them source by source."""
-    bounds = np.cumsum([0, *(counts.documents for counts in split.counts)])
-    return [int(often[start:stop].sum()) for start, stop in pairwise(bounds.tolist())]
+def _by_source(split: Split, often: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
+    """Of each source, how often each of its documents is taken: they lie source by source."""
+    return np.split(often, np.cumsum([counts.documents for counts in split.counts])[:-1])
 
 
 def _source_reports(split: Split, often: npt.NDArray[np.int32]) -> list[dict[str, Any]]:
     """Of each source, in order: what was read and how much of it is taken."""
-    reports, start = [], 0
-    for source, counts in zip(split.sources, split.counts, strict=True):
-        taken = often[start : start + counts.documents]
-        start += counts.documents
-        reports.append(
-            {
-                "path": source.path,
-                "files": len(source.files),
-                "rows": counts.records,
-                "documents": counts.documents,
-                "weight": source.weight,
-                "count": source.count,
-                "sampled": int((taken > 0).sum()),
-                "repeated": int(taken.sum() - (taken > 0).sum()),
-            }
-        )
-    return reports
+    return [
+        {
+            "path": source.path,
+            "files": len(source.files),
+            "rows": counts.records,
+            "documents": counts.documents,
+            "weight": source.weight,
+            "count": source.count,
+            "sampled": int((taken > 0).sum()),
+            "repeated": int(taken.sum() - (taken > 0).sum()),
+        }
+        for source, counts, taken in zip(split.sources, split.counts, _by_source(split, often), strict=True)
+    ]
 
 
 def _refuse_nothing(split: Split, documents: int) -> None:
