@@ -42,10 +42,11 @@ types: $(VENV)/.installed
 	$(BIN)/mypy --strict
 
 # The real base model, and files of others from the registries, are inputs of some tests; a bare `pytest` skips these.
-# Two processes: many tests wait for commands that they start. A file's tests stay together with what they share.
+# Two processes: many tests wait for commands that they start. A file's tests stay together with what they share; in the
+# order of their names, since a long test that begins last would leave a core idle.
 unit: $(VENV)/.installed .demo/.model assets
 	OMP_NUM_THREADS=1 TUNER_TEST_SMOLLM2=$(CURDIR)/.demo/smollm2 TUNER_TEST_ASSETS=$(CURDIR)/.demo/assets \
-		$(BIN)/python -m pytest -q -n 2 --dist loadfile
+		$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 # Checks what is there and fetches what is missing.
 assets: $(VENV)/.installed

@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.fixtures import forked
 from tuner.cli.document import SCHEMA_PATH, Outcome, failure_document, outcome_document, read_document, write_document
 
 ROOT = Path(__file__).parents[2]
@@ -36,15 +37,8 @@ run_command("test", options, body)
 def run(body: str, *words: str, stdin: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     code = COMMAND.replace("{body}", body)
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | (env or {})
-    return subprocess.run(
-        [sys.executable, "-c", code, *words],
-        env=environment,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    command = [sys.executable, "-c", code, *words]
+    return forked.run(command, env=environment, input=stdin, capture_output=True, text=True, timeout=60)
 
 
 def document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, logsigmoid
 
+from tests.fixtures import forked
 from tests.multi.launcher import ROOT
 from tests.multi.own_methods import ALPHA, BETA, reference
 from tests.multi.test_parity import ADAPTERS, ONE, WORKER
@@ -78,10 +78,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for method, adapter, layout in CASES
     ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, WORKER, json.dumps(cases), str(directory)],
-        env=env, check=False, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    command = [sys.executable, WORKER, json.dumps(cases), str(directory)]
+    done = forked.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return directory
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures import forked
 from tuner.errors import MachineError
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import any_rank, gloo_group, process_group
@@ -41,7 +42,7 @@ def free_port() -> int:
 def start(root: Path, env: dict[str, str], script: str, *arguments: str) -> list[subprocess.Popen[bytes]]:
     base = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | env
     return [
-        subprocess.Popen(
+        forked.Popen(
             [sys.executable, "-c", script, *arguments],
             cwd=root,
             env={**base, **{key: value.replace("%", str(rank)) for key, value in env.items()}},

@@ -12,6 +12,7 @@ import pytest
 
 from tests.caches import new_cache
 from tests.data import tiny
+from tests.fixtures import forked
 from tuner.data.building.cache import collect
 from tuner.data.prepared import open_prepared
 
@@ -29,8 +30,8 @@ def recipe(tmp_path: Path) -> Path:
 
 def run(recipe: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tuner.cli.main", "prepare-data", *arguments]
-    environment = {"PYTHONPATH": str(Path(__file__).parents[3]), "TUNER_CACHE": str(new_cache(recipe.parent / "cache"))}
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=recipe.parent, env=environment)
+    environment = {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(new_cache(recipe.parent / "cache"))}
+    return forked.run(command, capture_output=True, text=True, cwd=recipe.parent, env=environment)
 
 
 def test_the_path_goes_to_stdout_and_the_table_to_stderr(recipe: Path) -> None:
