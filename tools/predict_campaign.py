@@ -27,7 +27,7 @@ from tests.fixtures.predict_cases import Case, cases, draw, drawn_cases  # noqa:
 from tests.fixtures.predict_counted import Figures, count_spread, resolved_case  # noqa: E402
 from tests.fixtures.predict_traced import predicted  # noqa: E402
 from tuner.errors import TunerError  # noqa: E402
-from tuner.setup.build import assemble_model
+from tuner.setup.build import assemble_model, mesh_of
 
 PEAK_ALLOWED = 0.02
 
@@ -56,7 +56,7 @@ def drawn_types(seed: int, count: int, directory: Path) -> tuple[list[str], dict
         try:
             for case in drawn_cases(model_type):
                 resolved, rank_info, _ = resolved_case(case, directory)
-                assemble_model(resolved, rank_info)
+                assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
             chosen.append(model_type)
         except (TunerError, Exception) as error:  # noqa: BLE001 - small numbers do not suit every config
             passed[model_type] = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
