@@ -58,6 +58,7 @@ CAMPAIGNS = (
         "ids of training against an export's readers, 35 tokenizers",
     ),
     Campaign("rows", ("pytest", "tests/reference/test_files.py"), "every row of others' files, against transformers"),
+    Campaign("recipes", ("recipes_campaign",), "every shipped recipe: predicted for its card, two steps in small"),
     Campaign("predict", ("predict_campaign",), "predicted memory against counted allocations, 83 cases"),
     Campaign("parity", ("parity_figures", "--smollm2", f"{DEMO}/smollm2"), "packed and alone, one process and two"),
     Campaign("mutants", ("mutants",), "planted faults, of which tests catch at least nine in ten"),

@@ -1,0 +1,193 @@
+"""Every recipe that ships: what it needs on the card in its name, and two steps of it in small.
+
+    python tools/recipes_campaign.py [--only NAME ...] [--small | --predict] [--smollm2 DIR] [--assets DIR]
+
+Predicted is the recipe as it is, on the shape of its model (no weights are read) and the smallest card of the memory
+that its name says: `24g` is a GPU with 24 GB, `8x80g` eight with 80 GB, `cpu` this machine. In small, the same recipe
+trains for two steps on a CPU with a tiny model of the same architecture, the tokenizer of its family and rows of 1,024
+tokens; what it says of its data, adapter, template and method stays. Prints a table; exits with 1 where a recipe does
+not fit or train. ASSETS is filled by `tools/fetch_assets.py ASSETS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tuner.config.load import LoadedRecipe, load_recipe  # noqa: E402
+from tuner.config.overrides import Override  # noqa: E402
+from tuner.config.shipped import shipped_recipes  # noqa: E402
+
+CARDS = {"24g": "a10-24g", "80g": "h100-80g"}
+"""The card with the least memory of each size that a recipe's name may have."""
+
+_LLAMA_31: dict[str, Any] = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+_LLAMA_32: dict[str, Any] = {
+    **_LLAMA_31, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+_SMOLLM2: dict[str, Any] = {
+    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+_MISTRAL: dict[str, Any] = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 32768, "max_position_embeddings": 32768, "sliding_window": None,
+}  # fmt: skip
+
+
+def _qwen3(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+        "tie_word_embeddings": hidden < 4096,
+    }  # fmt: skip
+
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "HuggingFaceTB/SmolLM2-135M": ("llama", _SMOLLM2),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": ("llama", _SMOLLM2),
+    "meta-llama/Llama-3.1-8B": ("llama", _LLAMA_31),
+    "meta-llama/Llama-3.1-8B-Instruct": ("llama", _LLAMA_31),
+    "meta-llama/Llama-3.2-1B": ("llama", _LLAMA_32),
+    "mistralai/Mistral-7B-Instruct-v0.3": ("mistral", _MISTRAL),
+    "Qwen/Qwen3-0.6B": ("qwen3", _qwen3(1024, 3072, 28, 16)),
+    "Qwen/Qwen3-4B": ("qwen3", _qwen3(2560, 9728, 36, 32)),
+    "Qwen/Qwen3-8B": ("qwen3", _qwen3(4096, 12288, 36, 32)),
+    "Qwen/Qwen3-32B": ("qwen3", _qwen3(5120, 25600, 64, 64)),
+}
+"""The architecture and the published config of each model that a recipe names, as far as memory depends on it."""
+
+
+def whole_model(name: str, place: Path) -> Path:
+    """A directory with the config of a model, and no weights."""
+    from transformers import AutoConfig
+
+    kind, shape = SHAPES[name]
+    path = place / "whole" / name.replace("/", "--")
+    if not path.is_dir():
+        AutoConfig.for_model(kind, **shape).save_pretrained(path)
+    return path
+
+
+def tiny_model(name: str, place: Path) -> Path:
+    """A directory with a small model of the architecture, with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, shape = SHAPES[name]
+    path = place / "tiny" / name.replace("/", "--")
+    if not path.is_dir():
+        shape = shape | {
+            "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 152064,
+        }  # fmt: skip
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)).save_pretrained(path)
+    return path
+
+
+def tokenizer_of(name: str, smollm2: Path, assets: Path) -> Path:
+    """The tokenizer of a model's family: Qwen3's and Llama 3's from the assets, SmolLM2's for the others."""
+    family = "qwen3" if "Qwen3" in name else "llama3" if "Llama-3" in name else None
+    return smollm2 if family is None else assets / family
+
+
+def target(name: str) -> tuple[str, int]:
+    """The device and the processes that a recipe's name says: `x_lora_24g` -> one a10-24g."""
+    words = name.rsplit("_", 1)[1]
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+g)", words)
+    return (CARDS[found[2]], int(found[1] or 1)) if found else ("cpu", 1)
+
+
+def predict_recipe(path: Path, place: Path) -> tuple[str, str]:
+    """The verdict of a recipe on the card in its name, and the peak in words."""
+    from tuner.profile.devices import find_device
+    from tuner.profile.predict import Target, predict
+    from tuner.profile.report import sentence
+    from tuner.runtime.dist import RankInfo
+
+    loaded = load_recipe(path)
+    model = loaded.recipe.model
+    if model.name_or_path in SHAPES:
+        directory = whole_model(model.name_or_path, place)
+        loaded = load_recipe(path, [Override("model.name_or_path", str(directory))])
+    device, processes = target(path.stem)
+    found_device = find_device(device)
+    found = predict(
+        loaded.recipe, Target(found_device, RankInfo(0, processes, 0, processes), found_device.memory_bytes)
+    )
+    return found.verdict, sentence(found)
+
+
+def small(path: Path, place: Path, smollm2: Path, assets: Path) -> LoadedRecipe:
+    """The recipe with all that it says, but a tiny model of its architecture, short rows, and two steps on a CPU."""
+    recipe = load_recipe(path).recipe
+    words = {"train.device": "cpu", "train.duration": "2 steps", "train.global_batch_size": "2"}
+    words |= {"eval.samples": "0", "eval.at_start": "false"}
+    words |= {"output_dir": str(place / "runs" / path.stem), "data.cache_dir": str(place / "cache")}
+    name = recipe.model.name_or_path
+    if name in SHAPES:
+        words["model.name_or_path"] = str(tiny_model(name, place))
+        words["tokenizer.name_or_path"] = str(tokenizer_of(name, smollm2, assets))
+        words |= {"data.max_length": "1K", "train.precision": "fp32"}
+    if recipe.parallel.processes != "auto":
+        words["parallel.processes"] = str(min(2, int(recipe.parallel.processes)))
+    return load_recipe(path, [Override(key, text) for key, text in words.items()])
+
+
+def train_small(path: Path, place: Path, smollm2: Path, assets: Path) -> tuple[bool, str]:
+    """Train a recipe in small with the real command, in a process of its own; its last line where it fails."""
+    from tuner.config.dump import recipe_yaml
+
+    recipe = place / f"{path.stem}.yaml"
+    recipe.write_text(recipe_yaml(small(path, place, smollm2, assets).recipe), encoding="utf-8")
+    words = [sys.executable, "-m", "tuner.cli.main", "train", str(recipe), "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=place)
+    if done.returncode:
+        return False, done.stderr.strip().splitlines()[-1]
+    metrics = json.loads(done.stdout)["metrics"]
+    return True, f"loss {metrics['loss']:.3f}, {metrics['trained_tokens']:,} of {metrics['tokens']:,} tokens trained"
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    recipes = shipped_recipes()
+    parser.add_argument("--only", nargs="+", choices=list(recipes), default=list(recipes), metavar="NAME")
+    parser.add_argument("--small", action="store_true", help="train in small alone")
+    parser.add_argument("--predict", action="store_true", help="predict alone")
+    parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2")
+    parser.add_argument("--assets", type=Path, default=ROOT / ".demo" / "assets")
+    options = parser.parse_args()
+    bad = 0
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        for name in options.only:
+            if not options.small:
+                verdict, said = predict_recipe(recipes[name], place)
+                bad += verdict == "does not fit"
+                print(f"{name:42} {' x '.join(map(str, reversed(target(name)))):14} {verdict:12} {said}", flush=True)
+            if not options.predict:
+                good, said = train_small(recipes[name], place, options.smollm2.absolute(), options.assets.absolute())
+                bad += not good
+                print(f"{name:42} {'in small':14} {'trained' if good else 'FAILED':12} {said}", flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
