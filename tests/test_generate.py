@@ -17,7 +17,7 @@ from tuner.cli.generate import _prompts
 from tuner.errors import DataError, RecipeError
 from tuner.generate import Generator, Prompt, Sampling, base_of, base_record, load_generator
 from tuner.model.adapter import LoraSpec
-from tuner.runtime.files import sha256_file, write_json
+from tuner.runtime.files import read_json, sha256_file, write_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 CHAT = Prompt("w10 w11", messages=({"role": "user", "content": "w10 w11"},))
@@ -82,13 +82,33 @@ def test_a_prompt_as_long_as_the_model_is_refused(generator: Generator) -> None:
 def test_kept_adapter_needs_its_base(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", "qwen3")
     run = write_run(tmp_path / "run", base, LoraSpec(4, 8.0, 0.0, "all-linear"))
-    kept = export_hf(run, tmp_path / "kept", dtype="fp32", adapter="keep").path
+    kept = export_hf(run, dtype="fp32", adapter="keep").path
+    assert kept == run / "exports" / "step-7-adapter"
     merged = export_hf(run, tmp_path / "merged", dtype="fp32").path
-    with pytest.raises(RecipeError, match="this machine does not know"):
-        load_generator(str(kept))
     sampling = Sampling(max_new_tokens=8)
-    answer = load_generator(str(kept), base=str(base)).answer(CHAT, sampling)
+    answer = load_generator(str(kept)).answer(CHAT, sampling)
     assert answer == load_generator(str(merged)).answer(CHAT, sampling)
+    moved = base.rename(tmp_path / "elsewhere")
+    with pytest.raises(RecipeError, match="its base model is gone"):
+        load_generator(str(kept))
+    assert load_generator(str(kept), base=str(moved)).answer(CHAT, sampling) == answer
+
+
+def test_peft_loads_a_kept_adapter_by_the_base_that_it_names(tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    base = write_base(tmp_path / "base", "llama")
+    run = write_run(tmp_path / "run", base, LoraSpec(4, 8.0, 0.0, "all-linear"))
+    kept = export_hf(run, adapter="keep").path
+    assert read_json(kept / "adapter_config.json")["base_model_name_or_path"] == str(base)
+    assert AutoPeftModelForCausalLM.from_pretrained(str(kept)).peft_config["default"].r == 4
+    named = export_hf(run, tmp_path / "named", adapter="keep", base_model="owner/name").path
+    assert read_json(named / "adapter_config.json")["base_model_name_or_path"] == "owner/name"
+    assert export_hf(run, tmp_path / "named", adapter="keep", base_model="owner/name").already_exported
+    with pytest.raises(RecipeError, match="holds another export"):
+        export_hf(run, tmp_path / "named", adapter="keep")
+    with pytest.raises(RecipeError, match="a merged export names no base"):
+        export_hf(run, base_model="owner/name")
 
 
 def test_directories_that_hold_no_model(tmp_path: Path) -> None:

@@ -140,11 +140,11 @@ def raw(directory: Path, target: Path) -> dict[str, float]:
     """Write as many bytes as the export has."""
     import torch
 
-    from tuner.export.hf import plan_export
+    from tuner.export.hf import ExportOptions, plan_export
     from tuner.export.outputs import Values, total_bytes, trained_skeleton
     from tuner.export.tensors import OpenFiles
 
-    plan = plan_export(directory / "run", target, "fp32")
+    plan = plan_export(directory / "run", target, ExportOptions("fp32"))
     with OpenFiles() as files:
         left = total_bytes(Values(plan.source, trained_skeleton(plan.source), files).merged(torch.float32))
     block, figures = memoryview(os.urandom(BLOCK_BYTES)), {"bytes": float(left)}
@@ -193,7 +193,7 @@ def ours(directory: Path, target: Path) -> dict[str, float]:
 
     figures: dict[str, float] = {}
     with hf.quiet():
-        plan = hf.plan_export(directory / "run", target, "fp32")
+        plan = hf.plan_export(directory / "run", target, hf.ExportOptions("fp32"))
         trained = trained_skeleton(plan.source)
         target.mkdir()
         with measured(figures, "ours"):

@@ -64,6 +64,7 @@ def export_hf(
     adapter: Literal["merge", "keep"] = "merge",
     shard_size: str | int = "5GB",
     step: int | Literal["newest", "best"] = "newest",
+    base_model: str | None = None,
 ) -> ExportReport:
     """Write a checkpoint of a run, or the checkpoint given, to `output` (default `<run>/exports/step-N`), verified.
 
@@ -71,10 +72,11 @@ def export_hf(
     RecipeError for a target that holds something else, DataError for a corrupt checkpoint, MachineError for a full
     disk and VerificationError, with nothing published, where the export is not the trained model.
     """
-    from tuner.export.hf import plan_export, run_export
+    from tuner.export.hf import ExportOptions, plan_export, run_export
 
     target = None if output is None else _path(output)
-    return run_export(plan_export(_path(path), target, dtype, adapter, parse_bytes(shard_size), step=step))
+    options = ExportOptions(dtype, adapter, parse_bytes(shard_size), base_model)
+    return run_export(plan_export(_path(path), target, options, step=step))
 
 
 def _loaded(recipe: RecipeSource) -> LoadedRecipe:

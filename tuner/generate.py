@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,6 +170,8 @@ def _with_adapter(path: Path, base: str | None, dtype: torch.dtype) -> Any:
     name, revision = base or facts.get("base_model_name_or_path"), None if base else facts.get("revision")
     if not name:
         name, revision = base_of(str(path))
+    if os.path.isabs(str(name)) and not Path(str(name)).is_dir():
+        raise RecipeError(f"{path}: its base model is gone: {name}", hint="name it: --base MODEL")
     model = _plain_model(name, revision, dtype)
     # What it holds of new tokens belongs to ids that the base model has no rows for.
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)

@@ -22,7 +22,7 @@ from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.export import frozen, hf, outputs, tensors, verify, weights
 from tuner.export.card import curve
-from tuner.export.hf import plan_export
+from tuner.export.hf import ExportOptions, plan_export
 from tuner.export.shards import Output, Shard, Written
 from tuner.export.tensors import OpenFiles, held_tensor
 from tuner.model.adapter import LoraSpec
@@ -506,7 +506,7 @@ def test_wrong_arguments(make_run: MakeRun, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="neither a run"):
         plan_export(tmp_path / "base")
     with pytest.raises(RecipeError, match="no adapter"):
-        plan_export(run, adapter="keep")
+        plan_export(run, options=ExportOptions(adapter="keep"))
     plan = plan_export(run)
     assert not plan.done and not (run / "exports").exists()
 

@@ -19,7 +19,7 @@ from tests.fixtures.processes import fork, kill_at, shim, wait
 from tuner.api import export_hf
 from tuner.errors import MachineError
 from tuner.export import hf, verify
-from tuner.export.hf import plan_export
+from tuner.export.hf import ExportOptions, plan_export
 from tuner.model.adapter import LoraSpec
 
 SHARD_BYTES = 60_000
@@ -184,7 +184,7 @@ def test_a_disk_without_room_is_known_before_anything_is_written(run: Path, monk
 
 
 def test_one_that_was_published_meanwhile_is_taken_for_its_own(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_export(run, shard_size=SHARD_BYTES)
+    plan = plan_export(run, options=ExportOptions(shard_size=SHARD_BYTES))
     export(run)
     report = hf.run_export(plan)
     assert report.already_exported

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from tuner.cli.command import Outcome, VerboseOption, command, input_path
+from tuner.cli.named import RunOrCheckpointArgument, run_path
 from tuner.errors import MachineError, RecipeError
 
 if TYPE_CHECKING:
@@ -17,14 +19,23 @@ if TYPE_CHECKING:
 
 @command("export-hf")
 def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
-    path: Annotated[str, typer.Argument(help="Run directory or one of its checkpoints; - reads stdin.")],
+    path: RunOrCheckpointArgument,
     step: Annotated[str, typer.Option(help="Of a run's checkpoints: newest, best, or a step.")] = "newest",
-    output: Annotated[str | None, typer.Option(help="Directory to write; default RUN/exports/step-N.")] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Directory to write; default RUN/exports/step-N, a kept adapter's step-N-adapter.",
+        ),
+    ] = None,
     dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of the written weights.")] = "bf16",
     adapter: Annotated[
         Literal["merge", "keep"],
         typer.Option(help="Merge an adapter into the weights, or keep it as peft's directory."),
     ] = "merge",
+    base_model: Annotated[
+        str | None, typer.Option(help="Base model that a kept adapter names; default what the run was trained from.")
+    ] = None,
     shard_size: Annotated[str, typer.Option(help="Largest weights file, e.g. 5GB or 4GiB.")] = "5GB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written and write nothing.")] = False,
     verbose: VerboseOption = False,
@@ -33,17 +44,18 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     from tuner.config.numbers import parse_bytes
     from tuner.runtime.console import Console
 
-    source = input_path(path)
+    chosen = _step(step)
+    source = run_path(path)
     try:
         shard_bytes = parse_bytes(shard_size)
     except ValueError as error:
         raise RecipeError(f"--shard-size {shard_size}: {error}", hint="write 5GB, 500MB or 4GiB") from None
-    chosen = _step(step)
     target = None if output is None else input_path(output)
     console = Console(level="debug" if verbose else "info")
-    from tuner.export.hf import plan_export, run_export
+    from tuner.export.hf import ExportOptions, plan_export, run_export
 
-    plan = plan_export(source, target, dtype, adapter, shard_bytes, console.warn, chosen)
+    wanted = ExportOptions(dtype, adapter, shard_bytes, _named(base_model))
+    plan = plan_export(source, target, wanted, console.warn, chosen)
     if dry_run:
         return _planned(plan, console)
     report = run_export(plan)
@@ -57,6 +69,13 @@ def _step(text: str) -> int | Literal["newest", "best"]:
     if not text.isascii() or not text.isdigit():
         raise RecipeError(f"--step {text}: no such checkpoint", hint="write newest, best or a step, such as 500")
     return int(text)
+
+
+def _named(base_model: str | None) -> str | None:
+    """A base model as an adapter names it: a directory by its absolute path, so that it is found from anywhere."""
+    if base_model is None or not Path(base_model).expanduser().is_dir():
+        return base_model
+    return str(input_path(base_model))
 
 
 def _planned(plan: ExportPlan, console: Console) -> Outcome:

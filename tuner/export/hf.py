@@ -59,6 +59,30 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
+class ExportOptions:
+    """The choices that change the exported bytes."""
+
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    adapter: Literal["merge", "keep"] = "merge"
+    shard_size: int = DEFAULT_SHARD_BYTES
+    """Bytes of the largest weights file."""
+    base_model: str | None = None
+    """What a kept adapter says of its base model; by default its hub name, or the path of a local directory."""
+
+    def check(self) -> None:
+        """Raise RecipeError for values that there are not, and for a base model where none is named."""
+        if self.dtype not in DTYPES or self.adapter not in ("merge", "keep") or self.shard_size <= 0:
+            raise RecipeError("export takes dtype bf16 or fp32, adapter merge or keep, and a positive shard size")
+        if self.base_model is not None and self.adapter != "keep":
+            raise RecipeError("--base-model: a merged export names no base model", hint="add --adapter keep")
+        if self.base_model is not None and not self.base_model.strip():
+            raise RecipeError("--base-model: is empty", hint="give a hub name or a directory")
+
+
+DEFAULTS = ExportOptions()
+
+
+@dataclass(frozen=True)
 class ExportPlan:
     """What an export will do: its checkpoint, target, options, and whether the target already holds exactly this."""
 
@@ -69,11 +93,13 @@ class ExportPlan:
     shard_size: int
     manifest_sha256: str
     done: bool
+    base_model: str | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """The choices that change the exported bytes."""
-        return {"dtype": self.dtype, "adapter": self.adapter, "shard_size": self.shard_size}
+        named = {} if self.base_model is None else {"base_model": self.base_model}
+        return {"dtype": self.dtype, "adapter": self.adapter, "shard_size": self.shard_size, **named}
 
 
 @dataclass(frozen=True)
@@ -103,29 +129,29 @@ class ExportReport:
 def plan_export(
     path: Path,
     output: Path | None = None,
-    dtype: Literal["bf16", "fp32"] = "bf16",
-    adapter: Literal["merge", "keep"] = "merge",
-    shard_size: int = DEFAULT_SHARD_BYTES,
+    options: ExportOptions = DEFAULTS,
     warn: Warn = ignore_warning,
     step: Which = "newest",
 ) -> ExportPlan:
     """Find the checkpoint and the target without writing anything; `warn` hears of a run that is not finished.
 
-    The target is `<run>/exports/step-N` unless `output` is another. ``step`` chooses one of a run's checkpoints. Raises
-    RecipeError where the target holds something else, DataError where the checkpoint is damaged or gone.
+    The target is `<run>/exports/step-N`, of a kept adapter `<run>/exports/step-N-adapter`, unless `output` is another.
+    ``step`` chooses one of a run's checkpoints. Raises RecipeError where the target holds something else, DataError
+    where the checkpoint is damaged or gone.
     """
-    if dtype not in DTYPES or adapter not in ("merge", "keep") or shard_size <= 0:
-        raise RecipeError("export takes dtype bf16 or fp32, adapter merge or keep, and a positive shard size")
+    options.check()
     source = resolve(path, warn, shards=False, step=step)
-    if adapter == "keep" and source.adapter is None:
+    is_kept = options.adapter == "keep"
+    if is_kept and source.adapter is None:
         raise RecipeError("--adapter keep: the run trained all parameters, it has no adapter to keep")
-    final = (output or export_dir(source.run_dir, source.step)).absolute()
+    final = (output or export_dir(source.run_dir, source.step, is_kept)).absolute()
     plan = ExportPlan(
         source=source,
         output=final,
-        dtype=dtype,
-        adapter="none" if source.adapter is None else adapter,
-        shard_size=shard_size,
+        dtype=options.dtype,
+        adapter="none" if source.adapter is None else options.adapter,
+        shard_size=options.shard_size,
+        base_model=options.base_model,
         manifest_sha256=sha256_file(source.checkpoint.path / MANIFEST_NAME),
         done=False,
     )
@@ -179,13 +205,26 @@ def write_files(plan: ExportPlan, directory: Path, trained: Trained) -> tuple[li
         if plan.adapter == "keep":
             outputs = values.adapter(dtype)
             _require_space(plan, outputs)
-            base = (source.hub_name, source.model.get("revision"))
+            base = base_named(source, plan.base_model)
             write_adapter_config(directory, trained.adapted, lora_spec(source.adapter or {}), base)
             return outputs, write_shards(directory, [Shard(ADAPTER_WEIGHTS, tuple(outputs))])
         outputs = values.merged(dtype)
         _require_space(plan, outputs)
         write_config(directory, config, type(trained.plain).__name__, dtype)
         return outputs, write_shards(directory, plan_shards(outputs, plan.shard_size))
+
+
+def base_named(source: Source, name: str | None) -> tuple[str | None, str | None]:
+    """What a kept adapter says of its base model, and of its revision: `name`, a hub name, or the path of a directory.
+
+    Both are None where there is no base model: it was trained from random weights.
+    """
+    revision = source.model.get("revision")
+    if name is not None:
+        return name, revision if name == source.hub_name else None
+    if source.model.get("init") == "random":
+        return None, None
+    return source.hub_name or str(Path(str(source.model["name_or_path"])).absolute()), revision
 
 
 def read_probes(source: Source) -> verify.Probes:
@@ -235,7 +274,7 @@ def _is_done(plan: ExportPlan) -> bool:
     """Whether the target holds this very export. Raises RecipeError where it holds anything else."""
     if not os.path.lexists(plan.output):
         return False
-    hint = "give another --output, or remove it"
+    hint = "give another --output; nothing was changed"
     try:
         there = read_json(plan.output / LINEAGE)
         source = there.get("source")

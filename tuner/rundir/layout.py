@@ -12,7 +12,7 @@ RUN/
   id_probes.jsonl         texts with the ids that training sees of them
   logs/rankN.log          what each process said (tuner.runtime.dist.log_name); logs/export.log of the exports
   launches/N/git.diff     the source tree's changes at each launch
-  exports/step-N/         Hugging Face directories; exports/latest leads to the newest
+  exports/step-N/         Hugging Face directories (adapters alone: step-N-adapter/); exports/latest leads to the newest
   profile/                recorded steps
   trackers/NAME.json      the id of its run for each tracker, and the newest step that it was sent
   curves.html             the page of `tuner runs plot`
@@ -54,6 +54,7 @@ LEFTOVERS = frozenset({LOCK, CHECKPOINTS, RESOLVED_RECIPE, RECIPE, LOGS, LAUNCHE
 """What a launch that died before it wrote its record may leave."""
 
 
-def export_dir(run_dir: Path, step: int) -> Path:
-    """Where the export of a step is written unless the user names another place."""
-    return run_dir / EXPORTS / step_name(step)
+def export_dir(run_dir: Path, step: int, is_adapter: bool = False) -> Path:
+    """Where the export of a step, or of its adapter alone, is written unless the user names another place."""
+    name = step_name(step)
+    return run_dir / EXPORTS / (f"{name}-adapter" if is_adapter else name)
