@@ -161,7 +161,7 @@ def test_a_branch_may_be_reset_and_its_origin_stays(workplace: Path) -> None:
 def test_what_cannot_be_reset_is_refused(workplace: Path) -> None:
     with pytest.raises(RecipeError, match="needs a run to resume"):
         launch(workplace, LaunchOptions(reset=("data",)))
-    with pytest.raises(RecipeError, match="no checkpoint to go on from"):
+    with pytest.raises(RecipeError, match="no checkpoint to resume from"):
         launch(workplace, LaunchOptions("auto", reset=("data",)), name="new")
     found = CheckpointInfo(Path("step-6"), 6, {}, {"step": 6, "guard": {"skipped": 1}})
     record = {"resets": [Reset(4, ("rng",), 4).as_state(), Reset(8, ("data",), 7).as_state()]}

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuner.cli.command import Outcome, VerboseOption, command, input_path, load_for_command, overrides_of
+from tuner.cli.command import Outcome, VerboseOption, command, load_for_command, overrides_of
+from tuner.cli.named import TrainedArgument, run_path
 from tuner.cli.table import columns
 from tuner.errors import RecipeError
 
@@ -23,7 +24,7 @@ OF_THE_MODEL = ("model.", "adapter.", "tokenizer.")
 @command("eval")
 def eval(  # noqa: A001 - the command's name
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(help="Run, checkpoint or Hugging Face directory; - reads stdin.")],
+    model: TrainedArgument,
     recipe: Annotated[
         str | None, typer.Argument(help="Recipe that names the held-out rows; default the run's own, or ./recipe.yaml.")
     ] = None,
@@ -32,7 +33,7 @@ def eval(  # noqa: A001 - the command's name
     """Measure the loss on held-out rows, of each source and of all, and print it."""
     if model == recipe == "-":
         raise RecipeError("only one of the two can be read from stdin")
-    path = input_path(model)
+    path = run_path(model)
     from tuner.run.score import find_trained, score
     from tuner.runtime.console import Console
     from tuner.runtime.dist import RankInfo
@@ -82,7 +83,7 @@ def _figures(loss: float, tokens: int) -> dict[str, Any]:
 
 
 def perplexity(loss: float) -> float:
-    """e to the loss; infinite where that is no number any more."""
+    """e to the power of the loss; infinite where that overflows."""
     try:
         return math.exp(loss)
     except OverflowError:

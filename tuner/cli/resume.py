@@ -6,26 +6,31 @@ from typing import Annotated
 
 import typer
 
-from tuner.cli.command import Outcome, VerboseOption, command, input_path, overrides_of
+from tuner.cli.command import Outcome, VerboseOption, command, overrides_of
+from tuner.cli.named import RunArgument, run_path
 from tuner.cli.train import ResetOption, launch_training
 
 
 @command("resume")
-def resume(  # noqa: PLR0913 - one parameter per option of the command
+def resume(
     ctx: typer.Context,
-    run_dir: Annotated[str, typer.Argument(help="Run directory that tuner train printed; - reads it from stdin.")],
+    run: RunArgument,
     reset: ResetOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is trained.")] = False,
     verbose: VerboseOption = False,
 ) -> Outcome:
     """Resume a stopped or killed run from its newest valid checkpoint; a finished, whole one is left as it is.
 
-    Keys of the recipe that may change are given as --section.key value.
+    It resumes with the recipe that the run keeps, whatever became of the file; keys that may change are flags.
     """
-    path = input_path(run_dir)
+    path = run_path(run)
     from tuner.run.changes import parse_reset
     from tuner.run.options import LaunchOptions
     from tuner.run.previous import resume_source
+    from tuner.rundir.origin import warn_of_changed_file
+    from tuner.runtime.console import Console
 
     options = LaunchOptions("must", dry_run=dry_run, reset=parse_reset(reset))
-    return launch_training(resume_source(path, overrides_of(ctx)), options, verbose)
+    loaded = resume_source(path, overrides_of(ctx))
+    warn_of_changed_file(path, Console().warn)
+    return launch_training(loaded, options, verbose)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from tuner.cli.command import Outcome, command, input_path
+from tuner.cli.named import RunArgument, RunsArgument, run_path
 from tuner.cli.table import columns
 from tuner.errors import DataError, VerificationError
 from tuner.rundir.curves import Chart, charts
@@ -22,8 +23,6 @@ from tuner.rundir.terminal import LETTERS, draw
 from tuner.runtime.console import LABEL_WIDTH, clock, escape
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-RunArgument = Annotated[str, typer.Argument(help="Run directory, or - for a path on stdin.")]
-RunsArgument = Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories, or - for a path on stdin.")]
 FIGURES = {
     "status": "status", "step": "step", "loss": "loss", "eval_loss": "eval", "best_eval_loss": "best eval",
     "tokens": "tokens", "seconds": "time",
@@ -39,7 +38,7 @@ CHART_ROWS, TWO_CHARTS, MOST_COLUMNS = 6, 100, 160
 @app.command("list")
 @command("runs list")
 def list_runs(
-    directory: Annotated[str, typer.Argument(metavar="[DIR]", help="Directory that holds runs.")] = "runs",
+    directory: Annotated[str, typer.Argument(metavar="[DIR]", help="Directory of runs; default ./runs.")] = "runs",
 ) -> Outcome:
     """List runs, oldest first: status, steps, losses, tokens and time."""
     path = input_path(directory)
@@ -57,7 +56,7 @@ def list_runs(
 @command("runs show")
 def show(run: RunArgument) -> Outcome:
     """Show a run: its figures, its launches, its checkpoints and what it ran on."""
-    found = read_run(input_path(run))
+    found = read_run(run_path(run))
     artifacts = {
         "run": summary(found),
         "eval_sources": source_losses(found),
@@ -145,7 +144,7 @@ def verify(runs: RunsArgument) -> Outcome:
 @command("runs rm")
 def rm(runs: RunsArgument) -> Outcome:
     """Remove runs with their checkpoints and exports; one that is in use, or something else, is refused."""
-    removed = [str(path) for path in remove_runs([input_path(run) for run in runs])]
+    removed = [str(path) for path in remove_runs([run_path(run, recipes=False) for run in runs])]
     return Outcome("\n".join(removed), artifacts={"removed": removed}, is_text=True)
 
 
@@ -157,7 +156,7 @@ def _say_what_was_checked() -> None:
 
 def _open(runs: Sequence[str]) -> tuple[list[Run], list[str]]:
     """The runs, and a warning about each directory in which none was ever started: `runs/*` names those too."""
-    return read_runs(dict.fromkeys(input_path(run) for run in runs))
+    return read_runs(dict.fromkeys(run_path(run) for run in runs))
 
 
 def _names(runs: Sequence[Run]) -> list[str]:

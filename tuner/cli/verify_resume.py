@@ -6,17 +6,18 @@ from typing import Annotated
 
 import typer
 
-from tuner.cli.command import Outcome, VerboseOption, command, input_path
+from tuner.cli.command import Outcome, VerboseOption, command
+from tuner.cli.named import RunArgument, run_path
 
 
 @command("verify-resume")
 def verify_resume(
-    run_dir: Annotated[str, typer.Argument(help="Run directory that tuner train printed; - reads it from stdin.")],
+    run: RunArgument,
     steps: Annotated[int, typer.Option(min=1, help="Steps before the stop, and as many after it.")] = 2,
     verbose: VerboseOption = False,
 ) -> Outcome:
-    """Take some steps of a run without a break and with a stop between, and compare losses, state and tensors."""
-    path = input_path(run_dir)
+    """Prove on this machine that a run resumes exactly: train some steps with and without a stop, and compare."""
+    path = run_path(run)
     from dataclasses import asdict
 
     from tuner.run.verify import verify_resume as prove
@@ -31,4 +32,4 @@ def verify_resume(
         f"(sha256 {proof.sha256[:12]})",
     )
     metrics = {key: value for key, value in asdict(proof).items() if key != "run_dir"}
-    return Outcome(str(proof.run_dir), metrics=metrics, next=f"tuner resume {run_dir}")
+    return Outcome(str(proof.run_dir), metrics=metrics, next=f"tuner resume {proof.run_dir}")

@@ -12,6 +12,7 @@ from tuner.run.meta import write_tokenizer
 from tuner.run.options import LaunchOptions
 from tuner.run.preflight import Preflight
 from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
+from tuner.rundir.origin import noted
 from tuner.runtime.files import fsync_path, machine_error, write_atomic, write_json
 from tuner.setup.build import Assembly
 from tuner.setup.resolve import Resolved
@@ -47,13 +48,15 @@ def begin_launch(ready: Preflight, loaded: LoadedRecipe, assembly: Assembly, opt
     changed: dict[str, Any] = {"resets": [reset.as_state() for reset in ready.resets]} if ready.resets else {}
     if options.reset and record is not None:
         changed["recipe"] = recipe_dict(kept)
-    record = run.begin(record, _facts(ready, assembly, options), work_dirs, changed)
+    record = run.begin(record, _facts(ready, loaded, assembly, options), work_dirs, changed)
     if "recipe" in record:  # for people and other commands; launches read the record
         write_atomic(run.resolved_recipe, recipe_yaml(load_recipe(record["recipe"]).recipe).encode())
     return record
 
 
-def _facts(ready: Preflight, assembly: Assembly, options: LaunchOptions) -> dict[str, Any]:
+def _facts(
+    ready: Preflight, loaded: LoadedRecipe, assembly: Assembly, options: LaunchOptions
+) -> dict[str, Any]:
     """What the record notes of this launch besides its command and versions."""
     found, given = ready.found, options.handed_over
     return {
@@ -61,6 +64,7 @@ def _facts(ready: Preflight, assembly: Assembly, options: LaunchOptions) -> dict
         "threads": torch.get_num_threads(),
         "device": assembly.resolved.facts.name,
         "cuda": torch.version.cuda,
+        **noted(loaded, ready.run.path),
         "from_step": 0 if found is None else found.step,
         "began_from": str(found.path) if found is not None and ready.record is None else None,
         "total_steps": assembly.timetable.plan.total_steps,

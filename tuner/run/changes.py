@@ -1,14 +1,18 @@
 """What of a run may change when it is resumed, and which parts of it then start afresh."""
 
+from __future__ import annotations
+
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tuner.checkpoint.load import CheckpointInfo
 from tuner.config.dump import flatten
 from tuner.errors import DataError, RecipeError
 from tuner.setup.timetable import Starts
+
+if TYPE_CHECKING:
+    from tuner.checkpoint.load import CheckpointInfo
 
 Effect = Literal["safe", "warn", "refuse"]
 ON_RESUME: dict[str, Effect] = {
@@ -74,6 +78,23 @@ class Changes:
         more = f" and {len(self.refuse) - 3} more" if len(self.refuse) > 3 else ""
         return "; ".join(self.refuse[:3]) + more
 
+    def resets(self) -> str | None:
+        """What `--reset` takes for all that is refused to be allowed; None where no reset allows it.
+
+        An optimizer keeps its moments unless its kind changes.
+        """
+        keys = [line.split(" ", 1)[0] for line in self.refuse]
+        parts: set[str] = set()
+        for key in keys:
+            needed = next((needed for needed, freed in FREED.items() if _is_among(key, freed)), None)
+            if needed is None:
+                return None
+            parts |= needed
+        if "optimizer.kind" in keys:
+            parts.add(STATE)
+        words = ["optimizer", *sorted(parts - set(WORDS["optimizer"]))] if STATE in parts else sorted(parts)
+        return ",".join(words) or None
+
 
 def effect(key: str) -> Effect:
     """What a change of a recipe's dotted key means; one below a listed key is part of it. Raises KeyError."""
@@ -95,9 +116,14 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], freed: Sequence[str]
     found: dict[Effect, list[str]] = {"safe": [], "warn": [], "refuse": []}
     for key in sorted((before.keys() | after.keys()) - UNREPORTED):
         if before.get(key) != after.get(key) and after.get(key) != "auto":
-            is_freed = any(key == name or (name.endswith(".") and key.startswith(name)) for name in freed)
-            found["safe" if is_freed else effect(key)].append(f"{key} {before.get(key)} -> {after.get(key)}")
+            kind = "safe" if _is_among(key, freed) else effect(key)
+            found[kind].append(f"{key} {before.get(key)} -> {after.get(key)}")
     return Changes(**{kind: tuple(lines) for kind, lines in found.items()})
+
+
+def _is_among(key: str, names: Collection[str]) -> bool:
+    """Whether a key is one of these, or below a section of them, which ends in a dot."""
+    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
 
 
 STATE, ARGUMENTS = "optimizer.state", "optimizer.arguments"
@@ -168,11 +194,11 @@ def resets_for(
     """
     if found is None:
         if parts:
-            raise RecipeError("--reset: there is no checkpoint to go on from", hint="leave it out")
+            raise RecipeError("--reset: there is no checkpoint to resume from", hint="leave it out")
         if lost := resets_of(record):
             raise DataError(
                 f"the run was reset at step {lost[-1].step} ({', '.join(lost[-1].parts)}), and no checkpoint is left",
-                hint="begin another run with its recipe.resolved.yaml: --name NEW-NAME",
+                hint="start another run: tuner train RECIPE --name NEW-NAME",
             )
         return ()
     known = resets_of(found.state if record is None else record)

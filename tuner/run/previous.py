@@ -17,6 +17,7 @@ from tuner.run.options import LaunchOptions, RunResult
 from tuner.run.state import outcome
 from tuner.rundir.directory import RunDir
 from tuner.rundir.last_checkpoint import last_step, way_to_whole
+from tuner.rundir.origin import origin
 from tuner.rundir.run_json import hold
 from tuner.runtime.console import Console
 from tuner.train.progress import METRICS
@@ -40,24 +41,47 @@ def find_checkpoint(
         if isinstance(options.resume, Path):
             return _given_checkpoint(options.resume, loaded, options, console, hashes)
         return None
-    origin = began(record)
-    if isinstance(options.resume, Path) and (origin is None or options.resume not in (origin, origin.parent.parent)):
+    branched = began(record)
+    if isinstance(options.resume, Path) and (
+        branched is None or options.resume not in (branched, branched.parent.parent)
+    ):
         raise RecipeError(
             f"{run.path} holds a run that did not begin from {options.resume}",
-            hint=f"new run: --name NEW-NAME      resume this one: tuner resume {run.path}",
+            hint=f"resume it: tuner resume {run.path}      start another run: --name NEW-NAME",
         )
     before = run.recipe(record)
     if before is not None:
         freed = freed_keys(options.reset, before.recipe.optimizer.kind, loaded.recipe.optimizer.kind)
         changed = changes(recipe_dict(before.recipe), recipe_dict(loaded.recipe), freed)
         if changed.refuse:
-            raise RecipeError(
-                f"{run.path} holds a run with another recipe ({changed.shown()})",
-                hint=f"new run: --name NEW-NAME      throw it away: tuner runs rm {run.path}      it was not touched",
-            )
+            raise _another_recipe(run, record, loaded, options, changed)
         if options.resume != "never":
             _say_changed(changed, console)
     return _own_checkpoint(run, record, loaded, options, console, hashes)
+
+
+def _another_recipe(
+    run: RunDir, record: Mapping[str, Any], loaded: LoadedRecipe, options: LaunchOptions, changed: Changes
+) -> RecipeError:
+    """The error of a recipe that is another run's, with the way to change it in this run, and to start another."""
+    resets, ways = changed.resets(), []
+    if resets is not None:
+        resume = " --resume must" if options.resume == "never" else ""
+        ways.append(f"change it in this run: add{resume} --reset {resets}")
+    ways.append(f"start another run: {_new_run(run, record, loaded)}")
+    return RecipeError(
+        f"{run.path} holds a run with another recipe ({changed.shown()}); it was not touched", hint="      ".join(ways)
+    )
+
+
+def _new_run(run: RunDir, record: Mapping[str, Any], loaded: LoadedRecipe) -> str:
+    """What starts another run: a name for a recipe, the file or the run's copy for `tuner resume`, which takes none."""
+    if loaded.path is None or not loaded.path.absolute().is_relative_to(run.path.absolute()):
+        return "--name NEW-NAME"
+    file = origin(record)
+    if file is not None and file.is_file():
+        return f"tuner train {file} --name NEW-NAME"
+    return f"tuner train {run.resolved_recipe} --name NEW-NAME --output_dir {run.path.parent}/NEW-NAME"
 
 
 def _own_checkpoint(
@@ -76,16 +100,16 @@ def _own_checkpoint(
     if found is None and step_dirs(run.checkpoints):
         raise DataError(
             f"{run.checkpoints}: none of its checkpoints is valid",
-            hint=f"{way_to_whole(run.checkpoints, any_valid=False)}      new run: --name NEW-NAME",
+            hint=f"{way_to_whole(run.checkpoints, any_valid=False)}      start another run: --name NEW-NAME",
         )
-    origin = began(record)
-    if found is None and origin is not None:
-        found = open_checkpoint(origin, shards=hashes)  # it ended before it saved one of its own, or lost them
+    branched = began(record)
+    if found is None and branched is not None:
+        found = open_checkpoint(branched, shards=hashes)  # it ended before it saved one of its own, or lost them
     if options.resume == "never" and not _is_finished(record, found, at_end) and not options.dry_run:
         at = f"at step {found.step}" if found is not None else "without a checkpoint"
         raise RecipeError(
             f"{run.path} holds an unfinished run, {at}",
-            hint=f"resume it: tuner resume {run.path}      new run: --name NEW-NAME",
+            hint=f"resume it: tuner resume {run.path}      start another run: --name NEW-NAME",
         )
     _warn_of_losses(run, record, found, console)
     return found
@@ -159,15 +183,22 @@ def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any], reset: C
     if changed.refuse:
         raise RecipeError(
             f"{found.path} was saved with another recipe ({changed.shown()})",
-            hint="take the values of its run, which recipe.resolved.yaml there holds",
+            hint=_way_from(changed),
         )
     return changed
+
+
+def _way_from(changed: Changes) -> str:
+    """The way on where a checkpoint's recipe is another one: a reset, or its own values."""
+    values = "take the values of its run, which recipe.resolved.yaml there holds"
+    resets = changed.resets()
+    return values if resets is None else f"add --reset {resets}, or {values}"
 
 
 def warn_of_changes(changed: Sequence[str], console: Console) -> None:
     """Warn of each changed key after which a run is resumed less exactly."""
     for line in changed:
-        console.warn(f"{line}: from here on not the same bits, or not the same measure")
+        console.warn(f"{line}: results are no longer bit-identical, or losses no longer comparable, from here on")
 
 
 def _say_changed(changed: Changes, console: Console) -> None:
@@ -178,10 +209,10 @@ def _say_changed(changed: Changes, console: Console) -> None:
 
 
 def _warn_of_losses(run: RunDir, record: Mapping[str, Any], found: CheckpointInfo | None, console: Console) -> None:
-    """Warn of what of a run is not there any more, and from where it is made again."""
+    """Warn of what is gone from a run, and from which step it is made again."""
     at = 0 if found is None else found.step
     if not run.record.is_file():
-        console.warn(f"{run.record} is gone: it is written again, from step {at} on")
+        console.warn(f"{run.record} is gone: it is written again, from step {at}")
     last = last_step(run.checkpoints, record)
     if last is not None and last > at and not (run.checkpoints / step_name(last)).is_dir():
         console.warn(f"{run.checkpoints / step_name(last)}, the last checkpoint, is gone: trained again from step {at}")

@@ -1,0 +1,54 @@
+"""Runs by name: what an argument stands for, and what is said where it stands for nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.rundir import made
+from tuner.cli.named import model_name, run_path
+from tuner.errors import RecipeError
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the runs `l` and `m` under runs/, and a recipe of each of `m` and `later`."""
+    for name in ("l", "m"):
+        made.run(tmp_path / "runs" / name)
+    for name in ("m", "later"):
+        (tmp_path / f"{name}.yaml").write_text("model: {name_or_path: a/b}\ndata: {train: x.jsonl}\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_name_is_a_run_under_runs_and_a_path_wins(place: Path) -> None:
+    assert run_path("l") == place / "runs" / "l" == run_path("runs/l") == run_path(place / "runs" / "l")
+    assert model_name("l") == str(place / "runs" / "l")
+    assert model_name("owner/name") == "owner/name"
+    (place / "l").mkdir()
+    assert run_path("l") == place / "l"
+    assert model_name("l") == "l"
+
+
+def test_a_recipe_stands_for_its_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_path("m.yaml") == place / "runs" / "m"
+    assert "m.yaml trains" in capsys.readouterr().err
+    made.run(place / "elsewhere")
+    (place / "away.yaml").write_text("model: {name_or_path: a/b}\ndata: {train: x}\noutput_dir: elsewhere\n")
+    assert run_path("away") == place / "elsewhere"
+    with pytest.raises(RecipeError, match="is a recipe, and its run has not begun") as refused:
+        run_path("later.yaml")
+    assert refused.value.hint == f"begin it: tuner train {place / 'later.yaml'}"
+
+
+def test_what_is_nothing_is_answered_with_the_runs_that_there_are(place: Path) -> None:
+    with pytest.raises(RecipeError, match="nothing: no such directory, and no run of that name in ./runs") as refused:
+        run_path("nothing")
+    assert refused.value.hint == "there are: l, m (tuner runs list)"
+
+
+def test_a_recipe_names_no_run_to_remove(place: Path) -> None:
+    assert run_path("m.yaml", recipes=False) == place / "m.yaml"
+    with pytest.raises(RecipeError, match="no such directory"):
+        run_path("later", recipes=False)

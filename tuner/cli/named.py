@@ -1,0 +1,116 @@
+"""What an argument that names a run means: a path, the name of a run under ./runs, or a recipe, which has one run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tuner.cli.command import input_path
+from tuner.cli.complete import models, runs
+from tuner.errors import RecipeError
+
+RUNS = "runs"
+"""Where recipes put their runs, unless they say otherwise."""
+RECIPES = (".yaml", ".yml")
+SHOWN_NAMES = 8
+
+RunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="Run: its name in ./runs, its directory, or its recipe; - reads stdin.", autocompletion=runs
+    ),
+]
+RunsArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN...", help="Runs: names in ./runs or directories; - reads one from stdin.", autocompletion=runs
+    ),
+]
+RunOrCheckpointArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="Run, by its name in ./runs or its directory, or a checkpoint; - reads stdin.",
+        autocompletion=runs,
+    ),
+]  # fmt: skip
+TrainedArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="Run, by its name in ./runs or its directory, checkpoint or Hugging Face directory; - "
+        "reads stdin.", autocompletion=runs,
+    ),
+]  # fmt: skip
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="Run, by its name in ./runs or its directory, checkpoint, Hugging Face directory or hub "
+        "name; - reads stdin.", autocompletion=models,
+    ),
+]  # fmt: skip
+
+
+def run_path(argument: str | Path, recipes: bool = True) -> Path:
+    """Return the directory that an argument names, as an absolute path; `-` reads the argument from stdin.
+
+    A path that exists wins; with `recipes` a recipe stands for the directory of its run, which is said. Raises
+    RecipeError for what is none of these, with the runs that there are.
+    """
+    path = input_path(argument)
+    if recipes and path.is_file() and path.suffix in RECIPES:
+        return _run_of(path)
+    if path.exists():
+        return path
+    named = _named(str(argument))
+    if named is not None:
+        return named
+    recipe = path.with_name(f"{path.name}.yaml")
+    if recipes and recipe.is_file():
+        return _run_of(recipe)
+    raise RecipeError(f"{path}: no such directory, and no run of that name in ./{RUNS}", hint=known_runs())
+
+
+def model_name(argument: str) -> str:
+    """Return a run's or model's directory, or the hub name that the argument is; `-` reads it from stdin."""
+    if argument == "-":
+        return str(input_path(argument))
+    path = Path(os.path.expanduser(argument))
+    if path.is_file() and path.suffix in RECIPES:
+        return str(_run_of(path.absolute()))
+    named = None if path.exists() else _named(argument)
+    return str(path) if named is None else str(named)
+
+
+def known_runs() -> str:
+    """A hint with the names of the runs that are here."""
+    from tuner.rundir.run_json import is_run
+
+    place = Path.cwd() / RUNS
+    found = sorted(path.name for path in place.iterdir() if is_run(path)) if place.is_dir() else []
+    if not found:
+        return f"there is no run in ./{RUNS}; give the directory of a run, such as tuner train printed"
+    more = f" and {len(found) - SHOWN_NAMES} more" if len(found) > SHOWN_NAMES else ""
+    return f"there are: {', '.join(found[:SHOWN_NAMES])}{more} (tuner runs list)"
+
+
+def _named(name: str) -> Path | None:
+    """The directory ./runs/NAME, where there is one."""
+    path = Path.cwd() / RUNS / name
+    return path if name not in ("", "-") and not os.path.isabs(name) and path.is_dir() else None
+
+
+def _run_of(recipe: Path) -> Path:
+    """The directory of a recipe's run. Raises RecipeError where the recipe is wrong, or its run never began."""
+    from tuner.config.load import load_recipe
+    from tuner.rundir.run_json import is_run
+    from tuner.runtime.console import Console
+
+    directory = Path(load_recipe(recipe).recipe.output_dir)
+    if not is_run(directory):
+        raise RecipeError(
+            f"{recipe} is a recipe, and its run has not begun ({directory})", hint=f"begin it: tuner train {recipe}"
+        )
+    Console().say("run", f"{directory}, which {recipe.name} trains")
+    return directory

@@ -1,0 +1,82 @@
+"""The recipe file that a run was started with, and whether it has changed since: a run resumes with its own copy."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tuner.config.dump import flatten
+from tuner.config.load import LoadedRecipe
+from tuner.config.tree import Problems
+from tuner.config.yaml import read_yaml
+from tuner.errors import TunerError
+from tuner.rundir.layout import RECIPE
+from tuner.rundir.run_json import is_run, read_record
+
+FILE, SHA256 = "recipe_file", "recipe_sha256"
+"""What a launch notes in the record of the file that its recipe was read from."""
+SHOWN_KEYS = 3
+
+
+def noted(loaded: LoadedRecipe, run_dir: Path) -> dict[str, str]:
+    """What the record notes of a launch's recipe file; nothing of a mapping's, or of the run's own copy."""
+    path = loaded.path
+    if path is None or path.absolute().is_relative_to(run_dir.absolute()):
+        return {}
+    return {FILE: str(path.absolute()), SHA256: hashlib.sha256(loaded.text.encode()).hexdigest()}
+
+
+def origin(record: Mapping[str, Any]) -> Path | None:
+    """The recipe file of the newest launch that was given one, whether it is still there or not."""
+    launches = [launch for launch in record["launches"] if isinstance(launch.get(FILE), str)]
+    return Path(launches[-1][FILE]) if launches else None
+
+
+def changed_keys(run_dir: Path, record: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The keys whose values a run's recipe file has changed since; None where it has not, or is gone or unreadable.
+
+    Empty where they cannot be told: the run's copy is another launch's, or one of the two is no recipe any more.
+    """
+    file = origin(record)
+    launches = [launch for launch in record["launches"] if FILE in launch]
+    try:
+        text = None if file is None else file.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError):
+        return None
+    if text is None or hashlib.sha256(text.encode()).hexdigest() == launches[-1].get(SHA256):
+        return None
+    copy = run_dir / RECIPE
+    if not copy.is_file() or hashlib.sha256(copy.read_bytes()).hexdigest() != launches[-1].get(SHA256):
+        return ()
+    before, after = _values(copy.read_bytes().decode()), _values(text)
+    if before is None or after is None:
+        return ()
+    changed = tuple(sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key)))
+    return changed or None  # a comment
+
+
+def warn_of_changed_file(run_dir: Path, warn: Callable[[str], None]) -> None:
+    """Warn where a run is resumed with its own recipe although the file that it came from says something else."""
+    try:
+        record = read_record(run_dir) if is_run(run_dir) else None
+        keys = None if record is None else changed_keys(run_dir, record)
+    except TunerError:
+        return  # what is wrong with the record is told by whoever needs it
+    if record is None or keys is None:
+        return
+    file = origin(record)
+    more = f" and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else ""
+    what = f" ({', '.join(keys[:SHOWN_KEYS])}{more})" if keys else ""
+    warn(
+        f"{file} has changed since the run was started{what}: the run resumes with its own recipe. Give what may "
+        f"change as flags, such as --{keys[0] if keys else 'eval.every'} VALUE; tuner train {file} --name NEW-NAME "
+        "starts another run"
+    )
+
+
+def _values(text: str) -> dict[str, Any] | None:
+    problems = Problems()
+    tree = read_yaml(text, "recipe.yaml", Path("/"), problems)
+    return None if problems.found or not isinstance(tree.value, dict) else flatten(tree.plain())
