@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures import commands
-from tuner.cli.main import COMMANDS, GROUPS, SHOWS_FLAGS
+from tuner.cli.examples import WITH_FLAGS
+from tuner.cli.main import COMMANDS, GROUPS
 from tuner.config.dump import recipe_dict
 from tuner.config.load import load_recipe
 
@@ -38,7 +39,7 @@ def test_every_command_explains_itself_and_has_the_common_options(name: str, tmp
     assert done.returncode == 0, done.stderr
     for flag in ("--json", "--verbose", "-v", "--debug"):
         assert flag in done.stdout
-    assert ("--optimizer.lr" in done.stdout) == (name in SHOWS_FLAGS)
+    assert ("--optimizer.lr" in done.stdout) == (name in WITH_FLAGS)
 
 
 def test_a_wrong_choice_is_answered_with_the_right_ones(tmp_path: Path) -> None:

@@ -21,18 +21,19 @@ if TYPE_CHECKING:
 TITLES = {"": "Recipe"}
 
 
-def print_flags(console: Console | None = None) -> None:
-    """Print the recipe's flags, grouped by section, with what they allow and their defaults (to stdout)."""
-    flags_app().help_print([], console=console)
+def print_flags(console: Console | None = None, section: str | None = None) -> None:
+    """Print the recipe's flags, or those of one section, with what they allow and their defaults (to stdout)."""
+    flags_app(section).help_print([], console=console)
 
 
-def flags_app() -> App:
-    """Return a cyclopts app whose one function has a keyword parameter for each key of the recipe."""
-    app = App(name="flags", usage="", help_flags=[], version_flags=[], help_format="plaintext", help=_INTRODUCTION)
+def flags_app(section: str | None = None) -> App:
+    """Return a cyclopts app whose one function has a keyword parameter for each key of the recipe, or of a section."""
+    intro = _INTRODUCTION if section is None else _of_section(section)
+    app = App(name="flags", usage="", help_flags=[], version_flags=[], help_format="plaintext", help=intro)
     groups: dict[str, Group] = {}
     parameters = []
     for position, field in enumerate(fields().values()):
-        if field.key == "version":
+        if field.key == "version" or (section is not None and not field.key.startswith(f"{section}.")):
             continue
         name = field.section
         group = groups.setdefault(name, Group(TITLES.get(name, f"--{name}.*"), sort_key=position))
@@ -48,9 +49,16 @@ def flags_app() -> App:
 
 _INTRODUCTION = """Recipe flags: every key of the recipe, as --section.key VALUE. They win over the file; \
 null goes back to the default, items of lists are --data.train.0.path."""
+_VALUES = {"BOOL": "true|false"}
+
+
+def _of_section(section: str) -> str:
+    first = next(key for key in fields() if key.startswith(f"{section}."))
+    return f"Keys of {section}, as flags of every command that takes a recipe. One alone: tuner help {first}"
 
 
 def _parameter(field: Field, group: Group) -> inspect.Parameter:
+    word = "VALUE" if field.value_type is None else field.value_type.metavar
     only = f" Only with kind {' or '.join(field.kinds)}." if field.kinds else ""
     marked = Parameter(
         name=f"--{field.key}",
@@ -58,7 +66,7 @@ def _parameter(field: Field, group: Group) -> inspect.Parameter:
         help=f"{field.sentence}{only} ({field.allowed})",
         show_default=False if field.required else lambda _: field.default_text,
         negative=(),
-        metavar=field.value_type.metavar if field.value_type is not None else "VALUE",
+        metavar=_VALUES.get(word, word),
     )
     return inspect.Parameter(
         field.key.replace(".", "__"), inspect.Parameter.KEYWORD_ONLY, default="", annotation=Annotated[str, marked]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -12,7 +13,9 @@ import typer
 from typer.exceptions import TyperException
 
 from tuner.cli.argv import split
-from tuner.errors import ExitCode
+from tuner.cli.examples import MEANT, NOT_HERE
+from tuner.cli.layout import HelpfulCommand, HelpfulGroup
+from tuner.errors import ExitCode, RecipeError
 from tuner.runtime.openmp import limit_spinning
 
 COMMANDS: dict[str, str] = {
@@ -24,17 +27,18 @@ COMMANDS: dict[str, str] = {
     "verify-resume": "Prove on this machine that a run resumes exactly.",
     "eval": "Measure the loss on held-out rows.",
     "export-hf": "Write a Hugging Face directory and verify it.",
-    "runs": "List, show, compare, plot or remove runs.",
-    "generate": "Write text with a run, a checkpoint or a Hugging Face directory.",
-    "profile": "Predict memory and time for any device, find what fits, or measure.",
+    "runs": "List, show, compare, plot, verify or remove runs.",
+    "generate": "Answer prompts with a run, a checkpoint or any model.",
+    "profile": "Predict memory and time, find what fits, or measure.",
     "config": "Check, show or describe a recipe.",
     "recipes": "List, show or copy the recipes that ship.",
+    "help": "Explain a command, a key of the recipe, or exit codes.",
 }
 """Every command and its line of help; its file `tuner/cli/<command>.py` is imported only when it runs."""
 
 GROUPS = frozenset({"config", "data", "recipes", "runs"})
 TAKES_RECIPE = frozenset({"prepare-data", "train", "resume", "eval", "profile", "config"})
-SHOWS_FLAGS = frozenset({"prepare-data", "train", "resume", "eval", "profile"})
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -48,11 +52,16 @@ def run(args: list[str]) -> int:
     command = next((word for word in args if not word.startswith("-")), "")
     rest, flags = split(args, command in TAKES_RECIPE)
     try:
+        if rest[:1] == [command] and command not in COMMANDS:
+            return _usage("tuner", args, f"no command {command!r}", _meant(command))
         if flags and command in COMMANDS and command not in TAKES_RECIPE:
             return _usage(command, args, f"{command} takes no recipe flags: --{flags[0][0]}")
+        if command in TAKES_RECIPE and "--help-recipe" in rest:
+            return _print_recipe_keys()
         code = build(command)(args=rest, prog_name="tuner", standalone_mode=False, obj=_invocation(flags))
     except TyperException as error:
         if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message(), file=sys.stderr)
             return int(ExitCode.USAGE)
         return _usage(command, args, _message(command, error), _help_of(error))
     except (KeyboardInterrupt, typer.Abort):
@@ -63,10 +72,6 @@ def run(args: list[str]) -> int:
         return 0
     except Exception as error:  # whatever fails outside a command's body
         return _broken(command, args, error)
-    if command in SHOWS_FLAGS and "--help" in rest:
-        from tuner.cli.flags import print_flags
-
-        print_flags()
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -79,9 +84,12 @@ def build(command: str) -> Callable[..., Any]:
     app = typer.Typer(
         name="tuner",
         help="Fine-tune and pre-train language models from one typed recipe.",
+        cls=HelpfulGroup,
+        context_settings=HELP_OPTIONS,
         add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,
     )
     app.callback(invoke_without_command=True)(_root)
     for name, line in COMMANDS.items():
@@ -90,10 +98,25 @@ def build(command: str) -> Callable[..., Any]:
             continue
         module = import_module(f"tuner.cli.{name.replace('-', '_')}")
         if name in GROUPS:
-            app.add_typer(module.app, name=name, help=line)
+            for below in module.app.registered_commands:
+                below.cls = HelpfulCommand
+            app.add_typer(module.app, name=name, help=line, cls=HelpfulGroup)
         else:
-            app.command(name, help=line)(getattr(module, name.replace("-", "_")))
+            app.command(name, cls=HelpfulCommand)(getattr(module, name.replace("-", "_")))
     return app
+
+
+def help_text(words: Sequence[str]) -> str:
+    """The help of a command, such as `runs show`, or of the program. Raises RecipeError for one that is not there."""
+    command: Any = typer.main.get_command(build(words[0] if words else ""))  # type: ignore[arg-type]
+    context = typer.Context(command, info_name="tuner", help_option_names=HELP_OPTIONS["help_option_names"])
+    for word in words:
+        known = getattr(command, "commands", {})
+        if word not in known:
+            raise RecipeError(f"no command {' '.join(words)}", hint=f"there are: {', '.join(known) or words[0]}")
+        command = known[word]
+        context = typer.Context(command, info_name=word, parent=context)
+    return str(command.get_help(context))
 
 
 def _root(ctx: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
@@ -110,6 +133,13 @@ def _elsewhere() -> None:
     """Stand for a command that was not asked for."""
 
 
+def _print_recipe_keys() -> int:
+    from tuner.cli.flags import print_flags
+
+    print_flags()
+    return 0
+
+
 def _invocation(flags: list[tuple[str, str | None]]) -> Any:
     if not flags:
         return None
@@ -119,13 +149,31 @@ def _invocation(flags: list[tuple[str, str | None]]) -> Any:
     return Invocation([Override(key, text) for key, text in flags])
 
 
+def _meant(word: str) -> str:
+    """The way on from a command that there is not: another tool's name for one, a misspelt one, or a recipe."""
+    name = word.lower().replace("_", "-")
+    if name in NOT_HERE:
+        return NOT_HERE[name]
+    if word.endswith((".yaml", ".yml")):
+        return f"did you mean tuner train {word}?"
+    near = MEANT.get(name) or next(iter(get_close_matches(name, [*COMMANDS, *MEANT], 1, 0.6)), None)
+    near = MEANT.get(near, near) if near is not None else None
+    return f"did you mean tuner {near}?" if near is not None else "see: tuner --help"
+
+
 def _message(command: str, error: TyperException) -> str:
     """Say what Typer says; an unknown flag is a misspelt option, or else a key of the recipe or of another tool."""
-    name = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
-    if type(error).__name__ != "NoSuchOption" or command not in TAKES_RECIPE or getattr(error, "possibilities", None):
+    if type(error).__name__ != "NoSuchOption":
         return error.format_message().replace("Value error, ", "")  # a word of the checker below, not of the user's
+    flag = str(getattr(error, "option_name", ""))
+    context: Any = getattr(error, "ctx", None)
+    known = [] if context is None else [name for each in context.command.get_params(context) for name in each.opts]
+    near = get_close_matches(flag, known, 1, 0.75)
+    if near or command not in TAKES_RECIPE:
+        return f"no option {flag}" + (f"; did you mean {near[0]}?" if near else "")
     from tuner.config.overrides import unknown
 
+    name = flag.lstrip("-").replace("-", "_")
     return f"flag --{name}  {unknown(name)}"
 
 
@@ -147,7 +195,6 @@ def _help_of(error: TyperException) -> str:
 
 def _usage(command: str, args: list[str], message: str, hint: str | None = None) -> int:
     from tuner.cli.command import print_failure
-    from tuner.errors import RecipeError
 
     lines = message.split("\n")
     return print_failure(

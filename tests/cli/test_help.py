@@ -1,0 +1,131 @@
+"""Help fits on a screen, names what there is, and says what was meant."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contracts.test_surface import commands
+from tests.fixtures import commands as processes
+from tuner.cli import main
+from tuner.cli.argv import split
+from tuner.cli.examples import EXAMPLES, GROUPED, MEANT, WITH_FLAGS
+from tuner.cli.help import EXIT_CODES, explained
+from tuner.cli.main import COMMANDS, GROUPS, TAKES_RECIPE, help_text
+from tuner.config.fields import fields, find
+from tuner.errors import ExitCode, RecipeError
+
+KNOWN: dict[str, Any] = dict(commands())
+EVERY = ["", *COMMANDS, *(name for name in KNOWN if " " in name)]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_help_is_at_most_60_lines_of_80_columns(name: str) -> None:
+    lines = help_text(name.split()).splitlines()
+    assert len(lines) <= 60
+    assert [line for line in lines if len(line) > 79] == []
+    assert lines[0].startswith(f"Usage: tuner {name}".rstrip())
+    assert "<" not in "".join(lines), "types are words that people know"
+    assert "Examples:" in lines
+    assert ("  tuner help optimizer.lr    one key" in lines) == (name in WITH_FLAGS)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_examples_are_command_lines_that_the_command_takes(name: str) -> None:
+    assert EXAMPLES[name], name
+    for line in EXAMPLES[name]:
+        words = shlex.split(line.split("  #")[0].split(" > ")[0].split(" < ")[0])
+        assert words[0] == "tuner"
+        command = words[1]
+        rest, flags = split(words[2:], command in TAKES_RECIPE)
+        full = f"{command} {rest.pop(0)}" if command in GROUPS else command
+        assert not name or full == name or full.startswith(f"{name} ")
+        assert all(find(key) is not None and text for key, text in flags), line
+        known = {option for parameter in KNOWN[full].params for option in parameter.opts}
+        assert {word for word in rest if word.startswith("-")} <= known, line
+
+
+def test_every_command_is_in_one_group_of_the_first_page() -> None:
+    grouped = [name for names in GROUPED.values() for name in names]
+    assert len(grouped) == len(set(grouped))
+    assert set(COMMANDS) <= set(grouped)
+
+
+@pytest.mark.parametrize("words", [["-h"], ["train", "-h"], ["runs", "show", "-h"]])
+def test_help_is_short_for_all(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(words) == 0
+    assert capsys.readouterr().out.startswith("Usage: tuner")
+
+
+def test_help_imports_no_torch(tmp_path: Path) -> None:
+    import subprocess
+
+    code = "import sys; from tuner.cli.help import explained; explained(['train']); explained(['optimizer.lr'])"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], cwd=tmp_path, check=False,
+        env={"PYTHONPATH": str(processes.forked.ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("sft", "did you mean tuner train?"),
+        ("finetune", "did you mean tuner train?"),
+        ("merge", "did you mean tuner export-hf?"),
+        ("convert", "did you mean tuner export-hf?"),
+        ("trian", "did you mean tuner train?"),
+        ("finetunes", "did you mean tuner train?"),
+        ("dpo", "not supported: there is no preference or reinforcement learning"),
+        ("recipe.yaml", "did you mean tuner train recipe.yaml?"),
+        ("xyzzy", "see: tuner --help"),
+    ],
+)
+def test_an_unknown_command_is_answered(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run([word, "--json"]) == 2
+    shown = capsys.readouterr().err
+    assert f"error: no command '{word}'" in shown
+    assert f"hint: {meant}" in shown
+
+
+def test_what_is_meant_is_there() -> None:
+    for meant in MEANT.values():
+        assert meant in KNOWN or meant in COMMANDS or meant in ("chat", "push", "doctor"), meant
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "--dryrun"], "no option --dryrun; did you mean --dry-run?"),
+        (["train", "--lr", "3"], "flag --lr  unknown; did you mean --optimizer.lr?"),
+        (["generate", "x", "--promt", "y"], "no option --promt; did you mean --prompt?"),
+        (["generate", "x", "--zzz"], "no option --zzz"),
+    ],
+)
+def test_an_unknown_option_is_answered(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(words) == 2
+    assert f"error: {said}\n" in capsys.readouterr().err
+
+
+def test_topics() -> None:
+    assert explained(["runs", "show"]) == help_text(["runs", "show"])
+    assert explained(["--optimizer.lr"]).startswith("optimizer.lr\n  Peak learning rate")
+    assert "learning_rate" in explained(["optimizer.lr"])
+    assert "adapter.kind lora or dora" in explained(["adapter.r"])
+    assert "--data.train.0.KEY" in explained(["data.train"]) and "weight" in explained(["data.train"])
+    assert all(f"--{key} " in explained(["optimizer"]) for key in fields() if key.startswith("optimizer."))
+    assert "--schedule.warmup" not in explained(["optimizer"])
+    assert "--schedule.warmup" in explained(["recipe"])
+    with pytest.raises(RecipeError, match="no help on optimzer") as refused:
+        explained(["optimzer"])
+    assert refused.value.hint == "did you mean optimizer?"
+
+
+def test_exit_codes_are_explained() -> None:
+    assert set(EXIT_CODES) == set(ExitCode)
+    assert " 75  stopped" in explained(["exit-codes"])

@@ -1,0 +1,131 @@
+"""`tuner help`: commands, the recipe's keys and exit codes, explained."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from typing import Annotated, Any
+
+import typer
+
+from tuner.cli.command import Outcome, command
+from tuner.errors import ExitCode, RecipeError
+
+TOPICS = ("recipe", "exit-codes")
+EXIT_CODES = {
+    ExitCode.OK: "done; train and resume: the run is finished",
+    ExitCode.BUG: "a bug in tuner: run the command again with --debug and report what it shows",
+    ExitCode.USAGE: "the recipe, a flag, an argument or your own code cannot be used as it is",
+    ExitCode.DATA: "rows, prepared data, a checkpoint or an export are wrong or damaged",
+    ExitCode.ENVIRONMENT: "the machine lacks something: disk, device, library, permission, network, a free lock",
+    ExitCode.MEMORY: "out of memory, predicted or real",
+    ExitCode.VERIFICATION: "an artifact was written or read and does not equal what it was made from",
+    ExitCode.DIVERGED: "training gave a loss or gradient that is not finite",
+    ExitCode.STOPPED: "stopped on purpose with a checkpoint: tuner resume RUN continues",
+    ExitCode.INTERRUPTED: "interrupted, with nothing new to resume from",
+}
+"""What each exit code of a command means."""
+
+
+def _topics(incomplete: str) -> list[str]:
+    from tuner.cli.main import COMMANDS
+    from tuner.config.fields import fields
+
+    sections = dict.fromkeys(key.partition(".")[0] for key in fields())
+    keys = [key for key in fields() if "." in incomplete]
+    return [name for name in (*COMMANDS, *TOPICS, *sections, *keys) if name.startswith(incomplete)]
+
+
+@command("help")
+def help(  # noqa: A001 - the command's name
+    topic: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TOPIC]...",
+            help="A command, a section or key of the recipe, recipe for all keys, or exit-codes.",
+            autocompletion=_topics,
+        ),
+    ] = None,
+) -> Outcome:
+    """Explain a command, a section of the recipe, one of its keys, or the exit codes."""
+    words = [word for text in topic or () for word in text.split()]
+    return Outcome(explained(words), is_text=True)
+
+
+def explained(words: list[str]) -> str:
+    """The text about a topic. Raises RecipeError for one that is not there."""
+    from tuner.cli.main import COMMANDS, help_text
+    from tuner.config.fields import fields, find, item_fields, suggestion
+
+    if not words or words[0] in COMMANDS:
+        return help_text(words)
+    name = words[0].lstrip("-").removesuffix(".").removesuffix(".*")
+    if name == "exit-codes":
+        return "\n".join(f"{int(code):>3}  {text}" for code, text in EXIT_CODES.items())
+    if name == "recipe":
+        return flags_of(None)
+    if any(key.startswith(f"{name}.") for key in fields()):
+        return flags_of(name)
+    if item_fields(name):
+        return _items(name)
+    field = find(name)
+    if field is None:
+        meant = suggestion(name)
+        hint = f"did you mean {meant}?" if meant else "tuner help lists the commands, tuner help recipe the keys"
+        raise RecipeError(f"no help on {' '.join(words)}", hint=hint)
+    return _one(field)
+
+
+def flags_of(section: str | None) -> str:
+    """The recipe's flags of one section, or of all, as they are printed for this terminal."""
+    import io
+    import os
+    import sys
+
+    from rich.console import Console
+
+    from tuner.cli.flags import print_flags
+
+    stream = io.StringIO()
+    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    print_flags(Console(file=stream, width=_width(), force_terminal=bool(colour)), section)
+    return stream.getvalue().rstrip("\n")
+
+
+def _one(field: Any) -> str:
+    """Everything that is known of a key, a line for each thing."""
+    from tuner.config.other_tools import FOREIGN
+
+    default = field.default_text + "".join(f"; {text} for {kind}" for kind, text in field.others)
+    rows = [("allowed", field.allowed), ("default", default)]
+    if field.kinds:
+        rows.append(("only for", f"{field.section}.kind {' or '.join(field.kinds)}"))
+    rows += [("in a recipe", _in_yaml(field)), ("as a flag", f"--{field.key} VALUE")]
+    if others := FOREIGN.get(field.key):
+        rows.append(("elsewhere", ", ".join(others)))
+    lines = [field.key, *textwrap.wrap(field.sentence, _width() - 2, initial_indent="  ", subsequent_indent="  ")]
+    for label, text in rows:
+        wrapped = textwrap.wrap(text, max(20, _width() - 16)) or [""]
+        lines += [f"  {label:<12}  {wrapped[0]}", *(f"{'':16}{line}" for line in wrapped[1:])]
+    return "\n".join(lines)
+
+
+def _in_yaml(field: Any) -> str:
+    section, _, name = field.key.rpartition(".")
+    return f"{section}: {{{name}: VALUE}}" if section else f"{name}: VALUE"
+
+
+def _items(name: str) -> str:
+    """The keys of each item of a list, such as those of data.train."""
+    from tuner.config.fields import fields, item_fields
+
+    lines = [name, f"  {fields()[name].sentence}", "", f"  Keys of each item, as --{name}.0.KEY VALUE:"]
+    for key, field in item_fields(name).items():
+        text = f"{field.sentence} ({field.allowed}; default {field.default_text})"
+        wrapped = textwrap.wrap(text, max(20, _width() - 16))
+        lines += [f"  {key:<12}  {wrapped[0]}", *(f"{'':16}{line}" for line in wrapped[1:])]
+    return "\n".join(lines)
+
+
+def _width() -> int:
+    return min(100, shutil.get_terminal_size().columns)
