@@ -80,7 +80,11 @@ def export_hf(
 
 
 def _loaded(recipe: RecipeSource) -> LoadedRecipe:
-    return recipe if isinstance(recipe, LoadedRecipe) else load_recipe(recipe)
+    from tuner.rundir.base_model import require_base_model
+
+    loaded = recipe if isinstance(recipe, LoadedRecipe) else load_recipe(recipe)
+    require_base_model(loaded.recipe.model.name_or_path, loaded.origins.get("model.name_or_path", "recipe"))
+    return loaded
 
 
 def _path(path: str | Path) -> Path:

@@ -95,11 +95,18 @@ def load_for_command(argument: str | None, overrides: Sequence[Override] = (), c
     """Load the recipe that a command was given: a path, a shipped name, `-` (a path or document on stdin), or nothing.
 
     Without an argument it is `./recipe.yaml`, or the flags alone when they name a model and data.
-    Raises RecipeError, with the way out, when there is none.
+    Raises RecipeError, with the way out, when there is none, and where its model is a run or an adapter.
     """
+    from tuner.rundir.base_model import require_base_model
+
+    loaded = _loaded(argument, overrides, cwd or Path.cwd())
+    require_base_model(loaded.recipe.model.name_or_path, loaded.origins.get("model.name_or_path", "recipe"))
+    return loaded
+
+
+def _loaded(argument: str | None, overrides: Sequence[Override], cwd: Path) -> LoadedRecipe:
     from tuner.config.load import load_recipe
 
-    cwd = cwd or Path.cwd()
     if argument == "-":
         return load_recipe(_read_stdin(), overrides, cwd)
     if argument is not None:
