@@ -125,7 +125,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # State on disk.
     Mutant(
         "checkpoint-header-unhashed",
-        "checkpoint.storage.shard_sha256",
+        "checkpoint.shard_hash.shard_sha256",
         "for A in H:\n"
         "    D.update(A)",
         "",
@@ -147,7 +147,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "checkpoint-shard-unverified",
-        "checkpoint.storage.verify_shard",
+        "checkpoint.shard_hash.verify_shard",
         "A != B.sha256",
         "False",
         CHECKPOINT,

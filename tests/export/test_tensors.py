@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuner.checkpoint.index import Chunk, TensorEntry
+from tuner.checkpoint.index import TensorEntry
+from tuner.checkpoint.shard_hash import Chunk
 from tuner.errors import DataError
 from tuner.export.shards import Output, plan_shards
 from tuner.export.tensors import (

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from tuner.checkpoint.manifest import INDEX_NAME
+from tuner.checkpoint.shard_hash import Chunk
 from tuner.errors import DataError
 from tuner.runtime.files import inside, json_bytes, read_json
 
@@ -33,21 +34,6 @@ DTYPES: dict[str, torch.dtype] = {
 """The safetensors name of every dtype that can be saved."""
 
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor: `sizes` elements at `offsets`, row-major, in bytes `start` to `start + length` of `file`.
-
-    `sha256` is of these bytes alone, so that a reader of some tensors need not read the whole file to trust them.
-    """
-
-    file: str
-    start: int
-    length: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    sha256: str
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 
 from tuner.checkpoint.index import DTYPE_NAMES, Index, TensorEntry, read_index
 from tuner.checkpoint.manifest import PROBE_NAME, STATE_NAME, rank_files, read_manifest, step_dirs
-from tuner.checkpoint.storage import read_box, read_into, tensor_bytes, verify_shard
+from tuner.checkpoint.shard_hash import verify_shard
+from tuner.checkpoint.storage import read_box, read_into, tensor_bytes
 from tuner.errors import DataError
 from tuner.runtime.files import read_json
 from tuner.runtime.process import Collective, gloo_group

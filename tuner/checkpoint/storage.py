@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,15 +28,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
-from tuner.checkpoint.index import DTYPE_NAMES, Chunk, Index, TensorEntry, index_bytes, safetensors_header
+from tuner.checkpoint.index import DTYPE_NAMES, Index, TensorEntry, index_bytes, safetensors_header
 from tuner.checkpoint.manifest import INDEX_NAME, shard_name
+from tuner.checkpoint.shard_hash import HASHERS, Chunk, read_bytes, shard_sha256
 from tuner.checkpoint.staging import Staged
-from tuner.errors import DataError, TunerError
-from tuner.runtime.files import HASH_BLOCK_BYTES, fsync_dir, machine_error, regular_size, write_all, write_new
-from tuner.runtime.process import Collective, cores
+from tuner.errors import TunerError
+from tuner.runtime.files import fsync_dir, machine_error, write_all, write_new
+from tuner.runtime.process import Collective
 
-HASHERS = min(4, cores())
-"""Threads that hash a file's chunks: one does 1 to 2 GB/s, less than a good disk writes."""
 INLINE_BYTES = 1 << 16
 """Below this size, handing a chunk to a thread costs more than hashing it."""
 
@@ -159,47 +158,11 @@ def read_box(
     rows, row_start = (lengths[0], offsets[0]) if chunk.sizes else (1, 0)
     row_bytes = math.prod(chunk.sizes[1:]) * dtype.itemsize
     buffer = torch.empty(rows * row_bytes, dtype=torch.uint8)
-    _read(directory / chunk.file, chunk.start + row_start * row_bytes, buffer.numpy().data)
+    read_bytes(directory / chunk.file, chunk.start + row_start * row_bytes, buffer.numpy().data)
     box = buffer.view(dtype).reshape((rows, *chunk.sizes[1:]) if chunk.sizes else ())
     for dim in range(1, len(chunk.sizes)):
         box = box.narrow(dim, offsets[dim], lengths[dim])
     return box
-
-
-def verify_shard(path: Path, sha256: str, chunks: Collection[Chunk]) -> None:
-    """Hash a shard file whose size is right. Raises DataError naming it when a byte, or the index's chunks, differ."""
-    ordered = sorted(chunks, key=lambda chunk: (chunk.start, chunk.length))
-    end = regular_size(path)
-    for chunk in reversed(ordered):
-        if chunk.start + chunk.length != end:
-            raise DataError(f"{path}: the index's chunks do not fill it")
-        end = chunk.start
-
-    def sha256_of(chunk: Chunk) -> str:
-        digest = hashlib.sha256()
-        for block in _blocks(path, chunk.start, chunk.length):
-            digest.update(block)
-        return digest.hexdigest()
-
-    with ThreadPoolExecutor(max_workers=HASHERS, thread_name_prefix="sha256") as pool:
-        for chunk, found in zip(ordered, pool.map(sha256_of, ordered), strict=True):
-            if found != chunk.sha256:
-                raise DataError(f"{path}: its SHA-256 differs from the index's, from byte {chunk.start:,} on")
-    if shard_sha256(_blocks(path, 0, end), (chunk.sha256 for chunk in ordered)) != sha256:
-        raise DataError(f"{path}: its SHA-256 differs from the manifest's")
-
-
-def shard_sha256(header: Iterable[bytes | bytearray], of_chunks: Iterable[str]) -> str:
-    """The hash by which a shard file is known: of its header, and of the SHA-256 of each chunk in the file's order.
-
-    So every byte is hashed once, chunks can be hashed in parallel, and one chunk be checked without the others.
-    """
-    digest = hashlib.sha256()
-    for block in header:
-        digest.update(block)
-    for of_chunk in of_chunks:
-        digest.update(bytes.fromhex(of_chunk))
-    return digest.hexdigest()
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -262,23 +225,3 @@ def _sha256(data: memoryview) -> str:
 
 def _known(digest: Future[str] | str) -> str:
     return digest if isinstance(digest, str) else digest.result()
-
-
-def _blocks(path: Path, start: int, length: int) -> Iterator[bytearray]:
-    for at in range(start, start + length, HASH_BLOCK_BYTES):
-        block = bytearray(min(HASH_BLOCK_BYTES, start + length - at))
-        _read(path, at, memoryview(block))
-        yield block
-
-
-def _read(path: Path, start: int, view: memoryview) -> None:
-    try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(start)
-            while len(view):
-                count = file.readinto(view)
-                if not count:
-                    raise DataError(f"{path}: ends early")
-                view = view[count:]
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error

@@ -100,6 +100,12 @@ def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool)
 
     level = "debug" if verbose else loaded.recipe.logging.level
     options = replace(options, level=level)
+    console = Console(RankInfo.from_environment().is_main, level)
+    from tuner.run.previous import already_finished
+
+    finished = already_finished(loaded, options, console)
+    if finished is not None:
+        return outcome_of(finished, console)
     try:
         from tuner.run.launch import launch
 
@@ -112,7 +118,7 @@ def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool)
             raise
         result = left
     export = export_dir(result.run_dir, result.step) if loaded.recipe.export.at_end else None
-    return outcome_of(result, Console(RankInfo.from_environment().is_main, level), export)
+    return outcome_of(result, console, export)
 
 
 def outcome_of(result: RunResult, console: Console, export: Path | None = None) -> Outcome:
@@ -124,7 +130,7 @@ def outcome_of(result: RunResult, console: Console, export: Path | None = None) 
         return Outcome(str(result.run_dir), artifacts=artifacts, metrics=metrics, next=f"tuner train, into {run_dir}")
     if result.status == "stopped":
         step = f"step {result.step} of {result.total_steps}"
-        console.say("stopped", f"{step} · go on: tuner resume {run_dir}")
+        console.say("stopped", f"{step} · resume it: tuner resume {run_dir}")
         return Outcome(
             str(result.run_dir), "stopped", 75, artifacts=artifacts, metrics=metrics, next=f"tuner resume {run_dir}"
         )

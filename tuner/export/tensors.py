@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from tuner.checkpoint.index import Chunk, TensorEntry
+from tuner.checkpoint.index import TensorEntry
+from tuner.checkpoint.shard_hash import Chunk
 from tuner.errors import DataError
 
 BLOCK_BYTES = 8 << 20

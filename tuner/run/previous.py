@@ -1,26 +1,35 @@
-"""What earlier launches of a run left: the checkpoint to resume from, or the result of a run that is finished."""
+"""What earlier launches of a run left: the checkpoint to resume from, or the result of a run that is finished.
+
+Importing it needs no torch: a run of which nothing is left to train is told before that is loaded.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tuner.checkpoint.load import CheckpointInfo, newest, open_checkpoint
-from tuner.checkpoint.manifest import step_dirs, step_name
+from tuner.checkpoint.manifest import INDEX_NAME, STATE_NAME, rank_files, read_manifest, step_dirs, step_name
+from tuner.checkpoint.shard_hash import Chunk, verify_shard
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.run.changes import Changes, changes, freed_keys, pending, resets_of
 from tuner.run.options import LaunchOptions, RunResult
-from tuner.run.state import outcome
 from tuner.rundir.directory import RunDir
 from tuner.rundir.last_checkpoint import last_step, way_to_whole
 from tuner.rundir.origin import origin
 from tuner.rundir.run_json import hold
 from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
+from tuner.runtime.files import read_json
 from tuner.train.progress import METRICS
+
+if TYPE_CHECKING:
+    from tuner.checkpoint.load import CheckpointInfo
 
 
 def find_checkpoint(
@@ -49,15 +58,71 @@ def find_checkpoint(
             f"{run.path} holds a run that did not begin from {options.resume}",
             hint=f"resume it: tuner resume {run.path}      start another run: --name NEW-NAME",
         )
-    before = run.recipe(record)
-    if before is not None:
-        freed = freed_keys(options.reset, before.recipe.optimizer.kind, loaded.recipe.optimizer.kind)
-        changed = changes(recipe_dict(before.recipe), recipe_dict(loaded.recipe), freed)
-        if changed.refuse:
-            raise _another_recipe(run, record, loaded, options, changed)
-        if options.resume != "never":
-            _say_changed(changed, console)
+    _require_same_recipe(run, record, loaded, options, console)
     return _own_checkpoint(run, record, loaded, options, console, hashes)
+
+
+def already_finished(loaded: LoadedRecipe, options: LaunchOptions, console: Console) -> RunResult | None:
+    """The result of a run of which nothing is left to train, found without torch; None where more is to be looked at.
+
+    Every byte of its last checkpoint is checked. Raises RecipeError for a run with another recipe.
+    """
+    recipe, run = loaded.recipe, RunDir(Path(loaded.recipe.output_dir))
+    exports = recipe.export.every is not None or recipe.export.at_end
+    if RankInfo.is_given() or isinstance(options.resume, Path) or exports or not run.record.is_file():
+        return None
+    record = run.read_record()
+    state = None if record is None else record.get("metrics")
+    if record is None or options.reset or record["status"] != "finished" or state is None or run.leftovers():
+        return None
+    step = last_step(run.checkpoints, record)
+    path = None if step is None else run.checkpoints / step_name(step)
+    if path is None or not _is_whole(path) or not _is_end(record, path, recipe.checkpoint.at_end):
+        return None
+    _require_same_recipe(run, record, loaded, options, console)
+    steps = int(record["launches"][-1]["step"])
+    _say_finished(run, steps, console)
+    return RunResult(run.path, "finished", int(state["step"]), steps, path, {key: state.get(key) for key in METRICS})
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether every file of a checkpoint has its SHA-256, those of the tensors too."""
+    try:
+        manifest = read_manifest(path, verify=True)
+        tensors = read_json(path / INDEX_NAME)["tensors"]
+        chunks = [Chunk(**chunk) for entry in tensors.values() for chunk in entry["chunks"]]
+        for name, entry in rank_files(manifest).items():
+            verify_shard(path / name, entry["sha256"], [chunk for chunk in chunks if chunk.file == name])
+    except (DataError, KeyError, TypeError, AttributeError):
+        return False
+    return True
+
+
+def _is_end(record: Mapping[str, Any], path: Path, at_end: bool) -> bool:
+    """Whether a finished run's last checkpoint is the one that it should have left."""
+    last, state = record["launches"][-1], read_json(path / STATE_NAME)
+    wanted = last.get("step") if at_end else last.get("saved_step")
+    is_known = type(wanted) is int and type(last.get("step")) is int
+    return is_known and state["step"] >= wanted and not pending(resets_of(record), state["step"])
+
+
+def _require_same_recipe(
+    run: RunDir, record: Mapping[str, Any], loaded: LoadedRecipe, options: LaunchOptions, console: Console
+) -> None:
+    """Say what differs from the recipe of the run. Raises RecipeError where that makes it another run."""
+    before = run.recipe(record)
+    if before is None:
+        return
+    freed = freed_keys(options.reset, before.recipe.optimizer.kind, loaded.recipe.optimizer.kind)
+    changed = changes(recipe_dict(before.recipe), recipe_dict(loaded.recipe), freed)
+    if changed.refuse:
+        raise _another_recipe(run, record, loaded, options, changed)
+    if options.resume != "never":
+        _say_changed(changed, console)
+
+
+def _say_finished(run: RunDir, steps: int, console: Console) -> None:
+    console.say("finished", f"{run.path} is already trained: {steps} steps")
 
 
 def _another_recipe(
@@ -93,6 +158,8 @@ def _own_checkpoint(
     hashes: bool,
 ) -> CheckpointInfo | None:
     """The newest valid checkpoint of a run, or the one that it began from."""
+    from tuner.checkpoint.load import newest, open_checkpoint
+
     at_end = loaded.recipe.checkpoint.at_end
     found = newest(run.checkpoints, console.warn, shards=hashes)
     if found is not None and not hashes and _is_finished(record, found, at_end):
@@ -127,7 +194,7 @@ def finished_result(
     if not _is_finished(record, found, loaded.recipe.checkpoint.at_end):
         return None
     step = int(record["launches"][-1].get("step") or (found.step if found is not None else 0))
-    console.say("finished", f"{run.path} is already trained: {step} steps")
+    _say_finished(run, step, console)
     state = record.get("metrics") or ({"step": step} if found is None else found.state)
     if not options.dry_run:
         _close(run, record, found)
@@ -150,6 +217,8 @@ def resume_source(run_dir: Path, overrides: Sequence[Override] = ()) -> LoadedRe
 
 def left_before(loaded: LoadedRecipe, options: LaunchOptions) -> RunResult | None:
     """What an earlier launch left to resume, for a launch that ends before its first step; None without any."""
+    from tuner.checkpoint.load import newest
+
     run = RunDir(Path(loaded.recipe.output_dir))
     record, found = run.read_record(), newest(run.checkpoints, verify=False)
     total = record["launches"][-1].get("total_steps") if record is not None and record["launches"] else None
@@ -224,6 +293,7 @@ def _given_checkpoint(
     """The checkpoint at a path that the user gave, of a run its last one: a damaged one is fatal."""
     if not path.is_dir():
         raise RecipeError(f"--resume {path}: no such directory", hint="give a checkpoint, auto, must or never")
+    from tuner.checkpoint.load import open_checkpoint
     from tuner.rundir.model_path import find_checkpoint as find_run_checkpoint
 
     chosen = find_run_checkpoint(path, console.warn, shards=hashes)
@@ -252,6 +322,8 @@ def _close(run: RunDir, record: dict[str, Any], found: CheckpointInfo | None) ->
     """Do what a launch that was killed after its last save left undone, unless another process holds the run."""
     if record["status"] == "finished" and not run.leftovers():
         return
+    from tuner.run.state import outcome
+
     with suppress(MachineError), hold(run.path):
         run.sweep()
         if record["status"] != "finished" and found is not None and run.read_record() == record:

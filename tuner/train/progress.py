@@ -1,13 +1,17 @@
 """How far a run is: its counts, its newest losses and the best one; and what share of its device it uses (MFU)."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner.data.batches import Batch, StepBatches
-from tuner.model.flops import Flops
 from tuner.train.plan import Plan
+
+if TYPE_CHECKING:
+    from tuner.model.flops import Flops
 
 METRICS = (
     "step", "tokens", "trained_tokens", "loss", "eval_loss", "eval_step", "first_eval_loss", "first_eval_step", "best",

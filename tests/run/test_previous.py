@@ -1,0 +1,53 @@
+"""A run that is finished is told so before torch is loaded, and only where every byte of its end is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures import forked, trainings
+from tests.fixtures.trainings import launch
+from tuner.config.overrides import Override
+from tuner.errors import RecipeError
+from tuner.run.options import LaunchOptions
+from tuner.run.previous import already_finished, resume_source
+from tuner.runtime.console import Console
+
+QUIET = Console(main=False)
+CODE = """
+import sys
+from pathlib import Path
+from tuner.run.options import LaunchOptions
+from tuner.run.previous import already_finished, resume_source
+from tuner.runtime.console import Console
+found = already_finished(resume_source(Path(sys.argv[1])), LaunchOptions("must"), Console())
+print(found.step, "torch" in sys.modules)
+"""
+
+
+def test_a_finished_run_is_told_without_torch(tmp_path: Path) -> None:
+    trainings.prepare(tmp_path, 1)
+    run = tmp_path / "runs" / "r"
+    launch(tmp_path, train__duration="2 steps", train__stop_after="1 step")
+    assert already_finished(resume_source(run), LaunchOptions("must"), QUIET) is None
+    ended = launch(tmp_path, LaunchOptions("must"), train__duration="2 steps")
+    loaded, must = resume_source(run), LaunchOptions("must")
+    assert already_finished(loaded, must, QUIET) == ended == launch(tmp_path, train__duration="2 steps")
+    assert already_finished(loaded, LaunchOptions("must", reset=("schedule",)), QUIET) is None
+    assert already_finished(loaded, LaunchOptions(run), QUIET) is None
+    with pytest.raises(RecipeError, match="train.duration 2 steps -> 3 steps"):
+        already_finished(resume_source(run, [Override("train.duration", "3 steps")]), must, QUIET)
+
+    command = [sys.executable, "-c", CODE, str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(forked.ROOT)})
+    assert done.stdout == "2 False\n"
+    assert "is already trained: 2 steps" in done.stderr
+
+    shard = next((run / "checkpoints" / "step-2").glob("rank-*"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert already_finished(loaded, must, QUIET) is None, "a flipped bit: trained again"
