@@ -74,6 +74,39 @@ def test_sampling_follows_the_seed(generator: Generator) -> None:
     assert torch.equal(state, torch.random.get_rng_state())
 
 
+def test_pieces_are_the_answer_and_ctrl_c_ends_it(generator: Generator) -> None:
+    pieces: list[str] = []
+    whole = generator.generate(CHAT, Sampling(max_new_tokens=6), pieces.append)
+    assert "".join(pieces).strip() == whole.text.strip() == generator.answer(CHAT, Sampling(max_new_tokens=6)).strip()
+
+    def interrupt(text: str) -> None:
+        pieces.append(text)
+        raise KeyboardInterrupt
+
+    pieces.clear()
+    stopped = generator.generate(CHAT, Sampling(max_new_tokens=6), interrupt)
+    assert (stopped.text, stopped.cut) == (pieces[0], True)
+    assert whole.text.startswith(stopped.text.strip())
+
+
+def test_an_answer_says_whether_it_was_cut(generator: Generator) -> None:
+    cut = generator.generate(CHAT, Sampling(max_new_tokens=3))
+    assert (cut.tokens, cut.cut) == (3, True)
+    first = generator.model(torch.tensor([generator.encode(CHAT)])).logits[0, -1].argmax()
+    generator.eos_ids = (int(first),)
+    ended = generator.generate(CHAT, Sampling(max_new_tokens=3))
+    assert (ended.tokens, ended.cut) == (1, False)
+
+
+def test_top_k_and_top_p_limit_what_is_drawn(generator: Generator) -> None:
+    greedy = generator.answer(CHAT, Sampling(6))
+    assert generator.answer(CHAT, Sampling(6, temperature=5.0, top_k=1)) == greedy
+    assert generator.answer(CHAT, Sampling(6, temperature=5.0, top_p=1e-6)) == greedy
+    assert generator.answer(CHAT, Sampling(6, temperature=5.0)) != greedy
+    with pytest.raises(RecipeError, match="do nothing at temperature 0"):
+        generator.answer(CHAT, Sampling(6, top_k=3))
+
+
 def test_a_prompt_as_long_as_the_model_is_refused(generator: Generator) -> None:
     with pytest.raises(RecipeError, match="the model takes 128"):
         generator.answer(Prompt("long", text="w10 " * 128), Sampling())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    TextStreamer,
 )
 
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
@@ -34,20 +35,56 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen: the most likely at temperature 0, else drawn with the seed; at most `max_new_tokens`."""
+    """How tokens are chosen: the most likely at temperature 0, else drawn with the seed; at most `max_new_tokens`.
+
+    They are drawn from the `top_k` most likely (0: from all), and of these from the fewest whose probabilities add up
+    to `top_p`.
+    """
 
     max_new_tokens: int = 256
     temperature: float = 0.0
     seed: int = 42
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def check(self) -> None:
+        """Raise RecipeError for values that there are not, or that do nothing."""
+        if self.max_new_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise RecipeError("sampling takes max_new_tokens above 0, temperature and top_k from 0, top_p in (0, 1]")
+        if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
+            raise RecipeError("top-p and top-k do nothing at temperature 0", hint="add --temperature 0.7")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Messages for a chat template, or plain text to go on from; `shown` is what people see of it."""
+    """Messages for a chat template, or plain text to continue; `shown` is what people see of it."""
 
     shown: str
     messages: tuple[Message, ...] = ()
     text: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model answered, without end tokens; `cut` where it stopped at the limit and not at an end of its own."""
+
+    text: str
+    tokens: int
+    cut: bool
+
+
+class _Shown(TextStreamer):
+    """Hands on each piece of text once it cannot change any more."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, show: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._show, self.shown = show, ""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Hand on a piece of text."""
+        if text:
+            self.shown += text
+            self._show(text)
 
 
 @dataclass
@@ -80,9 +117,18 @@ class Generator:
             raise RecipeError("the prompt is empty")
         return list(ids)
 
-    @torch.no_grad()
     def answer(self, prompt: Prompt, sampling: Sampling) -> str:
-        """The model's answer as text, without end tokens. The same prompt, sampling and device give the same answer."""
+        """The text of the model's answer. The same prompt, sampling and device give the same one."""
+        return self.generate(prompt, sampling).text
+
+    @torch.no_grad()
+    def generate(self, prompt: Prompt, sampling: Sampling, show: Callable[[str], None] | None = None) -> Answer:
+        """The model's answer; `show` gets it piece by piece as it is made.
+
+        With `show`, KeyboardInterrupt ends the answer, which is then what was shown, and cut. Raises RecipeError for a
+        prompt that fills the model.
+        """
+        sampling.check()
         ids = self.encode(prompt)
         limit = getattr(self.model.config, "max_position_embeddings", None)
         room = sampling.max_new_tokens if limit is None else min(sampling.max_new_tokens, limit - len(ids))
@@ -91,20 +137,30 @@ class Generator:
         given = torch.tensor([ids], dtype=torch.int64, device=self.device)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(sampling.seed)
-            output = self.model.generate(
-                input_ids=given,
-                attention_mask=torch.ones_like(given),
-                generation_config=self._config(sampling, room),
-            )
-        text = self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
-        return text if isinstance(text, str) else "".join(text)
+            streamer = None if show is None else _Shown(self.tokenizer, show)
+            try:
+                output = self.model.generate(
+                    input_ids=given,
+                    attention_mask=torch.ones_like(given),
+                    generation_config=self._config(sampling, room),
+                    streamer=streamer,
+                )
+            except KeyboardInterrupt:
+                if streamer is None:
+                    raise
+                return Answer(streamer.shown, 0, cut=True)
+        made = output[0, len(ids) :]
+        text = self.tokenizer.decode(made, skip_special_tokens=True)
+        is_cut = len(made) >= room and int(made[-1]) not in self.eos_ids
+        return Answer(text if isinstance(text, str) else "".join(text), len(made), is_cut)
 
     def _config(self, sampling: Sampling, room: int) -> GenerationConfig:
         ends = list(self.eos_ids) or None
         pad = self.tokenizer.pad_token_id
         choice: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
-            choice = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+            drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+            choice = {"do_sample": True, **drawn}
         return GenerationConfig(
             max_new_tokens=room,
             eos_token_id=ends,

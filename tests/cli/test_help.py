@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ def test_help_is_at_most_60_lines_of_80_columns(name: str) -> None:
     assert len(lines) <= 60
     assert [line for line in lines if len(line) > 79] == []
     assert lines[0].startswith(f"Usage: tuner {name}".rstrip())
-    assert "<" not in "".join(lines), "types are words that people know"
+    assert re.search(r"<\w+>", "".join(lines)) is None, "types are words that people know"
     assert "Examples:" in lines
     assert ("  tuner help optimizer.lr    one key" in lines) == (name in WITH_FLAGS)
 

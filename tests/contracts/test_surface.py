@@ -25,7 +25,9 @@ SURFACE = {
     "verify-resume": "RUN --steps",
     "eval": "MODEL (RECIPE)",
     "export-hf": "PATH --step --output --dtype --adapter --base-model --shard-size --dry-run",
-    "generate": "MODEL --prompt --file --chat --compare --base --max-new-tokens --temperature --seed --system --raw",
+    "generate": "MODEL --prompt --file --chat --compare --base --max-new-tokens --temperature --top-p --top-k "
+    "--seed --system --raw",
+    "chat": "MODEL --system --max-new-tokens --temperature --top-p --top-k --seed --base",
     "runs list": "(DIRECTORY)",
     "runs show": "RUN",
     "runs compare": "RUNS",

@@ -18,7 +18,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "": (
         "tuner init -m HuggingFaceTB/SmolLM2-135M -d chats.jsonl > recipe.yaml",
         "tuner train recipe.yaml",
-        "tuner export-hf recipe    # the run in ./runs/recipe",
+        "tuner chat recipe    # the run in ./runs/recipe",
     ),
     "init": (
         "tuner init -m HuggingFaceTB/SmolLM2-135M -d chats.jsonl > recipe.yaml",
@@ -68,7 +68,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "runs rm": ("tuner runs rm first second",),
     "generate": (
         'tuner generate runs/recipe --prompt "Hello"',
-        'tuner generate recipe --prompt "Hello" --temperature 0.8',
+        'tuner generate recipe --prompt "Hello" --temperature 0.8 --top-p 0.95',
         "tuner generate my-model --file prompts.txt --compare base --json",
     ),
     "chat": (

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,30 +17,47 @@ from tuner.cli.command import (
     input_path,
     run_command,
 )
+from tuner.cli.named import ModelArgument, model_name
+from tuner.cli.talk import visible
 from tuner.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
-    from tuner.generate import Generator, Prompt, Sampling
+    from tuner.generate import Answer, Prompt, Sampling
 
 LABEL_WIDTH = 10
 
 
+BaseOption = Annotated[str | None, typer.Option(help="The base model, where the directory does not say.")]
+NewTokensOption = Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of drawn tokens.")]
+SystemOption = Annotated[str | None, typer.Option(help="System message before each prompt.")]
+TopPOption = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Draw from the fewest tokens whose probabilities add up to this much.")
+]
+TopKOption = Annotated[int, typer.Option(min=0, help="Draw from so many of the most likely tokens; 0: from all.")]
+
+
 def generate(  # noqa: PLR0913, PLR0917 - one parameter for each option
-    model: Annotated[str, typer.Argument(help="Run, checkpoint, Hugging Face directory or hub name; - reads stdin.")],
+    model: ModelArgument,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to answer; may be given several times.")] = None,
     file: Annotated[
-        str | None, typer.Option(help="Prompts from a file: .txt, one a line, or .jsonl with prompt or messages.")
+        str | None,
+        typer.Option(metavar="FILE", help="Prompts from a file: .txt, one a line, or .jsonl with prompt or messages."),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Talk to the model, one line at a time.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Talk to the model, as tuner chat does.")] = False,
     compare: Annotated[
-        Literal["base"] | None, typer.Option(help="Show the base model's answer beside the trained one's.")
+        Literal["base"] | None, typer.Option(help="Show the base model's answer next to the trained one's.")
     ] = None,
-    base: Annotated[str | None, typer.Option(help="The base model, where the directory does not say.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token, above draws.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of drawn tokens.")] = 42,
-    system: Annotated[str | None, typer.Option(help="System message before each prompt.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Go on from the text itself, without the chat template.")] = False,
+    base: BaseOption = None,
+    max_new_tokens: NewTokensOption = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the most likely token; above, tokens are drawn.")
+    ] = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    seed: SeedOption = 42,
+    system: SystemOption = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")] = False,
     json: JsonOption = False,
     verbose: VerboseOption = False,
     debug: DebugOption = False,
@@ -50,73 +66,62 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter for each option
     stdout = os.dup(1) if chat else -1
 
     def body() -> Outcome:
-        name = str(input_path(model)) if model == "-" else os.path.expanduser(model)
+        name = model_name(model)
         if chat and (prompt or file or compare or raw):
             raise RecipeError("--chat reads its prompts from stdin; leave out --prompt, --file, --compare and --raw")
         texts = [] if chat else _prompts(prompt or [], file, system, raw)
         from tuner.generate import Sampling, base_of, load_generator
         from tuner.runtime.console import Console
 
-        sampling = Sampling(max_new_tokens, temperature, seed)
+        sampling = Sampling(max_new_tokens, temperature, seed, top_p, top_k)
+        sampling.check()
         other = (base, None) if base else base_of(name) if compare else None
         console = Console(level="debug" if verbose else "info")
         generator = load_generator(name, base=base, warn=console.warn)
         if chat:
-            return _chat(generator, sampling, system, None if json else stdout)
-        trained = [generator.answer(item, sampling) for item in texts]
-        before: list[str] | None = None
+            from tuner.cli.talk import talk
+
+            return talk(generator, sampling, system, None if json else stdout)
+        trained = [generator.generate(item, sampling) for item in texts]
+        before: list[Answer] | None = None
         if compare and other is not None and other[0] is not None:
             template = generator.tokenizer.chat_template
             del generator
             reference = load_generator(other[0], revision=other[1])
             if reference.tokenizer.chat_template is None:
                 reference.tokenizer.chat_template = template
-            before = [reference.answer(item, sampling) for item in texts]
-        return _answers(texts, trained, before)
+            before = [reference.generate(item, sampling) for item in texts]
+        return _answers(texts, trained, before, sampling)
 
     run_command("generate", OutputOptions(json, verbose, debug), body)
 
 
-def _answers(prompts: Sequence[Prompt], trained: Sequence[str], base: Sequence[str] | None) -> Outcome:
-    rows = [{"prompt": prompt.shown, "trained": answer} for prompt, answer in zip(prompts, trained, strict=True)]
+def _answers(
+    prompts: Sequence[Prompt], trained: Sequence[Answer], base: Sequence[Answer] | None, sampling: Sampling
+) -> Outcome:
+    rows: list[dict[str, Any]] = [
+        {"prompt": prompt.shown, "trained": answer.text, "tokens": answer.tokens, "cut": answer.cut}
+        for prompt, answer in zip(prompts, trained, strict=True)
+    ]
+    warnings = _cut(trained, sampling)
     if base is None:
-        return Outcome("\n".join(map(_visible, trained)), artifacts={"answers": rows}, is_text=True)
+        text = "\n".join(visible(answer.text) for answer in trained)
+        return Outcome(text, artifacts={"answers": rows}, warnings=warnings, is_text=True)
     blocks = []
-    for row, answer in zip(rows, base, strict=True):
-        row["base"] = answer
+    for row, before in zip(rows, base, strict=True):
+        answer = row["base"] = before.text
         head = [_labelled("prompt", row["prompt"])] if len(rows) > 1 else []
         blocks.append("\n".join([*head, _labelled("base", answer), _labelled("trained", row["trained"])]))
-    return Outcome("\n\n".join(blocks), artifacts={"answers": rows}, is_text=True)
+    return Outcome("\n\n".join(blocks), artifacts={"answers": rows}, warnings=warnings, is_text=True)
 
 
-def _chat(generator: Generator, sampling: Sampling, system: str | None, stdout: int | None) -> Outcome:
-    """Answer each line of stdin, the talk so far in mind, until it ends; answers go to `stdout` as they come."""
-    from tuner.generate import Prompt
-
-    if not generator.has_template:
-        raise RecipeError("the tokenizer has no chat template", hint="use --prompt TEXT --raw")
-    talk = [{"role": "system", "content": system}] if system else []
-    for line in _lines():
-        talk.append({"role": "user", "content": line})
-        answer = generator.answer(Prompt(line, messages=tuple(talk)), sampling)
-        talk.append({"role": "assistant", "content": answer})
-        if stdout is not None:
-            os.write(stdout, (_visible(answer) + "\n").encode("utf-8", "replace"))
-    if stdout is not None:
-        raise SystemExit(0)  # everything that stdout is to carry is there already
-    text = "\n".join(message["content"] for message in talk if message["role"] == "assistant")
-    return Outcome(text, artifacts={"messages": talk}, is_text=True)
-
-
-def _lines() -> Iterator[str]:
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            return
-        if line.strip():
-            yield line.strip()
+def _cut(answers: Sequence[Answer], sampling: Sampling) -> list[str]:
+    """A warning where answers stopped at the limit and not at an end of their own."""
+    cut = sum(answer.cut for answer in answers)
+    if not cut:
+        return []
+    which = "the answer was" if len(answers) == 1 else f"{cut} of {len(answers)} answers were"
+    return [f"{which} cut at the limit; --max-new-tokens {2 * sampling.max_new_tokens} allows more"]
 
 
 def _prompts(given: Sequence[str], file: str | None, system: str | None, raw: bool) -> list[Prompt]:
@@ -124,7 +129,7 @@ def _prompts(given: Sequence[str], file: str | None, system: str | None, raw: bo
 
     rows: list[object] = [*given, *(_rows(file) if file else [])]
     if not rows:
-        raise RecipeError("no prompt given", hint="give --prompt TEXT, --file FILE or --chat")
+        raise RecipeError("no prompt given", hint="give --prompt TEXT or --file FILE, or talk: tuner chat MODEL")
     if raw and system:
         raise RecipeError("--system needs the chat template, --raw leaves it out")
     before = [{"role": "system", "content": system}] if system else []
@@ -183,11 +188,4 @@ def _row(row: object, where: str) -> object:
 
 
 def _labelled(label: str, text: str) -> str:
-    return f"{label:<{LABEL_WIDTH}}" + _visible(text).replace("\n", "\n" + " " * LABEL_WIDTH)
-
-
-def _visible(text: str) -> str:
-    """The text without control characters that a terminal would obey; newlines and tabs stay."""
-    from tuner.runtime.console import escape
-
-    return "\n".join(escape(line.replace("\t", "    ")) for line in text.split("\n"))
+    return f"{label:<{LABEL_WIDTH}}" + visible(text).replace("\n", "\n" + " " * LABEL_WIDTH)

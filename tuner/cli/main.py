@@ -29,6 +29,7 @@ COMMANDS: dict[str, str] = {
     "export-hf": "Write a Hugging Face directory and verify it.",
     "runs": "List, show, compare, plot, verify or remove runs.",
     "generate": "Answer prompts with a run, a checkpoint or any model.",
+    "chat": "Talk to a run, a checkpoint or any model.",
     "profile": "Predict memory and time, find what fits, or measure.",
     "config": "Check, show or describe a recipe.",
     "recipes": "List, show or copy the recipes that ship.",

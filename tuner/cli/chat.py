@@ -1,0 +1,44 @@
+"""`tuner chat`: talk to a run, a checkpoint, a Hugging Face directory or a hub model."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from tuner.cli.command import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, run_command
+from tuner.cli.generate import BaseOption, NewTokensOption, SeedOption, SystemOption, TopKOption, TopPOption
+from tuner.cli.named import ModelArgument, model_name
+
+
+def chat(
+    model: ModelArgument,
+    system: SystemOption = None,
+    max_new_tokens: NewTokensOption = 1024,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the most likely token; above, tokens are drawn.")
+    ] = 0.7,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    seed: SeedOption = 42,
+    base: BaseOption = None,
+    json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Talk to a model, which is loaded once and remembers what was said; on a pipe, answer one prompt per line."""
+    stdout = os.dup(1)
+
+    def body() -> Outcome:
+        from tuner.cli.talk import talk
+        from tuner.generate import Sampling, load_generator
+        from tuner.runtime.console import Console
+
+        name = model_name(model)
+        sampling = Sampling(max_new_tokens, temperature, seed, top_p, top_k)
+        sampling.check()
+        generator = load_generator(name, base=base, warn=Console(level="debug" if verbose else "info").warn)
+        return talk(generator, sampling, system, None if json else stdout)
+
+    run_command("chat", OutputOptions(json, verbose, debug), body)

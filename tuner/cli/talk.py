@@ -1,0 +1,160 @@
+"""A talk with a model, one line after the other: `tuner chat`, and `tuner generate --chat`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tuner.cli.command import Outcome
+from tuner.errors import RecipeError
+
+if TYPE_CHECKING:
+    from tuner.generate import Answer, Generator, Sampling
+
+COMMANDS = {"/reset": "forget what was said", "/quit": "end (Ctrl-D too)", "/help": "show this"}
+QUIT = frozenset({"/quit", "/exit", "/bye"})
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+Show = Callable[[str], None]
+
+
+def nothing(text: str) -> None:
+    """For who shows none of it."""
+
+
+@dataclass
+class Talk:
+    """A model and what was said so far; ``show`` gets answers for stdout, ``note`` remarks for stderr.
+
+    In a terminal (``live``) answers are shown piece by piece, Ctrl-C ends one, and lines with a / are commands.
+    """
+
+    generator: Generator
+    sampling: Sampling
+    system: str | None = None
+    live: bool = False
+    show: Show = nothing
+    note: Show = nothing
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.generator.has_template:
+            raise RecipeError("the tokenizer has no chat template", hint="use tuner generate --prompt TEXT --raw")
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was said, but for the system message."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def hold(self, lines: Iterator[str]) -> None:
+        """Answer each line until they end, or one says so."""
+        for line in lines:
+            if self.live and line in QUIT:
+                return
+            if self.live and line.startswith("/"):
+                self._obey(line)
+            else:
+                self._answer(line)
+
+    def _obey(self, line: str) -> None:
+        if line == "/reset":
+            self.reset()
+            self.note("what was said is forgotten")
+            return
+        known = "      ".join(f"{name} {text}" for name, text in COMMANDS.items())
+        self.note(known if line == "/help" else f"no command {line}: {known}")
+
+    def _answer(self, line: str) -> None:
+        from tuner.generate import Prompt
+
+        said = [*self.messages, {"role": "user", "content": line}]
+        try:
+            answer = self.generator.generate(
+                Prompt(line, messages=tuple(said)), self.sampling, self._piece if self.live else None
+            )
+        except RecipeError as error:
+            if not self.live:
+                raise
+            self.note(f"{error.message}; /reset forgets what was said")
+            return
+        self.show("\n" if self.live else f"{visible(answer.text)}\n")
+        if answer.cut:
+            self.note(cut_at(answer, self.sampling))
+        self.messages = [*said, {"role": "assistant", "content": answer.text}]
+
+    def _piece(self, text: str) -> None:
+        self.show(visible(text))
+
+
+def talk(generator: Generator, sampling: Sampling, system: str | None, stdout: int | None) -> Outcome:
+    """Talk over stdin; answers go to the descriptor `stdout`, or, where that is None, into the outcome alone."""
+    live = stdout is not None and sys.stdin.isatty()
+
+    def show(text: str) -> None:
+        if stdout is not None:
+            os.write(stdout, text.encode("utf-8", "replace"))
+
+    held = Talk(generator, sampling, system, live, show, lambda text: print(text, file=sys.stderr, flush=True))
+    if live:
+        held.note("Ctrl-C stops an answer, /quit ends, /reset forgets, /help lists")
+    with _signals_end():
+        held.hold(_typed() if live else _piped())
+    if stdout is not None:
+        raise SystemExit(0)  # everything that stdout is to carry is there already
+    text = "\n".join(message["content"] for message in held.messages if message["role"] == "assistant")
+    return Outcome(text, artifacts={"messages": held.messages}, is_text=True)
+
+
+def cut_at(answer: Answer, sampling: Sampling) -> str:
+    """What to say of an answer that stopped before its end."""
+    if not answer.tokens:
+        return "(stopped)"
+    return f"(cut after {answer.tokens:,} tokens; --max-new-tokens {2 * sampling.max_new_tokens} allows more)"
+
+
+def visible(text: str) -> str:
+    """The text without control characters that a terminal would obey; newlines and tabs stay."""
+    from tuner.runtime.console import escape
+
+    return "\n".join(escape(line.replace("\t", "    ")) for line in text.split("\n"))
+
+
+def _typed() -> Iterator[str]:
+    """Lines that are typed, with editing and history where Python has readline; Ctrl-C gives up a line."""
+    import importlib.util
+
+    if importlib.util.find_spec("readline") is not None:
+        import readline  # noqa: F401 - input() uses it once it is loaded
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D or /quit ends)", file=sys.stderr)
+            continue
+        if line:
+            yield line
+
+
+def _piped() -> Iterator[str]:
+    for line in sys.stdin:
+        if line.strip():
+            yield line.strip()
+
+
+@contextmanager
+def _signals_end() -> Iterator[None]:
+    """SIGTERM and its like end the process, as there is nothing to save; SIGINT alone is Ctrl-C."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
