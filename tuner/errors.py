@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -32,15 +36,70 @@ class TunerError(Exception):
         self.hint = hint
 
 
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a recipe: what, the key (`data.train.0.path`), and where it is written.
+
+    `file`, `line` and `column` (from 1) are None where a flag or a mapping in Python gave the value.
+    """
+
+    message: str
+    key: str = ""
+    file: str | None = None
+    line: int | None = None
+    column: int | None = None
+    text: str = ""
+    """The problem on one line, as people see it."""
+
+    @staticmethod
+    def at(where: str, key: str, message: str) -> Problem:
+        """The problem at a place as it is shown: `recipe.yaml:3:5`, `flag --optimizer.lr 3`, `recipe`."""
+        text = "  ".join(part for part in (where, key, message) if part)
+        if flag := _FLAG.match(where):
+            return Problem(message, key or flag[1], text=text)
+        place = _PLACE.fullmatch(where)
+        if place is None:
+            return Problem(message, key, text=text)
+        return Problem(message, key, place[1], int(place[2]), int(place[3]), text)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Line and column in the file, by which problems are sorted; those of flags come last."""
+        return (1 << 40, 0) if self.line is None else (self.line, self.column or 0)
+
+    def document(self) -> dict[str, Any]:
+        """The problem as a JSON document holds it."""
+        return {
+            "file": self.file,
+            "line": self.line,
+            "column": self.column,
+            "key": self.key or None,
+            "message": self.message,
+        }
+
+    def __str__(self) -> str:
+        return self.text or self.message
+
+
+_PLACE = re.compile(r"(?s)(.+):(\d+):(\d+)")
+_FLAG = re.compile(r"flag --([\w.-]+)")
+
+
 class RecipeError(TunerError):
-    """A recipe, flag or argument that cannot be used; `problems` lists every one of them, one line each."""
+    """A recipe, flag or argument that cannot be used; `problems` holds every one of them."""
 
     exit_code = ExitCode.USAGE
 
-    def __init__(self, message: str, hint: str | None = None, problems: tuple[str, ...] = ()) -> None:
+    def __init__(self, message: str, hint: str | None = None, problems: tuple[Problem, ...] = ()) -> None:
         super().__init__(message, hint)
-        self.problems = problems or (message,)
+        self.problems = problems or (Problem(message),)
 
+    @staticmethod
+    def of(problems: Iterable[Problem], hint: str | None = None) -> RecipeError:
+        """One error of all problems, each on a line, in the order of the file."""
+        found = tuple(sorted(problems, key=lambda problem: problem.position))
+        count = f"{len(found)} problems" if len(found) > 1 else "1 problem"
+        return RecipeError(f"{count} in the recipe\n" + "\n".join(f"  {one}" for one in found), hint, found)
 
 class PluginError(TunerError):
     """Code of the user's own, named by the recipe, that is not there, does not fit or failed."""

@@ -16,6 +16,7 @@ import pytest
 
 from tests.fixtures import forked
 from tuner.cli.document import SCHEMA_PATH, Outcome, failure_document, outcome_document, read_document, write_document
+from tuner.errors import TunerError
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = json.loads(SCHEMA_PATH.read_text())
@@ -145,7 +146,7 @@ def test_an_unusable_stdin_is_a_usage_error(stdin: str, expected: str) -> None:
 
 @pytest.mark.parametrize("code", [5, 7, 75])
 def test_a_failed_document_is_passed_on(code: int) -> None:
-    line = write_document(failure_document("train", code, "SomeError", "because", None))
+    line = write_document(failure_document("train", code, "SomeError", TunerError("because")))
     done = run(READ, "--json", stdin=line + "\n")
     assert (done.returncode, done.stdout.strip()) == (code, line)
     quiet = run(READ, stdin=line + "\n")

@@ -115,9 +115,20 @@ def test_config_schema_is_json(tmp_path: Path) -> None:
     assert json.loads(tuner("config", "schema", cwd=tmp_path).stdout)["additionalProperties"] is False
 
 
-def test_a_recipe_may_be_named_on_stdin(tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text("model: {name_or_path: a/b}\ndata: {train: x}\n")
+def test_a_recipe_may_be_on_stdin_or_named_there(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(MESSAGES)
+    text = "model: {name_or_path: a/b}\ndata: {train: x.jsonl}\n"
+    (tmp_path / "r.yaml").write_text(text)
     assert tuner("config", "check", "-", cwd=tmp_path, stdin="r.yaml\n").stdout == f"{tmp_path / 'r.yaml'}\n"
+    done = tuner("config", "show", "-", "--optimizer.lr", "3e-4", cwd=tmp_path, stdin=text)
+    assert f"path: {tmp_path / 'x.jsonl'}" in done.stdout
+    refused = tuner("config", "check", "-", "--json", cwd=tmp_path, stdin=f"{text}sed: 1\n")
+    assert refused.returncode == 2
+    (problem,) = json.loads(refused.stdout)["error"]["problems"]
+    assert problem == {"file": "stdin", "line": 3, "column": 1, "key": "sed", "message": "unknown; did you mean seed?"}
+    absent = tuner("config", "check", "-", cwd=tmp_path, stdin=text.replace("x.jsonl", "y.jsonl"))
+    assert "stdin:2:15  data.train.0.path  " in absent.stderr and "y.jsonl: no such file" in absent.stderr
+    assert tuner("config", "check", "-", cwd=tmp_path, stdin="\n").returncode == 2
 
 
 def test_flags_alone_can_be_a_recipe(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def attempt(path: Path, *flags: Override) -> None:
         loaded = load_recipe(path, flags, path.parent)
     except RecipeError as error:
         assert error.problems
-        for line in error.problems:
+        for line in map(str, error.problems):
             assert line.strip()
             assert "\n" not in line
     else:

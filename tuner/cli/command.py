@@ -34,7 +34,7 @@ from tuner.runtime.stop import is_ignored
 from tuner.runtime.warned import Warned, collected
 
 if TYPE_CHECKING:
-    from tuner.config.load import LoadedRecipe
+    from tuner.config.load import LoadedRecipe, RecipeText
     from tuner.config.overrides import Override
 
 __all__ = [
@@ -47,7 +47,7 @@ VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Say more o
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 RecipeArgument = Annotated[
     str | None,
-    typer.Argument(help="Recipe: a YAML file, a shipped recipe's name, or - for stdin; default ./recipe.yaml."),
+    typer.Argument(help="Recipe: a YAML file, a shipped recipe's name, or - for YAML on stdin; default ./recipe.yaml."),
 ]
 
 
@@ -92,7 +92,9 @@ def input_path(argument: str | Path) -> Path:
 
 
 def load_for_command(argument: str | None, overrides: Sequence[Override] = (), cwd: Path | None = None) -> LoadedRecipe:
-    """Load the recipe that a command was given: a path, a shipped name, `-` (a path or document on stdin), or nothing.
+    """Load the recipe that a command was given: a path, a shipped name, `-` or nothing.
+
+    On stdin it is the recipe itself, whose relative paths start from the working directory, or a path or document.
 
     Without an argument it is `./recipe.yaml`, or the flags alone when they name a model and data.
     Raises RecipeError, with the way out, when there is none, and where its model is a run or an adapter.
@@ -108,7 +110,7 @@ def _loaded(argument: str | None, overrides: Sequence[Override], cwd: Path) -> L
     from tuner.config.load import load_recipe
 
     if argument == "-":
-        return load_recipe(_read_stdin(), overrides, cwd)
+        return load_recipe(_recipe_on_stdin(), overrides, cwd)
     if argument is not None:
         return load_recipe(argument, overrides, cwd)
     if (cwd / "recipe.yaml").is_file():
@@ -222,7 +224,7 @@ def _fail(name: str, options: OutputOptions, error: BaseException, stdout: int, 
     known = as_tuner_error(error)
     code = int(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else known.exit_code)
     report_error(known, _rank())
-    document = failure_document(name, code, type(error).__name__, known.message or type(error).__name__, known.hint)
+    document = failure_document(name, code, type(error).__name__, known)
     document["warnings"] = warned.texts
     _finish(stdout, write_document(document) if options.json else None, code)
 
@@ -238,7 +240,7 @@ def print_failure(name: str, error: TunerError, json: bool) -> int:
     """Report an error that came before a command's body, in the command's form; return its exit code."""
     report_error(error)
     if json:
-        document = failure_document(name, int(error.exit_code), type(error).__name__, error.message, error.hint)
+        document = failure_document(name, int(error.exit_code), type(error).__name__, error)
         _write_line(1, write_document(document))
     return int(error.exit_code)
 
@@ -247,11 +249,28 @@ def _read_stdin() -> str:
     line = _line(sys.stdin)
     if not line.startswith("{"):
         return line
-    document = _sound(line)
+    return _path_in(_sound(line))
+
+
+def _path_in(document: dict[str, Any]) -> str:
     path = document["artifacts"].get("path")
     if not isinstance(path, str) or not path:
         raise RecipeError(f"the document of {document.get('command')} on stdin names no path")
     return path
+
+
+def _recipe_on_stdin() -> str | RecipeText:
+    """The recipe on stdin, or the path of one: a line alone that is no key with its value."""
+    from tuner.config.load import RecipeText
+
+    text = sys.stdin.read((1 << 20) + 1)
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise RecipeError("stdin holds no recipe: the command before printed no path", hint="its error is above")
+    if len(lines) == 1 and (document := read_document(lines[0])) is not None:
+        return _path_in(_ok(document))
+    is_path = len(lines) == 1 and ": " not in lines[0] and not lines[0].rstrip().endswith(":")
+    return lines[0].strip() if is_path else RecipeText(text)
 
 
 def _document(source: str) -> dict[str, Any]:
@@ -277,6 +296,11 @@ def _sound(line: str) -> dict[str, Any]:
     document = read_document(line)
     if document is None:
         raise RecipeError("stdin holds neither a path nor a document of tuner", hint="use --json on the command before")
+    return _ok(document)
+
+
+def _ok(document: dict[str, Any]) -> dict[str, Any]:
+    """A document of a command that succeeded. Raises _PassedOn for one of a command that failed."""
     if document["status"] != "ok":
         raise _PassedOn(document)
     return document

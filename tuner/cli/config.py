@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,8 +22,11 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 @app.command()
 @command("config check")
 def check(ctx: typer.Context, recipe: RecipeArgument = None) -> Outcome:
-    """Say everything that is wrong with a recipe; print its path when nothing is."""
+    """Say everything that is wrong with a recipe - keys, files, templates, code, layers; else print its path."""
+    from tuner.setup.check import check_recipe
+
     loaded = load_for_command(recipe, overrides_of(ctx))
+    print(f"checked   {check_recipe(loaded)}", file=sys.stderr)
     result = str(loaded.path) if loaded.path else "ok"
     return Outcome(result, next=f"tuner prepare-data {result}" if loaded.path else None)
 

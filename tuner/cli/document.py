@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tuner.errors import RecipeError, TunerError
+
 SCHEMA_VERSION = 1
 SCHEMA_PATH = Path(__file__).parent / "schemas" / "document.json"
 Status = Literal["ok", "stopped", "failed"]
@@ -43,11 +45,16 @@ def outcome_document(command: str, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def failure_document(command: str, exit_code: int, kind: str, message: str, hint: str | None) -> dict[str, Any]:
-    """Return the document of a command that failed, or that stopped without a result (exit code 75)."""
+def failure_document(command: str, exit_code: int, kind: str, error: TunerError) -> dict[str, Any]:
+    """Return the document of a command that failed, or that stopped without a result (exit code 75).
+
+    The problems of a recipe are among it, each with its file, line, column, key and message.
+    """
     status: Status = "stopped" if exit_code == 75 else "failed"
-    error = {"type": kind, "message": message, "hint": hint}
-    return _document(command, status, exit_code) | {"error": error}
+    told: dict[str, Any] = {"type": kind, "message": error.message or kind, "hint": error.hint}
+    if isinstance(error, RecipeError) and error.problems[0].text:  # of a recipe, and not of the command's arguments
+        told["problems"] = [problem.document() for problem in error.problems]
+    return _document(command, status, exit_code) | {"error": told}
 
 
 def write_document(document: dict[str, Any]) -> str:

@@ -64,7 +64,7 @@ def run(args: list[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
             return int(ExitCode.USAGE)
-        return _usage(command, args, _message(command, error), _help_of(error))
+        return _usage(command, args, _message(command, error, args), _help_of(error))
     except (KeyboardInterrupt, typer.Abort):
         print("error: interrupted", file=sys.stderr)
         return 130
@@ -162,7 +162,7 @@ def _meant(word: str) -> str:
     return f"did you mean tuner {near}?" if near is not None else "see: tuner --help"
 
 
-def _message(command: str, error: TyperException) -> str:
+def _message(command: str, error: TyperException, args: Sequence[str] = ()) -> str:
     """Say what Typer says; an unknown flag is a misspelt option, or else a key of the recipe or of another tool."""
     if type(error).__name__ != "NoSuchOption":
         return error.format_message().replace("Value error, ", "")  # a word of the checker below, not of the user's
@@ -175,7 +175,16 @@ def _message(command: str, error: TyperException) -> str:
     from tuner.config.overrides import unknown
 
     name = flag.lstrip("-").replace("-", "_")
-    return f"flag --{name}  {unknown(name)}"
+    return f"flag --{name}  {unknown(name, _value_of(flag, args))}"
+
+
+def _value_of(flag: str, args: Sequence[str]) -> str | None:
+    """What was typed as the value of a flag, if anything: `--lr 3` or `--lr=3`."""
+    for word, following in zip(args, [*args[1:], "-"], strict=True):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            return value if equals else None if following.startswith("-") else following
+    return None
 
 
 def _broken(command: str, args: list[str], error: Exception) -> int:

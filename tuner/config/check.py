@@ -7,7 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tuner.config.fields import choices, fields, find, item_fields, list_of, suggestion
+from tuner.config.advice import given_in, of_unknown
+from tuner.config.fields import fields, find, item_fields, list_of
+from tuner.config.other_values import of_value
 from tuner.config.recipe import UNIONS, Recipe
 from tuner.config.rules import RULES
 from tuner.config.tree import KeyPath, Node, Problems, dotted, tree_of
@@ -57,7 +59,8 @@ def _bad_kind(tree: Node, section: str, problems: Problems) -> bool:
     try:
         Choice(values=tuple(kinds)).read(kind.value)
     except ValueError as error:
-        problems.add(kind.where, f"{section}.kind", str(error))
+        meant = of_value(f"{section}.kind", kind.value)
+        problems.add(kind.where, f"{section}.kind", f"got {shown(kind.value)}; {meant}" if meant else str(error))
     assert node is not None
     given = set(node.value)
     kind.value = max(kinds, key=lambda name: (len(given & set(kinds[name].model_fields)), -list(kinds).index(name)))
@@ -89,7 +92,8 @@ def _report(tree: Node, error: Any, guessed: set[str], problems: Problems) -> Ke
     elif error["type"] == "missing":
         problems.add(where, dotted(path), f"missing; {_sentence(tree, path)}")
     elif error["type"] == "recipe":
-        problems.add(where, key, str(error["msg"]))
+        meant = of_value(dotted(path), error.get("input"))
+        problems.add(where, key, f"got {shown(error.get('input'))}; {meant}" if meant else str(error["msg"]))
     else:
         problems.add(where, key, _not_a_mapping(path, error.get("input")))
     return path
@@ -116,12 +120,9 @@ def _unknown(tree: Node, path: KeyPath, flag: bool) -> str:
     if field is not None and field.kinds:
         section = str(path[0])
         return f"not with kind {_kind(tree, section)}; write {section}.kind: {' or '.join(field.kinds)}"
-    listed = list_of(path)
-    siblings = tuple(item_fields(listed)) if len(path) > listed.count(".") + 1 else ()
-    meant = suggestion(key, siblings)
-    if meant is None:
-        return f"unknown; {choices(key)}"
-    return f"unknown; did you mean {'--' if flag and ':' not in meant else ''}{meant}?"
+    written = tree.at(path)
+    value = written.value if not isinstance(written.value, (dict, list)) else written.plain()
+    return of_unknown(key, value, given_in(tree), flag)
 
 
 def _not_a_mapping(path: KeyPath, value: Any) -> str:
@@ -129,6 +130,11 @@ def _not_a_mapping(path: KeyPath, value: Any) -> str:
     keys = keys or list(item_fields(list_of(path)))
     allowed = f"a mapping with keys {', '.join(keys)}" if keys else "a mapping"
     kinds = UNIONS.get(str(path[0]), {})
+    meant = of_value(f"{path[0]}.kind", value) if kinds and len(path) == 1 else None
+    if meant:
+        return f"got {shown(value)}; {meant.replace('write ', f'write {path[0]}.kind: ', 1)}"
+    if path == ("model",) and isinstance(value, str):
+        return f"got {shown(value)}; write model: {{name_or_path: {value}}}"
     hint = f"; write kind: {value} under it" if isinstance(value, str) and value in kinds else ""
     return f"got {shown(value)}; allowed: {allowed}{hint}"
 

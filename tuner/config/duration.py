@@ -37,13 +37,8 @@ class Duration:
         """Read `500 steps`; ValueError for a bare number, an unknown unit, a count of 0 or less."""
         allowed = tuple(units or sorted(set(WORDS.values())))
         written = str(text).strip()
-        try:
-            parse_number(text)
-        except ValueError:
-            pass
-        else:
-            if isinstance(text, bool) or not written.endswith("%"):
-                raise ValueError(f"{written} what? write {_alternatives(written, allowed)}")
+        if not written.endswith("%") and (question := bare_number(text, allowed)) is not None:
+            raise ValueError(question)
         match = _SPLIT.fullmatch(written)
         unit = WORDS.get(match[2]) if match else None
         if match is None or unit is None or unit not in allowed:
@@ -80,6 +75,22 @@ class Duration:
             return f"{write_number(self.count)}%"
         word = self.unit[:-1] if self.count == 1 and self.unit.endswith("s") and len(self.unit) > 1 else self.unit
         return f"{write_number(self.count)} {word}"
+
+
+def bare_number(value: str | int | float, units: Sequence[str]) -> str | None:
+    """What to ask about a number without a unit; None for what is no number. A share of the run is written as percent.
+
+    Between 0 and 1 only a share or epochs can be meant: 0.03 is 3%, and 0.03 steps would be a mistake of its own.
+    """
+    try:
+        count = parse_number(value)
+    except ValueError:
+        return None
+    written = str(value).strip()
+    if 0 < count < 1 and ("%" in units or "epochs" in units):
+        meant = f"{write_number(count * 100)}%" if "%" in units else f"{written} epochs"
+        return f"{written} what? did you mean {meant}?"
+    return f"{written} what? write {_alternatives(written, units)}"
 
 
 def _alternatives(count: str, units: Sequence[str]) -> str:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from tuner.config.other_tools import ours
 from tuner.config.recipe import ITEMS, UNIONS, Recipe
 from tuner.config.section import Section
 from tuner.config.value_types import Table, Text, ValueType, value_type_of
@@ -130,47 +128,3 @@ def find(key: str) -> Field | None:
             return Field(key, owner.sentence, None, owner.value_type)
     return table.get(".".join(rest))
 
-
-def suggestion(key: str, siblings: tuple[str, ...] = ()) -> str | None:
-    """Return what the writer of an unknown dotted key meant: another tool's name for ours, or the nearest name."""
-    section, _, name = key.rpartition(".")
-    name = name.lower().replace("-", "_")
-    table = fields()
-    here = [item.rpartition(".")[2] for item in table if item.rpartition(".")[0] == section]
-    near = _nearest(name, [*here, *siblings], 0.75)
-    if near is not None:
-        return f"{section}.{near}" if section else near
-    if (foreign := ours(name)) is not None:
-        return foreign
-    if siblings and (near := _nearest(name, list(siblings), 0.4)) is not None:
-        return f"{section}.{near}"
-    if section:
-        if (near := _nearest(name, here, 0.6)) is not None:
-            return f"{section}.{near}"
-        sections = list(dict.fromkeys(item.split(".")[0] for item in table if "." in item))
-        if section not in sections and (near := _nearest(section, sections, 0.5)) and f"{near}.{name}" in table:
-            return f"{near}.{name}"
-    elsewhere = [item for item in table if item.rpartition(".")[2] == name]
-    if elsewhere:
-        return elsewhere[0]
-    tops = list(dict.fromkeys(item.split(".")[0] for item in table))
-    if not section and (near := _nearest(name, tops, 0.5)) is not None:
-        return near
-    close = get_close_matches(key, list(table), 1, 0.6)
-    return close[0] if close else None
-
-
-def choices(key: str) -> str:
-    """Return, in words, the keys that may stand where an unknown one does."""
-    section = key.rpartition(".")[0]
-    here = [item.rpartition(".")[2] for item in fields() if item.rpartition(".")[0] == section]
-    if section and here:
-        return f"{section} has {', '.join(here)}"
-    return f"a recipe has {', '.join(dict.fromkeys(item.split('.')[0] for item in fields()))}"
-
-
-def _nearest(name: str, names: list[str], cutoff: float) -> str | None:
-    close = get_close_matches(name, names, 1, cutoff)
-    if close:
-        return close[0]
-    return next((item for item in names if len(item) <= 2 and len(name) <= 4 and set(item) <= set(name)), None)

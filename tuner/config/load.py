@@ -18,7 +18,7 @@ from tuner.config.tree import Node, Problems, dotted, tree_of
 from tuner.config.yaml import MAX_BYTES, read_yaml
 from tuner.errors import RecipeError
 
-__all__ = ["LoadedRecipe", "Override", "load_recipe"]
+__all__ = ["LoadedRecipe", "Override", "RecipeText", "load_recipe"]
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,22 @@ class LoadedRecipe:
     origins: dict[str, str]
 
 
+@dataclass(frozen=True)
+class RecipeText:
+    """The YAML of a recipe that is in no file, with the name that messages give it."""
+
+    text: str
+    name: str = "stdin"
+
+
 def load_recipe(
-    source: Path | str | Mapping[str, Any] | None = None,
+    source: Path | str | RecipeText | Mapping[str, Any] | None = None,
     overrides: Sequence[Override] = (),
     cwd: Path | None = None,
 ) -> LoadedRecipe:
-    """Load a recipe from a file, a shipped recipe's name, a mapping, or (None) from overrides alone.
+    """Load a recipe from a file, a shipped recipe's name, its text, a mapping, or (None) from overrides alone.
 
-    Relative paths start from the file's directory, those of overrides and mappings from `cwd`.
+    Relative paths start from the file's directory, those of texts, overrides and mappings from `cwd`.
     Raises RecipeError with all problems, one line each, in `.problems`.
     """
     cwd = Path(os.path.abspath(cwd or Path.cwd()))
@@ -51,6 +59,8 @@ def load_recipe(
     path: Path | None = None
     if source is None or isinstance(source, Mapping):
         tree, text, stem = _from_mapping(source or {}, cwd, problems), "", "run"
+    elif isinstance(source, RecipeText):
+        tree, text, stem = read_yaml(source.text, source.name, cwd, problems), source.text, "run"
     else:
         path = _locate(source, cwd)
         text = _read_text(path, _display(path, cwd), problems)
@@ -65,19 +75,13 @@ def load_recipe(
         resolve_paths(tree, problems)
     recipe = None if unreadable else check(tree, problems)
     if recipe is None or problems.found:
-        raise _error(problems)
+        raise RecipeError.of(problems.found)
     origins = {dotted(key): node.where for key, node in tree.leaves() if node.where != "default"}
     if not text:
         from tuner.config.dump import recipe_yaml
 
         text = recipe_yaml(recipe)
     return LoadedRecipe(recipe, path, path.parent if path else cwd, text, origins)
-
-
-def _error(problems: Problems) -> RecipeError:
-    lines = tuple(problem.line for problem in sorted(problems.found, key=lambda problem: problem.position))
-    count = f"{len(lines)} problems" if len(lines) > 1 else "1 problem"
-    return RecipeError(f"{count} in the recipe\n" + "\n".join(f"  {line}" for line in lines), problems=lines)
 
 
 def _from_mapping(source: Mapping[str, Any], cwd: Path, problems: Problems) -> Node:

@@ -145,6 +145,8 @@ class Real(ValueType):
             and (self.le is None or number <= self.le)
             and (self.lt is None or number < self.lt)
         )
+        if not inside and 1 < number <= 100 and 1 in (self.le, self.lt):
+            raise ValueError(f"got {shown(value)}; allowed: {self.allowed}; did you mean {shown(value)}%?")
         if not inside:
             raise TypeError
         return number

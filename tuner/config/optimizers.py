@@ -20,7 +20,7 @@ Decay = Annotated[float, Real(ge=0)]
 class ParameterGroup(Section):
     """Parameters with their own learning rate or weight decay."""
 
-    match: Annotated[tuple[str, ...], Several(item=Text(kind="names or globs"), single=True)]
+    match: Annotated[tuple[str, ...], Several(item=Text(kind="names or globs"))]
     """Parameters of the group: names or globs; one that several groups mean is in the first of them."""
     lr: Annotated[float | None, Real(gt=0)] = None
     """Their peak learning rate; null takes the optimizer's."""

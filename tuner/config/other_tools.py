@@ -17,7 +17,7 @@ _NAMES: dict[str, str] = {
     "tokenizer.name_or_path": "tokenizer_config tokenizer_name tokenizer_name_or_path tokenizer_path",
     "tokenizer.chat_template": "chat_template_path chat_template_jinja template custom_template",
     "tokenizer.add_tokens": "add_special_tokens additional_special_tokens new_special_tokens special_tokens tokens "
-    "extra_special_tokens added_tokens resize_vocab resize_token_embeddings",
+    "extra_special_tokens added_tokens",
     "tokenizer.special_tokens_in_text": "split_special_tokens parse_special_tokens encode_special_tokens "
     "allowed_special",
     "model.freeze": "freeze_layers freeze_parameters frozen_parameters freeze_modules freeze_backbone",
@@ -28,7 +28,7 @@ _NAMES: dict[str, str] = {
     "adapter.use_rslora": "peft_use_rslora rslora use_rank_stabilized",
     "adapter.modules_to_save": "lora_modules_to_save additional_target trainable_modules",
     "adapter.target_modules": "lora_target_modules lora_target lora_target_linear lora_modules",
-    "method.kind": "stage rl task trainer_type training_type",
+    "method.kind": "stage task trainer_type training_type",
     "method.use": "loss_fn custom_loss loss_function compute_loss_func trainer_cls",
     "method.options": "loss_kwargs loss_args method_kwargs",
     "method.rows": "dataset_type row_kind data_kind",
@@ -59,7 +59,7 @@ _NAMES: dict[str, str] = {
     "effective_batch_size",
     "train.micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size train_micro_batch_size_per_gpu "
     "eval_batch_size batch_size_per_device device_batch_size",
-    "train.precision": "bf16 fp16 tf32 mixed_precision amp pure_bf16",
+    "train.precision": "bf16 fp16 mixed_precision amp pure_bf16",
     "train.device": "use_cpu no_cuda device_map accelerator",
     "train.gradient_checkpointing": "activation_checkpointing enable_activation_checkpointing "
     "use_gradient_checkpointing recompute_granularity activation_checkpointing_mode gradient_checkpointing_kwargs",
@@ -115,7 +115,7 @@ _NAMES: dict[str, str] = {
     "export.shard_size": "max_shard_size export_size shard_size_limit hf_shard_size max_file_size",
     "export.adapter": "merge_lora merge_and_unload save_merged merge_weights merge_adapter",
     "parallel.processes": "nproc_per_node num_processes num_gpus n_gpus gpus num_devices",
-    "parallel.shard": "fsdp fsdp_config fsdp_sharding_strategy sharding_strategy deepspeed data_parallel_shard_degree "
+    "parallel.shard": "fsdp_sharding_strategy sharding_strategy data_parallel_shard_degree "
     "dp_shard hsdp_shard_dim",
     "parallel.reshard_after_forward": "fsdp_reshard_after_forward",
     "parallel.timeout": "ddp_timeout dist_timeout nccl_timeout timeout_seconds",
@@ -133,7 +133,6 @@ FOREIGN: dict[str, tuple[str, ...]] = {ours: tuple(names.split()) for ours, name
 """Ours -> theirs. Names are compared in lower case with `-` as `_`, and only where a key is not ours."""
 
 NOTES: dict[str, str] = {
-    "gradient_accumulation_steps": "accumulation is derived: train.global_batch_size / (micro_batch_size x processes)",
     "num_epochs": "train.duration: N epochs",
     "num_train_epochs": "train.duration: N epochs",
     "epochs": "train.duration: N epochs",
@@ -147,7 +146,6 @@ NOTES: dict[str, str] = {
     "lr_warmup_steps": "schedule.warmup: N steps",
     "eval_steps": "eval.every: N steps",
     "save_steps": "checkpoint.every: N steps",
-    "logging_steps": "logging.console_every: N s; metrics.jsonl has every step",
     "val_set_size": "data.eval: N%",
     "bf16": "train.precision: bf16",
     "fp16": "train.precision: fp32 or bf16",

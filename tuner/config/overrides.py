@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.config.fields import choices, fields, find, item_fields, list_of, suggestion
+from tuner.config.advice import given_in, of_unknown
+from tuner.config.fields import fields, find, item_fields, list_of
 from tuner.config.tree import KeyPath, Node, Problems, tree_of
 from tuner.config.yaml import read_yaml, resolve
 
@@ -41,24 +42,20 @@ def merge(tree: Node, overrides: Sequence[Override], cwd: Path, problems: Proble
             continue
         seen.add(key)
         if find(key) is None:
-            problems.add(f"flag {override.flag}", "", unknown(key))
+            problems.add(f"flag {override.flag}", "", unknown(key, override.text, given_in(tree)))
         elif override.text is None:
             problems.add(override.where, "", f"needs a value; write {override.flag} VALUE")
         else:
             _merge_one(tree, key, override, cwd, problems)
 
 
-def unknown(key: str) -> str:
-    """Return what to say about a flag that is no key of the recipe."""
+def unknown(key: str, text: str | None = None, given: Mapping[str, Any] | None = None) -> str:
+    """Return what to say about a flag that is no key of the recipe, with the text after it."""
     inside = [name for name in fields() if name.startswith(f"{key}.")]
     if inside:
-        return f"a section; write --{inside[0]} and its like"
-    meant = suggestion(key)
-    return (
-        f"unknown; did you mean {'' if meant and ':' in meant else '--'}{meant}?"
-        if meant
-        else f"unknown; {choices(key)}"
-    )
+        meant = text if inside[0].endswith(".name_or_path") and text else ""
+        return f"a section; write --{inside[0]} {meant or 'VALUE'}"
+    return of_unknown(key, None if text is None else resolve(text), given, as_flags=True)
 
 
 def _merge_one(tree: Node, key: str, override: Override, cwd: Path, problems: Problems) -> None:
@@ -103,10 +100,12 @@ def _read(key: str, override: Override, cwd: Path, problems: Problems) -> Node |
     field = find(key)
     flow = text.lstrip().startswith(("[", "{"))
     takes_text = field is not None and field.takes_text
+    if field is not None and field.value_type is None and type(resolve(text)) in {int, float}:
+        takes_text = False  # no path is a number
     if not flow or (takes_text and field is not None and field.value_type is not None):
         return Node(text if takes_text else resolve(text), override.where, cwd, override.where)
     inner = Problems()
     value = read_yaml(f"value: {text}", "value", cwd, inner).child("value")
     for problem in inner.found:
-        problems.add(override.where, "", problem.text)
+        problems.add(override.where, "", problem.message)
     return None if inner.found or value is None else tree_of(value.plain(), override.where, cwd)

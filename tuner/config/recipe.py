@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from tuner.config.duration import Cadence, Duration, Span
+from tuner.config.duration import Cadence, Duration, Span, bare_number
 from tuner.config.numbers import Bytes, Real, Skips, Whole
 from tuner.config.optimizers import (
     GROUPS,
@@ -255,6 +255,9 @@ def read_eval(value: Any) -> Any:
     """Turn data.eval into null, a split, or a list of mappings."""
     if value is None or isinstance(value, Duration):
         return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        meant = bare_number(value, ("%",)) if value < 1 else f"{value} what? did you mean {value} documents?"
+        raise refuse(str(meant))
     return SPLIT.read(value) if is_split(value) else HELD_OUT.read(value)
 
 

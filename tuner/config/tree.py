@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tuner.errors import Problem
+
 Key = str | int
 KeyPath = tuple[Key, ...]
 
@@ -103,27 +105,6 @@ def tree_of(value: Any, where: str, base: Path, depth: int = 0) -> Node:
     return Node(str(value) if isinstance(value, Path) else value, where, base, where)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong: where, which key, and what; `line` is what people see."""
-
-    where: str
-    key: str
-    text: str
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """Line and column in the file, by which problems are sorted; those of flags come last."""
-        parts = self.where.rsplit(":", 2)
-        numbers = len(parts) == 3 and parts[1].isdecimal() and parts[2].isdecimal()
-        return (int(parts[1]), int(parts[2])) if numbers else (1 << 40, 0)
-
-    @property
-    def line(self) -> str:
-        """The problem on one line."""
-        return "  ".join(part for part in (self.where, self.key, self.text) if part)
-
-
 @dataclass
 class Problems:
     """Everything wrong with one recipe, in order."""
@@ -133,7 +114,7 @@ class Problems:
 
     def add(self, where: str, key: str, text: str) -> None:
         """Note one problem; the same position and key are noted once."""
-        problem = Problem(where, key, " ".join(text.split()))
+        problem = Problem.at(where, key, " ".join(text.split()))
         if problem not in self.seen:
             self.seen.add(problem)
             self.found.append(problem)

@@ -204,13 +204,12 @@ class Text(ValueType):
 class Several(ValueType):
     """A list whose items are of one type: `length` of them where that is given, none where `empty`.
 
-    With `single`, a value that is no list is one of its own.
+    A text or number in place of a list of any length is a list of that one item.
     """
 
     item: ValueType | None = None
     length: int | None = None
     empty: bool = False
-    single: bool = False
 
     def of(self, annotation: Any) -> Self:
         """The value type of a field with this annotation; its item's is that of the tuple's members."""
@@ -228,7 +227,8 @@ class Several(ValueType):
 
     def read(self, value: Any) -> tuple[Any, ...]:
         """Return the items."""
-        value = [value] if self.single and isinstance(value, str) else value
+        if self.length is None and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            value = [self._alone(value)]
         if self.item is None or not isinstance(value, Sequence) or isinstance(value, str):
             raise TypeError
         if not value and not self.empty:
@@ -236,6 +236,13 @@ class Several(ValueType):
         if self.length is not None and len(value) != self.length:
             raise TypeError
         return tuple(self.item.read(item) for item in value)
+
+    def _alone(self, value: Any) -> Any:
+        """The only item; ValueError for several in one text, as other tools write them."""
+        if isinstance(value, str) and "," in value:
+            items = ", ".join(part.strip() for part in value.strip("[]").split(",") if part.strip())
+            raise ValueError(f"got {shown(value)}; write a list: [{items}]")
+        return value
 
     def plain(self, value: Any) -> Any:
         """Return a list."""
@@ -246,7 +253,8 @@ class Several(ValueType):
         assert self.item is not None
         least = self.length or (0 if self.empty else 1)
         count = {"minItems": least} | ({"maxItems": self.length} if self.length else {})
-        return {"type": "array", "items": self.item.schema()} | count
+        several = {"type": "array", "items": self.item.schema()} | count
+        return several if self.length else {"anyOf": [self.item.schema(), several]}
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,11 @@ def saved_modules(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
     return [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
 
 
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that an adapter may adapt, by name."""
+    return {name: module for name, module in model.named_modules() if type(module).__name__ in _KINDS}
+
+
 def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
     """Name and module of every layer that holds the adapter."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
@@ -138,7 +143,7 @@ def _in_autocast_type(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 def _target_names(model: PreTrainedModel, spec: LoraSpec, saved: Iterable[str]) -> list[str]:
     """Full names of the layers to adapt. What is trained in full needs no adapter."""
-    linear = {name: module for name, module in model.named_modules() if type(module).__name__ in _KINDS}
+    linear = linear_layers(model)
     if spec.target_modules == "all-linear":
         chosen = [name for name, module in linear.items() if module is not model.get_output_embeddings()]
     else:

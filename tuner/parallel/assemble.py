@@ -65,7 +65,7 @@ def assemble(
     if spec.recompute != "none":
         from tuner.model.blocks import apply_recompute
 
-        apply_recompute(root, spec.recompute, _recomputed(spec.recomputed_layers, len(decoder_blocks(root.model))))
+        apply_recompute(root, spec.recompute, recomputed_count(spec.recomputed_layers, len(decoder_blocks(root.model))))
     if spec.padding is not None:
         from tuner.model.blocks import compile_blocks
 
@@ -76,7 +76,8 @@ def assemble(
     return root
 
 
-def _recomputed(layers: Duration, there: int) -> int:
+def recomputed_count(layers: Duration, there: int) -> int:
+    """How many of a model's decoder layers are computed again. Raises RecipeError for more than there are."""
     wanted = ceil(layers.share * there) if layers.unit == "%" else int(layers.count)
     if wanted > there:
         raise RecipeError(f"train.gradient_checkpointing_layers: {layers}, but the model has {there}")

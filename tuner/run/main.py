@@ -34,6 +34,7 @@ from tuner.runtime.memory import calm_collector
 from tuner.runtime.process import Collective, gloo_group, process_group
 from tuner.runtime.stop import StopSignals
 from tuner.setup.build import build
+from tuner.setup.resolve import Resolved
 from tuner.train.loop import train_loop
 from tuner.train.prefetcher import Prefetcher
 from tuner.train.progress import Progress
@@ -60,6 +61,7 @@ def train(
         return ready
     resolved, total_steps = plan_launch(ready, loaded, options, rank_info, console)
     if options.dry_run:
+        _check_launch(loaded, resolved, ready, rank_info)
         return RunResult(ready.run.path, "planned", 0, total_steps, None, {"total_steps": total_steps})
     with (
         _main_holds(hold(ready.run.path), ready.run, rank_info),
@@ -80,6 +82,16 @@ def train(
         context = LaunchContext(ready.run, str(record["run_id"]), assembly, progress, ready.resets, console, signals)
         tasks = launch_tasks(context, ready.found, exporter)
         return _run(context, ready, record, tasks)
+
+
+def _check_launch(loaded: LoadedRecipe, resolved: Resolved, ready: Preflight, rank_info: RankInfo) -> None:
+    """Check what the launch would build. Raises RecipeError with every problem."""
+    from tuner.setup.check_model import check_setup
+    from tuner.setup.findings import Findings
+
+    found = Findings(loaded)
+    check_setup(resolved, ready.data, ready.spec.tokenizer, rank_info, found)
+    found.raise_any()
 
 
 def _run(context: LaunchContext, ready: Preflight, record: dict[str, Any], launch: LaunchTasks) -> RunResult:

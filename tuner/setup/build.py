@@ -179,11 +179,10 @@ def check_fits(tokenizer: TextTokenizer, config: PretrainedConfig, prepared: Pre
 def assembly_spec(resolved: Resolved) -> AssemblySpec:
     """What a resolved recipe makes of the model."""
     recipe = resolved.recipe
-    adapter, train = recipe.adapter, recipe.train
-    lora = _lora_spec(adapter) if isinstance(adapter, LowRankAdapter) else None
+    train = recipe.train
     longest = int(recipe.data.max_length)
     return AssemblySpec(
-        trainable=TrainableSpec(lora, recipe.model.freeze, resolved.new_ids, recipe.model.init == "random"),
+        trainable=trainable_of(recipe, resolved.new_ids),
         seed=recipe.seed,
         kernels=cast("Kernels", recipe.model.kernels),
         recompute=train.gradient_checkpointing,
@@ -191,6 +190,12 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
         padding=Padding(longest * train.micro_batch_size, longest) if train.compile is True else None,
         reshard_after_forward=recipe.parallel.reshard_after_forward,
     )
+
+
+def trainable_of(recipe: Recipe, new_ids: range) -> TrainableSpec:
+    """Which parameters a recipe trains; ``new_ids`` are those of the tokens that it adds."""
+    lora = _lora_spec(recipe.adapter) if isinstance(recipe.adapter, LowRankAdapter) else None
+    return TrainableSpec(lora, recipe.model.freeze, new_ids, recipe.model.init == "random")
 
 
 def _lora_spec(adapter: LowRankAdapter) -> "LoraSpec":

@@ -63,10 +63,14 @@ class Evaluation:
 
 def check_metric(metric: str | None, held: HeldOut | None) -> None:
     """Raise RecipeError, naming what there is, for a loss that evaluations of these held-out rows do not measure."""
-    if metric is None or held is None:
-        return
+    if metric is not None and held is not None:
+        require_metric(metric, held.sources)
+
+
+def require_metric(metric: str, sources: Sequence[str]) -> None:
+    """Raise RecipeError, naming what there is, for a loss that evaluations of these sources do not measure."""
     names = ["eval/loss"]
-    names += [f"eval/loss/{name}" for name in held.sources] if len(held.sources) > 1 else []
+    names += [f"eval/loss/{name}" for name in sources] if len(sources) > 1 else []
     if metric not in names:
         raise RecipeError(f"checkpoint.keep_best: no evaluation measures {metric}", hint=f"write {' or '.join(names)}")
 

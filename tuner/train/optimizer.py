@@ -161,10 +161,7 @@ def build_optimizer(
         case MuonOptimizer():
             from tuner.train.sharded import ShardedMuon
 
-            inner = {name: p for name, p in parameters.items() if name not in outer and p.ndim == 2}
-            hidden = [name for name, parameter in inner.items() if is_matrix(name, parameter)]
-            if not hidden:
-                raise RecipeError("optimizer.kind: muon has no hidden matrix to train", hint="write kind: adamw")
+            hidden = hidden_matrices(parameters, outer)
             optimizers = [ShardedMuon(groups(hidden, lr), layouts, section)]
             if others := [name for name in parameters if name not in set(hidden)]:
                 optimizers.append(_adamw(groups(others, float(section.adamw_lr)), section.betas, section.eps))
@@ -173,6 +170,15 @@ def build_optimizer(
 
             optimizers = [build_own_optimizer(section, groups(parameters, lr), layouts)]
     return OptimizerSet(parameters, held, optimizers, takes_flag=not isinstance(section, CustomOptimizer), peak_lr=lr)
+
+
+def hidden_matrices(parameters: Mapping[str, nn.Parameter], outer: Set[str]) -> list[str]:
+    """Names of the matrices that Muon updates: all but those of the ends of the network. RecipeError for none."""
+    inner = {name: p for name, p in parameters.items() if name not in outer and p.ndim == 2}
+    hidden = [name for name, parameter in inner.items() if is_matrix(name, parameter)]
+    if not hidden:
+        raise RecipeError("optimizer.kind: muon has no hidden matrix to train", hint="write kind: adamw")
+    return hidden
 
 
 def chosen_groups(names: Iterable[str], groups: Sequence[ParameterGroup]) -> dict[str, ParameterGroup]:

@@ -116,6 +116,11 @@ def tokenizer_directory(name_or_path: str, revision: str | None) -> Path:
         ) from error
 
 
+def holds_tokenizer(directory: Path) -> bool:
+    """Whether a directory has any of a tokenizer's files."""
+    return any((directory / name).is_file() for name in _FILES)
+
+
 def _read_files(directory: Path) -> dict[str, bytes]:
     """The files of a tokenizer by name. DataError where there is none."""
     files = {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}

@@ -1,0 +1,187 @@
+"""Keys of other tools with their values, converted to ours: the table of what each becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from tuner.config.not_supported import ABSENT_NAMES
+from tuner.config.other_rules import (
+    PER_DEVICE,
+    Given,
+    Lines,
+    Rule,
+    accumulated,
+    betas,
+    bf16,
+    builder,
+    count_of,
+    data_set,
+    data_sets,
+    dtype,
+    fp16,
+    held_out,
+    held_out_sets,
+    kernels,
+    loraplus,
+    micro_batch,
+    min_lr,
+    names_in,
+    new_tokens,
+    note,
+    number_of,
+    per_epoch,
+    roles,
+    row_count,
+    scheduler_options,
+    seconds,
+    share_of,
+    strategy,
+    switch,
+    targets,
+    text_of,
+    trackers,
+    words,
+)
+from tuner.config.other_tools import THEIRS
+
+
+def convert(name: str, value: Any, given: Given) -> Lines | str | None:
+    """Return what to write for a key of another tool, or a note in place of that; None where neither is known.
+
+    `given` are all keys of its configuration; `processes` among them, if there, says on how many it ran.
+    """
+    key = name.lower().replace("-", "_")
+    rule = RULES.get(key)
+    if rule is not None:
+        return rule(value, given)
+    ours = THEIRS.get(key)
+    return {ours: value} if ours is not None and not isinstance(value, Mapping) else None
+
+
+@cache
+def known_names() -> tuple[str, ...]:
+    """Every key of another tool that can be answered, those of what is not supported included."""
+    return (*dict.fromkeys([*RULES, *THEIRS, *ABSENT_NAMES]),)
+
+
+_EPOCHS, _STEPS = count_of("train.duration", "epochs"), count_of("train.duration", "steps")
+_RECOMPUTED = words("train.gradient_checkpointing", {"true": "full", "false": "none", "unsloth": "full"})
+_ADAPTER = {"lora": "lora", "dora": "dora", "full": "none"}
+_SCHEDULES: dict[str, Any] = {
+    "cosine": "cosine", "linear": "linear", "inverse_sqrt": "inverse_sqrt", "constant_with_warmup": "constant",
+    "constant": {"schedule.kind": "constant", "schedule.warmup": "never"}, "warmup_stable_decay": "wsd",
+    "cosine_with_min_lr": "cosine", "polynomial": "linear", "wsd": "wsd",
+}  # fmt: skip
+_OPTIMIZERS = dict.fromkeys(
+    ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "torch.optim.adamw", "adam"), "adamw"
+) | {"adafactor": "adafactor", "sgd": "sgd", "muon": "muon"}
+_TOO_LONG = dict.fromkeys(("true", "keep_start", "keep_end", "truncate", "truncation_left", "right"), "truncate") | {
+    "drop": "drop",
+    "delete": "drop",
+    "split": "split",
+}
+_STAGES = {"sft": "sft", "pt": "pretrain", "pretrain": "pretrain"}
+_TABLE: dict[str, Rule] = {
+    "num_epochs num_train_epochs epochs max_epochs": _EPOCHS,
+    "max_steps total_steps train_iters": _STEPS,
+    " ".join(PER_DEVICE): micro_batch,
+    "per_device_eval_batch_size eval_batch_size": note(
+        "evaluation runs with train.micro_batch_size rows; leave it out"
+    ),
+    "gradient_accumulation_steps": accumulated,
+    "train_batch_size batch_size total_batch_size effective_batch_size": number_of("train.global_batch_size"),
+    "bf16 pure_bf16 amp": bf16,
+    "fp16": fp16,
+    "mixed_precision": words("train.precision", {"bf16": "bf16", "no": "fp32"}),
+    "torch_dtype model_dtype weights_dtype": dtype,
+    "use_cpu no_cuda": switch("train.device", "cpu"),
+    "activation_checkpointing enable_activation_checkpointing use_gradient_checkpointing": _RECOMPUTED,
+    "gradient_checkpointing": _RECOMPUTED,
+    "gradient_checkpointing_kwargs": note("recomputing needs no options; write train.gradient_checkpointing: full"),
+    "torch_compile use_compile compile_model": switch("train.compile", True, False),
+    "torch_compile_backend torch_compile_mode": note("write train.compile: true; it has no options"),
+    "max_grad_norm gradient_clipping clip_grad_norm grad_clip gradient_clip_val": (
+        number_of("train.max_grad_norm", "never")
+    ),
+    "full_determinism use_deterministic_algorithms": switch("train.deterministic", True),
+    "learning_rate max_lr peak_lr base_lr": number_of("optimizer.lr"),
+    "optim": words("optimizer.kind", _OPTIMIZERS),
+    "adam_beta1 adam_beta2 beta1 beta2": betas,
+    "adam_epsilon adam_eps optimizer_eps": number_of("optimizer.eps"),
+    "loraplus_lr_ratio": loraplus,
+    "lr_scheduler_type lr_scheduler scheduler": words("schedule.kind", _SCHEDULES),
+    "warmup_ratio": share_of("schedule.warmup", "never"),
+    "warmup_steps num_warmup_steps lr_warmup_steps lr_warmup_iters": share_of("schedule.warmup", "never"),
+    "cosine_min_lr_ratio": number_of("schedule.min_lr_ratio"),
+    "min_lr_rate": number_of("schedule.min_lr_ratio"),
+    "min_lr lr_end eta_min": min_lr,
+    "lr_scheduler_kwargs scheduler_kwargs": scheduler_options,
+    "eval_steps eval_interval eval_freq": share_of("eval.every", "never"),
+    "evals_per_epoch": per_epoch("eval.every"),
+    "eval_strategy evaluation_strategy": strategy("eval.every", "eval_steps"),
+    "eval_on_start val_before_train eval_first_step": switch("eval.at_start", True, False),
+    "do_eval eval_on_end final_eval": switch("eval.at_end", True),
+    "save_steps save_interval checkpoint_interval save_freq": share_of("checkpoint.every", "never"),
+    "saves_per_epoch": per_epoch("checkpoint.every"),
+    "save_strategy": strategy("checkpoint.every", "save_steps"),
+    "metric_for_best_model save_best_only monitor": (
+        words("checkpoint.keep_best", {"eval_loss": "eval/loss", "loss": "eval/loss", "true": "eval/loss"})
+    ),
+    "load_best_model_at_end": switch("checkpoint.keep_best", "eval/loss"),
+    "early_stopping_patience early_stopping_rounds early_stop_patience": number_of("eval.patience"),
+    "early_stopping": note("write eval.patience: N evaluations without a better loss"),
+    "early_stopping_threshold": note("write eval.patience: N evaluations without a better loss; it has no threshold"),
+    "logging_steps log_interval logging_interval log_every log_freq log_every_n_steps": (
+        note("every step is in metrics.jsonl; logging.console_every: 2 s refreshes the console")
+    ),
+    "val_set_size val_size validation_split split_dataset_ratio": held_out,
+    "dataset_name hf_hub_url": data_set,
+    "dataset_text_field": lambda value, given: f"write columns: {{text: {value}}} in an item of data.train",
+    "max_samples num_samples max_train_samples n_samples sample_size": row_count,
+    "sample_packing packed pack_sequences neat_packing": switch("data.packing", True, False),
+    "packing": switch("data.packing", True, False),
+    "padding_free": switch("data.packing", True),
+    "disable_shuffling": switch("data.shuffle", False),
+    "truncation truncation_mode excess_length_strategy": words("data.too_long", _TOO_LONG),
+    "train_on_inputs": switch("method.train_on", "all", "assistant"),
+    "train_on_prompt train_on_input train_on_source": switch("method.train_on", "all", "assistant"),
+    "assistant_only_loss completion_only_loss": switch("method.train_on", "assistant", "all"),
+    "mask_history train_on_last_turn_only": switch("method.train_on", "last_assistant"),
+    "roles_to_train": roles,
+    "stage task trainer_type training_type": words("method.kind", _STAGES),
+    "finetuning_type peft_type adapter_type train_type tuner_type": words("adapter.kind", _ADAPTER),
+    "use_peft": switch("adapter.kind", "lora"),
+    "peft": switch("adapter.kind", "lora"),
+    "use_dora peft_use_dora lora_dora": switch("adapter.kind", "dora"),
+    "lora_target_modules lora_target lora_modules target_modules": targets,
+    "lora_target_linear": switch("adapter.target_modules", "all-linear"),
+    "lora_modules_to_save additional_target trainable_modules": names_in("adapter.modules_to_save"),
+    "freeze_layers freeze_parameters freeze_modules": names_in("model.freeze"),
+    "use_liger_kernel use_liger liger_kernel enable_liger_kernel liger_rope": kernels,
+    "from_scratch train_from_scratch random_init reinit_weights": switch("model.init", "random"),
+    "add_special_tokens additional_special_tokens special_tokens tokens extra_special_tokens new_special_tokens": (
+        new_tokens
+    ),
+    "split_special_tokens parse_special_tokens": switch("tokenizer.special_tokens_in_text", "escape"),
+    "report_to loggers log_with tracking": trackers,
+    "use_wandb use_tensorboard use_mlflow": note("write logging.trackers: [wandb], [tensorboard] or [mlflow]"),
+    "wandb_tags run_tags mlflow_tags": names_in("logging.tags"),
+    "ddp_timeout dist_timeout nccl_timeout timeout_seconds": seconds,
+    "exit_duration_in_mins": count_of("train.stop_after", "min"),
+    "merge_lora": switch("export.adapter", "merge", "keep"),
+    "max_steps_per_epoch": _STEPS,
+    "dtype": dtype,
+    "full_finetuning": switch("adapter.kind", "none", "lora"),
+    "lora_r lora_rank rank": number_of("adapter.r"),
+    "datasets dataset": data_sets,
+    "test_datasets val_dataset": held_out_sets,
+    "_component_": builder,
+    "tokenizer.path": text_of("tokenizer.name_or_path"),
+    "random_state": number_of("seed"),
+    "metric_logger": note("write logging.trackers: [tensorboard], [wandb] or [mlflow]"),
+    "lr_scheduler_config": scheduler_options,
+}
+RULES: dict[str, Rule] = {name: rule for names, rule in _TABLE.items() for name in names.split()}
+"""How the values of other tools' keys become ours; a key that is not here keeps its value under our name."""

@@ -1,0 +1,137 @@
+"""Data sets as other tools name them, and the items of `data.train` that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
+_FORMATS = {
+    "alpaca": "alpaca", "alpaca_chat": "alpaca", "chat_template": "messages", "sharegpt": "sharegpt",
+    "completion": "text", "pretrain": "text", "openai": "messages",
+}  # fmt: skip
+_COMPONENTS = {
+    "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca"),
+    "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", "alpaca"),
+    "chat_dataset": ("", "messages"),
+    "instruct_dataset": ("", "prompt_completion"),
+    "text_completion_dataset": ("", "text"),
+    "samsum_dataset": ("Samsung/samsum", "auto"),
+    "wikitext_dataset": ("Salesforce/wikitext", "text"),
+    "grammar_dataset": ("liweili/c4_200m", "auto"),
+    "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", "sharegpt"),
+}
+"""Builders of torchtune, each with the hub data set and the form of its records."""
+
+
+def is_file(name: str) -> bool:
+    """Whether the name of a data set is the path of a file or directory, as it is written."""
+    return name.startswith(("./", "../", "/", "~")) or name.endswith(SUFFIXES)
+
+
+def located(name: str, split: Any = None) -> str:
+    """The path of a source: a file as it is, a hub data set with its split."""
+    return name if is_file(name) or ":" in name.removeprefix("hf://") else f"{name}:{split or 'train'}"
+
+
+def entry(found: Mapping[str, Any]) -> dict[str, Any]:
+    """An item of axolotl's `datasets`, as one of ours."""
+    files = found.get("data_files")
+    path = files[0] if isinstance(files, list) and files else files if isinstance(files, str) else found.get("path")
+    source: dict[str, Any] = {"path": located(str(path), found.get("split"))}
+    kind = found.get("type")
+    columns = _columns(found)
+    if isinstance(kind, Mapping):
+        source["format"] = "prompt_completion"
+        renamed = {"prompt": kind.get("field_instruction"), "completion": kind.get("field_output")}
+        columns |= {ours: str(theirs) for ours, theirs in renamed.items() if theirs}
+    elif isinstance(kind, str) and (form := _FORMATS.get(kind.split(".")[0].split(":")[0])) is not None:
+        source["format"] = "sharegpt" if form == "messages" and _is_sharegpt(found) else form
+    if columns and source.get("format") != "sharegpt":
+        source["columns"] = columns
+    return source
+
+
+def _is_sharegpt(found: Mapping[str, Any]) -> bool:
+    """Whether a chat's records have `from` and `value`."""
+    named = found.get("message_property_mappings") or {}
+    return bool(found.get("message_field_role", named.get("role")) == "from")
+
+
+def _columns(found: Mapping[str, Any]) -> dict[str, str]:
+    messages, text = found.get("field_messages"), found.get("field")
+    columns = {"messages": str(messages)} if messages and messages != "messages" else {}
+    return columns | ({"text": str(text)} if text and text != "text" else {})
+
+
+def component(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The `dataset` of a torchtune file, as one of our sources."""
+    name, form = _COMPONENTS.get(str(found.get("_component_", "")).rpartition(".")[2], ("", "auto"))
+    path = found.get("data_files") or found.get("source") or name or "rows.jsonl"
+    source: dict[str, Any] = {"path": located(str(path), found.get("split"))}
+    if form != "auto":
+        source["format"] = form
+    column, renamed = found.get("conversation_column"), found.get("column_map")
+    if isinstance(column, str):
+        source["columns"] = {"messages": column}
+    elif isinstance(renamed, Mapping) and form == "prompt_completion":
+        pairs = {"prompt": renamed.get("input"), "completion": renamed.get("output")}
+        source["columns"] = {ours: str(theirs) for ours, theirs in pairs.items() if theirs}
+    return source
+
+
+def counted(name: str) -> str | dict[str, Any]:
+    """A data set of ms-swift: a name with, after `#`, how many records are taken."""
+    path, _, count = name.partition("#")
+    place = located(path.partition(":")[0] if not is_file(path) else path)
+    return {"path": place, "count": int(count)} if count.isdecimal() else place
+
+
+def registered(name: str, info: Mapping[str, Any], directory: str) -> str | dict[str, Any]:
+    """A data set of LLaMA-Factory by its name in `dataset_info.json`; a file of that name where it is not listed."""
+    listed = info.get(name)
+    if not isinstance(listed, Mapping):
+        return name if is_file(name) else f"{directory}/{name}.json"
+    hub = listed.get("hf_hub_url")
+    source: dict[str, Any] = {
+        "path": located(str(hub), listed.get("split")) if hub else f"{directory}/{listed.get('file_name')}"
+    }
+    source["format"] = "sharegpt" if listed.get("formatting") == "sharegpt" else "alpaca"
+    tags = listed.get("tags") or {}
+    if isinstance(tags, Mapping) and tags.get("role_tag") == "role":
+        source["format"] = "messages"
+    columns = listed.get("columns") or {}
+    if isinstance(columns, Mapping):
+        ours = {
+            "prompt": "instruction",
+            "query": "input",
+            "response": "output",
+            "messages": "messages",
+            "system": "system",
+        }
+        renamed = {ours[key]: str(value) for key, value in columns.items() if key in ours}
+        if source["format"] == "sharegpt":
+            renamed = {"conversations" if key == "messages" else key: value for key, value in renamed.items()}
+        renamed = {key: value for key, value in renamed.items() if key != value}
+        if renamed:
+            source["columns"] = renamed
+    return source
+
+
+def plain_sources(value: Any, directory: str = "data") -> list[Any] | None:
+    """What a key that holds data sets stands for: a list of names or mappings, names with commas, or a builder."""
+    if isinstance(value, Mapping):
+        return [component(value)] if "_component_" in value else [entry(value)]
+    if isinstance(value, str):
+        names = [name.strip() for name in value.replace(",", " ").split()]
+        return [
+            counted(name) if "/" in name or "#" in name else registered(name, {}, directory) for name in names
+        ] or None
+    if not isinstance(value, list) or not value:
+        return None
+    found = [
+        entry(item) if isinstance(item, Mapping) else counted(item)
+        for item in value
+        if isinstance(item, (str, Mapping))
+    ]
+    return found if len(found) == len(value) else None

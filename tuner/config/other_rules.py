@@ -1,0 +1,376 @@
+"""How values of other tools become ours: counts and their units, shares, truth values, words, and several together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+from tuner.config.numbers import parse_number, write_number
+from tuner.config.other_data import plain_sources
+from tuner.config.other_values import of_value
+
+Lines = dict[str, Any]
+"""What to write: our keys with their values."""
+Given = Mapping[str, Any]
+"""The other tool's keys, of which some change what another one means."""
+Rule = Callable[[Any, Given], Lines | str | None]
+"""Of a value and all that is given: lines, or a note in place of them, or None where the value is not understood."""
+
+PER_DEVICE = ("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu", "device_batch_size",
+              "batch_size_per_device")  # fmt: skip
+
+
+def number(value: Any) -> Fraction | None:
+    """The exact number that a value is, also where it is written as text; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return parse_number(value)
+    except ValueError:
+        return None
+
+
+def percent(share: Fraction) -> str:
+    """A share as it is written: 0.03 is 3%."""
+    return f"{write_number(share * 100)}%"
+
+
+def count_of(key: str, unit: str, off: str | None = None) -> Rule:
+    """A count of `unit`; `off` is what 0 and less mean, nothing where it is None."""
+
+    def rule(value: Any, given: Given) -> Lines | str | None:
+        count = number(value)
+        if count is None:
+            return None
+        if count <= 0:
+            return {key: off} if off is not None else f"{write_number(count)} means nothing for {key}; leave it out"
+        if 0 < count < 1 and unit != "epochs":
+            return {key: percent(count)}
+        return {key: f"{write_number(count)} {unit if count != 1 else unit[:-1]}"}
+
+    return rule
+
+
+def share_of(key: str, off: str | None) -> Rule:
+    """A ratio, which is written as percent; a count of `steps` where it is above 1."""
+    steps = count_of(key, "steps", off)
+
+    def rule(value: Any, given: Given) -> Lines | str | None:
+        share = number(value)
+        return {key: percent(share)} if share is not None and 0 < share < 1 else steps(value, given)
+
+    return rule
+
+
+def per_epoch(key: str) -> Rule:
+    """So many times an epoch."""
+
+    def rule(value: Any, given: Given) -> Lines | str | None:
+        times = number(value)
+        if times is None or times <= 0:
+            return None
+        every = round(float(1 / times), 4)
+        return {key: "1 epoch" if every == 1 else f"{every:g} epochs"}
+
+    return rule
+
+
+def strategy(key: str, count: str) -> Rule:
+    """`no`, `epoch` or `steps`, of which the last one leaves the cadence to another key."""
+
+    def rule(value: Any, given: Given) -> Lines | str | None:
+        word = {False: "no", True: "steps"}.get(value, value) if isinstance(value, bool) else value
+        if word == "steps":
+            steps = number(given.get(count))
+            return {key: f"{write_number(steps)} steps"} if steps else f"write {key}: N steps"
+        return {"no": {key: "never"}, "epoch": {key: "1 epoch"}}.get(str(word))
+
+    return rule
+
+
+def switch(key: str, on: Any, off: Any = None) -> Rule:
+    """A truth value; `off` is what false means, the default where it is None."""
+
+    def rule(value: Any, given: Given) -> Lines | str | None:
+        if isinstance(value, str) and value.lower() in {"true", "false"}:
+            value = value.lower() == "true"
+        if not isinstance(value, bool):
+            return None
+        chosen = on if value else off
+        return f"false is the default of {key}; leave it out" if chosen is None else {key: chosen}
+
+    return rule
+
+
+def words(key: str, words: Mapping[str, Any]) -> Rule:
+    """One of a few words; those that are not here may be values that are not supported."""
+
+    def rule(value: Any, given: Given) -> Lines | str | None:
+        if not isinstance(value, (str, bool)):
+            return None
+        found = words.get(str(value).lower())
+        if found is None:
+            meant = of_value(key, value)
+            return meant.replace("write ", f"write {key}: ", 1) if meant and meant.startswith("write ") else meant
+        return found if isinstance(found, dict) else {key: found}
+
+    return rule
+
+
+def note(text: str) -> Rule:
+    """A sentence in place of a line."""
+    return lambda value, given: text
+
+
+def number_of(key: str, off: Any = None) -> Rule:
+    """A number; `off` is what 0 and less mean."""
+
+    def rule(value: Any, given: Given) -> Lines | str | None:
+        found = number(value)
+        if found is None:
+            return None
+        if found <= 0 and off is not None:
+            return {key: off}
+        return {key: value if not isinstance(value, str) else _plain(found)}
+
+    return rule
+
+
+def _plain(count: Fraction) -> int | float:
+    return int(count) if count.denominator == 1 else float(count)
+
+
+def accumulated(value: Any, given: Given) -> Lines | str | None:
+    """Rows of a step: those of a process times the micro-batches, times the processes where their number is given."""
+    micro = next((found for name in PER_DEVICE if (found := number(given.get(name)))), None)
+    steps, processes = number(value), number(given.get("processes")) or Fraction(1)
+    if steps is None or steps <= 0:
+        return "accumulation follows from train.global_batch_size; write train.global_batch_size: N"
+    if micro is None:
+        return (
+            "accumulation follows from train.global_batch_size: N rows, which is micro_batch_size x "
+            f"{write_number(steps)} x processes"
+        )
+    return {"train.global_batch_size": int(micro * steps * processes)}
+
+
+def micro_batch(value: Any, given: Given) -> Lines | str | None:
+    """Rows of one process at once."""
+    rows = number(value)
+    return {"train.micro_batch_size": int(rows)} if rows is not None and rows >= 1 and rows.denominator == 1 else None
+
+
+def betas(value: Any, given: Given) -> Lines | str | None:
+    """Both decay rates, of which another tool has a key each."""
+    pair = [number(given.get(f"adam_beta{index}", given.get(f"beta{index}"))) for index in (1, 2)]
+    if number(value) is None:
+        return None
+    defaults = (Fraction("0.9"), Fraction("0.999"))
+    return {
+        "optimizer.betas": [
+            float(default if beta is None else beta) for beta, default in zip(pair, defaults, strict=True)
+        ]
+    }
+
+
+def min_lr(value: Any, given: Given) -> Lines | str | None:
+    """The lowest learning rate, as a share of the peak."""
+    lowest, peak = (
+        number(value),
+        next((found for name in ("learning_rate", "lr") if (found := number(given.get(name)))), None),
+    )
+    if lowest is None:
+        return None
+    if not peak:
+        return "write schedule.min_lr_ratio: N%, the share of optimizer.lr that is left at the end"
+    return {"schedule.min_lr_ratio": round(float(lowest / peak), 6)}
+
+
+def scheduler_options(value: Any, given: Given) -> Lines | str | None:
+    """The options of a scheduler of transformers."""
+    if not isinstance(value, Mapping):
+        return None
+    for name, found in value.items():
+        if name == "min_lr_rate":
+            return {"schedule.min_lr_ratio": found}
+        if name in {"min_lr", "lr_end"}:
+            return min_lr(found, given)
+        if name == "num_decay_steps":
+            return count_of("schedule.decay", "steps")(found, given)
+    return "write schedule.min_lr_ratio, schedule.decay or schedule.periods"
+
+
+def held_out(value: Any, given: Given) -> Lines | str | None:
+    """A share or a count of records that are held out."""
+    share = number(value)
+    if share is None:
+        return None
+    if share == 0:
+        return "0 is the default of data.eval; leave it out"
+    return {"data.eval": percent(share) if share < 1 else f"{write_number(share)} documents"}
+
+
+def data_set(value: Any, given: Given) -> Lines | str | None:
+    """A hub name with the split that another key names, or the path of a file."""
+    if not isinstance(value, str) or not value.strip():
+        return None
+    if value.startswith((".", "/", "~")) or value.rpartition(".")[2] in {
+        "json",
+        "jsonl",
+        "csv",
+        "parquet",
+        "txt",
+        "arrow",
+    }:
+        return {"data.train": value}
+    split = given.get("dataset_train_split") or given.get("train_split") or "train"
+    return {"data.train": value if ":" in value else f"{value}:{split}"}
+
+
+def bf16(value: Any, given: Given) -> Lines | str | None:
+    """`bf16: false` is full precision where fp16 is not asked for either."""
+    word = str(value).lower()
+    if word in {"true", "full", "auto"}:
+        return {"train.precision": "auto" if word == "auto" else "bf16"}
+    if word == "false" and str(given.get("fp16", "false")).lower() != "true":
+        return {"train.precision": "fp32"}
+    return None
+
+
+def fp16(value: Any, given: Given) -> Lines | str | None:
+    """Half precision, which is not supported."""
+    if str(value).lower() == "false":
+        return "false is the default of train.precision; leave it out"
+    return "not supported: fp16 computation, which needs loss scaling; instead train.precision: bf16, or fp32"
+
+
+def targets(value: Any, given: Given) -> Lines | str | None:
+    """Names in a list or separated by commas, or a word for all linear layers."""
+    if isinstance(value, (list, tuple)):
+        names = [str(item) for item in value]
+        return {"adapter.target_modules": "all-linear" if names in (["all"], ["all-linear"]) else names}
+    if not isinstance(value, str):
+        return {"adapter.target_modules": "all-linear"} if value is True else None
+    if value.lower() in {"all", "all-linear", "all_linear", "auto"}:
+        return {"adapter.target_modules": "all-linear"}
+    return {"adapter.target_modules": [name.strip() for name in value.split(",")]}
+
+
+def names_in(key: str) -> Rule:
+    """Names in a list or separated by commas."""
+
+    def rule(value: Any, given: Given) -> Lines | str | None:
+        items = value.split(",") if isinstance(value, str) else value
+        return {key: [str(item).strip() for item in items]} if isinstance(items, list) and items else None
+
+    return rule
+
+
+def trackers(value: Any, given: Given) -> Lines | str | None:
+    """Those of the trackers that are here, too."""
+    wanted = [value] if isinstance(value, str) else value
+    if not isinstance(wanted, list):
+        return None
+    known = [item for item in wanted if item in {"wandb", "tensorboard", "mlflow"}]
+    if known or wanted in (["none"], []):
+        return {"logging.trackers": known}
+    return of_value("logging.trackers", str(wanted[0]))
+
+
+def new_tokens(value: Any, given: Given) -> Lines | str | None:
+    """Texts that become tokens."""
+    items = value.split(",") if isinstance(value, str) else value
+    if isinstance(items, Mapping):
+        return (
+            "special tokens come with the tokenizer; new ones are tokenizer.add_tokens: [{token: TEXT, special: true}]"
+        )
+    if not isinstance(items, list) or not items:
+        return None
+    return {"tokenizer.add_tokens": [str(item) for item in items]}
+
+
+def loraplus(value: Any, given: Given) -> Lines | str | None:
+    """LoRA+: another learning rate for the second matrix of each adapter."""
+    ratio, lr = number(value), number(given.get("learning_rate"))
+    if ratio is None:
+        return None
+    shown = f"{float(ratio * lr):g}" if lr is not None else f"{write_number(ratio)} times optimizer.lr"
+    return f"write optimizer.groups: [{{match: '*lora_B*', lr: {shown}}}]"
+
+
+def dtype(value: Any, given: Given) -> Lines | str | None:
+    """A type of torch, which decides the computation here."""
+    word = str(value).lower().removeprefix("torch.")
+    found = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32", "auto": "auto"}.get(word)
+    if found is not None:
+        return {"train.precision": found}
+    return fp16(True, given) if word in {"float16", "fp16", "half"} else None
+
+
+def kernels(value: Any, given: Given) -> Lines | str | None:
+    """Liger's kernels, or torch's."""
+    return switch("model.kernels", "liger", "torch")(value, given)
+
+
+def seconds(value: Any, given: Given) -> Lines | str | None:
+    """A time in seconds."""
+    seconds = number(value)
+    if seconds is None or seconds <= 0:
+        return None
+    minutes = seconds / 60
+    return {
+        "parallel.timeout": f"{write_number(minutes)} min" if minutes.denominator == 1 else f"{math.ceil(seconds)} s"
+    }
+
+
+def roles(value: Any, given: Given) -> Lines | str | None:
+    """Axolotl's list of roles that are trained."""
+    if isinstance(value, list) and value and set(value) <= {"assistant", "gpt"}:
+        return {"method.train_on": "assistant"}
+    return "method.train_on is assistant, last_assistant or all; other roles are not chosen one by one"
+
+
+def row_count(value: Any, given: Given) -> Lines | str | None:
+    """The number of records that are taken, which belongs to a source."""
+    return f"write count: {value} in an item of data.train, such as [{{path: FILE, count: {value}}}]"
+
+
+def data_sets(value: Any, given: Given) -> Lines | str | None:
+    """Data sets under any of the names that other tools have for them."""
+    sources = plain_sources(value)
+    return None if sources is None else {"data.train": sources}
+
+
+def held_out_sets(value: Any, given: Given) -> Lines | str | None:
+    """Data sets that are never trained on."""
+    sources = plain_sources(value)
+    return None if sources is None else {"data.eval": sources}
+
+
+_BUILDERS: dict[str, Lines] = {
+    "adamw": {"optimizer.kind": "adamw"}, "adam": {"optimizer.kind": "adamw"}, "sgd": {"optimizer.kind": "sgd"},
+    "adafactor": {"optimizer.kind": "adafactor"}, "get_cosine_schedule_with_warmup": {"schedule.kind": "cosine"},
+    "get_linear_schedule_with_warmup": {"schedule.kind": "linear"},
+    "get_constant_schedule_with_warmup": {"schedule.kind": "constant"},
+    "get_inverse_sqrt_schedule": {"schedule.kind": "inverse_sqrt"},
+    "tensorboardlogger": {"logging.trackers": ["tensorboard"]}, "wandblogger": {"logging.trackers": ["wandb"]},
+}  # fmt: skip
+
+
+def builder(value: Any, given: Given) -> Lines | str | None:
+    """What torchtune builds by a dotted path."""
+    name = str(value).rpartition(".")[2].lower()
+    if found := _BUILDERS.get(name):
+        return {**found}
+    if "8bit" in name or "4bit" in name:
+        return of_value("optimizer.kind", "adamw_8bit")
+    if name.startswith(("lora_", "dora_")):
+        return {"adapter.kind": "lora"}
+    return "components are chosen by kind here; tuner import FILE converts a file of torchtune"
+
+
+def text_of(key: str) -> Rule:
+    """A text that stays as it is."""
+    return lambda value, given: {key: value} if isinstance(value, str) else None

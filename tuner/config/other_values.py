@@ -1,0 +1,176 @@
+"""Values that other tools take where ours are others: what to write for them, or what is not supported."""
+
+from __future__ import annotations
+
+from tuner.config.not_supported import absent
+
+_PREFERENCES = "dpo ipo kto orpo simpo cpo sigmoid hinge bco apo"
+_REINFORCEMENT = "ppo grpo rloo dapo gspo reinforce online_dpo rl rm rw reward reward_modeling prm"
+_QUANTISED = "qlora qdora loftq"
+_OTHER_ADAPTERS = (
+    "ia3 vera loha lokr adalora oft boft prefix prefix_tuning prompt_tuning p_tuning pissa olora llama_adapter lora_fa "
+    "longlora relora adapter fourierft bone reft vblora"
+)
+_EIGHT_BIT = (
+    "adamw_bnb_8bit adamw_8bit paged_adamw paged_adamw_8bit paged_adamw_32bit ademamix_8bit paged_ademamix lion_8bit "
+    "paged_lion_8bit paged_lion_32bit adam8bit adamw8bit adamw_torch_8bit adamw_torch_4bit ao_adamw_8bit "
+    "rmsprop_bnb_8bit "
+    "galore_adamw galore_adamw_8bit galore_adafactor apollo_adamw lomo adalomo adam_mini"
+)
+_NO_OPTIMIZER = (
+    "lion lion_pytorch lion_32bit sophia shampoo soap adagrad rmsprop ademamix schedule_free_adamw grokadamw"
+)
+
+_WRITE: dict[str, dict[str, str]] = {
+    "method.kind": {
+        "pt pre_train pre-training pretraining clm causal_lm lm cpt continued_pretraining": "pretrain",
+        "instruct instruction instruction_tuning finetune fine_tune finetuning chat supervised it": "sft",
+    },
+    "adapter.kind": {
+        "full full_finetune ft false off": "none",
+        "freeze": "none, with model.freeze: [embed_tokens, model.layers.0]",
+        "peft true lora_only lora_adapter": "lora",
+        "rslora rs_lora": "lora, with use_rslora: true",
+    },
+    "model.dtype": {
+        "bfloat16 torch.bfloat16 float16 torch.float16 fp16 half": "auto; train.precision: bf16 sets the computation",
+        "float32 torch.float32 float fp32_true": "fp32",
+    },
+    "train.precision": {
+        "bfloat16 torch.bfloat16 bf16-mixed bf16-true bf16_mixed mixed true": "bf16",
+        "float32 torch.float32 float 32 32-true no false full": "fp32",
+        "fp16 float16 torch.float16 half 16 16-mixed 16-true": "bf16 or fp32; fp16, which needs loss scaling, is not "
+        "supported",
+        "fp8 float8 int8 8bit 4bit int4 nf4": "bf16 or fp32; fewer bits are not supported",
+    },
+    "train.device": {
+        "gpu cuda:0 cuda:1 gpu:0 nvidia": "cuda; CUDA_VISIBLE_DEVICES chooses the GPU",
+        "mps metal xpu npu tpu hpu rocm": "auto, cuda or cpu; other devices are not supported",
+    },
+    "train.gradient_checkpointing": {
+        "true on yes unsloth all": "full",
+        "false off no": "none",
+        "offload": "full; offloading is not supported",
+    },
+    "train.max_grad_norm": {"0 0.0 none off": "never"},
+    "train.duration": {"-1 0": "N epochs, N steps or N tokens"},
+    "train.stop_after": {"-1 0 none": "never"},
+    "optimizer.kind": {
+        "adam adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused fused_adamw torch.optim.adamw torch_adamw "
+        "adamw_torch_xla adamw_anyprecision": "adamw",
+        "adafactor_hf": "adafactor",
+        "muon_adamw normuon": "muon",
+    },
+    "optimizer.lr": {"none default": "auto"},
+    "schedule.kind": {
+        "constant_with_warmup": "constant",
+        "warmup_stable_decay warmup-stable-decay": "wsd",
+        "cosine_with_min_lr cosine_warmup cosine_with_warmup get_cosine_schedule_with_warmup": "cosine, with "
+        "schedule.min_lr_ratio: 10%",
+        "cosine_with_restarts one_cycle onecycle rex": "cosine; restarts and cycles are not supported",
+        "polynomial linear_with_warmup": "linear",
+        "reduce_lr_on_plateau plateau greedy": "cosine; a rate that follows the loss is not supported",
+        "none": "constant, with schedule.warmup: never",
+    },
+    "schedule.warmup": {"0 0.0 none": "never"},
+    "model.kernels": {"unsloth triton fused true": "auto or liger", "none false off": "torch"},
+    "model.init": {"scratch from_scratch": "random", "hub checkpoint": "pretrained"},
+    "parallel.shard": {
+        "zero3 zero-3 zero_3 stage3 fsdp fsdp2 full_shard true": "full",
+        "zero2 zero-2 zero_2 stage2 shard_grad_op zero1 stage1": "full, with parallel.reshard_after_forward: false",
+        "hybrid_shard hsdp hybrid_shard_zero2": "hybrid",
+        "ddp no_shard false off replicate": "none",
+    },
+    "parallel.processes": {"-1 all gpu": "auto"},
+    "method.train_on": {
+        "completion completions completion_only answer answers response responses output outputs false": "assistant",
+        "last last_turn final": "last_assistant",
+        "everything inputs prompt prompts full true both": "all",
+    },
+    "method.reduction": {"mean tokens": "token", "sample samples sequence": "document", "square": "sqrt"},
+    "data.too_long": {
+        "keep_start keep_end right left cut true truncate_start": "truncate",
+        "skip remove filter delete false": "drop",
+        "raise error": "drop, which counts them, or truncate",
+    },
+    "data.on_bad_row": {"ignore drop continue warn": "skip", "raise stop fail": "error"},
+    "data.max_length": {"none -1 max": "auto"},
+    "data.workers": {"none 0 -1": "auto"},
+    "data.train.format": {
+        "chat chat_template chatml openai conversation conversational chat_messages": "messages",
+        "sharegpt_chat vicuna conversations": "sharegpt",
+        "instruction instruct alpaca_chat alpaca:chat": "alpaca",
+        "completion_only input_output prompt-completion qa": "prompt_completion",
+        "completion raw pretrain plain pretraining": "text",
+        "tokenized input_ids": "tokens",
+        "jsonl json csv tsv parquet arrow txt": "auto; the kind of file follows from its name, and format is the "
+        "form of its records",
+        "preference dpo ranking chosen_rejected kto": "messages, of the preferred answers alone; preferences are not "
+        "supported",
+    },
+    "eval.every": {
+        "epoch epochs": "1 epoch",
+        "no none false 0 off": "never",
+        "steps": "a number of them, such as 100 steps",
+    },
+    "eval.samples": {"none false never": "0"},
+    "checkpoint.every": {
+        "epoch epochs": "1 epoch",
+        "no none false 0 off": "never",
+        "steps": "a number of them, such as 500 steps",
+        "best": "500 steps, with checkpoint.keep_best: eval/loss",
+    },
+    "checkpoint.keep": {"none -1 all 0": "a large number, such as 1000"},
+    "checkpoint.keep_best": {
+        "true loss eval_loss eval-loss val_loss validation_loss": "eval/loss",
+        "false none no": "null",
+        "accuracy eval_accuracy": "eval/loss; other metrics are not supported",
+    },
+    "export.every": {"epoch epochs": "1 epoch", "no none false 0 off": "never"},
+    "export.dtype": {"bfloat16": "bf16", "float32": "fp32", "fp16 float16": "bf16 or fp32; fp16 is not supported"},
+    "export.adapter": {"true merged": "merge", "false separate": "keep"},
+    "adapter.target_modules": {"all all_linear": "all-linear", "auto none default": "all-linear"},
+    "logging.trackers": {
+        "none false off": "[]",
+        "comet comet_ml neptune swanlab trackio clearml dvclive aim azure_ml": "[tensorboard], [wandb] or [mlflow]; "
+        "others are not supported, but for hooks of your own",
+        "all": "[tensorboard, wandb], those that are wanted",
+    },
+    "logging.level": {"warn": "warning", "critical fatal passive": "error", "verbose trace detail": "debug"},
+}
+_REFUSED: dict[str, dict[str, str]] = {
+    "method.kind": {_PREFERENCES: "rl", _REINFORCEMENT: "reward_model", "distillation kd gkd": "kd_trainer"},
+    "adapter.kind": {_QUANTISED: "load_in_4bit", _OTHER_ADAPTERS: "pissa_init"},
+    "optimizer.kind": {_EIGHT_BIT: "optim_8bit"},
+}
+"""Values by our key, each with a key of :data:`tuner.config.not_supported.ABSENT` that says why not."""
+
+
+def _by_value() -> dict[str, dict[str, str]]:
+    table = {
+        key: {value: f"write {text}" for values, text in rows.items() for value in values.split()}
+        for key, rows in _WRITE.items()
+    }
+    table["optimizer.kind"] |= {
+        name: f"not supported: {name}; instead write adamw, adafactor or muon, or custom for one of your own"
+        for name in _NO_OPTIMIZER.split()
+    }
+    for key, rows in _REFUSED.items():
+        for values, name in rows.items():
+            found = absent(name)
+            assert found is not None
+            table[key] |= dict.fromkeys(values.split(), found.sentence)
+    return table
+
+
+OTHER_VALUES: dict[str, dict[str, str]] = _by_value()
+"""Our key -> another tool's value in lower case -> what an error says of it."""
+
+
+def of_value(key: str, value: object) -> str | None:
+    """What to say of a value of one of our keys, items of lists included; None where it is no other tool's."""
+    plain = ".".join(part for part in key.split(".") if not part.isdecimal()).replace("data.eval.", "data.train.")
+    if not isinstance(value, (str, bool, int, float, type(None))):
+        return None
+    text = "none" if value is None else str(value).strip().lower()
+    return OTHER_VALUES.get(plain, {}).get(text.replace(" ", "_")) or OTHER_VALUES.get(plain, {}).get(text)

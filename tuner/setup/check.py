@@ -1,0 +1,245 @@
+"""What of a recipe can be checked without training: its files, its templates, and what it names of the model.
+
+`config check` asks for all of it, with the model's config where that is on this machine. Nothing of the user's own is
+run, nothing is fetched, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from tuner.config.load import LoadedRecipe
+from tuner.config.optimizers import CustomOptimizer
+from tuner.config.recipe import CustomMethod, DataSource, Recipe
+from tuner.config.schedules import CustomSchedule
+from tuner.errors import DataError, RecipeError
+from tuner.runtime.files import read_json
+from tuner.setup.findings import Findings
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt")
+
+
+def check_recipe(loaded: LoadedRecipe) -> str:
+    """Check everything that can be; return in words what was checked. Raises RecipeError with all problems.
+
+    torch is imported only where the model's config is on this machine and has no problem so far.
+    """
+    found = Findings(loaded)
+    recipe = loaded.recipe
+    _check_values(recipe, found)
+    check_files(recipe, found)
+    directory = local_model(recipe)
+    checked = "keys, files, templates and code"
+    if directory is None:
+        found.raise_any()
+        return f"{checked}; not the names of layers: {recipe.model.name_or_path} is not on this machine"
+    if not found.has("model"):
+        from tuner.setup.check_model import check_model
+
+        check_model(recipe, directory, found)
+    found.raise_any()
+    return f"{checked}, and what is named of {Path(recipe.model.name_or_path).name}"
+
+
+def _check_values(recipe: Recipe, found: Findings) -> None:
+    """Check values that a launch refuses, on any machine, once every `auto` is resolved."""
+    model, train, frozen = recipe.model, recipe.train, recipe.adapter.kind != "none"
+    if model.dtype == "bf16" and not frozen:
+        found.add(
+            "model.dtype", "trained weights are kept in fp32", "write dtype: auto; train.precision: bf16 computes"
+        )
+    if model.dtype == "bf16" and frozen and train.precision == "fp32":
+        found.add("model.dtype", "bf16 weights cannot be computed with in train.precision: fp32", "write dtype: auto")
+    if (model.kernels, train.device) in {("liger", "cpu"), ("native", "cuda")}:
+        found.add("model.kernels", f"{model.kernels} kernels are not for train.device: {train.device}", "write auto")
+    processes, rows = recipe.parallel.processes, train.global_batch_size // train.micro_batch_size
+    if isinstance(processes, int) and rows % processes:
+        good = ", ".join(str(count) for count in range(1, min(rows, 64) + 1) if rows % count == 0)
+        text = f"{train.global_batch_size} rows do not divide into {processes} processes of {train.micro_batch_size}"
+        found.add("parallel.processes", text, f"numbers that divide it: {good}")
+
+
+def local_model(recipe: Recipe) -> Path | None:
+    """The directory of the recipe's model where it is on this machine: as written, or in the hub's cache."""
+    name = recipe.model.name_or_path
+    if os.path.isabs(name):
+        return Path(name)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(name, "config.json", revision=recipe.model.revision)
+    except (HFValidationError, OSError):
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def check_files(recipe: Recipe, found: Findings) -> None:
+    """Check every path and every name of the user's code. Reads no records and no weights."""
+    _check_model_files(recipe, found)
+    _check_tokenizer(recipe, found)
+    for name, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
+        for number, source in enumerate(sources if isinstance(sources, tuple) else ()):
+            with found.of(f"data.{name}.{number}.path"):
+                _check_source(source)
+    for key, use, group in _own_code(recipe):
+        with found.of(key):
+            _check_code(use, group)
+    for key, path in (("output_dir", recipe.output_dir), ("data.cache_dir", recipe.data.cache_dir)):
+        if path is not None:
+            with found.of(key):
+                _check_writable(Path(path))
+
+
+def _check_model_files(recipe: Recipe, found: Findings) -> None:
+    key, name = "model.name_or_path", recipe.model.name_or_path
+    if not os.path.isabs(name):
+        return
+    directory = Path(name)
+    if not directory.is_dir():
+        found.add(key, f"{name}: no such directory", "give a hub name (owner/name) or a directory with config.json")
+        return
+    if (directory / "run.json").is_file():
+        found.add(key, f"{name} is a run", f"export it first: tuner export-hf {name}, and name the export")
+        return
+    if (directory / "adapter_config.json").is_file():
+        found.add(key, f"{name} is an adapter's directory", "merge it first: tuner export-hf RUN, and name the export")
+        return
+    if not (directory / "config.json").is_file():
+        found.add(key, f"{name}: the directory has no config.json")
+        return
+    with found.of(key):
+        read_json(directory / "config.json")
+        if recipe.model.init == "pretrained":
+            _check_weights(directory)
+
+
+def _check_weights(directory: Path) -> None:
+    """Check that the weights are there, as safetensors. Raises DataError, RecipeError."""
+    index = directory / INDEX
+    if index.is_file():
+        names = read_json(index).get("weight_map")
+        missing = sorted({name for name in dict(names or {}).values() if not (directory / name).is_file()})
+        if missing:
+            raise DataError(f"{index}: {missing[0]} is not there", hint="download the model again")
+        return
+    if any(directory.glob("*.safetensors")):
+        return
+    if any((directory / name).is_file() for name in _PICKLES):
+        raise DataError(
+            f"{directory}: its weights are pickled, which are never loaded", hint="convert them to safetensors"
+        )
+    raise DataError(f"{directory}: holds no weights ({WEIGHTS})", hint="write model.init: random to train from nothing")
+
+
+def _check_tokenizer(recipe: Recipe, found: Findings) -> None:
+    from tuner.data.encoding.tokenizer_files import holds_tokenizer
+
+    section = recipe.tokenizer
+    name = section.name_or_path or recipe.model.name_or_path
+    if name != "byte" and os.path.isabs(name) and not found.has("model"):
+        key = "tokenizer.name_or_path" if section.name_or_path else "model.name_or_path"
+        if not Path(name).is_dir():
+            found.add(key, f"{name}: no such directory", "give a hub name, a directory or byte")
+        elif not holds_tokenizer(Path(name)):
+            found.add(key, f"{name}: holds no tokenizer", "set tokenizer.name_or_path (`byte` needs no files)")
+    template = section.chat_template
+    if template is not None and os.path.isabs(template):
+        with found.of("tokenizer.chat_template"):
+            _check_template(Path(template))
+
+
+def _check_template(path: Path) -> None:
+    from tuner.data.encoding.template import ChatTemplate
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(
+            f"{path}: {'no such file' if isinstance(error, FileNotFoundError) else error.strerror}"
+        ) from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: not UTF-8 text") from None
+    try:
+        ChatTemplate(text, {})
+    except DataError as error:
+        raise DataError(f"{path}: {error.message}") from None
+
+
+def _check_source(source: DataSource) -> None:
+    """Check that the files of a source are there. Hub data sets and standard input are left to the preparation."""
+    if not os.path.isabs(source.path):
+        return
+    from tuner.data.sources import expand
+
+    files = expand([source])
+    if all(file.size() == 0 for file in files):
+        raise DataError(f"{source.path}: empty")
+
+
+def _own_code(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    """Key, name and group of entry points of each piece of the user's code."""
+    if isinstance(recipe.method, CustomMethod):
+        yield "method.use", recipe.method.use, "tuner.methods"
+    if isinstance(recipe.optimizer, CustomOptimizer):
+        yield "optimizer.use", recipe.optimizer.use, "tuner.optimizers"
+    if isinstance(recipe.schedule, CustomSchedule):
+        yield "schedule.use", recipe.schedule.use, "tuner.schedules"
+    for number, hook in enumerate(recipe.hooks):
+        yield f"hooks.{number}.use", hook.use, "tuner.hooks"
+
+
+def _check_code(use: str, group: str) -> None:
+    """Check that a file parses and defines a name, or that an entry point is declared; nothing is run."""
+    file, colon, name = use.rpartition(":")
+    if not (colon and file.endswith(".py")):
+        declared = sorted({point.name for point in metadata.entry_points(group=group)})
+        if use not in declared:
+            known = f"installed: {', '.join(declared)}" if declared else "none is installed"
+            raise RecipeError(f"{use}: no entry point of that name in {group}", hint=f"{known}; a file is FILE.py:NAME")
+        return
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except OSError:
+        raise RecipeError(f"{file}: no such file", hint="a relative path starts from the recipe's directory") from None
+    except (SyntaxError, ValueError) as error:
+        raise RecipeError(f"{file}:{getattr(error, 'lineno', 1)}: not Python: {getattr(error, 'msg', error)}") from None
+    names = set(_defined(tree.body))
+    if name not in names and "*" not in names:
+        raise RecipeError(f"{file}: defines no {name}", hint=f"it defines {', '.join(sorted(names)) or 'nothing'}")
+
+
+def _defined(body: list[ast.stmt]) -> Iterator[str]:
+    """Names that statements of a module bind, those inside `if` and `try` included; `*` for a star import."""
+    for node in body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name
+            case ast.Import() | ast.ImportFrom():
+                yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+            case ast.Assign():
+                yield from (
+                    item.id for target in node.targets for item in ast.walk(target) if isinstance(item, ast.Name)
+                )
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.If() | ast.Try() | ast.With():
+                yield from _defined(
+                    [child for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node]
+                )
+            case _:
+                pass
+
+
+def _check_writable(path: Path) -> None:
+    """Check that a directory is there or can be made. Raises RecipeError."""
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not there.is_dir():
+        raise RecipeError(f"{there}: a file, where a directory is wanted", hint="name another directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise RecipeError(f"{there}: cannot be written", hint="name another directory")

@@ -1,0 +1,129 @@
+"""What a recipe names of its model, checked on the model without storage; and, with prepared data, the whole set-up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from tuner.config.duration import Duration
+from tuner.config.optimizers import MuonOptimizer
+from tuner.config.recipe import LowRankAdapter, Recipe
+from tuner.data.building.spec import resolve_max_length
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.prepared import PreparedData
+from tuner.model.adapter import linear_layers
+from tuner.model.build import decoder_blocks, meta_model, model_config
+from tuner.model.freeze import select
+from tuner.model.output_layer import LogitTransform
+from tuner.model.root import CausalLM, outer_parameters, trained_parameters
+from tuner.parallel.assemble import recomputed_count
+from tuner.runtime.dist import RankInfo
+from tuner.setup.build import check_fits, held_out_rows, mesh_of, trainable_of
+from tuner.setup.findings import Findings
+from tuner.setup.resolve import Resolved, check_division, model_spec
+from tuner.train.evaluate import check_metric, require_metric, source_names
+from tuner.train.methods.method import check_logits
+from tuner.train.optimizer import chosen_groups, hidden_matrices
+
+
+def check_model(recipe: Recipe, directory: Path, found: Findings) -> None:
+    """Check a recipe against its model's config, which is in `directory`."""
+    here = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": str(directory)})})
+    with found.of("data.max_length"):
+        resolve_max_length(here.model, here.data)
+    _check_best(recipe, found)
+    with found.of("model.name_or_path"):
+        config = model_config(model_spec(here, range(0)))
+        model = meta_model(config, torch.float32)
+        if recipe.model.init == "pretrained":
+            _check_shapes(recipe, directory, model, found)
+        check_parts(recipe, model, found)
+
+
+def check_setup(
+    resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenizer, rank_info: RankInfo, found: Findings
+) -> None:
+    """Check what a launch would find when it builds model and optimizer, without building them."""
+    recipe = resolved.recipe
+    with found.of("tokenizer.name_or_path"):
+        check_fits(tokenizer, resolved.config, prepared)
+    with found.of("method.use"):
+        check_logits(recipe.method, LogitTransform.of(resolved.config))
+    with found.of("train.global_batch_size"):
+        size = mesh_of(recipe, rank_info).data_size
+        check_division(recipe.train.global_batch_size, recipe.train.micro_batch_size, size)
+    with found.of("checkpoint.keep_best"):
+        check_metric(recipe.checkpoint.keep_best, held_out_rows(recipe, prepared))
+    if not found.problems:
+        check_parts(recipe, meta_model(resolved.config, torch.float32), found, resolved.new_ids)
+
+
+def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids: range = range(0)) -> None:
+    """Check every name and glob that a recipe has for parts of its model; the model is changed as training would."""
+    before = len(found.problems)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    _select_each(recipe.model.freeze, names, "model.freeze", found)
+    if isinstance(recipe.adapter, LowRankAdapter):
+        _check_adapter(recipe.adapter, model, found)
+    train = recipe.train
+    if train.gradient_checkpointing != "none":
+        with found.of("train.gradient_checkpointing_layers"):
+            recomputed_count(train.gradient_checkpointing_layers, len(decoder_blocks(model)))
+    if len(found.problems) > before:
+        return
+    with found.of("adapter.target_modules" if recipe.adapter.kind != "none" else "model.freeze"):
+        root = CausalLM(model)
+        trainable_of(recipe, new_ids).apply(root.model, recipe.seed)
+        parameters = trained_parameters(root)
+        with found.of("optimizer.groups"):
+            chosen_groups(parameters, recipe.optimizer.groups)
+        if isinstance(recipe.optimizer, MuonOptimizer):
+            with found.of("optimizer.kind"):
+                hidden_matrices(parameters, outer_parameters(root))
+
+
+def _check_adapter(adapter: LowRankAdapter, model: PreTrainedModel, found: Findings) -> None:
+    if not isinstance(adapter.target_modules, str):
+        _select_each(adapter.target_modules, linear_layers(model), "adapter.target_modules", found)
+    owning = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    _select_each(adapter.modules_to_save, owning, "adapter.modules_to_save", found)
+
+
+def _select_each(patterns: Sequence[str], names: Iterable[str], key: str, found: Findings) -> None:
+    """Note every pattern that means nothing."""
+    known = list(names)
+    for pattern in patterns:
+        with found.of(key):
+            select([pattern], known, key)
+
+
+def _check_best(recipe: Recipe, found: Findings) -> None:
+    """Check that evaluations measure the loss that the best checkpoint is chosen by."""
+    metric, held = recipe.checkpoint.keep_best, recipe.data.eval
+    if metric is None or held is None:
+        return
+    sources = recipe.data.train if isinstance(held, Duration) else held
+    with found.of("checkpoint.keep_best"):
+        require_metric(metric, source_names([source.path for source in sources]))
+
+
+def _check_shapes(recipe: Recipe, directory: Path, model: PreTrainedModel, found: Findings) -> None:
+    """Compare the shapes in the headers of the weights with the model's, of the names that both have."""
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                there = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            found.add("model.name_or_path", f"{path}: not a file of weights: {error}", "download the model again")
+            continue
+        for name, shape in there.items():
+            if name in wanted and wanted[name] != shape:
+                key = "model.config" if recipe.model.config else "model.name_or_path"
+                text = f"{name} is {list(shape)} in {path.name}, and {list(wanted[name])} by the config"
+                found.add(key, text, "use the model's own config, or model.init: random")
+                return

@@ -1,0 +1,57 @@
+"""The problems of a recipe that its keys alone do not show, each at the place where its key is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from tuner.config.load import LoadedRecipe
+from tuner.errors import Problem, RecipeError, TunerError
+
+_KEYED = re.compile(r"((?:[a-z_]+\.)+[a-z_0-9.]+)(?::| (?=\d)) *(.*)", re.DOTALL)
+
+
+@dataclass
+class Findings:
+    """The problems of one recipe, each at the place where its key is written."""
+
+    loaded: LoadedRecipe
+    problems: list[Problem] = field(default_factory=list)
+
+    def add(self, key: str, message: str, hint: str | None = None) -> None:
+        """Note a problem of a key."""
+        text = f"{message}; {hint}" if hint else message
+        problem = Problem.at(self.where(key), key, " ".join(text.split()))
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def where(self, key: str) -> str:
+        """Where a key is written, or else the nearest key around it."""
+        origins = self.loaded.origins
+        parts = key.split(".")
+        for depth in range(len(parts), 0, -1):
+            name = ".".join(parts[:depth])
+            inside = [place for other, place in origins.items() if other == name or other.startswith(f"{name}.")]
+            if inside:
+                return inside[0]
+        return str(self.loaded.path or "recipe")
+
+    @contextmanager
+    def of(self, key: str) -> Iterator[None]:
+        """Within, what raises becomes a problem: of the key that its message begins with, else of `key`."""
+        try:
+            yield
+        except TunerError as error:
+            named = _KEYED.fullmatch(error.message)
+            self.add(*(named[1], named[2]) if named else (key, error.message), error.hint)
+
+    def has(self, section: str) -> bool:
+        """Whether a section has a problem."""
+        return any(problem.key.split(".")[0] == section for problem in self.problems)
+
+    def raise_any(self) -> None:
+        """Raise RecipeError with all problems, where there is one."""
+        if self.problems:
+            raise RecipeError.of(self.problems)
