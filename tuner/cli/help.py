@@ -55,7 +55,8 @@ def help(  # noqa: A001 - the command's name
 def explained(words: list[str]) -> str:
     """The text about a topic. Raises RecipeError for one that is not there."""
     from tuner.cli.main import COMMANDS, help_text
-    from tuner.config.fields import fields, find, item_fields, suggestion
+    from tuner.config.advice import of_unknown
+    from tuner.config.fields import fields, find, item_fields
 
     if not words or words[0] in COMMANDS:
         return help_text(words)
@@ -70,9 +71,7 @@ def explained(words: list[str]) -> str:
         return _items(name)
     field = find(name)
     if field is None:
-        meant = suggestion(name)
-        hint = f"did you mean {meant}?" if meant else "tuner help lists the commands, tuner help recipe the keys"
-        raise RecipeError(f"no help on {' '.join(words)}", hint=hint)
+        raise RecipeError(f"no help on {' '.join(words)}", hint=of_unknown(name).removeprefix("unknown; "))
     return _one(field)
 
 
