@@ -38,6 +38,7 @@ SURFACE = {
     "config check": "(RECIPE)",
     "config show": "(RECIPE) --origin --plot-schedule",
     "config schema": "",
+    "doctor": "(DIRECTORY)",
     "help": "(TOPIC)",
     "recipes list": "",
     "recipes show": "NAME",

@@ -32,6 +32,8 @@ class Outcome:
     warnings: list[str] = field(default_factory=list)
     next: str | None = None
     is_text: bool = False
+    error: dict[str, Any] | None = None
+    """`type`, `message` and `hint` of an outcome that is failed although it has a result."""
 
 
 def outcome_document(command: str, outcome: Outcome) -> dict[str, Any]:
@@ -42,6 +44,7 @@ def outcome_document(command: str, outcome: Outcome) -> dict[str, Any]:
         "metrics": {key: _jsonable(value) for key, value in outcome.metrics.items()},
         "warnings": list(outcome.warnings),
         "next": outcome.next,
+        "error": outcome.error,
     }
 
 

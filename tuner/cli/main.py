@@ -33,6 +33,7 @@ COMMANDS: dict[str, str] = {
     "profile": "Predict memory and time, find what fits, or measure.",
     "config": "Check, show or describe a recipe.",
     "recipes": "List, show or copy the recipes that ship.",
+    "doctor": "Check this machine: what is there and what is missing.",
     "help": "Explain a command, a key of the recipe, or exit codes.",
 }
 """Every command and its line of help; its file `tuner/cli/<command>.py` is imported only when it runs."""
