@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tuner import load_recipe as public_load
-from tuner.config.dump import recipe_yaml
+from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import LoadedRecipe, Override, load_recipe
 from tuner.config.schema import recipe_schema
 from tuner.config.shipped import recipes_dir, shipped_recipes
@@ -189,7 +189,9 @@ def test_flags_win_address_items_and_null_takes_back(tmp_path: Path) -> None:
         ("profile: {steps: [3], memory: false, time: false}\n", (), "profile.steps  nothing is recorded of them"),
         ("profile: {steps: [0]}\n", (), "profile.steps  got a list; allowed: a list of any number"),
         ("export: {shard_size: 5 rows}\n", (), "export.shard_size  got '5 rows'; allowed: a size such as 5GB"),
-        ("method: {kind: pretrain}\ntokenizer: {chat_template: x}\n", (), "renders no conversations"),
+        ("method: {kind: pretrain}\ntokenizer: {chat_template: chatml}\n", (), "renders no conversations"),
+        ("tokenizer: {chat_template: chatlm}\n", (), "no chat template has this name; allowed: the name of a chat"),
+        ("", (("tokenizer.chat_template", "Llama-3"),), "or the path of a jinja file; did you mean llama3?"),
         ("", (("data.train.7.path", "x"),), "item 7 of 1"),
         ("", (("train", "5"),), "flag --train"),
         ("", (("optimizer.lr.x", "5"),), "unknown"),
@@ -222,13 +224,28 @@ def test_every_shipped_recipe_loads_is_short_and_survives_writing(name: str, tmp
     assert load_recipe(copy, cwd=tmp_path).recipe == loaded.recipe
 
 
+def test_a_template_is_a_name_or_a_path_from_where_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / "bare").write_text("x")
+    for written, expected in (
+        ("llama3", "llama3"),
+        ("./llama3", str(tmp_path / "llama3")),
+        ("mine.jinja", str(tmp_path / "mine.jinja")),
+        ("bare", str(tmp_path / "bare")),
+    ):
+        recipe = load_recipe(MINIMAL | {"tokenizer": {"chat_template": written}}, cwd=tmp_path).recipe
+        assert recipe.tokenizer.chat_template == expected
+        assert load_recipe(recipe_dict(recipe), cwd=tmp_path / "elsewhere").recipe.tokenizer == recipe.tokenizer
+
+
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1, max_size=12)
 RECIPES = st.fixed_dictionaries(
     {},
     optional={
         "seed": st.integers(0, 2**63 - 1),
         "name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True),
-        "tokenizer": st.fixed_dictionaries({}, optional={"chat_template": TEXT, "name_or_path": st.just("byte")}),
+        "tokenizer": st.fixed_dictionaries(
+            {}, optional={"chat_template": TEXT.map("{}.jinja".format), "name_or_path": st.just("byte")}
+        ),
         "adapter": st.fixed_dictionaries(
             {"kind": st.sampled_from(["lora", "dora"])},
             optional={
@@ -280,8 +297,6 @@ def test_a_recipe_survives_being_written(more: dict[str, Any], row: str, split: 
 
 def test_the_schema_accepts_what_loads(tmp_path: Path) -> None:
     import jsonschema
-
-    from tuner.config.dump import recipe_dict
 
     schema = recipe_schema()
     jsonschema.Draft202012Validator.check_schema(schema)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from tuner.config.chat_templates import CHAT_TEMPLATES, is_template_word
 from tuner.config.recipe import is_split
 from tuner.config.tree import KeyPath, Node, Problems, dotted
 
@@ -37,7 +38,7 @@ def _path_nodes(tree: Node) -> Iterator[tuple[KeyPath, Node, Callable[[str, Path
         (("output_dir",), _always),
         (("model", "name_or_path"), _hub_or_path),
         (("tokenizer", "name_or_path"), _tokenizer),
-        (("tokenizer", "chat_template"), _always),
+        (("tokenizer", "chat_template"), _template),
         (("data", "cache_dir"), _always),
     ):
         if tree.has(path):
@@ -83,6 +84,12 @@ def _rows(text: str, base: Path) -> str:
 
 def _tokenizer(text: str, base: Path) -> str:
     return text if text == "byte" else _hub_or_path(text, base)
+
+
+def _template(text: str, base: Path) -> str:
+    """The name of a built-in template stays, and so does a word that is none: it is refused by its name."""
+    is_name = text in CHAT_TEMPLATES or (is_template_word(text) and not (base / text).exists())
+    return text if is_name else _always(text, base)
 
 
 def _hub_or_path(text: str, base: Path) -> str:

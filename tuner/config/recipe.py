@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from tuner.config.chat_templates import TemplateNameOrPath
 from tuner.config.duration import Cadence, Duration, Span, bare_number
 from tuner.config.numbers import Bytes, Real, Skips, Whole
 from tuner.config.optimizers import (
@@ -83,8 +84,8 @@ class TokenizerSection(Section):
 
     name_or_path: Annotated[str | None, Text(kind="byte, a hub name or a local directory")] = None
     """Tokenizer to use; null takes the model's own, byte the built-in UTF-8 bytes."""
-    chat_template: Annotated[str | None, Text(kind="the path of a jinja file")] = None
-    """Path of a jinja file; null takes the tokenizer's own template."""
+    chat_template: Annotated[str | None, TemplateNameOrPath()] = None
+    """Built-in template by name, such as chatml or llama3, or path of a jinja file; null takes the tokenizer's own."""
     add_tokens: Annotated[tuple[AddedToken, ...], NEW_TOKENS, AfterValidator(_no_token_twice)] = ()
     """New tokens: texts, or {token, special} each. The embeddings grow by their rows, which are trained."""
     special_tokens_in_text: Word[Literal["refuse", "escape"]] = "refuse"

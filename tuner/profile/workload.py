@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PretrainedConfig
 
+from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.config.recipe import Recipe
 from tuner.data.batches import Batch, StepBatches, collate
 from tuner.data.building.prepare import find_prepared
@@ -63,13 +64,15 @@ def workload(recipe: Recipe, max_length: int, rank_info: RankInfo, config: Pretr
 
 def added_ids(recipe: Recipe, config: PretrainedConfig) -> tuple[range, tuple[str, ...]]:
     """The ids of the tokens that a recipe adds, and what was assumed of them where its tokenizer is not here."""
-    if not recipe.tokenizer.add_tokens:
+    if not recipe.tokenizer.add_tokens and recipe.tokenizer.chat_template not in CHAT_TEMPLATES:
         return range(0), ()
     try:
         spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
         return spec.tokenizer.new_ids, ()
     except (TunerError, OSError):
         size, count = config.get_text_config().vocab_size, len(recipe.tokenizer.add_tokens)
+        if not count:
+            return range(0), ("the tokenizer is not here: it is assumed to have the chat template's tokens",)
         return range(size, size + count), (f"the tokenizer is not here: all of {count:,} added tokens are new to it",)
 
 

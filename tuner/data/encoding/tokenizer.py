@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
+from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.data.encoding.template import (
     NO_VARIABLES,
     TEMPLATE_FILE,
@@ -28,6 +29,7 @@ from tuner.errors import DataError
 from tuner.runtime.files import write_atomic
 from tuner.runtime.turn_end import Exchange, turn_end
 
+_OTHERS = ", ".join(name for name in CHAT_TEMPLATES if name != "chatml")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -145,7 +147,8 @@ class TextTokenizer:
         if template is None:
             raise DataError(
                 "the tokenizer has no chat template, and the rows are messages",
-                hint="set tokenizer.chat_template to a jinja file, or use prompt/completion rows",
+                hint=f"write tokenizer.chat_template: chatml (or {_OTHERS}, or the path of a jinja file); "
+                "or use prompt and completion rows",
             )
         return template
 

@@ -66,14 +66,14 @@ def load_tokenizer(
 
     `model_path` is a directory or a hub name; a hub name is the only thing that reaches for the network, and only
     what the local cache lacks. What transformers makes of the files is kept in `cache_dir`, else `cache_root()`.
+    Control tokens that a named template writes and the tokenizer lacks are added to it, after those of the recipe.
     Raises DataError where the files are missing or wrong.
     """
-    template = None
+    template, named = None, None
     if tokenizer.chat_template is not None:
-        try:
-            template = Path(tokenizer.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"tokenizer.chat_template: {error}") from error
+        from tuner.data.encoding.named_templates import named_template, template_source
+
+        template, named = template_source(tokenizer.chat_template), named_template(tokenizer.chat_template)
     own = tokenizer.name_or_path is not None and str(tokenizer.name_or_path) != model_path
     cache = cache_dir or cache_root()
     if tokenizer.name_or_path == "byte":
@@ -88,13 +88,19 @@ def load_tokenizer(
         files, ends = _read_files(directory), _model_eos_ids(directory)
     files, loaded = context.as_loaded(files)
     new_ids = range(0)
-    if tokenizer.add_tokens:
-        from tuner.data.encoding.tokenizer_json import require_ids, with_tokens
+    if tokenizer.add_tokens or (named is not None and named.tokens):
+        from tuner.data.encoding.tokenizer_json import require_ids, with_control_tokens, with_tokens
 
-        files, new_ids = with_tokens(files, tokenizer.add_tokens)
-        files, _ = context.as_loaded(files)
-        require_ids(files, tokenizer.add_tokens, new_ids)
-    return TextTokenizer(files, template, ends, new_ids=new_ids, loaded_as=loaded)
+        grown, added = with_control_tokens(files, tokenizer.add_tokens, () if named is None else named.tokens)
+        if added:
+            grown, new_ids = with_tokens(grown, added)
+        if grown is not files:
+            files, _ = context.as_loaded(grown)
+            require_ids(files, added, new_ids)
+    found = TextTokenizer(files, template, ends, new_ids=new_ids, loaded_as=loaded)
+    if named is not None:
+        named.require_end(found.special_tokens, context.name)
+    return found
 
 
 def tokenizer_directory(name_or_path: str, revision: str | None) -> Path:
@@ -119,6 +125,26 @@ def tokenizer_directory(name_or_path: str, revision: str | None) -> Path:
 def holds_tokenizer(directory: Path) -> bool:
     """Whether a directory has any of a tokenizer's files."""
     return any((directory / name).is_file() for name in _FILES)
+
+
+def local_files(name_or_path: str) -> dict[str, bytes]:
+    """The files of a model's tokenizer and its config.json by name, where they are on this machine; else nothing.
+
+    Of a hub name only what is in the hub's cache is seen; the network is left alone.
+    """
+    directory = Path(name_or_path)
+    if not directory.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            cached = try_to_load_from_cache(name_or_path, "tokenizer.json")
+        except HFValidationError:
+            return {}
+        if not isinstance(cached, str):
+            return {}
+        directory = Path(cached).parent
+    return {name: (directory / name).read_bytes() for name in (*_FILES, "config.json") if (directory / name).is_file()}
 
 
 def _read_files(directory: Path) -> dict[str, bytes]:

@@ -164,6 +164,43 @@ def with_tokens(files: Mapping[str, bytes], tokens: "Sequence[AddedToken]") -> t
     return added, ids
 
 
+def with_control_tokens(
+    files: dict[str, bytes], wanted: "Sequence[AddedToken]", controls: Sequence[str]
+) -> tuple[dict[str, bytes], "list[AddedToken]"]:
+    """The files in which each of `controls` that the tokenizer has is a control token; and the tokens to add.
+
+    These are those that are wanted, then the `controls` that are not there. Some tokenizers have such a token as an
+    ordinary one, which would neither end a turn nor be refused in users' text. The very same files come back where none
+    is. Raises DataError.
+    """
+    from tuner.config.recipe import AddedToken
+
+    try:
+        before = Tokenizer.from_str(files["tokenizer.json"].decode())
+        spec, config = _object(files, "tokenizer.json"), _object(files, "tokenizer_config.json")
+    except Exception as error:  # tokenizers raises bare Exception
+        raise DataError(f"tokenizer.json: {error}") from error
+    given = {item.token for item in wanted}
+    lacking = [token for token in controls if token not in given and before.token_to_id(token) is None]
+    added = {int(entry["id"]): entry for entry in spec.get("added_tokens") or []}
+    ids = ((token, before.token_to_id(token)) for token in controls)
+    there = {token: number for token, number in ids if number is not None}
+    ordinary = {token: number for token, number in there.items() if not added.get(number, {}).get("special")}
+    for token, number in ordinary.items():
+        facts = {**_FACTS, **added.get(number, {}), "content": token, "special": True}
+        facts.pop("id", None)
+        added[number] = {"id": number, **facts}
+        if "added_tokens_decoder" in config:
+            config["added_tokens_decoder"][str(number)] = facts
+    new = [*wanted, *(AddedToken(token=token, special=True) for token in lacking)]
+    if not ordinary:
+        return files, new
+    spec["added_tokens"] = [added[number] for number in sorted(added)]
+    listed = [name for key in _EXTRA for name in config.get(key) or () if isinstance(name, str)]
+    _name_special(config, [token for token in ordinary if token not in listed])
+    return {**files, "tokenizer.json": _bytes(spec), "tokenizer_config.json": _bytes(config)}, new
+
+
 def require_ids(files: Mapping[str, bytes], tokens: "Sequence[AddedToken]", ids: range) -> None:
     """Check that a tokenizer gives added tokens these ids. Raises DataError."""
     after = Tokenizer.from_str(files["tokenizer.json"].decode())
