@@ -15,6 +15,7 @@ from tests.caches import new_cache
 from tests.data import tiny
 from tuner.cli.token_view import row_texts, token_lines
 from tuner.data.building.explain import explain
+from tuner.data.building.prepare import prepare
 from tuner.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,31 @@ def test_what_is_trained_is_in_brackets_and_control_characters_are_escaped(rows_
     assert "[h\u00e9<|im_end|>]" in text and "[c<|im_end|>]" in text
     assert f"{rows_file}:1  " in text and f"{rows_file}:2  " in text
     assert "\x1b[7;32m[c<|im_end|>]\x1b[0m" in row_texts(rows, tiny.tokenizer(), colour=True, every_token=False)
+
+
+@pytest.mark.parametrize(
+    ("too_long", "head", "kept"),
+    [
+        ("truncate", "cut to data.max_length 20, 14 trained [in brackets]", 20),
+        ("auto", "tokens: dropped, longer than data.max_length 20 (data.too_long: drop)", 0),
+        ("split", "split into 2 pieces of data.max_length 20, 26 trained [in brackets]", 33),
+    ],
+)
+def test_what_length_costs_is_shown(too_long: str, head: str, kept: int, tmp_path: Path) -> None:
+    path = tiny.write_rows(tmp_path / "rows.jsonl", [tiny.chat("b", "c" * 26), tiny.chat("b", "c")])
+    template = "{% for m in messages %}<|im_start|>{{ m.role[0] + m.content }}<|im_end|>{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>a{% endif %}"
+    tokenizer = tiny.tokenizer(template)
+    spec = tiny.request(tmp_path / "cache", path, max_length=20, too_long=too_long, tokenizer=tokenizer)
+    long, short = explain(spec, 2)
+    text = row_texts([long], tokenizer, colour=False, every_token=False)
+    assert head in text
+    assert (len(long.kept), sum(json.loads(line)["kept"] for line in token_lines([long]).splitlines())) == (kept, kept)
+    assert ("-- cut here; what follows is left out --" in text) == (too_long == "truncate")
+    if kept:
+        counts = prepare(spec).report["train"]  # of both documents; the short one trains two tokens
+        assert counts["packed_trained"] == sum(token.trained for token in long.kept) + 2
+    assert short.kept == short.tokens and "max_length" not in row_texts([short], tokenizer, False, False)
 
 
 def test_bad_rows_are_left_out_where_they_are_skipped(rows_file: Path, tmp_path: Path) -> None:

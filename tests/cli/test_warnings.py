@@ -106,7 +106,7 @@ def test_preparation_warns_of_rows_that_it_skips(place: Place) -> None:
     (place.directory / "bad.jsonl").write_text(rows.read_text() + "{\n")
     said = place.call("prepare-data", "r.yaml", "--data.train", "bad.jsonl", "--data.on_bad_row", "skip")
     assert said.code == 0
-    assert "1 bad rows skipped" in heard(said)[0]
+    assert "1 bad row skipped" in heard(said)[0]
 
 
 # Where a warning begins: what is called, as it is written. Each is the console's, or a parameter that is given it.

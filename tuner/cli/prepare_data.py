@@ -77,7 +77,7 @@ def _prepared(spec: PrepareSpec, console: Console, recipe: str | None) -> Outcom
     from tuner.data.building.prepare import prepare
 
     info = prepare(spec, console)
-    warnings = say_report(info, spec, console)
+    say_report(info, spec, console)
     metrics = {**info.report, "max_length": spec.max_length, "seconds": round(info.seconds, 3)}
     if not info.cached:
         metrics["megabytes_per_s"] = round(info.megabytes_per_s, 3)
@@ -85,23 +85,21 @@ def _prepared(spec: PrepareSpec, console: Console, recipe: str | None) -> Outcom
         str(info.path),
         artifacts={"key": info.key, "cached": info.cached},
         metrics=metrics,
-        warnings=warnings,
+        warnings=list(info.warnings),
         next=f"tuner train {recipe}" if recipe else None,
     )
 
 
-def say_report(info: PreparedInfo, spec: PrepareSpec, console: Console) -> list[str]:
-    """Say what was prepared, as a table; return the warnings that it gives reason for."""
-    from tuner.data.building.report import report_lines, warnings_of
+def say_report(info: PreparedInfo, spec: PrepareSpec, console: Console) -> None:
+    """Say what was prepared, as a table."""
+    from tuner.data.building.report import done_line, report_lines
 
     if info.cached:
         console.say("prepared", f"already prepared ({info.seconds:.1f} s)")
     for label, text in report_lines(info.report, spec.examples.kind, spec.max_length, spec.data.packing):
         console.say(label, text)
     if not info.cached:
-        size = info.report["bytes"]
-        console.say("done", f"{size / 1e6:,.1f} MB in {info.seconds:.1f} s, {info.megabytes_per_s:.1f} MB/s")
-    return warnings_of(info.report, str(info.path / "rejects.jsonl"))
+        console.say("done", done_line(info.report["bytes"], info.seconds))
 
 
 def _checked(spec: PrepareSpec) -> Outcome:

@@ -13,11 +13,11 @@ _ON, _DIM, _OFF = "\x1b[7;32m", "\x1b[2m", "\x1b[0m"
 
 
 def token_lines(rows: list[DocumentView]) -> str:
-    """Return a JSON line for each token: file, line, document, its place in that, text, id, trained and rule."""
+    """Return a JSON line for each token: file, line, document, its place in that, text, id, trained, kept and rule."""
     return "\n".join(
         json.dumps(
             {"file": row.name, "line": row.line, "document": row.document, "token": i, "text": token.text,
-             "id": token.id, "trained": token.trained, "rule": token.rule},
+             "id": token.id, "trained": token.trained, "kept": token.kept, "rule": token.rule},
             ensure_ascii=False,
         )
         for row in rows
@@ -31,15 +31,30 @@ def row_texts(rows: list[DocumentView], tokenizer: TextTokenizer, colour: bool, 
 
 
 def _row(row: DocumentView, tokenizer: TextTokenizer, colour: bool, every_token: bool) -> str:
-    trained = sum(token.trained for token in row.tokens)
     which = f"document {row.document + 1} of {row.documents}, " if row.documents > 1 else ""
-    head = escape(f"{row.name}:{row.line}  {which}{len(row.tokens):,} tokens, {trained:,} trained [in brackets]")
+    head = escape(f"{row.name}:{row.line}  {which}{_size(row)}")
     if row.document == 0:
         head += "".join(f"\nan answer of this row is left out: {escape(reason)}" for reason in row.left_out)
-    lines = [f"{_DIM}{head}{_OFF}" if colour else head, _marked(row.tokens, tokenizer, colour)]
+    lines = [f"{_DIM}{head}{_OFF}" if colour else head, _marked(row.kept or row.tokens, tokenizer, colour)]
+    if row.fate == "truncate":
+        cut = escape(tokenizer.decode([token.id for token in row.tokens if not token.kept]))
+        lines += ["-- cut here; what follows is left out --", f"{_DIM}{cut}{_OFF}" if colour else cut]
     if every_token:
         lines += [_token(i, token, colour) for i, token in enumerate(row.tokens)]
     return "\n".join(lines)
+
+
+def _size(row: DocumentView) -> str:
+    """How many tokens a document has, and what rows hold of them."""
+    trained = sum(token.trained for token in row.kept or row.tokens)
+    text, limit = f"{len(row.tokens):,} tokens", f"data.max_length {row.max_length:,}"
+    if row.fate == "drop":
+        return f"{text}: dropped, longer than {limit} (data.too_long: drop); {trained:,} would be trained [in brackets]"
+    if row.fate == "truncate":
+        text += f", cut to {limit}"
+    elif row.fate == "split":
+        text += f", split into {-(-len(row.tokens) // row.max_length):,} pieces of {limit}"
+    return f"{text}, {trained:,} trained [in brackets]"
 
 
 def _marked(tokens: list[TokenView], tokenizer: TextTokenizer, colour: bool) -> str:

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import Recipe
-from tuner.data.building.prepare import prepare
+from tuner.data.building.prepare import prepare_to_use
 from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import open_prepared
 from tuner.profile.measure import MeasureOptions, measure
@@ -55,7 +55,7 @@ def measure_recipe(loaded: LoadedRecipe, options: MeasureOptions, level: Level) 
     recipe, place = loaded.recipe, Placement.of(loaded.recipe)
     console = Console(place.rank_info.is_main, level)
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
-    directory = prepare(spec, console).path
+    directory = prepare_to_use(spec, console)
     if place.local == 1 or options.dry_run:
         return _measured(recipe, directory, options, place.planned, console)
     given = HandedOver(directory.absolute(), None, ())

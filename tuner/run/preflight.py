@@ -10,7 +10,7 @@ from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe
 from tuner.config.optimizers import CustomOptimizer
 from tuner.config.recipe import Recipe
-from tuner.data.building.prepare import find_prepared, prepare, prepared_path
+from tuner.data.building.prepare import find_prepared, prepare_to_use, prepared_path
 from tuner.data.building.spec import PrepareSpec, prepare_spec
 from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, RecipeError
@@ -24,7 +24,7 @@ from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective
 from tuner.setup.build import mesh_of
 from tuner.setup.resolve import Resolved, resolve
-from tuner.setup.timetable import Timetable, timetable
+from tuner.setup.timetable import Timetable, few_steps, timetable
 from tuner.train.methods.method import check_method
 from tuner.train.schedule import check_schedule
 
@@ -142,7 +142,7 @@ def _data_dir(spec: PrepareSpec, options: LaunchOptions, console: Console) -> Pa
         return options.prepared
     if options.no_prepare and find_prepared(spec) is None:
         raise DataError("the data is not prepared", hint="run tuner prepare-data first, or leave out --no-prepare")
-    return prepare(spec, console).path
+    return prepare_to_use(spec, console)
 
 
 def plan_launch(
@@ -196,15 +196,17 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info:
         f"{facts.kind}, {recipe.train.precision} compute, {recipe.model.dtype} weights, "
         f"{facts.threads} thread{'s' if facts.threads != 1 else ''}",
     )
-    micro = recipe.train.micro_batch_size
+    micro, row = recipe.train.micro_batch_size, "packed row" if recipe.data.packing else "row"
     accumulated = -(-plan.global_batch_size // (micro * mesh_of(recipe, rank_info).data_size))
     console.say(
         "plan",
-        f"{plan.derivation(recipe.train.duration)} · micro-batch {micro} x {accumulated} x {processes} · "
+        f"{plan.derivation(recipe.train.duration, row)} · micro-batch {micro} x {accumulated} x {processes} · "
         f"lr {table.peak_lr:g}"
         + (f" (auto: {resolved.reasons['optimizer.lr']})" if "optimizer.lr" in resolved.reasons else ""),
     )
     for ignored in (ignored_code(resolved.config), ignored_losses(resolved.config)):
         if ignored is not None:
             console.warn(f"{recipe.model.name_or_path}: {ignored}")
+    if (few := few_steps(recipe, plan)) is not None:
+        console.warn(few)
     console.say("run", recipe.output_dir)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tuner.checkpoint.load import load_into, require_same_base
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import ModelSection, NoAdapter, Recipe
-from tuner.data.building.prepare import prepare
+from tuner.data.building.prepare import prepare_to_use
 from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import open_prepared
 from tuner.errors import DataError, DivergedError, RecipeError
@@ -63,7 +63,7 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
     if recipe.data.eval is None:
         raise RecipeError("the recipe has no held-out rows", hint="name them: --data.eval FILE, or 2%")
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, loaded.recipe.seed)
-    data = open_prepared(prepare(spec, console).path)
+    data = open_prepared(prepare_to_use(spec, console))
     resolved = resolve(recipe, spec.max_length, rank_info, spec.tokenizer.new_ids)
     held = held_out_rows(resolved.recipe, data)
     if held is None:

@@ -1,5 +1,6 @@
 """The steps of a run and what is due at each: the plan, the schedule and the cadences."""
 
+import math
 from dataclasses import dataclass, replace
 
 from tuner.config.recipe import Recipe
@@ -34,6 +35,32 @@ class Timetable:
     """An export needs a checkpoint: each of its steps is one of `saving`, too."""
     data_start: int = 0
     """The steps after which the data was reset."""
+
+
+FEW_STEPS = 20
+"""Fewer optimizer steps in a whole run than this are warned of."""
+
+
+def few_steps(recipe: Recipe, plan: Plan) -> str | None:
+    """The warning of a run with hardly any steps, with what to change; None where it has enough.
+
+    Steps that the recipe itself counts are what was wanted.
+    """
+    duration = recipe.train.duration
+    if plan.total_steps >= FEW_STEPS or duration.unit == "steps":
+        return None
+    ways = []
+    if plan.global_batch_size > 1:
+        seen = plan.rows * plan.total_steps / plan.steps_per_epoch
+        smaller = max(1, int(seen / FEW_STEPS))
+        ways.append(f"train.global_batch_size: {min(smaller, plan.global_batch_size - 1)}")
+    if duration.unit == "epochs":
+        longer = math.ceil(FEW_STEPS / plan.steps_per_epoch)
+        ways.append(f"train.duration: {longer} epochs")
+    else:
+        ways.append("a longer train.duration")
+    steps = f"{plan.total_steps} step{'' if plan.total_steps == 1 else 's'}"
+    return f"the whole run is {steps}, which teach a model little; write {' or '.join(ways)}, or take more data"
 
 
 def timetable(recipe: Recipe, prepared: PreparedData, starts: Starts = Starts()) -> Timetable:  # noqa: B008 - frozen

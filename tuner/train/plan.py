@@ -24,12 +24,13 @@ class Plan:
         """Epochs finished after ``step`` steps."""
         return step / self.steps_per_epoch
 
-    def derivation(self, duration: Duration) -> str:
+    def derivation(self, duration: Duration, row: str = "row") -> str:
         """How the number of steps follows: ``45 rows / 8 = 6 steps an epoch, 3 epochs = 18 steps``.
 
-        An epoch's last batch may be smaller, so the epochs of a duration in steps or tokens are rounded.
+        An epoch's last batch may be smaller, so the epochs of a duration in steps or tokens are rounded. ``row`` is
+        what a row is called.
         """
-        rows, batch = f"{self.rows:,} row{'s' if self.rows != 1 else ''}", self.global_batch_size
+        rows, batch = f"{self.rows:,} {row}{'s' if self.rows != 1 else ''}", self.global_batch_size
         steps = f"{self.total_steps:,} step{'s' if self.total_steps != 1 else ''}"
         if duration.unit == "epochs":
             per_epoch = f"{self.steps_per_epoch:,} step{'s' if self.steps_per_epoch != 1 else ''} an epoch"

@@ -426,7 +426,7 @@ def test_rows_without_target_are_dropped_and_counted(tmp_path: Path) -> None:
         prepare(tiny.request(tmp_path / "cache", path, max_length=8))
     assert "data.max_length" in str(caught.value.hint)
     tiny.write_rows(path, [tiny.chat("only a question")])
-    with pytest.raises(DataError, match="nothing to train on in 1 rows: 1 no trained token"):
+    with pytest.raises(DataError, match="nothing to train on in 1 row: 1 no trained token"):
         prepare(tiny.request(tmp_path / "cache", path))
     path.write_text("\n\n")
     with pytest.raises(DataError, match="no rows"):

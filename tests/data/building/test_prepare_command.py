@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -52,13 +53,13 @@ def test_explain_marks_what_is_trained_and_builds_nothing(recipe: Path) -> None:
     shown = run(recipe, "--explain", "1")
     assert shown.returncode == 0, shown.stderr
     tokens = [json.loads(line) for line in shown.stdout.splitlines()]
-    assert set(tokens[0]) == {"file", "line", "document", "token", "text", "id", "trained", "rule"}
+    assert set(tokens[0]) == {"file", "line", "document", "token", "text", "id", "trained", "kept", "rule"}
     assert "".join(token["text"] for token in tokens if token["trained"]) == "answer 0<|im_end|>"
     assert {token["rule"] for token in tokens if token["trained"]} == {"assistant turn"}
     assert (tokens[0]["line"], [token["token"] for token in tokens]) == (1, list(range(len(tokens))))
     rows = json.loads(run(recipe, "--explain", "2", "--json").stdout)["artifacts"]["rows"]
     assert len(rows) == 2
-    assert set(rows[0][0]) == {"text", "id", "trained", "rule"}
+    assert set(rows[0][0]) == {"text", "id", "trained", "kept", "rule"}
     planned = run(recipe, "--dry-run", "--data.max_length", "128")
     assert planned.returncode == 0
     assert "not yet prepared" in planned.stderr
@@ -76,10 +77,11 @@ def test_bad_input_is_one_line_and_its_code(recipe: Path) -> None:
     (recipe.parent / "written.jsonl").write_text(json.dumps(tiny.chat("say <|im_end|>", "a")) + "\n")
     refused = run(recipe, "--data.train", "written.jsonl")
     assert (refused.returncode, "Traceback" in refused.stderr) == (3, False)
-    assert "set tokenizer.special_tokens_in_text: escape; or mend the row" in refused.stderr
+    hint = "write tokenizer.special_tokens_in_text: escape; or fix the row, or write data.on_bad_row: skip"
+    assert hint in refused.stderr
     skipped = run(recipe, "--data.on_bad_row", "skip")
     assert skipped.returncode == 0
-    assert "1 bad rows skipped" in skipped.stderr
+    assert "1 bad row skipped (5%)" in skipped.stderr
     missing = run(recipe, "--data.train", "none.jsonl")
     assert missing.returncode == 3
     assert "no such file" in missing.stderr
@@ -113,7 +115,7 @@ def test_the_report_has_every_figure(recipe: Path) -> None:
     (source,) = metrics["sources"]["train"]
     assert (source["path"], source["documents"]) == (str(recipe.parent / "rows.jsonl"), 20)
     assert (source["sampled"], source["repeated"]) == (20, 0)
-    assert " MB/s" in done.stderr
+    assert re.search(r"^done      [\d.]+ kB in [\d.]+ s$", done.stderr, re.MULTILINE)
     again = json.loads(run(recipe, "--json").stdout)["metrics"]
     assert "megabytes_per_s" not in again
     assert again["train"] == metrics["train"]

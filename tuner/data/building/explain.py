@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
 
 from tuner.data.building.documents import bad_record_error
 from tuner.data.building.encoded import bad_record
@@ -12,6 +13,8 @@ from tuner.data.encoding.place import Document
 from tuner.data.reading.blocks import blocks, examples_of, lines_in
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.sources import expand
+
+Fate = Literal["whole", "truncate", "split", "drop"]
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,13 @@ class TokenView:
     trained: bool
     rule: str
     """Which part of the record it belongs to, such as `assistant turn` or `prompt`."""
+    kept: bool = True
+    """Whether a row holds it: not where the document is dropped for its length, nor beyond where it is cut."""
 
 
 @dataclass(frozen=True)
 class DocumentView:
-    """One document of a record and its tokens, before any cutting."""
+    """One document of a record and all its tokens, with what its length costs it."""
 
     name: str
     """The file's, as it was given."""
@@ -39,6 +44,15 @@ class DocumentView:
     """How many the record has: several where each answer of a chat is one."""
     left_out: tuple[str, ...] = ()
     """The reasons of the record's answers that have no document."""
+    fate: Fate = "whole"
+    """What becomes of it as `data.too_long` says."""
+    max_length: int = 0
+    """Tokens of a row."""
+
+    @property
+    def kept(self) -> list[TokenView]:
+        """The tokens that rows hold."""
+        return [token for token in self.tokens if token.kept]
 
 
 def explain(spec: PrepareSpec, n: int) -> Iterator[DocumentView]:
@@ -65,18 +79,34 @@ def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
                     raise bad_record_error(file.name, bad_record(record, problem), before) from problem
                 line, count = before + record.line, len(placed.documents)
                 yield [
-                    DocumentView(file.name, line, _tokens(spec, document), i, count, placed.left_out)
+                    DocumentView(
+                        file.name,
+                        line,
+                        _tokens(spec, document),
+                        i,
+                        count,
+                        placed.left_out,
+                        _fate(spec, document),
+                        spec.max_length,
+                    )
                     for i, document in enumerate(placed.documents)
                 ]
             before += lines_in(block)
+
+
+def _fate(spec: PrepareSpec, document: Document) -> Fate:
+    return "whole" if len(document.input_ids) <= spec.max_length else spec.too_long
 
 
 def _tokens(spec: PrepareSpec, document: Document) -> list[TokenView]:
     rules = [""] * len(document.input_ids)
     for span in document.spans:
         rules[span.start : span.stop] = [span.rule] * (span.stop - span.start)
-    # The first token of a document is predicted from nothing: it is never a target.
+    fate = _fate(spec, document)
+    # The first token of a document, or of a piece of a split one, is predicted from nothing: it is never a target.
+    piece = spec.max_length if fate == "split" else len(rules)
+    kept = 0 if fate == "drop" else spec.max_length if fate == "truncate" else len(rules)
     return [
-        TokenView(spec.tokenizer.decode([int(token)]), int(token), bool(trained) and i > 0, rule)
+        TokenView(spec.tokenizer.decode([int(token)]), int(token), bool(trained) and i % piece > 0, rule, i < kept)
         for i, (token, trained, rule) in enumerate(zip(document.input_ids, document.trained, rules, strict=True))
     ]

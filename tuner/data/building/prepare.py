@@ -18,7 +18,7 @@ from tuner.errors import DataError
 
 if TYPE_CHECKING:
     from tuner.data.building.documents import EncodingPool
-    from tuner.data.building.spec import Source
+    from tuner.data.building.spec import Source, SplitSources
     from tuner.runtime.console import Console
 
 
@@ -31,6 +31,8 @@ class PreparedInfo:
     cached: bool
     report: dict[str, Any]
     seconds: float
+    warnings: tuple[str, ...] = ()
+    """What of the result deserves a second look, the same for a cached one."""
 
     @property
     def megabytes_per_s(self) -> float:
@@ -41,7 +43,8 @@ class PreparedInfo:
 def prepare(spec: PrepareSpec, console: "Console | None" = None) -> PreparedInfo:
     """Return the prepared directory for `spec`, building what the cache lacks.
 
-    Raises DataError for rows that cannot be used and MachineError where the cache cannot be written.
+    Raises DataError for rows that cannot be used, and where most documents are dropped for their length though the
+    recipe does not say so; MachineError where the cache cannot be written.
     """
     started = time.monotonic()
     sources = sources_of(spec)
@@ -59,7 +62,17 @@ def prepare(spec: PrepareSpec, console: "Console | None" = None) -> PreparedInfo
             manifest, cached = build_once(spec.cache_dir, "prepared", keys.prepared, make, console)
         elif pool is not None:
             pool.end(at_once=True)
-    return PreparedInfo(final, keys.prepared, cached, manifest["report"], time.monotonic() - started)
+    report = _with_own_names(manifest["report"], sources)
+    warnings = _warnings(spec, report, final)
+    return PreparedInfo(final, keys.prepared, cached, report, time.monotonic() - started, warnings)
+
+
+def prepare_to_use(spec: PrepareSpec, console: "Console") -> Path:
+    """Return the prepared directory as `prepare` does, and say its warnings: for whoever does not show its report."""
+    info = prepare(spec, console)
+    for warning in info.warnings:
+        console.warn(warning)
+    return info.path
 
 
 def find_prepared(spec: PrepareSpec) -> Path | None:
@@ -72,7 +85,8 @@ def check_prepared(spec: PrepareSpec) -> Path:
     """Return the prepared directory for `spec`; DataError saying what is missing where it would have to be built."""
     keys = keys_of(spec)
     path = cache_path(spec.cache_dir, "prepared", keys.prepared)
-    if valid(path, "prepared") is not None:
+    if (manifest := valid(path, "prepared")) is not None:
+        _warnings(spec, manifest["report"], path)  # what a training would refuse is refused here
         return path
     state = "is damaged" if path.exists() else "is not there"
     encoded = valid(cache_path(spec.cache_dir, "encoded", keys.encoded), "encoded") is not None
@@ -83,6 +97,35 @@ def check_prepared(spec: PrepareSpec) -> Path:
 def prepared_path(spec: PrepareSpec) -> Path:
     """Return the directory that `spec` has or would have; its sources are read for their hashes."""
     return cache_path(spec.cache_dir, "prepared", keys_of(spec).prepared)
+
+
+def _with_own_names(report: dict[str, Any], sources: "SplitSources") -> dict[str, Any]:
+    """The report with the names of this recipe's sources: who built the directory may have had others."""
+    by_split = {"train": sources.train, "eval": sources.held or []}
+    if all(
+        [known["path"] for known in report["sources"].get(split, [])] == [source.path for source in given]
+        for split, given in by_split.items()
+    ):
+        return report
+    from tuner.data.building.report import with_names
+
+    return with_names(report, by_split)
+
+
+def _warnings(spec: PrepareSpec, report: dict[str, Any], directory: Path) -> tuple[str, ...]:
+    """What of a prepared directory deserves a second look. DataError where most of a split is lost to its length."""
+    splits = [report[name] for name in ("train", "eval") if report[name] is not None]
+    lost = any(
+        split[word] for split in splits for word in ("skipped", "dropped", "duplicates", "dropped_rows", "truncated")
+    )
+    untaken = any(not source["sampled"] for sources in report["sources"].values() for source in sources)
+    others = (report.get("tokenizer") or {}).get("other_versions")
+    if not (lost or untaken or others or report["overlap"] or report.get("by_answer", {}).get("left_out")):
+        return ()
+    from tuner.data.building.losses import length_warnings
+    from tuner.data.building.report import warnings_of
+
+    return (*warnings_of(report, str(directory / "rejects.jsonl")), *length_warnings(spec, report, directory))
 
 
 def _early_pool(spec: PrepareSpec, sources: "list[Source]") -> "EncodingPool | None":

@@ -1,15 +1,22 @@
 """What preparation says to people: how far it is, and what it did; every number is in the manifest's `report`."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tuner.data.building.losses import MANY
+from tuner.data.building.pack import NO_TARGET
+
 if TYPE_CHECKING:
+    from tuner.data.building.spec import Source
     from tuner.runtime.console import Console, ProgressBar
 
 
 Line = tuple[str, str]
+MANY_DUPLICATES = 0.1
+"""The share of a split's documents above which duplicates are warned of."""
+_SUMMED = ("files", "rows", "documents", "sampled", "repeated")
 PLAIN_EVERY_S = 30.0
 """Seconds between two lines where no bar can be drawn."""
 MB = 1_000_000
@@ -40,9 +47,15 @@ def report_lines(report: Mapping[str, Any], method: str, max_length: int, packin
 def _mask_lines(report: Mapping[str, Any]) -> list[Line]:
     masks, chats = report["masks"], by_answer_of(report)
     if not chats["chats"]:
-        return [("masks", f"proven on {masks['proven']:,} of {masks['rows']:,} rows")]
+        left = masks["rows"] - masks["proven"]
+        others = f"; {_count(left, 'other row')} without anything to train on, or skipped" if left else ""
+        return [("masks", f"proven on {masks['proven']:,} of {masks['proven']:,} rows{others}")]
     text = f"{chats['chats']:,} chats are {chats['documents']:,} documents, one for each answer as it is prompted for"
     return [("masks", f"proven on {masks['proven']:,} documents of {masks['rows']:,} rows"), ("answers", text)]
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def by_answer_of(report: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -55,9 +68,8 @@ def warnings_of(report: Mapping[str, Any], rejects: str) -> list[str]:
     """What deserves a second look; `rejects` is the path of the file of skipped rows."""
     warnings = []
     for split in ("train", "eval"):
-        skipped = (report[split] or {}).get("skipped", {})
-        if skipped:
-            warnings.append(f"data.{split}: {sum(skipped.values()):,} bad rows skipped, see {rejects}")
+        if report[split] is not None:
+            warnings += _split_warnings(split, report[split], rejects)
     for split, sources in report["sources"].items():
         for source in sources:
             if source["documents"] and not source["sampled"]:
@@ -71,6 +83,42 @@ def warnings_of(report: Mapping[str, Any], rejects: str) -> list[str]:
         listed = f"transformers {now} gives other ids than {', '.join(others)} did for the same tokenizer files"
         warnings.append(f"tokenizer: {listed}: readers of an export with those versions are given the ids of {now}")
     return warnings
+
+
+def _split_warnings(split: str, counts: Mapping[str, Any], rejects: str) -> list[str]:
+    """What of a split's documents is left out or superfluous, but for those that are too long."""
+    warnings = []
+    rows, documents = max(counts["rows"], 1), max(counts["documents"], 1)
+    if skipped := sum(counts["skipped"].values()):
+        warnings.append(f"data.{split}: {_count(skipped, 'bad row')} skipped ({skipped / rows:.0%}), see {rejects}")
+    untrained = sum(counts["dropped"].values())
+    if untrained > MANY * rows:
+        what = f"{untrained:,} of {rows:,} rows ({untrained / rows:.0%}) have no trained token, such as an answer"
+        warnings.append(f"data.{split}: {what}, and are left out")
+    cut_off = counts.get("dropped_rows", {}).get(NO_TARGET, 0)
+    if cut_off > MANY * documents:
+        what = f"{cut_off:,} of {documents:,} documents ({cut_off / documents:.0%}) have no trained token"
+        warnings.append(f"data.{split}: {what} within data.max_length and are left out: raise it")
+    if counts["duplicates"] > MANY_DUPLICATES * documents:
+        what = f"{counts['duplicates']:,} of {documents:,} documents ({counts['duplicates'] / documents:.0%})"
+        warnings.append(f"data.{split}: {what} are the same as others, to the token: each is trained on")
+    return warnings
+
+
+def with_names(report: Mapping[str, Any], sources: "Mapping[str, Sequence[Source]]") -> dict[str, Any]:
+    """The report of a cached directory with the sources of this recipe: those of equal bytes may have other names."""
+    renamed = {split: _renamed(known, sources[split]) for split, known in report["sources"].items()}
+    return {**report, "sources": renamed}
+
+
+def _renamed(known: list[dict[str, Any]], sources: "Sequence[Source]") -> list[dict[str, Any]]:
+    if [source["files"] for source in known] == [len(source.files) for source in sources]:
+        return [{**counts, "path": source.path} for counts, source in zip(known, sources, strict=True)]
+    if any(counts["weight"] != 1 or counts["count"] is not None for counts in known):
+        return known
+    # The same files by other sources, such as a directory and the list of its files: only the sums are known.
+    summed = {name: sum(counts[name] for counts in known) for name in _SUMMED}
+    return [{"path": ", ".join(source.path for source in sources), **summed, "weight": 1.0, "count": None}]
 
 
 def _tokenizer_lines(tokenizer: Mapping[str, Any] | None) -> list[Line]:
@@ -115,6 +163,13 @@ def _split_text(counts: Mapping[str, Any]) -> str:
     for key in ("skipped", "dropped", "dropped_rows"):
         parts += [f"{count:,} {key.partition('_')[0]}: {reason}" for reason, count in counts[key].items()]
     return "  ".join(parts)
+
+
+def done_line(size: int, seconds: float) -> str:
+    """How much was read in how long; the rate only where there is enough for one."""
+    if size < MB:
+        return f"{size / 1000:,.1f} kB in {seconds:.1f} s"
+    return f"{size / MB:,.1f} MB in {seconds:.1f} s, {size / MB / max(seconds, 1e-9):.1f} MB/s"
 
 
 class Pace:

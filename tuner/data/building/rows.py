@@ -17,6 +17,7 @@ import pyarrow as pa
 from tuner.data.building.cache import build_once
 from tuner.data.building.documents import REJECTS, EncodingPool, build_documents
 from tuner.data.building.encoded import record_batches
+from tuner.data.building.losses import WHOLE, kept_by, lengths_that_keep, raised
 from tuner.data.building.pack import cut, row_batches
 from tuner.data.building.spec import Keys, PrepareSpec
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -56,7 +57,8 @@ def build_rows(
         if report[split] is not None:
             rows = _write_rows(spec, tmp, split)
             if rows["packed_rows"] == 0:
-                raise _nothing_left(spec, split, report[split]["documents"], rows["dropped_rows"])
+                path = tmp / f"{split}.documents.arrow"
+                raise _nothing_left(spec, path, report[split]["documents"], rows["dropped_rows"])
             report[split] = {**report[split], **rows}
     samples = _samples(tmp / "eval.documents.arrow", spec) if report["eval"] is not None else []
     with jsonlines.open(tmp / "samples.jsonl", "w") as writer:
@@ -110,11 +112,14 @@ def _write_rows(spec: PrepareSpec, tmp: Path, split: str) -> dict[str, Any]:
     }
 
 
-def _nothing_left(spec: PrepareSpec, split: str, documents: int, dropped: Mapping[str, int]) -> DataError:
+def _nothing_left(spec: PrepareSpec, path: Path, documents: int, dropped: Mapping[str, int]) -> DataError:
+    split = path.name.partition(".")[0]
     reasons = "; ".join(f"{count:,} {why}" for why, count in dropped.items())
+    lengths = lengths_that_keep(path, WHOLE)
     return DataError(
-        f"data.{split}: nothing is left of {documents:,} documents: {reasons}",
-        hint=f"raise data.max_length ({spec.max_length:,}) or set data.too_long: truncate",
+        f"data.{split}: nothing is left of {documents:,} documents: {reasons} ({spec.max_length:,}); "
+        f"{kept_by(lengths)}",
+        hint=f"write {raised(spec, lengths)}data.too_long: truncate",
     )
 
 

@@ -48,6 +48,8 @@ class PrepareSpec:
     seed: int
     cache_dir: Path
     special_tokens_in_text: "SpecialTokens" = "refuse"
+    positions: int | None = None
+    """The model's longest position, where its config names one."""
 
     @property
     def too_long(self) -> "TooLong":
@@ -80,6 +82,7 @@ def prepare_spec(
         seed=seed,
         cache_dir=cache,
         special_tokens_in_text=tokenizer.special_tokens_in_text,
+        positions=model_positions(model),
     )
 
 
@@ -100,15 +103,16 @@ def model_positions(model: "ModelSection") -> int | None:
     """Return the model's longest position by its config, with the recipe's overrides; None where it names none."""
     path = tokenizer_directory(model.name_or_path, model.revision) / "config.json"
     config: dict[str, Any] = read_json(path) if path.is_file() else {}
-    return _positions({**config, **model.config})
+    return positions_in({**config, **model.config})
 
 
-def _positions(config: Mapping[str, Any]) -> int | None:
+def positions_in(config: Mapping[str, Any]) -> int | None:
+    """Return the longest position that a model's config names; None where it names none."""
     for key in _POSITION_KEYS:
         if isinstance(config.get(key), int) and config[key] > 0:
             return int(config[key])
     nested = config.get("text_config")
-    return _positions(nested) if isinstance(nested, dict) else None
+    return positions_in(nested) if isinstance(nested, dict) else None
 
 
 @dataclass(frozen=True)
@@ -220,7 +224,11 @@ def _sources(sections: "Sequence[DataSource]") -> list[Source]:
 
 def expected_bytes(sources: Iterable[Source]) -> int:
     """Bytes of all records, inflated, as far as sizes on disk tell."""
-    files = [file for source in sources for file in source.files]
+    return inflated_bytes(file for source in sources for file in source.files)
+
+
+def inflated_bytes(files: Iterable[SourceFile]) -> int:
+    """Bytes of the records of these files, inflated, as far as sizes on disk tell."""
     return sum(file.size() * (INFLATES if file.compression or file.kind == "parquet" else 1) for file in files)
 
 

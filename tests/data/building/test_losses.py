@@ -1,0 +1,144 @@
+"""What preparation leaves out is said: with the row lengths that would keep it, and the same for a cached directory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data import tiny
+from tuner.data.building.cache import valid
+from tuner.data.building.losses import WHOLE, lengths_that_keep
+from tuner.data.building.prepare import PreparedInfo, check_prepared, prepare, prepare_to_use
+from tuner.data.building.report import report_lines
+from tuner.errors import DataError
+from tuner.runtime.console import Console
+
+
+def write_documents(path: Path, lengths: list[int], batch: int) -> Path:
+    """A file of documents of these lengths, so many in each record batch."""
+    schema = pa.schema([("input_ids", pa.list_(pa.uint16()))])
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        for start in range(0, len(lengths), batch):
+            offsets = np.cumsum([0, *lengths[start : start + batch]]).astype(np.int32)
+            values = pa.array(np.zeros(offsets[-1], dtype=np.uint16))
+            writer.write_batch(pa.record_batch([pa.ListArray.from_arrays(pa.array(offsets), values)], schema=schema))
+    return path
+
+
+@given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=60), batch=st.integers(1, 60))
+@settings(max_examples=40, deadline=None)
+def test_the_named_length_keeps_the_share_and_is_hardly_more_than_needed(
+    lengths: list[int], batch: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = write_documents(tmp_path_factory.mktemp("documents") / "d.arrow", lengths, batch)
+    found = lengths_that_keep(path, WHOLE)
+    for share, length in zip(WHOLE, found, strict=True):
+        needed = sorted(lengths)[int(np.ceil(share * len(lengths))) - 1]
+        assert needed <= length <= min(needed * (1 + 1 / 64), max(lengths))
+
+
+def rows(count: int, words: int) -> list[dict[str, Any]]:
+    return [tiny.chat(f"question {i}", f"answer {i}" + " very" * words) for i in range(count)]
+
+
+def prepared(tmp_path: Path, short: int, long: int, **data: Any) -> PreparedInfo:
+    path = tiny.write_rows(tmp_path / "rows.jsonl", rows(short, 1) + rows(long, 60))
+    return prepare(tiny.request(tmp_path / "cache", path, max_length=64, **data))
+
+
+def test_little_is_not_worth_a_warning(tmp_path: Path) -> None:
+    assert prepared(tmp_path, 98, 2).warnings == ()
+    assert prepared(tmp_path, 0, 40, too_long="split").warnings == ()
+
+
+@pytest.mark.parametrize(("too_long", "what"), [("auto", "dropped"), ("drop", "dropped"), ("truncate", "cut")])
+def test_many_are_warned_of_with_the_lengths_that_keep_them(tmp_path: Path, too_long: str, what: str) -> None:
+    info = prepared(tmp_path, 90, 10, too_long=too_long)
+    longest = info.report["train"]["longest"]
+    (warning,) = info.warnings
+    assert warning == (
+        f"data.train: 10 of 100 documents (10%) are {what}: longer than data.max_length (64); "
+        f"data.max_length: {longest} keeps 99% of them whole"
+    )
+    again = prepared(tmp_path, 90, 10, too_long=too_long)
+    assert (again.cached, again.warnings) == (True, info.warnings)
+    kept = prepare(tiny.request(tmp_path / "cache", tmp_path / "rows.jsonl", max_length=longest, too_long=too_long))
+    assert kept.warnings == ()
+
+
+def test_most_are_an_error_unless_the_recipe_says_so_itself(tmp_path: Path) -> None:
+    for _ in range(2):  # the second time the directory is there
+        with pytest.raises(
+            DataError, match=r"data\.train: 60 of 100 documents \(60%\) are dropped: .* keeps 99%"
+        ) as caught:
+            prepared(tmp_path, 40, 60)
+        assert "write data.max_length: " in str(caught.value.hint) and "too_long: truncate" in str(caught.value.hint)
+    spec = tiny.request(tmp_path / "cache", tmp_path / "rows.jsonl", max_length=64)
+    with pytest.raises(DataError, match="60 of 100"):
+        check_prepared(spec)
+    (warning,) = prepared(tmp_path, 40, 60, too_long="drop").warnings
+    assert "60 of 100 documents (60%) are dropped" in warning
+    with pytest.raises(DataError, match="60 of 100 .*; the model has 70 positions") as caught:
+        prepare(replace(spec, positions=70))
+    assert "data.max_length" not in str(caught.value.hint)
+
+
+def test_nothing_of_it_is_kept_in_the_directory(tmp_path: Path) -> None:
+    """What an earlier version prepared has the same manifest, and is judged alike."""
+    info = prepared(tmp_path, 90, 10)
+    manifest = valid(info.path, "prepared")
+    assert manifest is not None
+    assert "whole" not in json.dumps(manifest) and "warnings" not in manifest["report"]
+
+
+def test_a_training_says_them_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    info = prepared(tmp_path, 90, 10)
+    spec = tiny.request(tmp_path / "cache", tmp_path / "rows.jsonl", max_length=64)
+    assert prepare_to_use(spec, Console()) == info.path
+    assert f"warning   {info.warnings[0]}" in capsys.readouterr().err
+
+
+def test_rows_without_an_answer_and_repeated_ones_are_warned_of(tmp_path: Path) -> None:
+    only_asked = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(3)]
+    path = tiny.write_rows(tmp_path / "rows.jsonl", rows(20, 1) + rows(7, 1) + only_asked)
+    info = prepare(tiny.request(tmp_path / "cache", path))
+    assert info.warnings == (
+        "data.train: 3 of 30 rows (10%) have no trained token, such as an answer, and are left out",
+        "data.train: 7 of 27 documents (26%) are the same as others, to the token: each is trained on",
+    )
+    masks = dict(report_lines(info.report, "sft", 64, True))["masks"]
+    assert masks == "proven on 27 of 27 rows; 3 other rows without anything to train on, or skipped"
+
+
+def test_answers_beyond_a_row_are_warned_of(tmp_path: Path) -> None:
+    late = [tiny.chat(f"question {i}" + " very" * 70, "answer") for i in range(5)]
+    path = tiny.write_rows(tmp_path / "rows.jsonl", rows(20, 1) + late)
+    warnings = prepare(tiny.request(tmp_path / "cache", path, max_length=64, too_long="truncate")).warnings
+    assert warnings[0] == (
+        "data.train: 5 of 25 documents (20%) have no trained token within data.max_length and are left out: raise it"
+    )
+
+
+def test_a_cached_report_has_the_names_of_this_recipe(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    for name in ("a", "b"):
+        for place in ("here", "there"):
+            tiny.write_rows(tmp_path / place / f"{name}.jsonl", [tiny.chat(f"{name} {i}", "yes") for i in range(3)])
+
+    def sources(train: object, **data: Any) -> list[tuple[str, int]]:
+        info = prepare(tiny.request(tmp_path / "cache", train, **data))
+        return [(source["path"], source["documents"]) for source in info.report["sources"]["train"]]
+
+    here, there = ([str(tmp_path / place / f"{name}.jsonl") for name in ("a", "b")] for place in ("here", "there"))
+    assert sources(here) == [(here[0], 3), (here[1], 3)]
+    assert sources(there) == [(there[0], 3), (there[1], 3)]
+    assert sources(tmp_path / "there") == [(str(tmp_path / "there"), 6)]
