@@ -288,7 +288,7 @@ def base_of(name_or_path: str) -> tuple[str, str | None]:
     if run is not None:
         facts = resolve(run).model
         if facts.get("init") == "random":
-            raise RecipeError(f"{name_or_path}: was trained from random weights, it has no base")
+            raise RecipeError(f"{name_or_path}: was trained from random weights and has no base")
         return str(facts["name_or_path"]), facts.get("revision")
     hint = "name it: --base MODEL"
     if not (path / LINEAGE).is_file():

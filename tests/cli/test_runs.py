@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.fixtures import forked
 from tests.rundir import made
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.cli.document import SCHEMA_PATH
+from tuner.cli.runs import _local
+from tuner.cli.table import columns, fitted
 from tuner.rundir.run_json import hold
 
 ROOT = Path(__file__).parents[2]
@@ -55,16 +58,37 @@ def document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 def test_list(place: Path) -> None:
     heading, slow, fast = runs(place, "list").stdout.splitlines()
     assert heading.split()[:5] == ["run", "status", "step", "loss", "eval"]
-    assert slow.split() == ["slow", "finished", "4", "0.5000", "0.7500", "0.7500", "at", "4", "400", "1:30", START[0]]
-    assert fast.split() == ["fast", "finished", "4/4", "0.2500", "0.1250", "0.1250", "at", "4", "400", "0:20", START[1]]
+    first, second = (_local(text).split() for text in START)
+    assert slow.split() == ["slow", "finished", "4", "0.5000", "0.7500", "0.7500", "at", "4", "400", "1:30", *first]
+    assert fast.split() == ["fast", "finished", "4/4", "0.2500", "0.1250", "0.1250", "at", "4", "400", "0:20", *second]
     (place / "runs" / "broken").mkdir()
     (place / "runs" / "broken" / "run.json").write_text("{")
     listed = document(runs(place, "list", "runs", "--json"))
-    assert [run["name"] for run in listed["artifacts"]["runs"]] == ["slow", "fast"]
+    started = {run["name"]: run["started"] for run in listed["artifacts"]["runs"]}
+    assert list(started.items()) == [("slow", START[0]), ("fast", START[1])]
     assert "broken" in listed["warnings"][0]
     (place / "empty").mkdir()
     assert "no runs in" in runs(place, "list", "empty").stdout
     assert "no such directory" in runs(place, "list", "nowhere", code=2).stderr
+
+
+def test_times_are_shown_in_the_local_zone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "XYZ-3")  # three hours east of Greenwich
+        time.tzset()
+        assert (_local(START[0]), _local(None)) == ("2026-01-02 13:00", "...")
+    time.tzset()
+
+
+def test_tables_are_split_where_the_terminal_is_narrow() -> None:
+    lines = [["run", "loss", "tokens", "time"], ["a", "0.5", "400", "1:30"], ["longer", "0.25", "1,400", "0:20"]]
+    whole = columns(lines, right=(1, 2, 3))
+    assert fitted(lines, 200, right=(1, 2, 3)) == whole
+    assert fitted(lines, 22, right=(1, 2, 3)).split("\n") == [
+        "run     loss  tokens", "a        0.5     400", "longer  0.25   1,400", "",
+        "run     time", "a       1:30", "longer  0:20",
+    ]  # fmt: skip
+    assert fitted(lines, 1).count("run") == 3  # no cell is broken
 
 
 def test_show(place: Path) -> None:

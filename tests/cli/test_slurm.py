@@ -105,7 +105,7 @@ def test_two_tasks_train_stop_and_have_the_job_requeued(tmp_path: Path) -> None:
     assert calls.read_text() == f"scontrol [requeue] [{os.getpid()}]\n"
     run = tmp_path / "runs" / "r"
     assert done.stdout == f"{run}\n"
-    assert done.stderr.count("resume it: tuner resume") == 1, "rank 0 speaks for both"
+    assert done.stderr.count("resume with: tuner resume") == 1, "rank 0 speaks for both"
     (launch,) = json.loads((run / "run.json").read_text())["launches"]
     assert (launch["status"], launch["step"], launch["world_size"]) == ("stopped", 2, 2)
     assert all((run / "logs" / f"rank{rank}.log").is_file() for rank in (0, 1))

@@ -143,7 +143,7 @@ def test_training_goes_on_without_them_and_profile_says_what_is_missing(
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     trained, predicted, measured, exported = done.stderr.split("$ ")[1:]
     assert "done      2 steps" in trained and trained.endswith("ended with 0\n"), trained
-    assert "the profile could not be written" in trained and "torch._C._profiler" in trained
+    assert "the recording could not be written" in trained and "torch._C._profiler" in trained
     for text, path in (
         (predicted, "torch.utils._python_dispatch.TorchDispatchMode"), (measured, "torch._C._profiler._EventType"),
         (exported, "transformers.core_model_loading.revert_weight_conversion"),

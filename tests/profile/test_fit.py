@@ -74,8 +74,8 @@ def test_words(tmp_path: Path) -> None:
     assert sentence(said).startswith("peak ") and "in each of 4 processes" in sentence(said)
     assert "fits in 16.00 GiB" in sentence(said) and "roughly" in sentence(said)
     lines = table(said)
-    assert lines[0][:2] == ["", "peak"] and lines[-1][0] == "all"
-    assert {"weights", "gathered weights", "constants"} <= {line[0] for line in lines}
+    assert lines[0][:2] == ["MiB", "peak"] and lines[-1][0] == "total"
+    assert {"weights", "gathered weights", "process"} <= {line[0] for line in lines}
 
 
 def test_changed_goes_by_key(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_cap_on_addresses_ends_with_5_and_the_override_fits(tmp_path: Path, mo
     assert found["predicted"]["parameters"] == found["parts"]["parameters"]
     assert found["predicted"]["optimizer"] == found["parts"]["optimizer"]
     assert found["predicted"]["activations"] >= found["parts"]["activations"]
-    assert "predicted at the fullest moment of a step" in done.stderr
+    assert "predicted peak of a step" in done.stderr
 
 
 def fails(train_state: Any, index: int, *rest: Any) -> None:
@@ -106,7 +106,7 @@ def test_what_lies_between_steps_where_the_step_cannot_be_taken_again(
     monkeypatch.setattr(loop, "optimizer_step", fails)
     with pytest.raises(MemoryLimitError) as raised:
         launch(workplace, "again")
-    assert "out of memory in step 1" in raised.value.message and "4,096 bytes more asked for" in raised.value.message
+    assert "out of memory in step 1" in raised.value.message and "4,096 bytes requested" in raised.value.message
     assert raised.value.hint is not None and raised.value.hint.startswith("--train.micro_batch_size 2 fits")
 
     def broken(*given: object) -> None:
@@ -115,9 +115,9 @@ def test_what_lies_between_steps_where_the_step_cannot_be_taken_again(
     monkeypatch.setattr(watch, "replay_step", broken)
     with pytest.raises(MemoryLimitError) as raised:
         launch(workplace, "resident")
-    assert "out of memory in step 1, between steps: 4,096 bytes more asked for" in raised.value.message
-    assert "parameters of model.embed_tokens.weight" in raised.value.message
-    assert "looking at the memory failed: ValueError: no" in capfd.readouterr().err
+    assert "out of memory in step 1, between steps: 4,096 bytes requested" in raised.value.message
+    assert "weights of model.embed_tokens.weight" in raised.value.message
+    assert "the memory could not be examined: ValueError: no" in capfd.readouterr().err
     monkeypatch.setattr(watch, "resident_report", broken)
     with pytest.raises(MemoryLimitError, match="you tried to allocate 4096 bytes"):
         launch(workplace, "neither")

@@ -124,7 +124,7 @@ def test_prepared_rows_are_looked_at(tmp_path: Path) -> None:
     request = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     prepare(request)
     found = predicted(recipe)
-    assert "4 that are prepared" in found.assumptions[0]
+    assert "of the 4 prepared rows" in found.assumptions[0]
     assert found.time.total_steps == 1
     assert found.time.tokens_per_step == 8 * 150 / 4
     assert found.peak_bytes < before.peak_bytes

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Phase, Prediction, TimeEstimate
+from tuner.profile.report import sentence, table
+from tuner.profile.words import NAMES
 
 
 def moment(phase: Phase, module: str, **parts: int) -> Moment:
@@ -37,7 +39,7 @@ def test_peak_is_the_first_of_the_fullest_moments() -> None:
 
 @pytest.mark.parametrize(("limit", "verdict"), [(99, "does not fit"), (100, "tight"), (101, "tight"), (102, "fits")])
 def test_verdict_allows_for_the_stated_error(limit: int, verdict: str) -> None:
-    prediction = Prediction("cpu", 1, 1, COURSE, limit, 0.02, TIME)
+    prediction = Prediction("cpu", "cpu", 1, 1, COURSE, limit, 0.02, TIME)
     assert prediction.verdict == verdict
     assert prediction.margin_bytes == limit - 100
     assert replace(prediction, error=0.0).verdict == ("fits" if limit >= 100 else "does not fit")
@@ -45,3 +47,21 @@ def test_verdict_allows_for_the_stated_error(limit: int, verdict: str) -> None:
 
 def test_time_follows_from_the_step() -> None:
     assert (TIME.tok_per_s, TIME.total_s) == (4096.0, 20.0)
+
+
+def test_a_sentence_tells_tensors_from_the_process() -> None:
+    mib = 1 << 20
+    course = MemoryTimeline(
+        (moment("forward", "", parameters=300 * mib, activations=100 * mib, constants=600 * mib),), {}
+    )
+    prediction = Prediction("cpu", "cpu", 1, 1, course, 2000 * mib, 0.02, TIME)
+    assert (prediction.tensor_bytes, prediction.process_bytes) == (400 * mib, 600 * mib)
+    said = sentence(prediction)
+    assert said.startswith("peak 0.98 GiB: tensors 400.0 MiB (weights 300.0 MiB, activations 100.0 MiB), the process")
+    assert "itself 0.59 GiB · fits in 1.95 GiB" in said
+    lines = [[cell for cell in line if cell] for line in table(prediction)]
+    assert lines == [
+        ["MiB", "peak", "forward"], ["weights", "300.0", "300.0"], ["activations", "100.0", "100.0"],
+        ["tensors", "400.0", "400.0"], ["process", "600.0", "600.0"], ["total", "1,000.0", "1,000.0"],
+    ]  # fmt: skip
+    assert set(NAMES) == set(PARTS) and len(set(NAMES.values())) == len(PARTS)

@@ -162,7 +162,7 @@ def test_a_stop_file_saves_stops_and_is_used_up(workplace: Path) -> None:
 def test_a_signal_in_an_evaluation_cuts_it_short_and_it_is_done_when_the_run_goes_on(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = {"data__eval": "7 documents", "eval__every": "5 steps", "eval__samples": "1"}
+    flags = {"data__eval": "7 documents", "eval__every": "5 steps", "eval__samples": "1", "eval__samples_at": "all"}
     whole = launch(workplace, name="whole", **flags)
     evaluated = [*range(0, whole.step, 5), whole.step]
     real, signal_at = evaluate.answer_samples, {"evaluation": 0}

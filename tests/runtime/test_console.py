@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.runtime.console import Console, escape
+from tuner.runtime.console import Console, escape, one_line, wrapped
 
 
 class Terminal(io.StringIO):
@@ -87,6 +87,60 @@ def test_bars_need_a_terminal() -> None:
         bar.update(1, "loss 2.0")
     assert stream.getvalue() == ""
     assert not console.is_live
+
+
+def test_a_bar_says_what_is_done_while_it_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    console = Console(stream=stream)
+    with console.progress("train", 3, estimates=False) as bar:
+        bar.update(1, "loss 2.0")
+        with console.doing("evaluating 1 of 9 rows") as doing:
+            console.say("saved", "x")
+            doing.update("evaluating 2 of 9 rows")
+            bar._bar.refresh()  # type: ignore[union-attr]  # as rich does ten times a second
+    shown = stream.getvalue()
+    assert shown.index("evaluating 1 of") < shown.index("evaluating 2 of") < shown.rindex("loss 2.0")
+
+
+def test_what_is_done_is_said_to_those_who_listen_alone() -> None:
+    for options in ({"main": False}, {"level": "warning"}, {}):
+        console, stream = said(**options)
+        with console.doing("loading torch", at_once=True) as doing:
+            doing.update("loading model")
+        assert stream.getvalue() == ("" if options else "loading   torch\n")
+
+
+def test_lines_break_between_their_parts_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    Console(stream=stream).say("plan", "56 rows = 4 steps · micro-batch 1 x 8 x 1 process · " + "x" * 50 + " y")
+    lines = stream.getvalue().split("\n")
+    assert lines == [
+        "\x1b[1mplan      \x1b[0m56 rows = 4 steps", "          micro-batch 1 x 8 x 1 process", f"          {'x' * 50}",
+        "          y", "",
+    ]  # fmt: skip
+
+
+@given(text=st.text(), width=st.integers(20, 200))
+def test_a_text_on_one_line_fits_and_keeps_an_end(text: str, width: int) -> None:
+    whole = " ".join(text.split()) or repr(text)
+    start, end = one_line(text, width), one_line(text, width, end=True)
+    if len(whole) <= width:
+        assert start == end == whole
+    else:
+        assert len(start) == len(end) == width
+        assert whole.startswith(start[:-1]) and whole.endswith(end[1:]) and start[-1] == end[0] == "…"
+
+
+@given(parts=st.lists(st.text("ab ", min_size=1), min_size=1), width=st.integers(20, 60))
+def test_wrapping_loses_no_word(parts: list[str], width: int) -> None:
+    lines = wrapped(" · ".join(parts), width)
+    words = " ".join(lines).replace("·", " ").split()
+    assert words == " ".join(parts).split()
+    assert all(len(line) <= width or " " not in line for line in lines)
 
 
 def test_bars_and_lines_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

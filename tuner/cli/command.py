@@ -29,6 +29,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn, cast
 import typer
 
 from tuner.cli.document import Outcome, failure_document, outcome_document, read_document, write_document
+from tuner.cli.table import note_stdout
 from tuner.errors import ExitCode, MachineError, RecipeError, TunerError, as_tuner_error
 from tuner.runtime.stop import is_ignored
 from tuner.runtime.warned import Warned, collected
@@ -314,6 +315,7 @@ def _take_stdout() -> int:
     except OSError:
         saved = os.open(os.devnull, os.O_WRONLY)
     os.set_inheritable(saved, False)
+    note_stdout(saved)
     os.dup2(2, 1)
     return saved
 

@@ -40,6 +40,9 @@ def eval(  # noqa: A001 - the command's name
 
     rank_info = RankInfo.from_environment()
     console = Console(rank_info.is_main, "debug" if verbose else "info")
+    with console.doing("loading torch", at_once=True):
+        from tuner.run.score import find_trained, score
+
     trained = find_trained(path, console)
     loaded = _load(trained, recipe, overrides_of(ctx))
     result = score(trained, loaded, rank_info, console)

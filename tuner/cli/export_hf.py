@@ -52,13 +52,15 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
         raise RecipeError(f"--shard-size {shard_size}: {error}", hint="write 5GB, 500MB or 4GiB") from None
     target = None if output is None else input_path(output)
     console = Console(level="debug" if verbose else "info")
-    from tuner.export.hf import ExportOptions, plan_export, run_export
+    with console.doing("loading torch", at_once=True):
+        from tuner.export.hf import ExportOptions, plan_export, run_export
 
     wanted = ExportOptions(dtype, adapter, shard_bytes, _named(base_model))
     plan = plan_export(source, target, wanted, console.warn, chosen)
     if dry_run:
         return _planned(plan, console)
-    report = run_export(plan)
+    with console.doing(f"exporting step {plan.source.step}"):
+        report = run_export(plan)
     _remember_base(plan)
     return _reported(report, console)
 
@@ -94,12 +96,10 @@ def _reported(report: ExportReport, console: Console) -> Outcome:
     if report.already_exported:
         console.say("exported", f"{report.path} holds this export already")
     else:
-        kind = "the trained model" if report.probes_recorded else "the checkpoint's model (the run recorded no probes)"
         console.say(
             "verified",
-            f"{report.probes} probes: logits equal to {kind}, largest difference {report.max_difference:.2g} "
-            f"({report.dtype}), KL {report.kl:.1e}\n"
-            f"{report.id_probes} texts: ids equal to those of training, loaded with AutoTokenizer\n"
+            f"{report.proof()}\n"
+            f"{report.id_probes} texts: the same token ids as in training, loaded with AutoTokenizer\n"
             f"{report.weight_files} weight file{'s' if report.weight_files > 1 else ''}, {gib(report.bytes)} "
             f"in {report.seconds:.1f} s",
         )

@@ -22,7 +22,8 @@ from tuner.cli.talk import visible
 from tuner.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
-    from tuner.generate import Answer, Prompt, Sampling
+    from tuner.generate import Answer, Generator, Prompt, Sampling
+    from tuner.runtime.console import Console
 
 LABEL_WIDTH = 10
 
@@ -70,30 +71,42 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter for each option
         if chat and (prompt or file or compare or raw):
             raise RecipeError("--chat reads its prompts from stdin; leave out --prompt, --file, --compare and --raw")
         texts = [] if chat else _prompts(prompt or [], file, system, raw)
-        from tuner.generate import Sampling, base_of, load_generator
         from tuner.runtime.console import Console
+
+        console = Console(level="debug" if verbose else "info")
+        with console.doing("loading torch", at_once=True):
+            from tuner.generate import Sampling, base_of, load_generator
 
         sampling = Sampling(max_new_tokens, temperature, seed, top_p, top_k)
         sampling.check()
         other = (base, None) if base else base_of(name) if compare else None
-        console = Console(level="debug" if verbose else "info")
-        generator = load_generator(name, base=base, warn=console.warn)
+        with console.doing(f"loading {name}"):
+            generator = load_generator(name, base=base, warn=console.warn)
         if chat:
             from tuner.cli.talk import talk
 
             return talk(generator, sampling, system, None if json else stdout)
-        trained = [generator.generate(item, sampling) for item in texts]
+        trained = _answered(generator, texts, sampling, console)
         before: list[Answer] | None = None
         if compare and other is not None and other[0] is not None:
             template = generator.tokenizer.chat_template
             del generator
-            reference = load_generator(other[0], revision=other[1])
+            with console.doing(f"loading {other[0]}"):
+                reference = load_generator(other[0], revision=other[1])
             if reference.tokenizer.chat_template is None:
                 reference.tokenizer.chat_template = template
-            before = [reference.generate(item, sampling) for item in texts]
+            before = _answered(reference, texts, sampling, console)
         return _answers(texts, trained, before, sampling)
 
     run_command("generate", OutputOptions(json, verbose, debug), body)
+
+
+def _answered(generator: Generator, prompts: Sequence[Prompt], sampling: Sampling, console: Console) -> list[Answer]:
+    answers = []
+    for number, prompt in enumerate(prompts, 1):
+        with console.doing(f"answering prompt {number} of {len(prompts)}"):
+            answers.append(generator.generate(prompt, sampling))
+    return answers
 
 
 def _answers(

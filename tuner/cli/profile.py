@@ -41,7 +41,8 @@ class ProfileOptions:
             )
         if (self.measure is not None or self.dry_run) and (self.fit or self.device or self.processes):
             raise RecipeError(
-                "--measure looks at what is here", hint="leave out --device, --processes and --fit, or --measure"
+                "--measure runs on this machine's device",
+                hint="leave out --device, --processes and --fit, or --measure",
             )
 
 
@@ -50,13 +51,15 @@ def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
     ctx: typer.Context,
     recipe: RecipeArgument = None,
     device: Annotated[
-        str | None, typer.Option(help="Predict for this device, e.g. h100-80g or cpu; default: the one that is here.")
+        str | None,
+        typer.Option(help="Predict for this device, e.g. h100-80g or cpu; default: the one in this machine."),
     ] = None,
     processes: Annotated[
-        str | None, typer.Option(help="Predict for so many processes, e.g. 8, or 4x8 on four machines.")
+        str | None, typer.Option(help="Predict for this many processes, e.g. 8, or 4x8 on four machines.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Judge each process against this much, e.g. 24GiB, not what is free.")
+        str | None,
+        typer.Option(help="Judge each process against this much memory, e.g. 24GiB, instead of what is free."),
     ] = None,
     fit: Annotated[
         str | None, typer.Option(help="Find the fastest setting that fits into this much for each process, e.g. 24GiB.")
@@ -74,14 +77,16 @@ def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
     options = ProfileOptions(device, processes, memory, fit, measure, output, dry_run)
     options.check()
     loaded = load_for_command(recipe, overrides_of(ctx))
-    from tuner.profile.report import check_output
     from tuner.runtime.console import Console
     from tuner.runtime.dist import RankInfo
 
-    if output is not None:
-        check_output(output)
     level: Level = "debug" if verbose else "info"
     console = Console(RankInfo.from_environment().is_main, level)
+    with console.doing("loading torch", at_once=True):
+        from tuner.profile.report import check_output
+
+    if output is not None:
+        check_output(output)
     if measure is not None or dry_run:
         return _measured(loaded, options, console, level)
     return _fitted(loaded, options, console) if fit is not None else _predicted(loaded, options, console)
@@ -105,29 +110,34 @@ def _target(loaded: LoadedRecipe, options: ProfileOptions, limit: str | None, op
 
 
 def _predicted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> Outcome:
-    from tuner.cli.table import columns
-    from tuner.profile.predict import predict
-    from tuner.profile.report import plain, sentence, table
+    from tuner.cli.table import fitted
+    from tuner.runtime.console import LABEL_WIDTH
 
-    found = predict(loaded.recipe, _target(loaded, options, options.memory, "--memory"))
+    with console.doing("tracing a step on tensors without memory"):
+        from tuner.profile.predict import predict
+        from tuner.profile.report import plain, sentence, table
+
+        found = predict(loaded.recipe, _target(loaded, options, options.memory, "--memory"))
     lines = table(found)
-    console.say("memory", columns(lines, right=range(1, len(lines[0]))))
+    console.say("memory", fitted(lines, console.width - LABEL_WIDTH, right=range(1, len(lines[0]))))
     console.say("assumed", "\n".join(found.assumptions))
     artifacts = _report(loaded, options, console, None, found)
     if found.verdict == "does not fit":
         raise MemoryLimitError(f"predicted {sentence(found)}", hint=HINT)
-    warnings = ["the peak is within the stated error of the limit"] if found.verdict == "tight" else []
+    warnings = ["the peak is below the limit by less than the stated error"] if found.verdict == "tight" else []
     said = f"predicted {sentence(found)}"
     return Outcome(said, artifacts=artifacts, metrics=plain(found), warnings=warnings, is_text=True)
 
 
 def _fitted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> Outcome:
     from tuner.cli.table import columns
-    from tuner.profile.fit import SHOWN, fit
-    from tuner.profile.report import choices_table, flags, plain
 
-    target = _target(loaded, options, options.fit, "--fit")
-    found = fit(loaded.recipe, target, lambda line: console.say("tried", line))
+    with console.doing("tracing steps on tensors without memory"):
+        from tuner.profile.fit import SHOWN, fit
+        from tuner.profile.report import choices_table, flags, plain
+
+        target = _target(loaded, options, options.fit, "--fit")
+        found = fit(loaded.recipe, target, lambda line: console.say("tried", line))
     console.say("fit", columns(choices_table(found), right=(1, 2)))
     best, *others = found[:SHOWN]
     runners_up = [{"overrides": choice.overrides, **plain(choice.prediction)} for choice in others]
@@ -136,12 +146,14 @@ def _fitted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> 
 
 
 def _measured(loaded: LoadedRecipe, options: ProfileOptions, console: Console, level: Level) -> Outcome:
-    from tuner.profile.devices import parse_memory
-    from tuner.profile.measure import MeasureOptions
-    from tuner.profile.predict import predict
-    from tuner.profile.report import parts_table
-    from tuner.run.measure import measure_recipe
     from tuner.runtime.dist import RankInfo
+
+    with console.doing("loading torch"):
+        from tuner.profile.devices import parse_memory
+        from tuner.profile.measure import MeasureOptions
+        from tuner.profile.predict import predict
+        from tuner.profile.report import parts_table
+        from tuner.run.measure import measure_recipe
 
     limit, steps = None if options.memory is None else parse_memory("--memory", options.memory), options.measure or 1
     output = None if options.output is None else options.output.absolute()
@@ -154,7 +166,8 @@ def _measured(loaded: LoadedRecipe, options: ProfileOptions, console: Console, l
     console.say("time", found.time_text())
     predicted = None
     if options.output is not None and not RankInfo.is_given():  # by now the data is prepared
-        predicted = predict(loaded.recipe, _target(loaded, options, options.memory, "--memory"))
+        with console.doing("predicting the same step"):
+            predicted = predict(loaded.recipe, _target(loaded, options, options.memory, "--memory"))
     artifacts = _report(loaded, options, console, found, predicted)
     if found.shortage is not None:
         console.say("held", found.shortage.table(), "warning")

@@ -29,8 +29,10 @@ def resume(
     from tuner.run.previous import resume_source
     from tuner.rundir.origin import warn_of_changed_file
     from tuner.runtime.console import Console
+    from tuner.runtime.dist import RankInfo
 
+    console = Console(RankInfo.from_environment().is_main)
     options = LaunchOptions("must", dry_run=dry_run, reset=parse_reset(reset))
     loaded = resume_source(path, overrides_of(ctx))
-    warn_of_changed_file(path, Console().warn)
+    warn_of_changed_file(path, console.warn)
     return launch_training(loaded, options, verbose)

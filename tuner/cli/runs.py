@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import calendar
 import os
 import shlex
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,13 +14,14 @@ import typer
 
 from tuner.cli.command import Outcome, command, input_path
 from tuner.cli.named import RunArgument, RunsArgument, run_path
-from tuner.cli.table import columns
+from tuner.cli.table import fitted, stdout_columns
 from tuner.errors import DataError, VerificationError
 from tuner.rundir.curves import Chart, charts
 from tuner.rundir.last_checkpoint import problem_of
 from tuner.rundir.layout import CURVES
 from tuner.rundir.record import Run, differing, find_runs, read_run, read_runs, source_losses, summary
 from tuner.rundir.remove import remove_runs
+from tuner.rundir.run_json import TIME_FORMAT
 from tuner.rundir.terminal import LETTERS, draw
 from tuner.runtime.console import LABEL_WIDTH, clock, escape
 
@@ -45,7 +48,7 @@ def list_runs(
     runs, damaged = find_runs(path)
     found = [summary(run) for run in runs]
     names = [os.path.relpath(run.path, path) if run.path != path else run.name for run in runs]
-    lines = [_row(name, item, "started") for name, item in zip(names, found, strict=True)]
+    lines = [[*_row(name, item), _local(item["started"])] for name, item in zip(names, found, strict=True)]
     text = _table([["run", *FIGURES.values(), "started"], *lines]) if runs else f"no runs in {path}"
     if runs:
         _say_what_was_checked()
@@ -96,7 +99,10 @@ def plot(
     output: Annotated[
         str | None, typer.Option(help="The page to write; default curves.html in the run, or here for several.")
     ] = None,
-    smoothing: Annotated[float, typer.Option(min=0.0, max=0.99, help="Where the page's smoothing begins.")] = 0.8,
+    smoothing: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=0.99, help="Smoothing at first; default 0.8, none for less than 50 points."),
+    ] = None,
 ) -> Outcome:
     """Draw the curves of runs in the terminal, and as one HTML page that needs no network."""
     from tuner.rundir.page import write_page
@@ -167,8 +173,16 @@ def _names(runs: Sequence[Run]) -> list[str]:
     return [os.path.relpath(run.path) for run in runs]
 
 
-def _row(name: str, item: dict[str, Any], *more: str) -> list[str]:
-    return [name, *(_figure(item, key) for key in FIGURES), *(str(item[key]) for key in more)]
+def _row(name: str, item: dict[str, Any]) -> list[str]:
+    return [name, *(_figure(item, key) for key in FIGURES)]
+
+
+def _local(text: str | None) -> str:
+    """A time of a record, which is in UTC, in the local zone: `2026-03-01 14:05`; `...` where there is none."""
+    if not text:
+        return "..."
+    seconds = calendar.timegm(time.strptime(text, TIME_FORMAT))
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def _figure(item: dict[str, Any], key: str) -> str:
@@ -189,12 +203,12 @@ def _table(lines: Sequence[Sequence[str]], keys: int = 0) -> str:
     """Runs one below the other; figures to the right, `keys` columns after the name are texts."""
     heading = lines[0]
     texts = {i for i, name in enumerate(heading) if i <= keys or name in {"status", "started"}}
-    return columns(lines, right=[i for i in range(len(heading)) if i not in texts])
+    return fitted(lines, stdout_columns(), right=[i for i in range(len(heading)) if i not in texts])
 
 
 def _table_across(lines: Sequence[Sequence[str]]) -> str:
     """Runs side by side."""
-    return columns(list(zip(*lines, strict=True)))
+    return fitted(list(zip(*lines, strict=True)), stdout_columns())
 
 
 def _cut(text: str) -> str:
@@ -241,7 +255,7 @@ def _launch(launch: dict[str, Any]) -> str:
     changes = f" with changes ({git['diff']})" if git.get("diff") else " with changes" if git.get("dirty") else ""
     commit = f"commit {str(git.get('commit'))[:12]}{changes}" if git else ""
     parts = [
-        f"{launch.get('started') or '...'} to {launch.get('ended') or '...'}",
+        f"{_local(launch.get('started'))} to {_local(launch.get('ended'))}",
         f"step {launch.get('from_step', 0)} to {launch.get('step', '...')}",
         " ".join(str(part) for part in (launch.get("status"), launch.get("why")) if part),
         f"{launch.get('world_size', 1)} x {launch.get('device', '?')}",

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
+from contextvars import ContextVar
 
 from tuner.runtime.console import escape
+
+UNBOUNDED = 1 << 20
+_stdout_columns: ContextVar[int] = ContextVar("stdout_columns", default=UNBOUNDED)
 
 
 def columns(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
@@ -18,3 +23,38 @@ def columns(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
         ).rstrip()
         for line in cells
     )
+
+
+
+def note_stdout(descriptor: int) -> None:
+    """Remember how wide the terminal is that a command's result goes to; a file or a pipe has no width."""
+    try:
+        _stdout_columns.set(os.get_terminal_size(descriptor).columns or UNBOUNDED)
+    except OSError:
+        _stdout_columns.set(UNBOUNDED)
+
+
+def stdout_columns() -> int:
+    """Columns that a command's result may have."""
+    return _stdout_columns.get()
+
+
+def fitted(lines: Sequence[Sequence[str]], width: int, right: Collection[int] = ()) -> str:
+    """The same in at most ``width`` columns: what does not fit stands in tables below, each with the first column.
+
+    No cell is ever broken; a table of the first column and a single other one may be wider.
+    """
+    widths = [max(len(escape(line[i])) for line in lines) for i in range(len(lines[0]))]
+    blocks: list[list[int]] = [[]]
+    for i in range(1, len(widths)):
+        taken = widths[0] + sum(widths[j] + 2 for j in blocks[-1])
+        if blocks[-1] and taken + widths[i] + 2 > width:
+            blocks.append([])
+        blocks[-1].append(i)
+    tables = [
+        columns(
+            [[line[i] for i in (0, *block)] for line in lines], [n for n, i in enumerate((0, *block)) if i in right]
+        )
+        for block in blocks
+    ]
+    return "\n\n".join(tables)

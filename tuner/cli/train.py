@@ -24,8 +24,9 @@ from tuner.errors import RecipeError
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
     from tuner.run.options import LaunchOptions, Resume, RunResult
-    from tuner.runtime.console import Console
+    from tuner.runtime.console import Console, Level
 
+LOADING = "loading torch"
 WORDS = ("auto", "must", "never")
 ResetOption = Annotated[
     str | None,
@@ -95,19 +96,17 @@ def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool)
     A signal before the first step stops a run that has a checkpoint as one after it does: with 75, to be resumed there.
     """
     from tuner.rundir.layout import export_dir
-    from tuner.runtime.console import Console
-    from tuner.runtime.dist import RankInfo
 
-    level = "debug" if verbose else loaded.recipe.logging.level
-    options = replace(options, level=level)
-    console = Console(RankInfo.from_environment().is_main, level)
+    console = _console(loaded, verbose)
+    options = replace(options, level=_level(loaded, verbose))
     from tuner.run.previous import already_finished
 
     finished = already_finished(loaded, options, console)
     if finished is not None:
         return outcome_of(finished, console)
     try:
-        from tuner.run.launch import launch
+        with console.doing(LOADING, at_once=True):
+            from tuner.run.launch import launch
 
         result = launch(loaded, options)
     except KeyboardInterrupt:
@@ -121,6 +120,18 @@ def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool)
     return outcome_of(result, console, export)
 
 
+def _level(loaded: LoadedRecipe, verbose: bool) -> Level:
+    return "debug" if verbose else loaded.recipe.logging.level
+
+
+def _console(loaded: LoadedRecipe, verbose: bool) -> Console:
+    """What speaks for this command: rank 0 alone, as much as the recipe says."""
+    from tuner.runtime.console import Console
+    from tuner.runtime.dist import RankInfo
+
+    return Console(RankInfo.from_environment().is_main, _level(loaded, verbose))
+
+
 def outcome_of(result: RunResult, console: Console, export: Path | None = None) -> Outcome:
     """The command's outcome for a launch that ended in order; ``export`` is what a finished run was exported to."""
     run_dir = _shown(result.run_dir)
@@ -130,7 +141,7 @@ def outcome_of(result: RunResult, console: Console, export: Path | None = None) 
         return Outcome(str(result.run_dir), artifacts=artifacts, metrics=metrics, next=f"tuner train, into {run_dir}")
     if result.status == "stopped":
         step = f"step {result.step} of {result.total_steps}"
-        console.say("stopped", f"{step} · resume it: tuner resume {run_dir}")
+        console.say("stopped", f"{step} · resume with: tuner resume {run_dir}")
         return Outcome(
             str(result.run_dir), "stopped", 75, artifacts=artifacts, metrics=metrics, next=f"tuner resume {run_dir}"
         )

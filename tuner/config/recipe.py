@@ -345,7 +345,9 @@ class EvalSection(Section):
     max_rows: Annotated[int | None, Whole(ge=1, le=2**53)] = None
     """Rows evaluated at most; null evaluates all."""
     samples: Annotated[int, Whole(ge=0, le=1000)] = 3
-    """Held-out prompts answered at each evaluation, written to samples.jsonl."""
+    """Held-out prompts answered at an evaluation, written to samples.jsonl; one of them is shown."""
+    samples_at: Word[Literal["ends", "all"]] = "ends"
+    """Evaluations that answer prompts: ends, the one before the first step and the one after the last, or all."""
 
 
 class CheckpointSection(Section):

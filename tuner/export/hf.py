@@ -124,6 +124,22 @@ class ExportReport:
     already_exported: bool
     id_probes: int = 0
     """Texts of which the exported tokenizer, loaded plainly, gave the ids of training."""
+    max_relative_difference: float | None = None
+    """The largest difference as a share of the largest logit."""
+
+    def proof(self) -> str:
+        """How closely the export matches the trained model, with the limits; empty where nothing was compared."""
+        if self.max_difference is None or self.kl is None or self.max_relative_difference is None:
+            return ""
+        model = "the trained model" if self.probes_recorded else "the checkpoint's model (the run recorded no probes)"
+        match = f"{self.probes} probes match {model}"
+        exact = f"{verify.SAME_MODEL:.0e} of the largest logit"
+        if self.dtype == "fp32":
+            return f"{match}: largest logit difference {self.max_relative_difference:.1e} (limit {exact})"
+        return (
+            f"{match}: KL {self.kl:.1e} nats (limit {verify.ROUNDED_KL:g}), largest logit difference "
+            f"{self.max_difference:.2g} from {self.dtype} rounding; before rounding, within {exact}"
+        )
 
 
 def plan_export(
@@ -349,6 +365,7 @@ def _report(
         probes_recorded=bool(probes and probes.recorded),
         max_difference=difference.absolute if difference else None,
         kl=difference.kl if difference else None,
+        max_relative_difference=difference.relative if difference else None,
         seconds=time.perf_counter() - started,
         already_exported=plan.done,
     )

@@ -3,6 +3,7 @@
 `liger` is Liger Kernel's, in Triton, on CUDA; `native` is ours in C, compiled for the processor of this machine.
 """
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -39,6 +40,7 @@ def apply_liger(model: PreTrainedModel) -> None:
     architecture's module, for every model of the process. Raises RecipeError when liger has no kernels for the
     architecture.
     """
+    _quiet_liger()
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
@@ -51,11 +53,17 @@ def apply_liger(model: PreTrainedModel) -> None:
 
 def has_liger(model_type: str) -> bool:
     """Whether liger-kernel is installed and has kernels for this architecture."""
+    _quiet_liger()
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError:
         return False
     return model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
+def _quiet_liger() -> None:
+    """Liger tries every back end of an operation and warns of those whose libraries are not installed: nobody asked."""
+    logging.getLogger("liger_kernel.backends").setLevel(logging.ERROR)
 
 
 def liger_into_gradient(

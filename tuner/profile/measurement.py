@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 from tuner.profile.blocks import Holding
 from tuner.profile.oom import OomReport
 from tuner.profile.prediction import Part, Phase, Verdict
+from tuner.profile.words import largest_first
 from tuner.runtime.files import gib
 
 TIMES = ("data", "forward", "backward", "optimizer")
-OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "adafactor": "Adafactor", "muon": "Muon and AdamW"}
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,11 @@ class Measurement:
     memory: MeasuredMemory
     free_bytes: int
     resident_bytes: int | None
+    """On a CPU the most that the whole process had in memory (RSS), its start included; None on CUDA."""
     times: Mapping[str, float]
     communication_s: float
     flops: float | None
-    """None where the model's arithmetic is not known; there is no MFU then."""
+    """None where the model's FLOPs are not known; there is no MFU then."""
     peak_flops: float
     datasheet_flops: float | None = None
     files: Mapping[str, str] = field(default_factory=dict)
@@ -106,30 +106,25 @@ class Measurement:
     def text(self) -> str:
         """The verdict on one line."""
         memory = self.memory
-        divisor, unit = _unit(memory.peak_bytes)
-        names = {"optimizer": OPTIMIZER_NAMES.get(self.optimizer, "optimizer")}
-        shown = {names.get(part, part): f"{size / divisor:.2f}" for part, size in memory.parts.items()}
-        parts = ", ".join(f"{name} {size}" for name, size in shown.items() if float(size))
-        verdict = f"{self.verdict} in {gib(self.free_bytes)} free"
         of = f" in each of {self.processes} processes" if self.processes > 1 else ""
-        peak = f"peak {memory.peak_bytes / divisor:.2f} {unit}{of} ({parts})"
+        peak = f"peak {gib(memory.peak_bytes)} of tensors{of} ({largest_first(memory.parts)})"
+        process = "" if self.resident_bytes is None else f" · process {gib(self.resident_bytes)} (RSS)"
+        verdict = f"{self.verdict} in {gib(self.free_bytes)} free"
         length = duration_text(self.rates["estimate_s"])
-        return f"{peak} · {verdict} · {self.total_steps:,} steps, about {length}"
+        return f"{peak}{process} · {verdict} · {self.total_steps:,} steps, about {length}"
 
     def time_text(self) -> str:
         """Where a step's time goes, on one line."""
         rates = self.rates
         shares = [f"{part} {self.times[part] / self.step_s:.0%}" for part in TIMES]
         if self.processes > 1:
-            shares.append(f"communication {rates['communication']:.0%} beside or within them")
+            shares.append(f"communication {rates['communication']:.0%}, overlapping")
         sheet = rates.get("mfu_of_datasheet")
         of_sheet = "" if sheet is None else f", {sheet:.1%} of the datasheet's"
-        mfu = f"MFU {rates['mfu']:.1%}{of_sheet} " if "mfu" in rates else ""
-        return (
-            f"{self.step_s:.3g} s a step ({', '.join(shares)}) · {rates['tok_per_s']:,.0f} tokens a second, "
-            f"{rates['trained_per_s']:,.0f} trained · {mfu}"
-            f"(peak {self.peak_flops / 1e12:.3g} TFLOP/s measured)"
-        )
+        tokens = f"{rates['tok_per_s']:,.0f} tokens/s, {rates['trained_per_s']:,.0f} of them trained"
+        peak = f"the {self.peak_flops / 1e12:.3g} TFLOP/s of a large product"
+        mfu = f" · MFU {rates['mfu']:.1%} of {peak}{of_sheet}" if "mfu" in rates else ""
+        return f"{self.step_s:.3g} s/step ({', '.join(shares)}) · {tokens}{mfu}"
 
 
 def of_all(found: Sequence[Measurement]) -> Measurement:
@@ -145,8 +140,3 @@ def duration_text(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / {'days': 86400, 'h': 3600, 'min': 60}[unit]:.1f} {unit}"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-
-
-def _unit(size: int) -> tuple[int, str]:
-    exponent = min(3, int(math.log2(max(size, 1)) // 10 + (size >= 1 << 29 and size < 1 << 30)))
-    return 1 << (10 * exponent), ("bytes", "KiB", "MiB", "GiB")[exponent]

@@ -1,7 +1,7 @@
 """After memory ran out: what held it, by module, and a change to the recipe that was tried and fits.
 
 The step is taken once more under the recorder, until it fails again; then the largest micro-batch with less at a time,
-or with layers computed again. The run is over by then: what becomes of its weights is nobody's concern.
+or with layers recomputed. The run is over by then, and its weights do not matter any more.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tuner.profile.devices import Device
 from tuner.profile.events import resident
 from tuner.profile.prediction import PARTS, Part
 from tuner.profile.recorder import StepRecorder
+from tuner.profile.words import NAMES, largest_first, unit_of
 from tuner.runtime.files import gib
 from tuner.setup.build import Assembly
 from tuner.setup.mock import full_batches
@@ -52,26 +53,28 @@ class OomReport:
     def line(self) -> str:
         """What happened, in one line."""
         at = f" of {self.module}" if self.module else ""
-        asked = "" if self.asked_bytes is None else f"{gib(self.asked_bytes)} more asked for, "
-        first = ", ".join(f"{part} of {owner} {gib(size)}" for owner, part, size in alike(self.largest)[:3])
-        return f"out of memory in {self.where}, {self.phase}{at}: {asked}{gib(self.held_bytes)} held; most by {first}"
+        asked = "" if self.asked_bytes is None else f"{gib(self.asked_bytes)} requested, "
+        first = ", ".join(f"{NAMES[part]} of {owner} {gib(size)}" for owner, part, size in alike(self.largest)[:3])
+        held = f"{gib(self.held_bytes)} of tensors held"
+        return f"out of memory in {self.where}, {self.phase}{at}: {asked}{held}, most by {first}"
 
     def table(self) -> str:
         """What was held, by part and by the largest owners: one line each."""
-        parts = ", ".join(f"{part} {gib(size)}" for part, size in self.parts.items() if size)
-        lines = [f"{gib(size):>12}  {part:<12} {owner}" for owner, part, size in alike(self.largest)[:SHOWN]]
+        unit = unit_of(self.held_bytes)
+        lines = [f"tensors {unit.of(self.held_bytes)}: {largest_first(self.parts)}"]
         if self.predicted:
-            predicted = ", ".join(f"{part} {gib(size)}" for part, size in self.predicted.items() if size)
-            whole = gib(sum(self.predicted.values()))
-            lines.insert(0, f"predicted at the fullest moment of a step {whole}: {predicted}")
-        return "\n".join([parts, *lines])
+            whole = unit.of(sum(self.predicted.values()))
+            lines.append(f"predicted peak of a step {whole}: {largest_first(self.predicted)}")
+        for owner, part, size in alike(self.largest)[:SHOWN]:
+            lines.append(f"{unit.of(size):>12}  {NAMES[part]} of {owner}")
+        return "\n".join(lines)
 
     def hint(self) -> str:
         """What to do."""
         if not self.overrides:
             less = "train.micro_batch_size or data.max_length" if self.phase == BETWEEN else "data.max_length"
             return f"lower {less}, train an adapter (--adapter.kind lora), or take a device with more memory"
-        peak = "" if self.override_peak_bytes is None else f", peak {gib(self.override_peak_bytes)}"
+        peak = "" if self.override_peak_bytes is None else f", peak {gib(self.override_peak_bytes)} of tensors"
         return f"{self.flags()} fits (tried on full rows{peak}); the global batch stays the same"
 
     def flags(self) -> str:

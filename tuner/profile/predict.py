@@ -59,6 +59,7 @@ def predict(recipe: Recipe, target: Target) -> Prediction:
     total_steps = _total_steps(resolved.recipe, work)
     return Prediction(
         device=device.shown,
+        device_kind=device.kind,
         processes=rank_info.world_size,
         local_processes=rank_info.local_world_size,
         memory=MemoryTimeline((*timeline.moments, *_others(trace, timeline, rank_info)), timeline.layers),
@@ -82,9 +83,9 @@ def resolved_for(recipe: Recipe, target: Target) -> tuple[Resolved, tuple[str, .
         resolved = resolve(there, max_length, rank_info, new_ids, facts)
     assumptions = [*assumed]
     if wants_compiled(recipe, target.device):
-        assumptions.append("compiled layers keep as much as liger's kernels do")
+        assumptions.append("compiled layers are assumed to keep as much as liger's kernels do")
     if kind == "cuda" and not has_liger(resolved.config.model_type):
-        assumptions.append(f"liger-kernel has no kernels for {resolved.config.model_type} here: torch's are predicted")
+        assumptions.append(f"liger-kernel has no kernels for {resolved.config.model_type} here: predicted with torch's")
     return resolved, tuple(assumptions)
 
 
@@ -99,20 +100,22 @@ def _constants(resolved: Resolved, trace: Trace, rank_info: RankInfo) -> tuple[M
     """Bytes that are there from start to end, and in words what they are taken to be."""
     recipe, kind = resolved.recipe, resolved.facts.kind
     size = CONTEXT_BYTES[kind]
-    said = [f"{'CUDA context and workspaces' if kind == 'cuda' else 'the process itself'}: {size // MIB} MiB"]
+    said = [f"{'CUDA context and workspaces' if kind == 'cuda' else 'the process (Python, torch)'}: {size // MIB} MiB"]
     if kind == "cuda" and rank_info.world_size > 1:
         buffers = COMMUNICATOR_BYTES[1 if rank_info.world_size == rank_info.local_world_size else 2]
         size += buffers
-        said.append(f"buffers of NCCL: {buffers // MIB} MiB")
+        said.append(f"NCCL's buffers: {buffers // MIB} MiB")
     always: dict[Part, int] = {"constants": size}
     if kind == "cpu" and rank_info.world_size > 1 and (held := _held_by_gloo(trace)):
         always["constants"] += held
         said.append(f"gloo's threads may hold what they sent a moment longer: {held / MIB:,.1f} MiB")
     if kind == "cpu" and recipe.checkpoint.async_save is True:
         always["staging"] = trace.staged
-        said.append("a copy of the state to save is kept beside it (checkpoint.async_save)")
+        said.append("checkpoint.async_save keeps a copy of the state to save")
     elif recipe.checkpoint.async_save is True:
-        said.append(f"a copy of the state to save takes {gib(trace.staged)} of the host's memory, page-locked")
+        said.append(
+            f"checkpoint.async_save keeps a copy of the state in {gib(trace.staged)} of the host's page-locked memory"
+        )
     return always, tuple(said)
 
 
@@ -184,9 +187,9 @@ def _layers_share(recipe: Recipe) -> float:
 
 def _rate(device: Device, precision: str) -> tuple[float, str]:
     if device.flops is None:
-        return measured_peak(device.kind, precision), f"{REACHED:.0%} of a product measured here"
+        return measured_peak(device.kind, precision), f"at {REACHED:.0%} of the rate of a matrix product measured here"
     rate = device.flops if precision == "bf16" else device.flops / 2
-    return rate, f"{REACHED:.0%} of the data sheet's {rate / 1e12:,.0f} TFLOP/s"
+    return rate, f"at {REACHED:.0%} of the data sheet's {rate / 1e12:,.0f} TFLOP/s"
 
 
 def _sending_s(recipe: Recipe, flops: Flops, rank_info: RankInfo) -> float:

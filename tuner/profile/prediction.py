@@ -88,7 +88,7 @@ class MemoryTimeline:
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """A rough estimate of how long a run takes, from its arithmetic and rates of the device.
+    """A rough estimate of how long a run takes, from its FLOPs and rates of the device.
 
     ``flops`` are of one optimizer step over all processes, by part. ``basis`` says in words where the rates come from.
     """
@@ -119,6 +119,7 @@ class Prediction:
     """
 
     device: str
+    device_kind: Literal["cuda", "cpu"]
     processes: int
     local_processes: int
     memory: MemoryTimeline
@@ -126,12 +127,22 @@ class Prediction:
     error: float
     time: TimeEstimate
     assumptions: tuple[str, ...] = field(default=())
-    """What was taken for granted, each in a sentence."""
+    """What the figures rest on, each in a sentence."""
 
     @property
     def peak_bytes(self) -> int:
         """Bytes at the fullest moment."""
         return self.memory.peak.total
+
+    @property
+    def process_bytes(self) -> int:
+        """Those of them that are no tensors: what the process itself takes of its device."""
+        return self.memory.peak.parts["constants"]
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Those of them that are tensors, or an allocator's room for them."""
+        return self.peak_bytes - self.process_bytes
 
     @property
     def margin_bytes(self) -> int:

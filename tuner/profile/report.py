@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from tuner.errors import RecipeError
 from tuner.profile.blocks import alike
 from tuner.profile.fit import SHOWN, Choice
 from tuner.profile.measurement import Measurement, duration_text
-from tuner.profile.prediction import PARTS, Moment, Part, Prediction
+from tuner.profile.prediction import Moment, Prediction
+from tuner.profile.words import MIB, NAMES, TENSORS, largest_first, unit_of
 from tuner.rundir.page import filled
 from tuner.runtime.files import gib, write_atomic
 
@@ -21,16 +22,8 @@ REPORT, FIGURES = "report.html", "report.json"
 MARK = b"<!doctype html><!-- tuner profile -->"
 """How every page begins: only such a file is written over."""
 _TEMPLATE = Path(__file__).with_name("report.html")
-SMALL = 0.005
-"""Parts below this share of the peak are left out of a sentence."""
-NAMES: Mapping[Part, str] = {
-    "parameters": "weights",
-    "gathered": "gathered weights",
-    "reduced": "gradients on their way",
-    "loss": "logits and loss",
-    "staging": "copy to save",
-    "rounding": "allocator's rounding",
-}
+PROCESS = {"cpu": "the process itself", "cuda": "CUDA context and communicators"}
+"""What is no tensor of a prediction, by the kind of device."""
 
 
 def check_output(directory: Path) -> None:
@@ -82,6 +75,7 @@ def report_figures(recipe: Recipe, measured: Measurement | None, predicted: Pred
         "total_steps": total_steps,
         "way_out": way_out or None,
         "holders": holders,
+        "names": dict(NAMES),
         "measured": None if measured is None else measured.as_json(),
         "predicted": None if predicted is None else _prediction(predicted),
     }
@@ -90,11 +84,15 @@ def report_figures(recipe: Recipe, measured: Measurement | None, predicted: Pred
 def parts_table(measured: Measurement) -> str:
     """The peak by part, by phase, and who holds most of it, for the terminal."""
     memory = measured.memory
+    unit = unit_of(memory.peak_bytes)
     fullest = max(memory.phases, key=lambda phase: memory.phases[phase])
-    lines = [f"{gib(memory.peak_bytes):>12}  at the peak, in {fullest}"]
-    lines += [f"{gib(size):>12}  {part}" for part, size in memory.parts.items() if size]
-    lines.append(" ".join(f"{phase} {gib(size)}" for phase, size in memory.phases.items()))
-    lines += [f"{gib(size):>12}  {part:<12} {owner}" for owner, part, size in alike(memory.largest)[:5]]
+    lines = [f"{unit.of(memory.peak_bytes):>12}  tensors at the peak, in {fullest}"]
+    lines += [f"{unit.of(size):>12}  {NAMES[part]}" for part, size in memory.parts.items() if size]
+    if measured.resident_bytes is not None:
+        lines.append(f"{unit.of(measured.resident_bytes):>12}  the whole process (RSS), tensors included")
+    lines.append(f"{'':>12}  by phase: {', '.join(f'{p} {unit.of(size)}' for p, size in memory.phases.items())}")
+    for owner, part, size in alike(memory.largest)[:5]:
+        lines.append(f"{unit.of(size):>12}  {NAMES[part]} of {owner}")
     return "\n".join(lines)
 
 
@@ -105,6 +103,8 @@ def _prediction(found: Prediction) -> dict[str, Any]:
         "counted": counted,
         "counted_bytes": sum(counted.values()),
         "peak_bytes": found.peak_bytes,
+        "tensor_bytes": found.tensor_bytes,
+        "process_bytes": found.process_bytes,
         "error": found.error,
         "verdict": found.verdict,
         "parts": dict(found.memory.peak.parts),
@@ -116,31 +116,30 @@ def _prediction(found: Prediction) -> dict[str, Any]:
 
 def sentence(prediction: Prediction) -> str:
     """A prediction on one line: the peak by part, whether it fits, and how long the run takes."""
-    peak = prediction.memory.peak
-    sizes = sorted(((size, part) for part, size in peak.parts.items()), reverse=True)
-    parts = ", ".join(
-        f"{NAMES.get(part, part)} {_size(size, peak.total)}" for size, part in sizes if size > SMALL * peak.total
-    )
     of = f" in each of {prediction.processes} processes" if prediction.processes > 1 else ""
-    limit = f"{prediction.verdict} in {gib(prediction.limit_bytes)} (stated error {prediction.error:.0%})"
-    return f"peak {gib(peak.total)}{of} ({parts}) · {limit}{_time(prediction)}"
+    tensors = f"tensors {gib(prediction.tensor_bytes)} ({largest_first(prediction.memory.peak.parts, TENSORS)})"
+    process = f"{PROCESS[prediction.device_kind]} {gib(prediction.process_bytes)}"
+    fits = f"{prediction.verdict} in {gib(prediction.limit_bytes)} (stated error {prediction.error:.0%})"
+    return f"peak {gib(prediction.peak_bytes)}{of}: {tensors}, {process} · {fits}{_time(prediction)}"
 
 
 def table(prediction: Prediction) -> list[list[str]]:
     """Bytes by part, a line each, at the peak of all and of each phase; the first line names the columns."""
     phases = list(dict.fromkeys(moment.phase for moment in prediction.memory.moments))
     moments = [moment for phase in phases if (moment := prediction.memory.peak_of(phase)) is not None]
-    lines = [["", "peak", *(moment.phase for moment in moments)]]
+    lines = [["MiB", "peak", *(moment.phase for moment in moments)]]
     shown = [prediction.memory.peak, *moments]
-    for part in PARTS:
+    for part in TENSORS:
         if any(moment.parts[part] for moment in shown):
-            lines.append([NAMES.get(part, part), *(_cell(moment.parts[part]) for moment in shown)])
-    return [*lines, ["all", *(_cell(moment.total) for moment in shown)]]
+            lines.append([NAMES[part], *(_cell(moment.parts[part]) for moment in shown)])
+    lines.append(["tensors", *(_cell(moment.total - moment.parts["constants"]) for moment in shown)])
+    lines.append([NAMES["constants"], *(_cell(moment.parts["constants"]) for moment in shown)])
+    return [*lines, ["total", *(_cell(moment.total) for moment in shown)]]
 
 
 def choices_table(choices: Sequence[Choice]) -> list[list[str]]:
     """The choice and its runners-up, a line each."""
-    lines = [["", "peak", "s a step", "overrides"]]
+    lines = [["", "peak", "s/step", "overrides"]]
     for number, choice in enumerate(choices[:SHOWN]):
         name = "choice" if number == 0 else "or"
         lines.append([name, gib(choice.prediction.peak_bytes), f"{choice.step_s:.3g}", flags(choice)])
@@ -173,6 +172,8 @@ def plain(prediction: Prediction) -> dict[str, Any]:
         **tree,
         "verdict": prediction.verdict,
         "peak_bytes": prediction.peak_bytes,
+        "tensor_bytes": prediction.tensor_bytes,
+        "process_bytes": prediction.process_bytes,
         "margin_bytes": prediction.margin_bytes,
     }
 
@@ -183,13 +184,9 @@ def _plain(moment: Moment) -> dict[str, Any]:
 
 def _time(prediction: Prediction) -> str:
     time = prediction.time
-    step = f" · roughly {duration_text(time.step_s)} a step, {time.tok_per_s:,.0f} tokens a second"
+    step = f" · roughly {duration_text(time.step_s)}/step, {time.tok_per_s:,.0f} tokens/s"
     return step if time.total_s is None else f"{step}, {time.total_steps:,} steps in {duration_text(time.total_s)}"
 
 
-def _size(size: int, whole: int) -> str:
-    return f"{size / 2**30:.2f}" if whole >= 1 << 30 else f"{size / 2**20:.1f}"
-
-
 def _cell(size: int) -> str:
-    return gib(size) if size else ""
+    return MIB.number(size) if size else ""

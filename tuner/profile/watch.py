@@ -44,7 +44,7 @@ class StepWatch:
                     recorder.stop()
                 raise
         except Exception as error:
-            self._warn(f"begun for step {number}", error)
+            self._warn(f"started for step {number}", error)
             return None
         return recorder
 
@@ -82,7 +82,7 @@ class StepWatch:
         """
         message = str(cause)
         clear_frames(error)
-        self._console.say("memory", "it does not suffice; looking at what holds it", "warning")
+        self._console.say("memory", "not enough; looking at what holds it", "warning")
         report = self._report(number, message)
         if report is None:
             hint = "lower train.micro_batch_size or data.max_length"
@@ -102,17 +102,17 @@ class StepWatch:
             try:
                 report = make(self._assembly, number, message)
             except Exception as error:
-                self._console.warn(f"looking at the memory failed: {type(error).__name__}: {error}")
+                self._console.warn(f"the memory could not be examined: {type(error).__name__}: {error}")
                 continue
             try:
                 return replace(report, predicted=predicted_peak(self._assembly))
             except Exception as error:
-                self._console.warn(f"there is no prediction: {type(error).__name__}: {error}")
+                self._console.warn(f"no prediction: {type(error).__name__}: {error}")
                 return report
         return None
 
     def _warn(self, what: str, error: Exception) -> None:
-        self._console.warn(f"the profile could not be {what}: {type(error).__name__}: {error}; the run goes on")
+        self._console.warn(f"the recording could not be {what}: {type(error).__name__}: {error}; training continues")
 
 
 def memory_figures(record: MemoryRecord) -> dict[str, Any]:

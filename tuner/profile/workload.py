@@ -44,18 +44,16 @@ def workload(recipe: Recipe, max_length: int, rank_info: RankInfo, config: Pretr
     if found is None:
         batch = full_rows(max_length, n_rows)
         held_out = None if recipe.data.eval is None else batch
-        assumed = [
-            f"data is not prepared: every row holds {max_length:,} tokens, one document each, all of them trained"
-        ]
+        assumed = [f"the data is not prepared: every row is taken as one document of {max_length:,} trained tokens"]
         samples = () if held_out is None else _assumed_samples(recipe, max_length)
         if samples:
-            assumed.append(f"sample answers go on to the end of a row: {len(samples)} of {samples[0][1]} tokens")
+            assumed.append(f"sample answers run to the end of a row: {len(samples)} of {samples[0][1]} tokens")
         return Workload(_step(batch, count), held_out, float(max_length), None, samples, tuple(assumed))
     prepared, tokenizer = found
     batch = fullest(prepared.train, n_rows)
     held_out = None if prepared.eval is None else fullest(prepared.eval, n_rows)
     mean = float(prepared.train.tokens_per_row.mean())
-    rows = f"rows are the {n_rows:,} longest of the {len(prepared.train):,} that are prepared, in each microbatch"
+    rows = f"every micro-batch holds the {n_rows:,} longest of the {len(prepared.train):,} prepared rows"
     asked = prepared.samples[: recipe.eval.samples]
     limits = answer_limits(asked, tokenizer, config)
     samples = tuple((len(sample.prompt_ids), limit) for sample, limit in zip(asked, limits, strict=True))

@@ -77,7 +77,8 @@ def launch(loaded: LoadedRecipe, options: LaunchOptions, own_process: bool = Fal
 def _train_in_ranks(loaded: LoadedRecipe, options: LaunchOptions, processes: int, console: Console) -> RunResult:
     from tuner.runtime.spawn import run_ranks
 
-    ready = preflight(loaded, options, console)
+    with console.doing("checking the run directory and the data"):
+        ready = preflight(loaded, options, console)
     if isinstance(ready, RunResult):
         return ready
     logs = ready.run.logs
@@ -88,7 +89,8 @@ def _train_in_ranks(loaded: LoadedRecipe, options: LaunchOptions, processes: int
     checkpoint = None if ready.found is None else ready.found.path
     given = HandedOver(ready.data_dir.absolute(), checkpoint, tuple(command_line()))
     job = JOB.dump_python(Job.of(loaded, replace(options, handed_over=given)), mode="json")
-    return RESULT.validate_python(run_ranks(train_rank, job, processes, logs))
+    says = f"starting {processes} process{'es' if processes > 1 else ''}" if console.is_heard else ""
+    return RESULT.validate_python(run_ranks(train_rank, job, processes, logs, says))
 
 
 def train_rank(work: dict[str, Any]) -> dict[str, Any]:

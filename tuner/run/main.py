@@ -56,23 +56,28 @@ def train(
     ``exporter`` exports checkpoints during the run, from rank 0. Raises TunerError children; nothing that was saved
     before is ever lost. A finished run with the same recipe is returned as it is.
     """
-    ready = preflight(loaded, options, console, hashes=rank_info.is_main)
+    with console.doing("checking the run directory and the data"):
+        ready = preflight(loaded, options, console, hashes=rank_info.is_main)
     if isinstance(ready, RunResult):
         return ready
-    resolved, total_steps = plan_launch(ready, loaded, options, rank_info, console)
+    with console.doing("planning the run"):
+        resolved, total_steps = plan_launch(ready, loaded, options, rank_info, console)
     if options.dry_run:
         _check_launch(loaded, resolved, ready, rank_info)
         return RunResult(ready.run.path, "planned", 0, total_steps, None, {"total_steps": total_steps})
     with (
         _main_holds(hold(ready.run.path), ready.run, rank_info),
-        StopSignals(lambda name: console.say("stopping", f"{name}: after this step; again to stop at once")) as signals,
+        StopSignals(
+            lambda name: console.say("stopping", f"{name}: after this step; repeat to stop at once")
+        ) as signals,
         process_group(rank_info, resolved.facts.kind, loaded.recipe.parallel.timeout.seconds),
         deterministic(resolved.recipe.train.deterministic),
         _memory_errors(),
     ):
         ready = agreed(ready, options, Collective(gloo_group()))
         phase.enter("set-up of the model")
-        assembly = build(resolved, ready.data, ready.spec.tokenizer, rank_info, starts_of(ready.resets))
+        with console.doing("loading model"):
+            assembly = build(resolved, ready.data, ready.spec.tokenizer, rank_info, starts_of(ready.resets))
         if ready.found is not None:
             require_same_data(ready.found, assembly, "data" in pending(ready.resets, ready.found.step))
         record = Collective(gloo_group()).on_rank0(lambda: begin_launch(ready, loaded, assembly, options))
@@ -101,7 +106,8 @@ def _run(context: LaunchContext, ready: Preflight, record: dict[str, Any], launc
     why: str | None = None
     try:
         if ready.found is not None:
-            restore(context, ready.found)
+            with context.console.doing("loading checkpoint"):
+                restore(context, ready.found)
         launch.cut_back(progress.step if ready.found is not None else -1, progress.evaluation_owed)
         if context.assembly.resolved.recipe.train.mock_batch is True:
             from tuner.setup.mock import mock_batch

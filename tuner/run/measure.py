@@ -61,7 +61,8 @@ def measure_recipe(loaded: LoadedRecipe, options: MeasureOptions, level: Level) 
     given = HandedOver(directory.absolute(), None, ())
     job = MeasureJob(Job.of(loaded, LaunchOptions(level=level, handed_over=given)), options)
     logs = Path(tempfile.mkdtemp(prefix="tuner-profile-"))
-    plain = run_ranks(measure_rank, MEASURE_JOB.dump_python(job, mode="json"), place.local, logs)
+    says = f"starting {place.local} processes" if console.is_heard else ""
+    plain = run_ranks(measure_rank, MEASURE_JOB.dump_python(job, mode="json"), place.local, logs, says)
     shutil.rmtree(logs)  # after a failure they stay: the error names them
     return MEASURED.validate_python(plain)
 
@@ -95,4 +96,6 @@ def _measured(
     with process_group(rank_info, facts.kind, recipe.parallel.timeout.seconds):
         if options.output is not None:
             options.output.mkdir(parents=True, exist_ok=True)
-        return Measured(plan.total_steps, measure(resolved, prepared, spec.tokenizer, rank_info, options))
+        with console.doing("measuring some steps"):
+            found = measure(resolved, prepared, spec.tokenizer, rank_info, options)
+        return Measured(plan.total_steps, found)

@@ -22,7 +22,7 @@ from tuner.rundir.directory import RunDir
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective
-from tuner.setup.build import mesh_of
+from tuner.setup.build import mesh_of, trained_count
 from tuner.setup.resolve import Resolved, resolve
 from tuner.setup.timetable import Timetable, few_steps, timetable
 from tuner.train.methods.method import check_method
@@ -187,12 +187,11 @@ def _require_same_choices(
 
 def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info: RankInfo) -> None:
     recipe, plan, facts = resolved.recipe, table.plan, resolved.facts
-    full = f"all but {', '.join(recipe.model.freeze)} trained" if recipe.model.freeze else "all trained"
-    trained = full if recipe.adapter.kind == "none" else f"{recipe.adapter.kind} adapter trained"
+    trained = _trained(resolved)
     processes = f"{rank_info.world_size} process" + ("es" if rank_info.world_size > 1 else "")
     console.say(
         "model",
-        f"{Path(recipe.model.name_or_path).name}, {resolved.n_parameters / 1e6:,.1f} M parameters, {trained} · "
+        f"{Path(recipe.model.name_or_path).name}, {_millions(resolved.n_parameters)} parameters, {trained} · "
         f"{facts.kind}, {recipe.train.precision} compute, {recipe.model.dtype} weights, "
         f"{facts.threads} thread{'s' if facts.threads != 1 else ''}",
     )
@@ -210,3 +209,18 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info:
     if (few := few_steps(recipe, plan)) is not None:
         console.warn(few)
     console.say("run", recipe.output_dir)
+
+
+def _trained(resolved: Resolved) -> str:
+    """What of the model is trained, and how much that is."""
+    recipe, count = resolved.recipe, trained_count(resolved)
+    if recipe.adapter.kind == "none" and not recipe.model.freeze:
+        return "all trained"
+    share = f"{_millions(count)} trained ({count / resolved.n_parameters:.2%})"
+    if recipe.adapter.kind == "none":
+        return f"{share}, all but {', '.join(recipe.model.freeze)}"
+    return f"{share}: {recipe.adapter.kind}, r {recipe.adapter.r}"
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.1f} M" if count >= 10**6 else f"{count:,}"

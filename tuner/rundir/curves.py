@@ -9,17 +9,22 @@ from dataclasses import dataclass, field
 from tuner.rundir.record import Line, Run
 
 LABELS = {
-    "loss": "training loss",
-    "eval": "evaluation loss",
-    "lr": "learning rate",
-    "grad_norm": "gradient norm",
-    "tok_per_s": "tokens per second",
-    "trained_per_s": "trained tokens per second",
-    "mfu": "arithmetic of the model (share of the device's peak)",
-    "mem_gib": "peak memory (GiB)",
-    "data_wait": "waiting for data (share of the step)",
+    "loss": ("training loss", "nats per token"),
+    "eval": ("evaluation loss", "nats per token"),
+    "lr": ("learning rate", ""),
+    "grad_norm": ("gradient norm", ""),
+    "tok_per_s": ("throughput", "tokens/s"),
+    "trained_per_s": ("throughput of trained tokens", "tokens/s"),
+    "mfu": ("MFU (model FLOPs, of the measured peak rate)", "%"),
+    "mem_gib": ("peak memory", "GiB"),
+    "data_wait": ("waiting for data (of the step)", "%"),
 }
-"""Charts in the order in which they are shown; further metrics follow under their own names."""
+"""Label and unit of charts in the order in which they are shown; further metrics follow under their own names.
+
+Values in `%` are shares: 0.5 is 50 %.
+"""
+MEMORY = {"cpu": "peak memory of the process (RSS)", "cuda": "peak memory allocated on the GPU"}
+"""What `mem_gib` is, by the device of a run."""
 POSITIONS = frozenset({"kind", "step", "epoch", "tokens", "step_s", "data_s", "eval_s", "samples_s"})
 """Numbers of a line that say where and when, and are no curves."""
 MAX_POINTS = 1500
@@ -55,6 +60,7 @@ class Chart:
     key: str
     label: str
     curves: list[Curve]
+    unit: str = ""
 
 
 def charts(runs: Sequence[Run], max_points: int = MAX_POINTS) -> list[Chart]:
@@ -65,7 +71,18 @@ def charts(runs: Sequence[Run], max_points: int = MAX_POINTS) -> list[Chart]:
             if any(value is not None for value in points.value):
                 found.setdefault(key, []).append(Curve(number, source, thinned(points, max_points)))
     order = [*(key for key in LABELS if key in found), *sorted(found.keys() - LABELS)]
-    return [Chart(key, LABELS.get(key, key), found[key]) for key in order]
+    return [_chart(key, found[key], runs) for key in order]
+
+
+def _chart(key: str, curves: list[Curve], runs: Sequence[Run]) -> Chart:
+    """A chart with its label and unit, as far as these runs agree on them."""
+    label, unit = LABELS.get(key, (key, ""))
+    if key == "loss" and any(run.recipe.get("method.kind") == "custom" for run in runs):
+        unit = ""
+    if key == "mem_gib":
+        devices = {str(run.recipe.get("train.device")) for run in runs}
+        label = MEMORY.get(devices.pop(), label) if len(devices) == 1 else label
+    return Chart(key, label, curves, unit)
 
 
 def thinned(points: Points, most: int) -> Points:

@@ -19,9 +19,11 @@ MARK = b"<!doctype html><!-- tuner runs plot -->"
 """How every page begins: only such a file is written over."""
 _TEMPLATE = Path(__file__).with_name("page.html")
 _PLACE = "@@DATA@@"
+SMOOTHING, SMOOTHED_POINTS = 0.8, 50
+"""How much curves of so many points are smoothed at first; shorter ones are not, and end at their last value."""
 
 
-def write_page(path: Path, runs: Sequence[Run], drawn: Sequence[Chart], smoothing: float) -> None:
+def write_page(path: Path, runs: Sequence[Run], drawn: Sequence[Chart], smoothing: float | None) -> None:
     """Write the page of some runs. Raises RecipeError where `path` holds something else, MachineError."""
     if path.exists() or path.is_symlink():
         if not path.is_file() or path.is_symlink():
@@ -32,19 +34,28 @@ def write_page(path: Path, runs: Sequence[Run], drawn: Sequence[Chart], smoothin
     write_atomic(path, page(runs, drawn, smoothing).encode())
 
 
-def page(runs: Sequence[Run], drawn: Sequence[Chart], smoothing: float) -> str:
-    """The page's text; `smoothing` in [0, 1) is where its slider begins."""
+def page(runs: Sequence[Run], drawn: Sequence[Chart], smoothing: float | None) -> str:
+    """The page's text; `smoothing` in [0, 1) is where its slider begins, None suits the number of points."""
+    if smoothing is None:
+        most = max((len(curve.points.step) for chart in drawn for curve in chart.curves), default=0)
+        smoothing = SMOOTHING if most >= SMOOTHED_POINTS else 0.0
     recipes = [run.recipe for run in runs]
     keys = differing(recipes)
-    data: dict[str, Any] = {
-        "smoothing": smoothing,
-        "runs": [
-            {**_finite(summary(run)), "differs": {key: flow(recipe[key]) if key in recipe else "" for key in keys}}
-            for run, recipe in zip(runs, recipes, strict=True)
-        ],
-        "charts": [asdict(chart) for chart in drawn],
-    }
+    about = [
+        {
+            **_finite(summary(run)),
+            "resumed": _resumed(run),
+            "differs": {key: flow(recipe[key]) if key in recipe else "" for key in keys},
+        }
+        for run, recipe in zip(runs, recipes, strict=True)
+    ]
+    data: dict[str, Any] = {"smoothing": smoothing, "runs": about, "charts": [asdict(chart) for chart in drawn]}
     return filled(_TEMPLATE, data)
+
+
+def _resumed(run: Run) -> list[int]:
+    """The steps from which launches after the first resumed."""
+    return sorted({int(launch.get("from_step") or 0) for launch in run.launches[1:]} - {0})
 
 
 def filled(template: Path, figures: Mapping[str, Any]) -> str:

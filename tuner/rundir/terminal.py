@@ -38,14 +38,20 @@ def draw(chart: Chart, width: int, rows: int, letters: bool = False) -> list[lis
     low, high = _range([value for _, points in means for value in points.values()])
     frame = Frame(columns, rows, low, high)
     cells = _cells(means, frame, letters)
-    lines: list[list[Span]] = [[(f"{'':{AXIS_WIDTH}}{chart.label}", None)]]
+    unit = f" ({chart.unit})" if chart.unit and chart.unit != "%" else ""
+    lines: list[list[Span]] = [[(f"{'':{AXIS_WIDTH}}{chart.label}{unit}", None)]]
     for row, line in enumerate(cells):
         value = frame.high - (frame.high - frame.low) * row / max(1, rows - 1)
-        label = number(value) if row in {0, rows // 2, rows - 1} else ""
+        label = shown(chart, value) if row in {0, rows // 2, rows - 1} else ""
         lines.append([(f"{label:>{AXIS_WIDTH - 2}} {'┤' if label else '│'}", None), *line])
     last = f"step {last_step:,.0f}"
     lines.append([(f"{'':{AXIS_WIDTH - 1}}└{'─' * max(0, columns - len(last) - 1)} {last}", None)])
     return lines
+
+
+def shown(chart: Chart, value: float) -> str:
+    """A value on a chart's axis: a share in percent, everything else as a number."""
+    return f"{value:.1%}" if chart.unit == "%" else number(value)
 
 
 def number(value: float) -> str:

@@ -1,29 +1,43 @@
-"""What people see: aligned lines and a live bar on stderr, from the main process only."""
+"""What people see: aligned lines, what is being done and a live bar on stderr, from the main process only."""
 
 from __future__ import annotations
 
+import textwrap
 import time
 import unicodedata
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, Protocol
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from tuner.runtime import activity
+from tuner.runtime.activity import STDERR, Activity, Doing
 from tuner.runtime.files import append
 from tuner.runtime.warned import note_warning
 
-LABEL_WIDTH = 10
+LABEL_WIDTH = activity.LABEL_WIDTH
 EARLY_LINES = 200
 """Lines that are remembered for a log that is opened later."""
+UNBOUNDED_WIDTH = 150
+"""Columns to which texts are cut where no terminal says how many it has."""
+BAR_WIDTH = 20
+SEPARATOR = " · "
 Level = Literal["debug", "info", "warning", "error"]
 _ORDER: dict[str, int] = {"debug": 0, "info": 1, "warning": 2, "error": 3}
 _DIRECTION = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+class Updates(Protocol):
+    """Work that is under way and can say how far it is."""
+
+    def update(self, text: str) -> None:
+        """Say this of the work from here on."""
 
 
 def escape(text: str) -> str:
@@ -45,24 +59,78 @@ def clock(seconds: float) -> str:
     return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
+def one_line(text: str, width: int, end: bool = False) -> str:
+    """A text on one line of at most ``width`` columns; one of white space alone in quotes, with escapes.
+
+    Of a longer one its beginning is shown, or its `end`.
+    """
+    shown = " ".join(text.split()) or repr(text)
+    if len(shown) <= width:
+        return shown
+    return f"…{shown[len(shown) - width + 1 :]}" if end else f"{shown[: width - 1]}…"
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most ``width`` columns, broken between the parts of a line where these fit, else between words.
+
+    A longer word, such as a path, stays whole.
+    """
+    if len(text) <= width:
+        return [text]
+    lines = [""]
+    for number, part in enumerate(text.split(SEPARATOR)):
+        joined = f"{lines[-1]}{SEPARATOR if number else ''}{part}"
+        if len(joined) <= width:
+            lines[-1] = joined
+            continue
+        fresh = textwrap.wrap(part, width, break_long_words=False, break_on_hyphens=False) or [""]
+        lines = [*lines, *fresh] if number else fresh
+    return lines
+
+
 class ProgressBar:
     """One live bar; without a terminal every call does nothing."""
 
     def __init__(self, bar: RichProgress | None, label: str, total: int) -> None:
         self._bar = bar
         self._task = None if bar is None else bar.add_task(escape(label), total=total, note="")
+        self._note = ""
 
     def update(self, completed: int, note: str = "") -> None:
         """Show `completed` of the total and a short note."""
+        self._note = note
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=completed, note=escape(note))
+
+    @contextmanager
+    def doing(self, text: str) -> Iterator[Updates]:
+        """Show `text` in place of the note for the length of the block."""
+        shown = _InBar(self._bar, self._task)
+        shown.update(text)
+        if self._bar is not None:
+            self._bar.refresh()
+        try:
+            yield shown
+        finally:
+            shown.update(self._note)
+
+
+class _InBar:
+    """What is being done while a bar stands still, in place of its note."""
+
+    def __init__(self, bar: RichProgress | None, task: object) -> None:
+        self._bar, self._task = bar, task
+
+    def update(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, note=escape(text))  # type: ignore[arg-type]  # rich's id of a task
 
 
 class Console:
     """Writes `label     text` lines to stderr (or `stream`); silent unless `main`, and below `level`.
 
-    Colour and bars need a terminal and the absence of NO_COLOR. A closed stderr is no error. `keep` has every line
-    written to a file too, by any process.
+    Colour, bars and line breaks between words need a terminal; colour also the absence of NO_COLOR. A closed stderr is
+    no error. `keep` has every line written to a file too, by any process.
     """
 
     def __init__(self, main: bool = True, level: Level = "info", stream: IO[str] | None = None) -> None:
@@ -73,11 +141,23 @@ class Console:
         self._rich = RichConsole(
             file=stream, stderr=stream is None, highlight=False, markup=False, emoji=False, soft_wrap=True
         )
+        self._activity = STDERR if stream is None else Activity(stream)
+        self._bar: ProgressBar | None = None
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether lines of level `info` are shown."""
+        return self._main and self._level <= _ORDER["info"]
 
     @property
     def is_live(self) -> bool:
         """Whether bars are drawn."""
-        return self._main and self._rich.is_terminal and self._level <= _ORDER["info"]
+        return self.is_heard and self._rich.is_terminal
+
+    @property
+    def width(self) -> int:
+        """Columns that a line may have, label included: the terminal's, or enough where there is none."""
+        return self._rich.width if self._rich.is_terminal else UNBOUNDED_WIDTH
 
     def keep(self, path: Path) -> None:
         """Append what was said so far, and every line from here on, to a file, each with its time (UTC).
@@ -91,16 +171,13 @@ class Console:
     def say(self, label: str, text: str, level: Level = "info") -> None:
         """One aligned line; a newline in `text` continues below the text, other control characters are escaped."""
         style = {"warning": "yellow", "error": "bold red"}.get(level, "bold")
-        first, *rest = text.split("\n")
-        line = Text(f"{escape(label):<{LABEL_WIDTH}}", style=style)
-        line.append(escape(first), style="")
-        for part in rest:
-            line.append("\n" + " " * LABEL_WIDTH + escape(part), style="")
-        self._print(line, level)
+        lines = [escape(part) for part in text.split("\n")]
+        self._print(_labelled(label, style, lines), level, _labelled(label, style, self._fitted(lines)))
 
     def line(self, text: str) -> None:
         """One line without a label, such as a row of the step table."""
-        self._print(Text(escape(text)), "info")
+        line = Text(escape(text))
+        self._print(line, "info", line)
 
     def debug(self, text: str) -> None:
         """A detail, shown at level `debug`."""
@@ -114,29 +191,61 @@ class Console:
 
     def error(self, message: str, hint: str | None = None) -> None:
         """`error: message` with the hint below it; shown at every level, by any rank."""
-        line = Text("error: ", style="bold red")
-        line.append("\n  ".join(escape(part) for part in message.split("\n")), style="")
+        line = Text.assemble(("error: ", "bold red"), "\n  ".join(escape(part) for part in message.split("\n")))
         if hint is not None:
-            line.append("\n  " + "\n  ".join(escape(part) for part in hint.split("\n")), style="")
+            line.append("\n  " + "\n  ".join(escape(part) for part in hint.split("\n")))
         self._note(line.plain)
         self._write(line)
 
     @contextmanager
-    def progress(self, label: str, total: int) -> Iterator[ProgressBar]:
-        """A bar for the length of the block; lines said meanwhile appear above it."""
+    def progress(self, label: str, total: int, estimates: bool = True) -> Iterator[ProgressBar]:
+        """A bar for the length of the block; lines said meanwhile appear above it.
+
+        It `estimates` the time left from its own pace, unless its notes say better.
+        """
         if not self.is_live:
             yield ProgressBar(None, label, total)
             return
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-        tail = (TextColumn("{task.fields[note]}", markup=False), TimeRemainingColumn())
-        with RichProgress(*columns, *tail, console=self._rich, transient=True, redirect_stdout=False) as bar:
-            yield ProgressBar(bar, label, total)
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(BAR_WIDTH), MofNCompleteColumn())
+        note = TextColumn("{task.fields[note]}", markup=False)
+        tail = (note, TimeRemainingColumn()) if estimates else (note,)
+        with (
+            self._activity.paused(),
+            RichProgress(*columns, *tail, console=self._rich, transient=True, redirect_stdout=False) as bar,
+        ):
+            self._bar = ProgressBar(bar, label, total)
+            try:
+                yield self._bar
+            finally:
+                self._bar = None
 
-    def _print(self, line: Text, level: Level) -> None:
+    @contextmanager
+    def doing(self, text: str, at_once: bool = False) -> Iterator[Updates]:
+        """Say what is being done until the block ends, as `loading model`: in the bar, or on a line of its own.
+
+        That line is gone afterwards. Without a terminal it is written, and stays, where the work takes some seconds;
+        ``at_once`` writes it before the work begins.
+        """
+        if not self.is_heard:
+            yield Doing(text)
+            return
+        of = self._activity.doing(text, at_once) if self._bar is None else self._bar.doing(text)
+        with of as shown:
+            yield shown
+
+    def _fitted(self, lines: list[str]) -> list[str]:
+        """The lines, those that are too long for the terminal broken between words."""
+        if not self._rich.is_terminal:
+            return lines
+        width = max(20, self._rich.width - LABEL_WIDTH)
+        return [part for line in lines for part in wrapped(line, width)]
+
+    def _print(self, line: Text, level: Level, shown: Text) -> None:
+        """Note a line in the log, and show it as it fits the terminal."""
         if _ORDER[level] >= min(self._level, _ORDER["info"]):
             self._note(line.plain)
         if self._main and _ORDER[level] >= self._level:
-            self._write(line)
+            self._write(shown)
 
     def _note(self, text: str) -> None:
         stamped = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}  {text}\n"
@@ -148,9 +257,15 @@ class Console:
     def _write(self, line: Text) -> None:
         # A closed pipe or descriptor: the work goes on, there is nobody left to tell.
         try:
-            self._rich.print(line, soft_wrap=True)
+            with self._activity.aside():
+                self._rich.print(line, soft_wrap=True)
         except (OSError, ValueError):
             return
+
+
+def _labelled(label: str, style: str, lines: list[str]) -> Text:
+    shown = ("\n" + " " * LABEL_WIDTH).join(lines)
+    return Text.assemble((f"{escape(label):<{LABEL_WIDTH}}", style), shown)
 
 
 def _append(path: Path, text: str) -> None:

@@ -58,12 +58,12 @@ Work = Callable[[dict[str, Any]], dict[str, Any]]
 """What a rank does: a function of a module, from plain values to plain values."""
 
 
-def run_ranks(work: Work, job: Mapping[str, Any], processes: int, logs: Path) -> dict[str, Any]:
+def run_ranks(work: Work, job: Mapping[str, Any], processes: int, logs: Path, says: str = "") -> dict[str, Any]:
     """Call `work` with `job` in `processes` ranks and return rank 0's result.
 
     Each rank is a fresh interpreter that imports `work` by its name. All ranks but the first write stderr to
-    `logs/rankN.log`; the first one speaks for all, on this process's stderr. The first stop signal goes on to every
-    rank; the second one kills them and ends this process with 130.
+    `logs/rankN.log`; the first one speaks for all, on this process's stderr, and while it starts it `says` so. The
+    first stop signal goes on to every rank; the second one kills them and ends this process with 130.
 
     Raises the first failing rank's error, MachineError naming a rank that was killed or stopped answering, and
     KeyboardInterrupt where a stop signal came before the ranks could heed it.
@@ -71,7 +71,8 @@ def run_ranks(work: Work, job: Mapping[str, Any], processes: int, logs: Path) ->
     with tempfile.TemporaryDirectory(prefix="tuner-ranks-") as directory, _store() as port:
         place = Path(directory)
         name = f"{work.__module__}:{work.__qualname__}"
-        write_json(place / JOB, {"work": name, "job": dict(job), "logs": str(logs), "parent": os.getpid()})
+        about = {"work": name, "logs": str(logs), "parent": os.getpid(), "says": says}
+        write_json(place / JOB, {**about, "job": dict(job)})
         ranks = _Ranks(place, logs)
         with StopSignals(at_once=ranks.kill) as signals:
             try:

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from tuner.errors import ExitCode, as_tuner_error
 from tuner.runtime import phase
+from tuner.runtime.activity import STDERR
 from tuner.runtime.console import escape
 from tuner.runtime.dist import log_name
 from tuner.runtime.files import read_json, write_atomic
@@ -41,7 +42,9 @@ def main() -> NoReturn:
     try:
         with collected(Warned(rank_file(place, rank, "warnings")), _say):
             module, _, function = job["work"].partition(":")
-            result = getattr(import_module(module), function)(job["job"])
+            with STDERR.doing(job["says"]) if rank == 0 and job["says"] else contextlib.nullcontext():
+                work = getattr(import_module(module), function)
+            result = work(job["job"])
         report = Report(rank, time.monotonic(), result=result)
     except BaseException as error:  # noqa: BLE001 - reported to the parent, which reports it to the user
         at_s = time.monotonic()

@@ -217,6 +217,19 @@ def meta_model_of(resolved: Resolved) -> PreTrainedModel:
     return meta_model(resolved.config, DTYPES[resolved.recipe.model.dtype])
 
 
+def trained_count(resolved: Resolved) -> int:
+    """How many of the parameters are trained, an adapter's included; counted on a model without storage.
+
+    Raises RecipeError for names of layers or parameters that the model does not have.
+    """
+    trainable = assembly_spec(resolved).trainable
+    if trainable.is_all:
+        return resolved.n_parameters
+    model = meta_model_of(resolved)
+    trainable.apply(model, resolved.recipe.seed)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
 def _whole_model(resolved: Resolved) -> PreTrainedModel:
     recipe = resolved.recipe
     return build_model(model_spec(recipe, resolved.new_ids), DTYPES[recipe.model.dtype], recipe.seed)

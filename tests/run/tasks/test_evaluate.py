@@ -2,7 +2,9 @@
 
 import pytest
 
-from tuner.run.tasks.evaluate import SHOWN_CHARACTERS, _one_line
+from tuner.runtime.console import one_line
+
+WIDTH = 140
 
 
 @pytest.mark.parametrize(
@@ -12,9 +14,9 @@ from tuner.run.tasks.evaluate import SHOWN_CHARACTERS, _one_line
         ("\n\n\t", r"'\n\n\t'"),
         ("\u2003 ", r"'\u2003 '"),
         ("", "''"),
-        ("x" * 200, "x" * (SHOWN_CHARACTERS - 1) + "…"),
-        ("\n" * 200, ("'" + r"\n" * 200)[: SHOWN_CHARACTERS - 1] + "…"),
+        ("x" * 200, "x" * (WIDTH - 1) + "…"),
+        ("\n" * 200, ("'" + r"\n" * 200)[: WIDTH - 1] + "…"),
     ],
 )
 def test_a_sample_in_one_line(text: str, shown: str) -> None:
-    assert _one_line(text) == shown
+    assert one_line(text, WIDTH) == shown

@@ -171,7 +171,7 @@ def test_a_hook_that_fails_is_named_dropped_and_the_others_go_on(tmp_path: Path)
     assert caught.value.message == (
         f"hook my_hooks.py:Notify failed at step, step 2: ValueError: too far ({tmp_path}/my_hooks.py:11)"
     )
-    assert caught.value.hint == f"mend it and go on: tuner resume {tmp_path}/run"
+    assert caught.value.hint == f"fix it, then resume with: tuner resume {tmp_path}/run"
     assert caught.value.exit_code == ExitCode.USAGE
 
 

@@ -14,13 +14,15 @@ import torch
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.flops import Flops
 from tuner.run.tasks import log
-from tuner.run.tasks.log import ConsoleTask, HaltedError, LogTask, StepClock
+from tuner.run.tasks.console import ConsoleTask
+from tuner.run.tasks.log import HaltedError, LogTask, StepClock
+from tuner.run.tasks.time_left import Due, TimeLeft
 from tuner.rundir.records import Records
 from tuner.runtime.console import Console
-from tuner.train.plan import Plan
-from tuner.train.progress import CLOCKED, MfuMeter, Progress
+from tuner.train.plan import Cadence, Plan
+from tuner.train.progress import CLOCKED, Best, MfuMeter, Progress
 from tuner.train.step import StepScalars
-from tuner.train.tasks import Event, TakenStep
+from tuner.train.tasks import Event, Request, TakenStep
 
 FLOPS = Flops(products=100.0, output=1000.0, attention={None: 1.0})
 
@@ -38,6 +40,17 @@ def taken(index: int, batches: StepBatches, values: Sequence[float] = (1.5, 0.5,
 def log_task(flops: Flops = FLOPS, step: int = 1) -> LogTask:
     progress = Progress(Plan(4, 4, 1, 5), step=step)
     return LogTask(progress, Records(None), StepClock(), MfuMeter(flops, peak=1e4), torch.device("cpu"))
+
+
+def console_task() -> tuple[ConsoleTask, Progress, list[str]]:
+    """A console task of five steps that evaluates after each second one, and the lines that it prints."""
+    shown: list[str] = []
+    console = Console(main=False)
+    console.line = shown.append  # type: ignore[method-assign, assignment]
+    console.say = lambda label, text, level="info": shown.append(f"{label} {text}")  # type: ignore[method-assign]
+    progress = Progress(Plan(4, 4, 1, 5))
+    due = Due(5, Cadence((2,)), False, False, Cadence(), frozenset(), False)
+    return ConsoleTask(console, Records(None), 1000.0, progress, TimeLeft(due)), progress, shown
 
 
 def test_figures_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,10 +73,7 @@ def test_a_share_that_is_not_known_is_left_out() -> None:
     task = log_task(replace(FLOPS, complete=False))
     (event,) = task.step_taken(taken(0, StepBatches(np.arange(4), 6, 40, [batch(4, trained=1)])))
     assert "mfu" not in event.metrics
-    shown: list[str] = []
-    console = Console(main=False)
-    console.line = shown.append  # type: ignore[method-assign, assignment]
-    view = ConsoleTask(console, Records(None), 1.0, 5)
+    view, _, shown = console_task()
     view.notify(event)
     view.finish(True)
     view.finish(True)
@@ -72,14 +82,32 @@ def test_a_share_that_is_not_known_is_left_out() -> None:
 
 
 def test_an_evaluation_is_shown_with_its_sources() -> None:
-    shown: list[str] = []
-    console = Console(main=False)
-    console.line = shown.append  # type: ignore[method-assign, assignment]
+    view, _, shown = console_task()
     line: dict[str, Any] = {"kind": "eval", "step": 3, "loss": 1.25, "loss/a": 1.0, "loss/b": None, "eval_s": 0.1}
-    ConsoleTask(console, Records(None), 1.0, 5).notify(Event("evaluation", 3, 9, line))
+    view.notify(Event("evaluation", 3, 9, line))
     assert [text.split() for text in shown[1:]] == [
         ["3", "-", "1.2500", *["-"] * 6], ["1.0000", "a"], ["none", "b"]
     ]  # fmt: skip
+
+
+def test_what_follows_a_step_is_told_after_its_line() -> None:
+    view, progress, shown = console_task()
+    task = log_task()
+    for index in range(3):
+        (event,) = task.step_taken(taken(index, StepBatches(np.arange(4), 6, 40, [batch(4, trained=1)])))
+        view.notify(event)
+        assert list(view.between_steps(Request.NONE)) == []
+        if event.step == 2:
+            view.notify(Event("evaluation", 2, 9, {"kind": "eval", "step": 2, "loss": 1.25, "eval_s": 60.0}))
+            progress.best = Best("eval/loss", 2, 1.25)
+            view.notify(Event("save", 2, 9, path=Path("step-2")))
+    view.notify(Event("save", 3, 9, path=Path("step-3")))
+    list(view.finish(True))
+    assert [text.split()[:2] for text in shown[1:]] == [
+        ["2", "1.5000"], ["2", "-"], ["saved", "step-2"], ["3", "1.5000"], ["saved", "step-3"],
+    ]  # fmt: skip
+    assert shown[3].endswith("(best so far)") and not shown[5].endswith("(best so far)")
+    assert [text.split()[-1] for text in (shown[1], shown[2], shown[4])] == ["1:00", "1:00", "1:00"]  # one is left
 
 
 def test_a_step_after_which_the_run_must_end_is_not_counted(tmp_path: Path) -> None:

@@ -1,19 +1,20 @@
 """The task that measures the loss on held-out rows and shows sample answers."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 
 from tuner.data.prepared import Sample
 from tuner.run.state import LaunchContext
 from tuner.run.tasks.log import LogTask
+from tuner.rundir.layout import SAMPLES
 from tuner.rundir.records import Records
 from tuner.runtime import phase
+from tuner.runtime.console import LABEL_WIDTH, Updates, one_line
 from tuner.runtime.process import any_rank, gloo_group
-from tuner.train.evaluate import EvaluationCutError, answer_samples, evaluate
+from tuner.train.evaluate import Evaluation, EvaluationCutError, HeldOut, answer_samples, evaluate
 from tuner.train.progress import best_after, finite
 from tuner.train.tasks import Event, Request, Task
-
-SHOWN_CHARACTERS = 140
 
 
 class EvaluateTask(Task):
@@ -24,6 +25,7 @@ class EvaluateTask(Task):
         self._console, self._signals = context.console, context.signals
         self._log, self._samples = log, samples
         self._settings = self._assembly.resolved.recipe.eval
+        self._directory = context.run.path
 
     def start(self) -> Iterator[Event]:
         """Evaluate where that is owed, or before the first step of a run."""
@@ -37,32 +39,26 @@ class EvaluateTask(Task):
             yield from self._evaluate()
 
     def _evaluate(self) -> Iterator[Event]:
-        assembly, progress, held = self._assembly, self._progress, self._assembly.held_out
+        progress, held = self._progress, self._assembly.held_out
         progress.evaluation_owed = held is not None
         if held is None:
             return
         phase.enter(f"evaluation after step {progress.step}")
         yield from self._log.settle()
         started = time.monotonic()
-        state, recipe = assembly.train_state, assembly.resolved.recipe
         try:
-            result = evaluate(
-                state.root,
-                state.step_config,
-                held,
-                recipe.train.micro_batch_size,
-                self._settings.max_rows,
-                self._heed_signals,
-            )
+            result = self._measure(held)
             measured = time.monotonic()
-            answers = self._answer_samples()
+            answers = self._answer_samples() if self._answers_now() else []
+            samples_s = time.monotonic() - measured
         except EvaluationCutError:
-            self._console.say("eval", f"step {progress.step}: cut short, done again when the run is resumed")
+            self._console.say("eval", f"step {progress.step}: cut short; it is repeated when the run is resumed")
             return
         progress.evaluated(result.loss)
-        progress.best = best_after(progress.best, recipe.checkpoint.keep_best, progress.step, result.line())
-        self._show_samples(answers)
-        seconds, samples_s = time.monotonic() - started, time.monotonic() - measured
+        metric = self._assembly.resolved.recipe.checkpoint.keep_best
+        progress.best = best_after(progress.best, metric, progress.step, result.line())
+        self._keep(answers)
+        seconds = time.monotonic() - started
         losses = {name: finite(loss) for name, loss in result.line().items()}
         if None in losses.values():
             self._console.warn(f"step {progress.step}: an evaluation's loss is not finite")
@@ -72,26 +68,66 @@ class EvaluateTask(Task):
         self._samples.flush()
         self._log.clock.leave_out(seconds)
         yield Event("evaluation", progress.step, progress.tokens, line)
+        self._show(answers)
 
-    def _heed_signals(self) -> None:
-        """Called between the forwards of an evaluation. Collective."""
-        if any_rank(self._signals.requested, gloo_group()):
-            raise EvaluationCutError
+    def _measure(self, held: HeldOut) -> Evaluation:
+        """The losses of the held-out rows. Raises EvaluationCutError on every rank where a signal came."""
+        state, train = self._assembly.train_state, self._assembly.resolved.recipe.train
+        rows = len(held.rows) if self._settings.max_rows is None else min(self._settings.max_rows, len(held.rows))
+        at_a_time = train.micro_batch_size * state.step_config.mesh.data_size
+
+        def between(batches: int) -> str:
+            return f"evaluating {min(rows, batches * at_a_time):,} of {rows:,} rows"
+
+        with self._console.doing(between(0)) as doing:
+            heed = self._heeding(doing, between)
+            return evaluate(state.root, state.step_config, held, train.micro_batch_size, self._settings.max_rows, heed)
+
+    def _heeding(self, doing: Updates, words: Callable[[int], str]) -> Callable[[], None]:
+        """What is called before each forward: it counts them, and ends the work on a signal. Collective."""
+        done = count()
+
+        def between() -> None:
+            doing.update(words(next(done)))
+            if any_rank(self._signals.requested, gloo_group()):
+                raise EvaluationCutError
+
+        return between
+
+    def _answers_now(self) -> bool:
+        """Whether prompts are answered at this evaluation."""
+        return self._settings.samples_at == "all" or self._progress.step == 0 or self._progress.is_last_step
 
     def _answer_samples(self) -> list[tuple[Sample, str]]:
         assembly = self._assembly
         samples = assembly.prepared.samples[: self._settings.samples]
-        answers = answer_samples(assembly.train_state, samples, assembly.tokenizer, self._heed_signals)
+        if not samples:
+            return []
+
+        def words(tokens: int) -> str:
+            return f"sampling {len(samples)} answer{'s' if len(samples) != 1 else ''}, {tokens} tokens"
+
+        with self._console.doing(words(0)) as doing:
+            heed = self._heeding(doing, words)
+            answers = answer_samples(assembly.train_state, samples, assembly.tokenizer, heed)
         return list(zip(samples, answers, strict=True))
 
-    def _show_samples(self, answers: list[tuple[Sample, str]]) -> None:
+    def _keep(self, answers: list[tuple[Sample, str]]) -> None:
         for sample, answer in answers:
             said = {"prompt": sample.prompt_text, "answer": answer, "reference": sample.reference}
             self._samples.add({"step": self._progress.step, **said})
-            self._console.say("sample", f"wanted {_one_line(sample.reference)}\ngot    {_one_line(answer)}")
 
-
-def _one_line(text: str) -> str:
-    """A text in one line, cut where it is long; one of white space alone in quotes, with escapes."""
-    shown = text.strip().replace("\n", " ") or repr(text)
-    return shown if len(shown) <= SHOWN_CHARACTERS else shown[: SHOWN_CHARACTERS - 1] + "…"
+    def _show(self, answers: list[tuple[Sample, str]]) -> None:
+        """The first answer, with what was asked and wanted; the file has them all."""
+        if not answers:
+            return
+        (sample, answer), *others = answers
+        width = self._console.width - LABEL_WIDTH - 8
+        lines = [
+            f"prompt  {one_line(sample.prompt_text, width, end=True)}",
+            f"wanted  {one_line(sample.reference, width)}",
+            f"got     {one_line(answer, width)}",
+        ]
+        if others:
+            lines.append(f"{len(others)} more in {self._directory / SAMPLES}")
+        self._console.say("sample", "\n".join(lines))

@@ -149,7 +149,7 @@ class UserHook:
             self.call(report)
         except (Exception, SystemExit) as error:
             raised = failure(f"hook {self.name} failed at {report.stage}, step {report.step}", error, self.file)
-            raised.hint = f"mend it and go on: tuner resume {report.run_dir}"
+            raised.hint = f"fix it, then resume with: tuner resume {report.run_dir}"
             raise raised from error
 
 

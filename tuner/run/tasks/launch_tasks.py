@@ -11,12 +11,14 @@ from tuner.checkpoint.save import CheckpointDir
 from tuner.config.dump import recipe_dict
 from tuner.run.meta import run_meta, tokenizer_meta
 from tuner.run.state import LaunchContext
+from tuner.run.tasks.console import ConsoleTask
 from tuner.run.tasks.evaluate import EvaluateTask
 from tuner.run.tasks.hooks import Hooks, Registration, RunFacts, user_hook
-from tuner.run.tasks.log import ConsoleTask, LogTask, StepClock
+from tuner.run.tasks.log import LogTask, StepClock
 from tuner.run.tasks.record import RecordTask
 from tuner.run.tasks.save import Saver, SaveTask
 from tuner.run.tasks.stop import StopTask
+from tuner.run.tasks.time_left import Due, TimeLeft
 from tuner.rundir.layout import METRICS, SAMPLES
 from tuner.rundir.records import Records
 from tuner.runtime.process import Collective, gloo_group
@@ -61,6 +63,8 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     resumed_from = found.path if found is not None and is_own else None
     stop = StopTask(context)
     refresh_s = recipe.logging.console_every.seconds
+    has_held_out, at_end = assembly.held_out is not None, recipe.checkpoint.at_end
+    time_left = TimeLeft(Due.of(assembly.timetable, recipe.eval, has_held_out, at_end))
     tasks: list[Task] = [
         hooks,
         *_exports(context, exporter),
@@ -69,8 +73,8 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
         log,
         stop,
         EvaluateTask(context, log, samples),
-        SaveTask(context, saver, log, samples, resumed_from),
-        ConsoleTask(console, metrics, refresh_s, progress.plan.total_steps),
+        SaveTask(context, saver, log, samples, time_left, resumed_from),
+        ConsoleTask(console, metrics, refresh_s, progress, time_left, recipe.train.compile is True),
     ]
     return LaunchTasks(Tasks(tasks), hooks, stop, (metrics, samples))
 

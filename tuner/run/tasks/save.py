@@ -13,6 +13,7 @@ from tuner.checkpoint.save import CheckpointDir, prune, require_room, save
 from tuner.checkpoint.staging import Background, Staged, Staging
 from tuner.run.state import LaunchContext, run_state
 from tuner.run.tasks.log import LogTask
+from tuner.run.tasks.time_left import TimeLeft
 from tuner.rundir.records import Records
 from tuner.runtime import phase
 from tuner.runtime.process import Collective, another_gloo_group, gloo_group
@@ -31,7 +32,6 @@ class Snapshot:
     probe: Mapping[str, torch.Tensor] | None
     protected: tuple[Path, ...]
     """Checkpoints that the pruning after it leaves alone."""
-    is_best: bool
 
 
 class Saver(Task):
@@ -123,11 +123,17 @@ class SaveTask(Task):
     """
 
     def __init__(
-        self, context: LaunchContext, saver: Saver, log: LogTask, samples: Records, resumed_from: Path | None
+        self,
+        context: LaunchContext,
+        saver: Saver,
+        log: LogTask,
+        samples: Records,
+        time_left: TimeLeft,
+        resumed_from: Path | None,
     ) -> None:
         self._context, self._assembly, self._progress = context, context.assembly, context.progress
         self._console = context.console
-        self._saver, self._log, self._samples = saver, log, samples
+        self._saver, self._log, self._samples, self._time_left = saver, log, samples, time_left
         self._protected = () if resumed_from is None else (resumed_from,)
         self._saved_at = time.monotonic()
 
@@ -184,10 +190,13 @@ class SaveTask(Task):
         yield from self._settle()
         self._log.metrics.flush()
         self._samples.flush()
-        snapshot = self._snapshot(finished)
-        if last or not self._saver.begin(snapshot):
-            yield self._saved(self._saver.save(snapshot))
+        with self._console.doing(f"saving step {self._progress.step}"):
+            snapshot = self._snapshot(finished)
+            committed = None if not last and self._saver.begin(snapshot) else self._saver.save(snapshot)
+        if committed is not None:
+            yield self._saved(committed)
         self._saved_at = time.monotonic()
+        self._time_left.took["save"] = self._saved_at - started
         self._log.clock.leave_out(self._saved_at - started)
 
     def _settle(self) -> Iterator[Event]:
@@ -207,13 +216,11 @@ class SaveTask(Task):
             run_state(self._context, finished) | {"guard": state.guard.as_state()},
             record_probes(state.root, assembly.probes, state.step_config.device) if is_probed else None,
             (*self._protected, *map(self._path_of, kept)),
-            progress.best is not None and progress.best.step == progress.step,
         )
 
     def _saved(self, snapshot: Snapshot) -> Event:
         path = self._path_of(snapshot.step)
         self._progress.saved_step = snapshot.step
-        self._console.say("saved", f"{path}{' (best so far)' if snapshot.is_best else ''}")
         return Event("save", snapshot.step, snapshot.tokens, path=path)
 
     def _path_of(self, step: int) -> Path:

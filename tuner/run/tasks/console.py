@@ -1,0 +1,142 @@
+"""The task that tells the person at the terminal how the run is getting on."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from tuner.run.tasks.time_left import TimeLeft
+from tuner.rundir.records import Records
+from tuner.runtime.console import Console, ProgressBar, clock
+from tuner.train.progress import Progress
+from tuner.train.tasks import Event, Request, Task
+
+HEADER = f"{'step':>6} {'loss':>8} {'eval':>8} {'grad':>8} {'lr':>10} {'tok/s':>9} {'mfu':>6} {'wait':>6} {'left':>8}"
+
+
+class ConsoleTask(Task):
+    """Prints a line of the newest step, and writes the records so far, whenever ``refresh_s`` seconds have passed.
+
+    An evaluation or a save is told of after the line of the step that it follows.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        records: Records,
+        refresh_s: float,
+        progress: Progress,
+        time_left: TimeLeft,
+        compiles: bool = False,
+    ) -> None:
+        self._console, self._records, self._refresh_s = console, records, refresh_s
+        self._progress, self._time_left = progress, time_left
+        self._total_steps = progress.plan.total_steps
+        self._open = ExitStack()
+        self._bar: ProgressBar | None = None
+        self._last_shown = time.monotonic()
+        self._line: Mapping[str, Any] | None = None
+        self._shown_step = 0
+        self._header_shown = False
+        self._first = "compiling the decoder layers in the first step" if compiles else "training the first step"
+        self._is_first = True
+
+    def start(self) -> Iterable[Event]:
+        """Show the bar and start the clock."""
+        self._bar = self._open.enter_context(self._console.progress("train", self._total_steps, estimates=False))
+        self._bar.update(self._progress.step)
+        self._last_shown = time.monotonic()
+        return ()
+
+    def around_step(self, number: int) -> AbstractContextManager[None]:
+        """Say what takes longer than the other steps."""
+        if number == 0:
+            return self._doing("trying the largest micro-batch")
+        is_first, self._is_first = self._is_first, False
+        return self._doing(self._first) if is_first else nullcontext()
+
+    def notify(self, event: Event) -> None:
+        """Keep the newest step; print an evaluation or a save, after the step's line."""
+        if event.stage == "step":
+            self._line = event.metrics
+            self._time_left.stepped(event.metrics["step_s"])
+        elif event.stage == "evaluation":
+            samples_s = float(event.metrics.get("samples_s", 0.0))
+            self._time_left.took["evaluation"] = float(event.metrics.get("eval_s", 0.0)) - samples_s
+            if samples_s:
+                self._time_left.took["samples"] = samples_s
+            self._show()
+            self._show_evaluation(event)
+        elif event.stage == "save":
+            self._show()
+            best = self._progress.best
+            is_best = best is not None and best.step == event.step
+            self._console.say("saved", f"{event.path}{' (best so far)' if is_best else ''}")
+
+    def between_steps(self, agreed: Request) -> Iterable[Event]:
+        """Print and write where it is time."""
+        if time.monotonic() - self._last_shown >= self._refresh_s:
+            self._show()
+            self._records.flush()
+        return ()
+
+    def finish(self, finished: bool) -> Iterable[Event]:
+        """Print and write what is left."""
+        self._show()
+        self._records.flush()
+        self._records.sync()
+        self._open.close()
+        return ()
+
+    def close(self) -> Iterable[Event]:
+        """Print and write what is left."""
+        self._show()
+        self._open.close()
+        self._records.flush()
+        return ()
+
+    @contextmanager
+    def _doing(self, text: str) -> Iterator[None]:
+        with self._console.doing(text):
+            yield
+
+    def _show(self) -> None:
+        """Print the newest step, unless it was printed before."""
+        self._last_shown = time.monotonic()
+        line = self._line
+        if line is None or line["step"] == self._shown_step:
+            return
+        self._shown_step = line["step"]
+        self._show_header()
+        loss, norm, left = _shown(line["loss"], 4), _shown(line["grad_norm"], 3), self._left(line["step"])
+        mfu = f"{line['mfu']:.1%}" if "mfu" in line else "-"
+        self._console.line(
+            f"{line['step']:>6} {loss:>8} {'':>8} {norm:>8} {line['lr']:>10.2e} "
+            f"{line['tok_per_s']:>9,.0f} {mfu:>6} {line['data_wait']:>6.1%} {left:>8}"
+        )
+        if self._bar is not None:
+            self._bar.update(line["step"], f"loss {loss}  {line['tok_per_s']:,.0f} tok/s  {left} left")
+
+    def _left(self, step: int) -> str:
+        seconds = self._time_left.seconds(step)
+        return "-" if seconds is None else clock(seconds)
+
+    def _show_evaluation(self, event: Event) -> None:
+        """Print an evaluation, below it the losses of its sources."""
+        self._show_header()
+        for name, loss in event.metrics.items():
+            kind, _, source = name.partition("/")
+            if kind != "loss":
+                continue
+            none = "".join(f" {'-':>{width}}" for width in (8, 10, 9, 6, 6))
+            at, rest = ("", f" {source}") if source else (event.step, f"{none} {self._left(event.step):>8}")
+            self._console.line(f"{at:>6} {'' if source else '-':>8} {_shown(loss, 4):>8}{rest}")
+
+    def _show_header(self) -> None:
+        if not self._header_shown:
+            self._console.line(HEADER)
+            self._header_shown = True
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return "none" if value is None else f"{value:.{digits}f}"
