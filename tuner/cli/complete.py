@@ -1,13 +1,95 @@
-"""What a shell offers to complete: runs, recipes, keys of the recipe and their values. Nothing here needs torch."""
+"""What a shell offers to complete: commands, options, runs, recipes, and keys of the recipe with their values.
+
+`main` answers `tuner __complete WORD... INCOMPLETE`, which the scripts of :mod:`tuner.cli.shells` ask.
+Nothing needs torch.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from tuner.cli.argv import split
+from tuner.cli.examples import WITH_FLAGS
+
+ASKED = "__complete"
+"""The word with which a shell asks."""
 
 Offer = tuple[str, str]
 """What to type, and what it is."""
+
+
+def answer(words: Sequence[str]) -> str:
+    """The answer to a shell, a line for each offer: what to type, a tab, what it is."""
+    lines = {text: f"{text}\t{said}" for text, said in offers(words[:-1], words[-1] if words else "")}
+    return "\n".join(lines.values())
+
+
+def offers(words: Sequence[str], incomplete: str) -> list[Offer]:
+    """What may follow the words of a command line, and begins as `incomplete` does."""
+    from tuner.cli.main import COMMANDS, GROUPS
+
+    name = next((word for word in words if not word.startswith("-")), "")
+    if name not in COMMANDS:
+        return _starting([*COMMANDS.items(), *ROOT] if not name else [], incomplete)
+    command = _command(name)
+    given = list(words[list(words).index(name) + 1 :])
+    if name in GROUPS:
+        below = next((word for word in given if word in command.commands), None)
+        if below is None:
+            return _starting([(each, item.help or "") for each, item in command.commands.items()], incomplete)
+        name, command, given = f"{name} {below}", command.commands[below], given[given.index(below) + 1 :]
+    return list(_of_command(name, command, given, incomplete))
+
+
+def _of_command(name: str, command: Any, given: Sequence[str], incomplete: str) -> Iterator[Offer]:
+    """What may follow within a command: a value, an option or key of the recipe, or an argument."""
+    rest, flags = split(given, takes_recipe=True) if name in WITH_FLAGS else (list(given), [])
+    if flags and flags[-1][1] is None and given[-1].startswith("--"):
+        yield from values(flags[-1][0], incomplete)
+        return
+    options = {text: option for option in command.params for text in option.opts if option.param_type_name == "option"}
+    last = options.get(rest[-1]) if rest else None
+    if last is not None and not last.is_flag:
+        yield from _of_parameter(last, incomplete)
+    elif incomplete.startswith("-"):
+        free = [
+            (text, str(option.help or "")) for text, option in options.items() if text not in rest or option.multiple
+        ]
+        yield from _starting([*free, ("--help", "Show this message and exit.")], incomplete)
+        yield from keys(incomplete) if name in WITH_FLAGS else ()
+    else:
+        takes = [text for text, option in options.items() if not option.is_flag]
+        placed = [
+            word for i, word in enumerate(rest) if not word.startswith("-") and (i == 0 or rest[i - 1] not in takes)
+        ]
+        arguments = [each for each in command.params if each.param_type_name == "argument"]
+        if arguments and (len(placed) < len(arguments) or arguments[-1].nargs != 1):
+            yield from _of_parameter(arguments[min(len(placed), len(arguments) - 1)], incomplete)
+
+
+def _of_parameter(parameter: Any, incomplete: str) -> list[Offer]:
+    """What an option or an argument may be."""
+    described = parameter.type_descriptor
+    if described.is_choice and described.choices is not None:
+        return _starting([(str(getattr(choice, "value", choice)), "") for choice in described.choices], incomplete)
+    named = KINDS.get(str(parameter.metavar or parameter.name).strip("[].").lower())
+    return _paths(incomplete) if named is None else named(incomplete)
+
+
+def _command(name: str) -> Any:
+    import typer
+
+    from tuner.cli.main import build
+
+    root: Any = typer.main.get_command(build(name))  # type: ignore[arg-type]
+    return root.commands[name]
+
+
+def _starting(known: Sequence[Offer], incomplete: str) -> list[Offer]:
+    return [(text, said) for text, said in known if text.startswith(incomplete)]
 
 
 def runs(incomplete: str) -> list[Offer]:
@@ -15,18 +97,41 @@ def runs(incomplete: str) -> list[Offer]:
     return [*_runs(incomplete), *_paths(incomplete, only_directories=True)]
 
 
-def models(incomplete: str) -> list[Offer]:
-    """Runs, and directories."""
-    return runs(incomplete)
+def topics(incomplete: str) -> list[Offer]:
+    """What `tuner help` explains."""
+    from tuner.cli.help import TOPICS
+    from tuner.cli.main import COMMANDS
+    from tuner.config.fields import fields
+
+    sections = dict.fromkeys(key.partition(".")[0] for key in fields())
+    found = [*COMMANDS.items(), *((name, "") for name in (*TOPICS, *sections))]
+    found += [(key, field.sentence) for key, field in fields().items() if "." in incomplete]
+    return _starting(found, incomplete)
+
+
+def resumes(incomplete: str) -> list[Offer]:
+    """How `tuner train --resume` may go about it."""
+    return [*_starting([("auto", ""), ("must", ""), ("never", "")], incomplete), *runs(incomplete)]
+
+
+def resets(incomplete: str) -> list[Offer]:
+    """What `--reset` takes."""
+    words = ("optimizer", "optimizer.state", "optimizer.arguments", "schedule", "data", "rng")
+    before, comma, _ = incomplete.rpartition(",")
+    return _starting([(f"{before}{comma}{word}", "") for word in words], incomplete)
 
 
 def recipes(incomplete: str) -> list[Offer]:
     """Recipes in files, and those that ship."""
+    files = [(text, said) for text, said in _paths(incomplete) if text.endswith(("/", ".yaml", ".yml"))]
+    return [*files, *shipped(incomplete)]
+
+
+def shipped(incomplete: str) -> list[Offer]:
+    """The recipes that ship."""
     from tuner.config.shipped import shipped_recipes, summary
 
-    shipped = [(name, summary(path)) for name, path in shipped_recipes().items() if name.startswith(incomplete)]
-    files = [(text, said) for text, said in _paths(incomplete) if text.endswith(("/", ".yaml", ".yml"))]
-    return [*files, *shipped]
+    return _starting([(name, summary(path)) for name, path in shipped_recipes().items()], incomplete)
 
 
 def keys(incomplete: str) -> list[Offer]:
@@ -89,3 +194,23 @@ def _paths(incomplete: str, only_directories: bool = False) -> list[Offer]:
         if is_directory or not only_directories:
             found.append((os.path.join(directory, entry.name) + ("/" if is_directory else ""), ""))
     return found
+
+
+KINDS: dict[str, Callable[[str], list[Offer]]] = {
+    "run": runs,
+    "model": runs,
+    "recipe": recipes,
+    "name": lambda incomplete: [
+        offer for offer in recipes(incomplete) if not offer[0].endswith((".yaml", ".yml", "/"))
+    ],
+    "topic": topics,
+    "auto|must|never|path": resumes,
+    "part,": resets,
+    "text": lambda incomplete: [],
+    "n": lambda incomplete: [],
+}
+"""What completes an argument or option with this metavar or name; files complete the others."""
+ROOT: list[Offer] = [
+    ("--version", "Print the version."), ("--help", "Show this message and exit."),
+    ("--install-completion", "Install completion for the shell."), ("--show-completion", "Print the shell's script."),
+]  # fmt: skip

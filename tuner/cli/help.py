@@ -27,15 +27,6 @@ EXIT_CODES = {
 """What each exit code of a command means."""
 
 
-def _topics(incomplete: str) -> list[str]:
-    from tuner.cli.main import COMMANDS
-    from tuner.config.fields import fields
-
-    sections = dict.fromkeys(key.partition(".")[0] for key in fields())
-    keys = [key for key in fields() if "." in incomplete]
-    return [name for name in (*COMMANDS, *TOPICS, *sections, *keys) if name.startswith(incomplete)]
-
-
 @command("help")
 def help(  # noqa: A001 - the command's name
     topic: Annotated[
@@ -43,7 +34,6 @@ def help(  # noqa: A001 - the command's name
         typer.Argument(
             metavar="[TOPIC]...",
             help="A command, a section or key of the recipe, recipe for all keys, or exit-codes.",
-            autocompletion=_topics,
         ),
     ] = None,
 ) -> Outcome:

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.exceptions import TyperException
 
 from tuner.cli.argv import split
+from tuner.cli.complete import ASKED
 from tuner.cli.examples import MEANT, NOT_HERE
 from tuner.cli.layout import HelpfulCommand, HelpfulGroup
 from tuner.errors import ExitCode, RecipeError
@@ -45,8 +46,11 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and end the process with its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == [ASKED]:
+        _complete(given[1:])
     limit_spinning(os.environ)
-    raise SystemExit(run(list(sys.argv[1:] if argv is None else argv)))
+    raise SystemExit(run(given))
 
 
 def run(args: list[str]) -> int:
@@ -121,7 +125,22 @@ def help_text(words: Sequence[str]) -> str:
     return str(command.get_help(context))
 
 
-def _root(ctx: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+def _root(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    install_completion: Annotated[
+        bool, typer.Option("--install-completion", help="Install completion for bash, zsh or fish.")
+    ] = False,
+    show_completion: Annotated[
+        bool, typer.Option("--show-completion", help="Print the script that completes in the shell.")
+    ] = False,
+    shell: Annotated[
+        str | None, typer.Option(metavar="bash|zsh|fish", help="The shell that is meant; default that of $SHELL.")
+    ] = None,
+) -> None:
+    if install_completion or show_completion:
+        _completion(shell, install_completion)
+        raise typer.Exit
     if version:
         from tuner import __version__
 
@@ -133,6 +152,32 @@ def _root(ctx: typer.Context, version: bool = typer.Option(False, "--version", h
 
 def _elsewhere() -> None:
     """Stand for a command that was not asked for."""
+
+
+def _complete(words: Sequence[str]) -> NoReturn:
+    """Answer a shell. It may ask at any moment: whatever goes wrong, it is offered nothing."""
+    from tuner.cli.complete import answer
+
+    try:
+        found = answer(words)
+        print(found, end="\n" if found else "", flush=True)
+    except Exception:  # noqa: BLE001 - a traceback in the middle of a line that is typed
+        raise SystemExit(1) from None
+    raise SystemExit(0)
+
+
+def _completion(shell: str | None, is_installed: bool) -> None:
+    from pathlib import Path
+
+    from tuner.cli.shells import SCRIPTS, install, shell_of
+
+    name = shell_of(shell)
+    if not is_installed:
+        print(SCRIPTS[name], end="")
+        return
+    for path in install(name, Path.home()):
+        print(f"written   {path}")
+    print(f"{name} completes tuner from its next start on")
 
 
 def _print_recipe_keys() -> int:

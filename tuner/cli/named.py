@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from tuner.cli.command import input_path
-from tuner.cli.complete import models, runs
 from tuner.errors import RecipeError
 
 RUNS = "runs"
@@ -19,35 +18,30 @@ SHOWN_NAMES = 8
 
 RunArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="RUN", help="Run: its name in ./runs, its directory, or its recipe; - reads stdin.", autocompletion=runs
-    ),
+    typer.Argument(metavar="RUN", help="Run: its name in ./runs, its directory, or its recipe; - reads stdin."),
 ]
 RunsArgument = Annotated[
     list[str],
-    typer.Argument(
-        metavar="RUN...", help="Runs: names in ./runs or directories; - reads one from stdin.", autocompletion=runs
-    ),
+    typer.Argument(metavar="RUN...", help="Runs: names in ./runs or directories; - reads one from stdin."),
 ]
 RunOrCheckpointArgument = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", help="Run, by its name in ./runs or its directory, or a checkpoint; - reads stdin.",
-        autocompletion=runs,
+        metavar="RUN", help="Run, by its name in ./runs or its directory, or a checkpoint; - reads stdin."
     ),
 ]  # fmt: skip
 TrainedArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL", help="Run, by its name in ./runs or its directory, checkpoint or Hugging Face directory; - "
-        "reads stdin.", autocompletion=runs,
+        "reads stdin."
     ),
 ]  # fmt: skip
 ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL", help="Run, by its name in ./runs or its directory, checkpoint, Hugging Face directory or hub "
-        "name; - reads stdin.", autocompletion=models,
+        "name; - reads stdin."
     ),
 ]  # fmt: skip
 
