@@ -76,11 +76,11 @@ def test_init_knows_the_forms(name: str, text: str, form: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (b"", "empty"),
+        (b"", "no rows"),
         (b"{\n", "a.jsonl:1:"),
         (b"[1]\n", "a.jsonl:1:1"),
-        (b'{"text": "a"}\n{"prompt": "a", "completion": "b"}\n', "a.jsonl:2:1"),
-        (b'{"question": "a"}\n', "allowed: messages"),
+        (b'{"text": "a"}\n{"prompt": "a"}\n', "a.jsonl:2:1"),
+        (b'{"question": "a"}\n', "a.jsonl:1:1: no messages or"),
         (b"\xff\n", "not UTF-8"),
         (b"[" * 99999 + b"\n", "a.jsonl:1:"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,18 +13,29 @@ from tuner.cli.command import Outcome, command
 @command("init")
 def init(
     model: Annotated[str, typer.Option("--model", "-m", help="Hub name or local directory of the base model.")],
-    data: Annotated[Path, typer.Option("--data", "-d", help="File of rows: JSON lines or plain text.")],
+    data: Annotated[
+        str,
+        typer.Option(
+            "--data", "-d", help="Rows: a file (JSON, CSV, parquet, text, ...), a directory or owner/name:split."
+        ),
+    ],
 ) -> Outcome:
     """Look at the first rows and print a commented recipe."""
     from tuner.config.load import load_recipe
-    from tuner.config.starter import look, starter
+    from tuner.config.starter import starter
+    from tuner.data.look import look
 
-    seen = look(data)
-    text = starter(model, str(data), seen)
-    load_recipe({"model": {"name_or_path": model}, "data": {"train": str(data)}})
+    given = load_recipe({"model": {"name_or_path": model}, "data": {"train": data}}).recipe
+    seen = look(given.model.name_or_path, given.data.train[0])
+    text = starter(model, data, seen)
+    counted = "tokens" if seen.by_tokenizer else "tokens (estimated)"
     print(
-        f"read      {data}: {seen.rows:,} rows, {seen.form}; longest {seen.longest:,} characters"
-        f" -> data.max_length {seen.max_length}",
+        f"read      {data}: {'' if seen.is_all else 'about '}{seen.rows:,} rows, {seen.form}; longest {seen.longest:,} "
+        f"{counted} -> data.max_length {seen.max_length}, {seen.steps:,} steps",
         file=sys.stderr,
     )
-    return Outcome(text, metrics={"rows": seen.rows, "longest_characters": seen.longest}, is_text=True)
+    metrics = {
+        "rows": seen.rows, "longest_tokens": seen.longest, "max_length": seen.max_length,
+        "packed_rows": seen.packed_rows, "steps": seen.steps,
+    }  # fmt: skip
+    return Outcome(text, metrics=metrics, is_text=True)

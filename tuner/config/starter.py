@@ -1,127 +1,122 @@
-"""A first recipe for somebody's own rows: looks at the first ones, writes YAML with a comment on each line."""
+"""A first recipe for somebody's own rows: YAML with a comment on each line, from what a look at the rows found."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from tuner.config.dump import flow
-from tuner.errors import DataError, RecipeError
+from tuner.errors import RecipeError
 
-ROWS = 200
 FEWEST_TO_SPLIT = 50
 """With fewer rows 2% is less than one of them."""
-MAX_LINE = 1 << 24
-CHARACTERS_PER_TOKEN = 3
-FORMS = {"messages": ("messages",), "prompt_completion": ("prompt", "completion"), "text": ("text",)}
-TEXT_SUFFIXES = {".txt", ".text", ".md", ".markdown", ".rst"}
-"""Files that are one document as a whole."""
-SMALLEST, LARGEST = 512, 2048
+WIDEST = 40
+"""Comments stand in one column after lines of at most so many characters."""
+FEW_STEPS = 50
+"""Fewer optimizer steps than this teach a model little."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """What the first rows of a file are: their form, how many were read, the longest one's characters."""
+    """What the rows of a source are, and the lengths and sizes that suit them."""
 
     form: str
     rows: int
+    is_all: bool
+    """Whether all rows were read: else `rows` and what follows from it are estimates."""
+    pretrain: bool
+    """Whether they are plain text."""
+    columns: Mapping[str, str]
+    """Where our keys are in a row, where they have other names."""
+    lacks_template: bool
+    """Whether they are chats, and the model's tokenizer has no chat template."""
+    by_tokenizer: bool
+    """Whether tokens were counted with the model's tokenizer: else they are estimated from characters."""
     longest: int
+    """Tokens of the longest document seen."""
+    whole: float
+    """The share of documents that are no longer than a row."""
+    max_length: int
+    packed_rows: int
+    epochs: int
+    global_batch_size: int
 
     @property
-    def max_length(self) -> int:
-        """A power of two of tokens that the longest row seen fits into, by a cautious estimate; at most 2048."""
-        length = SMALLEST
-        while length < LARGEST and length * CHARACTERS_PER_TOKEN < self.longest:
-            length *= 2
-        return length
-
-
-def look(path: Path) -> Look:
-    """Return the form of the first rows (JSON lines, or plain text); DataError names the line that has none."""
-    if not path.is_file():
-        raise DataError(f"no file {path}", hint="-d takes a file of JSON lines or plain text")
-    if path.suffix in TEXT_SUFFIXES:
-        with path.open("rb") as file:
-            text = file.read(MAX_LINE).decode("utf-8", "replace")
-        if not text.strip():
-            raise DataError(f"{path} is empty")
-        return Look("text", 1, len(text))
-    form, rows, longest = "", 0, 0
-    for number, row in _rows(path):
-        found = next((name for name, keys in FORMS.items() if all(key in row for key in keys)), None)
-        if found is None:
-            keys = ", ".join(sorted(row)) or "none"
-            raise DataError(f"{path}:{number}:1  keys {keys}; allowed: messages, prompt and completion, or text")
-        if form and found != form:
-            raise DataError(f"{path}:{number}:1  a {found} row; the rows before are {form}")
-        form, rows = found, rows + 1
-        longest = max(longest, sum(len(part) for part in _texts([row[key] for key in FORMS[found]])))
-    if not rows:
-        raise DataError(f"{path} is empty")
-    return Look(form, rows, longest)
-
-
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for number in range(1, ROWS + 1):
-            line = file.readline(MAX_LINE)
-            if not line:
-                return
-            if len(line) >= MAX_LINE:
-                raise DataError(f"{path}:{number}:1  a line of more than {MAX_LINE:,} bytes")
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}:{number}:{error.start + 1}  not UTF-8") from None
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}:{number}:{error.colno}  not JSON: {error.msg}") from None
-            except RecursionError:
-                raise DataError(f"{path}:{number}:1  nested too deeply") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{path}:{number}:1  a row is a JSON object")
-            yield number, row
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _texts(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self.epochs * math.ceil(self.packed_rows / self.global_batch_size)
 
 
 def starter(model: str, data: str, seen: Look) -> str:
-    """Return the commented recipe; `data` is written as it is given, so it should suit where the file will lie."""
+    """Return the commented recipe; `data` is written as it is given, so it should suit where the recipe will lie."""
     if not model.strip() or not model.isprintable():
         raise RecipeError(f"got {model!r}; -m takes a hub name or a local directory")
-    method = "pretrain" if seen.form == "text" else "sft"
-    every = "every token is learned" if method == "pretrain" else "the answers are learned"
     held_out = ("  eval: 2%", "held out, never trained on; or a file")
     if seen.rows < FEWEST_TO_SPLIT:
         held_out = ("  # eval: held_out.jsonl", "rows never trained on; there are too few here to split some off")
     lines = [
         ("model:", ""),
         (f"  name_or_path: {flow(model)}", "hub name or local directory"),
+        *_template(seen),
         ("method:", ""),
-        (f"  kind: {method}", f"{seen.form} rows: {every}"),
+        (f"  kind: {'pretrain' if seen.pretrain else 'sft'}", _method(seen)),
         ("data:", ""),
-        (f"  train: {flow(data)}", f"looked at {seen.rows:,} rows: {seen.form}"),
+        (f"  train: {_source(data, seen)}", _rows(seen)),
         held_out,
-        (f"  max_length: {seen.max_length}", f"tokens of a packed row; longest seen: {seen.longest:,} characters"),
+        (f"  max_length: {seen.max_length}", _length(seen)),
         ("train:", ""),
-        ("  duration: 1 epoch", "or 500 steps, 2B tokens"),
-        ("  global_batch_size: 16", "rows per optimizer step, on any number of processes"),
+        (f"  duration: {seen.epochs} epoch{'s' if seen.epochs > 1 else ''}", _duration(seen)),
+        (f"  global_batch_size: {seen.global_batch_size}", _batch(seen)),
         ("  micro_batch_size: 1", "rows at once: raise it while memory lasts"),
         ("# adapter: {kind: lora, r: 16}", "a small adapter instead of all weights"),
         ("# optimizer: {lr: 1e-4}", "auto suits the model's size; tuner config show prints the rest"),
     ]
-    width = min(max(len(text) for text, _ in lines), 56)
+    width = max(len(text) for text, _ in lines if len(text) <= WIDEST)
     return "\n".join(f"{text.ljust(width)}  # {note}" if note else text for text, note in lines) + "\n"
+
+
+def _template(seen: Look) -> list[tuple[str, str]]:
+    if not seen.lacks_template:
+        return []
+    note = "the tokenizer has none; or llama3, qwen, gemma, ..., or the path of a jinja file"
+    return [("tokenizer:", ""), ("  chat_template: chatml", note)]
+
+
+def _method(seen: Look) -> str:
+    if seen.pretrain:
+        return f"{seen.form} rows: every token is learned"
+    plain = ", without a chat template" if seen.form == "prompt_completion" else ""
+    return f"{seen.form} rows: the answers are learned{plain}"
+
+
+def _source(data: str, seen: Look) -> str:
+    if not seen.columns:
+        return flow(data)
+    columns = ", ".join(f"{ours}: {flow(theirs)}" for ours, theirs in seen.columns.items())
+    return f"{{path: {flow(data)}, columns: {{{columns}}}}}"
+
+
+def _rows(seen: Look) -> str:
+    return f"{'' if seen.is_all else 'about '}{seen.rows:,} rows: {seen.form}"
+
+
+def _length(seen: Look) -> str:
+    counted = "by the model's tokenizer" if seen.by_tokenizer else "estimated from characters"
+    note = f"tokens of a packed row; longest document: {seen.longest:,} ({counted})"
+    if seen.whole == 1:
+        return note
+    rest = f"{1 - seen.whole:.1%} of the documents are longer"
+    return f"{note}; {rest} and split" if seen.pretrain else f"{note}; {rest} and dropped: see data.too_long"
+
+
+def _duration(seen: Look) -> str:
+    return "or 500 steps, 2B tokens" if seen.epochs == 1 else "few rows: each is seen several times; or 500 steps"
+
+
+def _batch(seen: Look) -> str:
+    epochs = f" x {seen.epochs} epochs" if seen.epochs > 1 else ""
+    rows = f"{seen.packed_rows:,} row{'' if seen.packed_rows == 1 else 's'}{epochs}"
+    note = f"packed rows per step: about {rows} / {seen.global_batch_size}"
+    few = ", which is few: more data or epochs would help" if seen.steps < FEW_STEPS else ""
+    return f"{note} = {seen.steps:,} step{'' if seen.steps == 1 else 's'}{few}"

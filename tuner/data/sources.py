@@ -150,7 +150,7 @@ def _expand(source: "DataSource", index: int) -> list[SourceFile]:
         return [_table(named_split(split[1], split[2], split[3], source.path), source, index)]
     if path.exists():
         raise DataError(f"{path}: not a regular file", hint="to read a pipe, write - and redirect standard input to it")
-    hint = "the path starts from the recipe's directory; for a hub data set write owner/name:split, such as :train"
+    hint = "a path starts from the recipe's directory; for a hub data set write owner/name:split, such as :train"
     raise DataError(f"{source.path}: no such file", hint=hint)
 
 

@@ -4,9 +4,11 @@ import json
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 from tuner.data.reading.block import RawRecord
 from tuner.data.reading.blocks import position_of
+from tuner.data.reading.columns import columns_line, proposed_columns
 from tuner.data.reading.jsonl import parse_json_record
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Conversation, PlainText, PromptCompletion, Tokens, parse_record
@@ -240,6 +242,84 @@ def test_bad_rows_are_refused_at_their_place(row: dict[str, Any], reason: str, a
         assert at in caught.value.reason
     else:
         assert raw.decode()[col - 1 :].startswith(at), raw.decode()[col - 1 :]
+
+
+HELPED: list[tuple[dict[str, Any], str, dict[str, str], Any]] = [
+    (
+        {"question": "q", "answer": "a"},
+        "auto",
+        {"prompt": "question", "completion": "answer"},
+        PromptCompletion("q", "a"),
+    ),
+    (
+        {"Query": "q", "response": "a", "id": 3},
+        "auto",
+        {"prompt": "Query", "completion": "response"},
+        PromptCompletion("q", "a"),
+    ),
+    ({"input": "q", "output": "a"}, "auto", {"prompt": "input", "completion": "output"}, PromptCompletion("q", "a")),
+    (
+        {"human": "q", "assistant": "a"},
+        "auto",
+        {"prompt": "human", "completion": "assistant"},
+        PromptCompletion("q", "a"),
+    ),
+    ({"instruction": "q", "response": "a"}, "auto", {"output": "response"}, chat(user(), answer())),
+    (
+        {"instruction": "q", "context": "c", "response": "a"},
+        "auto",
+        {"output": "response", "input": "context"},
+        chat(user("q\nc"), answer()),
+    ),
+    ({"dialog": [user(), answer()]}, "auto", {"messages": "dialog"}, chat(user(), answer())),
+    ({"my chat": json.dumps([user(), answer()])}, "auto", {"messages": "my chat"}, chat(user(), answer())),
+    ({"turns": [turn("human", "q"), turn("gpt", "a")]}, "auto", {"conversations": "turns"}, chat(user(), answer())),
+    ({"content": "t", "url": "u"}, "auto", {"text": "content"}, PlainText("t")),
+    ({"prompt": "q", "chosen": "a", "rejected": "b"}, "auto", {"completion": "chosen"}, PromptCompletion("q", "a")),
+    ({"chosen": [user(), answer()], "rejected": [user()]}, "auto", {"messages": "chosen"}, chat(user(), answer())),
+    (
+        {"messages": [{"role": "human", "content": "q"}, {"role": "gpt", "content": "a"}]},
+        "sharegpt",
+        {},
+        chat(user(), answer()),
+    ),
+    ({"messages": [user(), answer()], "label": True}, "messages", {}, chat(user(), answer())),
+    ({"prompt": "q", "completion": "a", "label": True}, "prompt_completion", {}, PromptCompletion("q", "a")),
+]
+"""Records that are refused, and the format or columns that their problem names as help, with what comes of it."""
+
+
+@pytest.mark.parametrize(("row", "format", "columns", "expected"), HELPED, ids=[" ".join(row) for row, *_ in HELPED])
+def test_a_problem_names_the_line_that_helps(
+    row: dict[str, Any],
+    format: str,  # noqa: A002
+    columns: dict[str, str],
+    expected: Any,
+) -> None:
+    with pytest.raises(RecordProblem) as caught:
+        parse_record(row)
+    assert caught.value.hint == (columns_line(columns) if columns else f"format: {format}")
+    given = YAML(typ="safe").load(f"{{{caught.value.hint}}}")
+    assert given == ({"columns": columns} if columns else {"format": format})
+    assert parse_record(row, format, columns) == expected
+
+
+@pytest.mark.parametrize("row", [{"question": "q"}, {"a": "b", "c": "d"}, {"prompt": 3}, {"messages": []}, {}])
+def test_nothing_is_proposed_where_nothing_is_likely(row: dict[str, Any]) -> None:
+    assert proposed_columns(row) == {}
+
+
+def test_sharegpt_by_name_reads_other_names_of_roles_alone() -> None:
+    row = {"conversations": [{"role": "human", "content": "q"}, {"role": "gpt", "content": "a"}]}
+    with pytest.raises(RecordProblem, match="unknown role 'human'"):
+        parse_record(row)
+    assert parse_record(row, "sharegpt") == chat(user(), answer())
+    with pytest.raises(RecordProblem, match="unknown role 'referee'") as caught:
+        parse_record({"messages": [{"role": "referee", "content": "q"}]}, "sharegpt")
+    assert (caught.value.path, caught.value.hint) == (("messages", 0, "role"), None)
+    with pytest.raises(RecordProblem, match="no conversations; the row has 'text'") as caught:
+        parse_record({"text": "x"}, "sharegpt")
+    assert caught.value.hint == "format: text"
 
 
 def test_a_format_forces_the_form() -> None:

@@ -38,6 +38,7 @@ from tuner.data.encoding.tokenizer_json import Unproven
 from tuner.data.prepared import arrow_bits
 from tuner.data.reading.block import BLOCK_BYTES, Block
 from tuner.data.reading.blocks import blocks
+from tuner.data.reading.columns import yaml_word
 from tuner.errors import DataError, MachineError
 from tuner.runtime.memory import give_back
 
@@ -326,15 +327,21 @@ def _refuse_nothing(split: Split, documents: int) -> None:
         )
     reasons = counts.skipped + counts.dropped
     listed = "; ".join(f"{count:,} {reason}" for reason, count in reasons.most_common(3))
-    raise DataError(f"{names}: nothing to train on in {counts.records:,} rows: {listed}")
+    rows = f"{counts.records:,} row{'' if counts.records == 1 else 's'}"
+    hint = None
+    if counts.dropped:
+        hint = "a row needs an answer that method.train_on trains; method.kind: pretrain trains plain text"
+    raise DataError(f"{names}: nothing to train on in {rows}: {listed}", hint=hint)
 
 
 def bad_record_error(name: str, bad: BadRecord, lines: int) -> DataError:
     """The error for a bad record, with its position; `lines` are those of its file before its block."""
     where = f"{bad.where}: " if bad.where else ""
-    hint = "mend the row, or set data.on_bad_row: skip"
-    if bad.hint is not None:
-        hint = f"set {bad.hint}; or {hint}"
+    hint = "fix the row, or write data.on_bad_row: skip to leave such rows out"
+    if bad.hint is not None and bad.hint.startswith(("columns:", "format:")):
+        hint = f"write the source as {{path: {yaml_word(Path(name).name)}, {bad.hint}}}; or {hint}"
+    elif bad.hint is not None:
+        hint = f"write {bad.hint}; or {hint}"
     return DataError(f"{name}:{lines + bad.line}:{bad.col}: {where}{bad.reason}", hint=hint)
 
 

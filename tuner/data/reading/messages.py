@@ -24,15 +24,18 @@ _TRAIN_KEYS = ("train", "loss_weight", "weight")
 _TYPES = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a string"}
 
 
-def message_of(value: Any, path: KeyPath) -> Message:
-    """Return a message of `role` and `content` in our form. RecordProblem."""
+def message_of(value: Any, path: KeyPath, by_speaker: bool = False) -> Message:
+    """Return a message of `role` and `content` in our form; `by_speaker` takes ShareGPT's names too. RecordProblem."""
     if not isinstance(value, dict):
         raise RecordProblem(f"a message is an object, got {type_name(value)}", path=path)
     message = {key: item for key, item in value.items() if item is not None and key not in _TRAIN_KEYS}
     role = message.get("role")
     role = _OTHER_ROLES.get(role, role) if isinstance(role, str) else role
+    if by_speaker and isinstance(role, str):
+        role = SPEAKERS.get(role, role)
     if role not in ROLES:
-        raise RecordProblem(f"unknown role {_shown(role)}; known: {', '.join(ROLES)}", path=(*path, "role"))
+        hint = "format: sharegpt" if isinstance(role, str) and role in SPEAKERS else None
+        raise RecordProblem(f"unknown role {_shown(role)}; known: {', '.join(ROLES)}", None, (*path, "role"), hint)
     message["role"] = role
     calls = _calls(message.pop("tool_calls", None), (*path, "tool_calls"))
     content = value.get("content")

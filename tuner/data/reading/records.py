@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from tuner.data.reading.columns import columns_line, proposed_columns
 from tuner.data.reading.jsonl import strict_json
 from tuner.data.reading.messages import (
     ROLES,
@@ -75,6 +76,8 @@ def parse_record(value: Record, format: str = "auto", columns: Mapping[str, str]
         plain = _plain(value)
         if plain is not None:
             return plain
+    if format == "sharegpt" and not columns and value.get("conversations") is None and "messages" in value:
+        columns = {"conversations": "messages"}
     try:
         return _parse(_renamed(value, columns) if columns else value, format, columns)
     except RecordProblem as problem:
@@ -108,33 +111,47 @@ def _parse(value: Record, format: str, columns: Mapping[str, str]) -> Example:  
     if format == "auto" and not columns:
         for chosen, rejected in _PREFERENCES:
             if value.get(chosen) is not None and value.get(rejected) is not None:
+                ours = "messages" if isinstance(value[chosen], list) else "completion"
                 raise RecordProblem(
-                    f"a preference row ({chosen}, {rejected}): preferences cannot be trained; to learn the chosen "
-                    f"answers name them, such as columns: {{completion: {chosen}}}",
+                    f"a preference row ({chosen}, {rejected}): preferences (DPO, reward models) are not supported yet; "
+                    "sft can learn the chosen answers",
                     path=(rejected,),
+                    hint=columns_line({ours: chosen}),
                 )
         if isinstance(value.get("label"), bool):
             raise RecordProblem(
-                "a true or false label makes this a preference row: answers labelled false would be learned too; "
-                "to train all of them, say format: messages (or the form it is)",
+                "a true or false label makes this a preference row, and preferences (KTO) are not supported yet: "
+                "answers labelled false would be learned too; naming the format trains all of them",
                 path=("label",),
+                hint=f"format: {form_of(value) or 'messages'}",
             )
     forms = _FORMS if format == "auto" else {format: _FORMS[format]}
+    if format == "sharegpt":
+        forms = {format: (_FORMS[format][0], _from_sharegpt)}
     for keys, parse in forms.values():
         if all(value.get(key) is not None for key in keys):
             return parse(value)
     for keys, parse in forms.values():  # null is judged as a value only where no other form fits
         if all(key in value for key in keys):
             return parse(value)
-    raise _unknown(value, [keys for keys, _ in forms.values()])
+    raise _unknown(value, [keys for keys, _ in forms.values()], columns)
 
 
-def _unknown(value: Record, wanted: list[tuple[str, ...]]) -> RecordProblem:
+def form_of(value: Record, columns: Mapping[str, str] = _NO_COLUMNS) -> str | None:
+    """Return the form that a record is told to have by its keys; None for one of no form. RecordProblem."""
+    value = _renamed(value, columns) if columns else value
+    matching = (form for form, (keys, _) in _FORMS.items() if all(value.get(key) is not None for key in keys))
+    return next(matching, None)
+
+
+def _unknown(value: Record, wanted: list[tuple[str, ...]], columns: Mapping[str, str]) -> RecordProblem:
     known = [key for keys in wanted for key in keys]
     matches = {key: get_close_matches(key, known, 1, 0.7) for key in list(value)[:64] if key not in known}
     near = [f"{quoted(key)} (did you mean {match[0]!r}?)" for key, match in matches.items() if match]
     names = ", ".join(near[:8] or [quoted(key) for key in list(value)[:8]]) or "no keys"
-    return RecordProblem(f"no {' or '.join(' + '.join(keys) for keys in wanted)}; the row has {names}", 1)
+    form, proposed = form_of(value), {} if columns else proposed_columns(value)
+    hint = f"format: {form}" if form is not None else columns_line(proposed) if proposed else None
+    return RecordProblem(f"no {' or '.join(' + '.join(keys) for keys in wanted)}; the row has {names}", 1, hint=hint)
 
 
 def _renamed(value: Record, columns: Mapping[str, str]) -> Record:
@@ -183,8 +200,11 @@ def _items(value: Record, key: str) -> list[Any]:
     return items
 
 
-def _turns(value: Record, key: str) -> list[Message]:
-    """Messages of `role` and `content`, or turns of `from` and `value`: each item says by its keys which."""
+def _turns(value: Record, key: str, by_speaker: bool = False) -> list[Message]:
+    """Messages of `role` and `content`, or turns of `from` and `value`: each item says by its keys which.
+
+    With `by_speaker` a role may have any of ShareGPT's names, such as human.
+    """
     turns = []
     for i, item in enumerate(_items(value, key)):
         if isinstance(item, dict) and "from" in item and "role" not in item:
@@ -192,8 +212,13 @@ def _turns(value: Record, key: str) -> list[Message]:
         elif key == "conversations" and isinstance(item, dict) and "role" not in item:
             raise RecordProblem("a turn has from and value", path=(key, i))
         else:
-            turns.append(message_of(item, (key, i)))
+            turns.append(message_of(item, (key, i), by_speaker))
     return turns
+
+
+def _from_sharegpt(value: Record) -> Example:
+    """The form where the recipe names it: what a speaker may be called, a role may be called too."""
+    return _conversation(value, _turns(value, "conversations", by_speaker=True), system=True)
 
 
 def _from_alpaca(value: Record) -> Example:

@@ -1,0 +1,164 @@
+"""What `tuner init` finds of a source: with the readers of preparation, in every form, and what it chooses."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data import tiny
+from tuner.config.load import load_recipe
+from tuner.config.recipe import DataSource
+from tuner.config.starter import FEW_STEPS, starter
+from tuner.data import look as module
+from tuner.data.building.explain import explain
+from tuner.data.building.prepare import prepare
+from tuner.data.building.spec import PrepareSpec
+from tuner.data.look import look
+from tuner.errors import DataError
+
+CHATS = [tiny.chat(f"question {i}", f"answer {i}") for i in range(6)]
+PAIRS = [{"question": f"what is {i}?", "answer": f"it is {i}"} for i in range(6)]
+ALPACA = [{"instruction": f"do {i}", "input": "", "output": f"done {i}"} for i in range(6)]
+TURNS = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}] * 6
+
+
+def lines(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def write_csv(path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["question", "answer"])
+        writer.writeheader()
+        writer.writerows(PAIRS)
+
+
+def write_arrow(path: Path) -> None:
+    table = pa.Table.from_pylist(ALPACA)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_directory(path: Path) -> None:
+    path.mkdir()
+    (path / "a.jsonl").write_bytes(lines(CHATS[:3]))
+    (path / "b.jsonl").write_bytes(lines(CHATS[3:]))
+
+
+def write_mapped(path: Path) -> None:
+    path.write_bytes(lines([{"dialog": row["messages"], "id": i} for i, row in enumerate(CHATS)]))
+
+
+SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, str]]] = {
+    "chat.jsonl": (lambda path: path.write_bytes(lines(CHATS)), "messages", {}),
+    "chat.jsonl.gz": (lambda path: path.write_bytes(gzip.compress(lines(CHATS))), "messages", {}),
+    "share.jsonl": (lambda path: path.write_bytes(lines(TURNS)), "sharegpt", {}),
+    "dialog.jsonl": (write_mapped, "messages", {"messages": "dialog"}),
+    "alpaca.json": (lambda path: path.write_text(json.dumps(ALPACA)), "alpaca", {}),
+    "table.arrow": (write_arrow, "alpaca", {}),
+    "pairs.csv": (write_csv, "prompt_completion", {"prompt": "question", "completion": "answer"}),
+    "pairs.parquet": (
+        lambda path: pq.write_table(pa.Table.from_pylist(PAIRS), path),
+        "prompt_completion",
+        {"prompt": "question", "completion": "answer"},
+    ),
+    "directory": (write_directory, "messages", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tiny.write_directory(tmp_path_factory.mktemp("model"))
+    (directory / "config.json").write_text('{"max_position_embeddings": 1000}')
+    return str(directory)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_source_is_looked_at_explained_and_prepared_alike(name: str, model: str, tmp_path: Path) -> None:
+    write, form, columns = SOURCES[name]
+    write(tmp_path / name)
+    seen = look(model, DataSource(path=str(tmp_path / name)))
+    assert (seen.form, seen.rows, seen.is_all, dict(seen.columns)) == (form, 6, True, columns)
+    written = load_recipe(tmp_file(tmp_path, starter(model, str(tmp_path / name), seen))).recipe
+    assert dict(written.data.train[0].columns) == columns
+    spec = PrepareSpec(written.data, written.method.examples, tiny.tokenizer(), 256, 1, tmp_path / "cache")
+    assert len(list(explain(spec, 10))) == 6
+    report = prepare(spec).report["train"]
+    assert (report["documents"], report["longest"]) == (6, seen.longest)
+    assert seen.by_tokenizer
+
+
+def tmp_file(tmp_path: Path, text: str) -> Path:
+    (tmp_path / "recipe.yaml").write_text(text)
+    return tmp_path / "recipe.yaml"
+
+
+def test_without_the_tokenizer_characters_are_counted(tmp_path: Path) -> None:
+    path = tiny.write_rows(tmp_path / "rows.jsonl", [{"text": "x" * 300}])
+    seen = look("owner/name", DataSource(path=str(path)))
+    assert (seen.pretrain, seen.by_tokenizer, seen.longest) == (True, False, 100)
+    assert "estimated from characters" in starter("owner/name", "rows.jsonl", seen)
+
+
+def test_a_tokenizer_without_a_template_is_given_one(tmp_path: Path) -> None:
+    directory = tiny.write_directory(tmp_path / "base")
+    (directory / "chat_template.jinja").unlink()
+    path = tiny.write_rows(tmp_path / "rows.jsonl", CHATS)
+    seen = look(str(directory), DataSource(path=str(path)))
+    text = starter(str(directory), str(path), seen)
+    assert load_recipe(tmp_file(tmp_path, text)).recipe.tokenizer.chat_template == "chatml"
+    pairs = tiny.write_rows(tmp_path / "pairs.jsonl", [{"prompt": "a", "completion": "b"}])
+    assert not look(str(directory), DataSource(path=str(pairs))).lacks_template
+
+
+def test_preferences_are_refused_with_the_columns_that_learn_the_chosen(tmp_path: Path) -> None:
+    path = tiny.write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    with pytest.raises(DataError, match="not supported yet") as caught:
+        look("owner/name", DataSource(path=str(path)))
+    assert "{path: rows.jsonl, columns: {completion: chosen}}" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(("count", "words", "steps"), [(400, 30, FEW_STEPS), (1500, 60, FEW_STEPS), (20, 3, 1)])
+def test_what_is_chosen_gives_enough_steps_where_the_data_allow(
+    count: int, words: int, steps: int, model: str, tmp_path: Path
+) -> None:
+    drawn = random.Random(1)
+    rows = [tiny.chat(f"question {i}", "hello " * drawn.randint(1, words)) for i in range(count)]
+    path = tiny.write_rows(tmp_path / "rows.jsonl", rows)
+    seen = look(model, DataSource(path=str(path)))
+    assert seen.steps >= steps and seen.whole >= 0.99 and seen.max_length <= 1000
+    data = {"train": str(path), "max_length": seen.max_length}
+    report = prepare(tiny.request(tmp_path / "cache", data.pop("train"), **data)).report["train"]
+    assert report["packed_rows"] == pytest.approx(seen.packed_rows, rel=0.1, abs=1)
+    text = starter(model, str(path), seen)
+    assert f"{seen.steps} steps" in text and (", which is few" in text) == (seen.steps < FEW_STEPS)
+
+
+def test_large_sources_are_read_in_part_and_estimated(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in range(8):
+        tiny.write_rows(tmp_path / f"{part}.jsonl", [tiny.chat(f"question {part} {i}", "answer") for i in range(50)])
+    whole = look(model, DataSource(path=str(tmp_path)))
+    monkeypatch.setattr(module, "READ_BYTES", 6000)
+    part = look(model, DataSource(path=str(tmp_path)))
+    assert (whole.is_all, part.is_all) == (True, False)
+    assert part.rows == pytest.approx(whole.rows, rel=0.05) == 400
+    assert part.packed_rows == pytest.approx(whole.packed_rows, rel=0.1, abs=1)
+    assert f"about {part.rows:,} rows" in starter(model, "rows", part)
+
+
+def test_plain_text_gets_rows_that_are_short_enough(model: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello world, the answer is forty two\n" * 3000)
+    seen = look(model, DataSource(path=str(tmp_path / "a.txt")))
+    assert (seen.pretrain, seen.max_length, seen.epochs) == (True, 256, 1)
+    assert seen.whole == 0 and "and split" in starter(model, "a.txt", seen)
