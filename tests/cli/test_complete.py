@@ -47,7 +47,7 @@ def offered(line: str) -> list[str]:
         ("runs compare first s", ["second"]),
         ("export-hf --adapter ", ["merge", "keep"]),
         ("export-hf --step best fir", ["first"]),
-        ("train m", ["mine.yaml", "models/"]),
+        ("train mi", ["mine.yaml", "mistral-7b_lora_24g"]),
         ("train --optimizer.kind ad", ["adamw", "adafactor"]),
         ("train mine.yaml --optimizer.weight", ["--optimizer.weight_decay"]),
         ("train --dry", ["--dry-run"]),

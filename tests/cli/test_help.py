@@ -103,7 +103,7 @@ def test_what_is_meant_is_there() -> None:
     ("words", "said"),
     [
         (["train", "--dryrun"], "no option --dryrun; did you mean --dry-run?"),
-        (["train", "--lr", "3"], "flag --lr  unknown; did you mean --optimizer.lr?"),
+        (["train", "--lr", "3"], "flag --lr  unknown; write --optimizer.lr 3"),
         (["generate", "x", "--promt", "y"], "no option --promt; did you mean --prompt?"),
         (["generate", "x", "--zzz"], "no option --zzz"),
     ],

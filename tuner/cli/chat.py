@@ -32,13 +32,17 @@ def chat(
 
     def body() -> Outcome:
         from tuner.cli.talk import talk
-        from tuner.generate import Sampling, load_generator
         from tuner.runtime.console import Console
+
+        console = Console(level="debug" if verbose else "info")
+        with console.doing("loading torch", at_once=True):
+            from tuner.generate import Sampling, load_generator
 
         name = model_name(model)
         sampling = Sampling(max_new_tokens, temperature, seed, top_p, top_k)
         sampling.check()
-        generator = load_generator(name, base=base, warn=Console(level="debug" if verbose else "info").warn)
+        with console.doing(f"loading {name}"):
+            generator = load_generator(name, base=base, warn=console.warn)
         return talk(generator, sampling, system, None if json else stdout)
 
     run_command("chat", OutputOptions(json, verbose, debug), body)

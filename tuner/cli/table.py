@@ -6,15 +6,13 @@ import os
 from collections.abc import Collection, Sequence
 from contextvars import ContextVar
 
-from tuner.runtime.console import escape
-
 UNBOUNDED = 1 << 20
 _stdout_columns: ContextVar[int] = ContextVar("stdout_columns", default=UNBOUNDED)
 
 
 def columns(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """Lines of equally many cells, aligned in columns; those numbered in `right` (from 0) to the right."""
-    cells = [[escape(text) for text in line] for line in lines]
+    cells = [[_escaped(text) for text in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
         "  ".join(
@@ -24,6 +22,11 @@ def columns(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
         for line in cells
     )
 
+
+def _escaped(text: str) -> str:
+    from tuner.runtime.console import escape  # which loads rich: completing a word does without
+
+    return escape(text)
 
 
 def note_stdout(descriptor: int) -> None:
@@ -44,7 +47,7 @@ def fitted(lines: Sequence[Sequence[str]], width: int, right: Collection[int] = 
 
     No cell is ever broken; a table of the first column and a single other one may be wider.
     """
-    widths = [max(len(escape(line[i])) for line in lines) for i in range(len(lines[0]))]
+    widths = [max(len(_escaped(line[i])) for line in lines) for i in range(len(lines[0]))]
     blocks: list[list[int]] = [[]]
     for i in range(1, len(widths)):
         taken = widths[0] + sum(widths[j] + 2 for j in blocks[-1])
