@@ -109,6 +109,8 @@ _NAMES: dict[str, str] = {
     "checkpoint.marks": "fixed_steps keep_every_n_steps",
     "checkpoint.async_save": "async_mode dist_ckpt_async async_checkpoint use_async_save save_async",
     "export.every": "hf_interval hf_save_interval export_interval hf_save_steps save_hf_every export_steps",
+    "eval.patience": "early_stopping_patience early_stopping early_stop_patience early_stopping_rounds",
+    "eval.min_delta": "early_stopping_threshold early_stopping_min_delta early_stopping_delta",
     "export.at_end": "last_save_in_hf save_hf hf_save_at_end export_at_end save_hf_at_end",
     "export.keep": "hf_max_keep max_hf_exports export_total_limit keep_hf num_exports_to_keep",
     "export.dtype": "export_dtype save_dtype hf_dtype output_dtype hf_export_dtype",

@@ -348,6 +348,10 @@ class EvalSection(Section):
     """Held-out prompts answered at an evaluation, written to samples.jsonl; one of them is shown."""
     samples_at: Word[Literal["ends", "all"]] = "ends"
     """Evaluations that answer prompts: ends, the one before the first step and the one after the last, or all."""
+    patience: Annotated[int | None, Whole(ge=1, le=10**6)] = None
+    """Evaluations in a row without a lower eval/loss after which the run ends early, finished; null: never."""
+    min_delta: Annotated[float, Real(ge=0)] = 0.0
+    """How much lower than the lowest so far eval/loss must be to count for patience, in nats."""
 
 
 class CheckpointSection(Section):

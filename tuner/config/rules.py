@@ -33,6 +33,14 @@ def _best_needs_rows(recipe: Recipe, given: Set[str]) -> str | None:
     return None
 
 
+def _patience_needs_rows(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.eval.patience is None:
+        return None
+    if recipe.data.eval is None:
+        return "needs held-out rows; set data.eval, such as 2%, or patience: null"
+    return None
+
+
 def _micro_divides_global(recipe: Recipe, given: Set[str]) -> str | None:
     train = recipe.train
     if train.global_batch_size % train.micro_batch_size == 0:
@@ -139,6 +147,7 @@ def _profile_records_something(recipe: Recipe, given: Set[str]) -> str | None:
 RULES: tuple[Rule, ...] = (
     Rule(("eval.every", "data.eval"), _cadence_needs_rows),
     Rule(("checkpoint.keep_best", "data.eval", "eval.every"), _best_needs_rows),
+    Rule(("eval.patience", "data.eval"), _patience_needs_rows),
     Rule(("train.micro_batch_size", "train.global_batch_size"), _micro_divides_global),
     Rule(("model.config", "model.init"), _config_needs_random),
     Rule(("model.freeze", "adapter.kind"), _freeze_needs_full),

@@ -13,6 +13,7 @@ import torch
 from tuner.checkpoint.load import newest
 from tuner.checkpoint.manifest import step_name
 from tuner.config.load import LoadedRecipe
+from tuner.config.recipe import EvalSection
 from tuner.errors import DivergedError, MachineError, MemoryLimitError
 from tuner.run.begin import begin_launch
 from tuner.run.changes import pending, starts_of
@@ -37,7 +38,7 @@ from tuner.setup.build import build
 from tuner.setup.resolve import Resolved
 from tuner.train.loop import train_loop
 from tuner.train.prefetcher import Prefetcher
-from tuner.train.progress import Progress
+from tuner.train.progress import EarlyStop, Progress
 from tuner.train.tasks import Event, Status, Tasks
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def train(
         record = Collective(gloo_group()).on_rank0(lambda: begin_launch(ready, loaded, assembly, options))
         console.keep(ready.run.logs / log_name(rank_info.rank))
         table = assembly.timetable
-        progress = Progress(table.plan, table.data_start)
+        progress = Progress(table.plan, table.data_start, early=_early_stop(resolved.recipe.eval))
         context = LaunchContext(ready.run, str(record["run_id"]), assembly, progress, ready.resets, console, signals)
         tasks = launch_tasks(context, ready.found, exporter)
         return _run(context, ready, record, tasks)
@@ -116,7 +117,7 @@ def _run(context: LaunchContext, ready: Preflight, record: dict[str, Any], launc
                 mock_batch(context.assembly, context.console)
         finished = _loop(context, tasks)
         Collective(gloo_group()).on_rank0(launch.hooks.raise_error)
-        status, why = ("finished", None) if finished else ("stopped", launch.stop.reason(main))
+        status, why = ("finished", _why_early(progress)) if finished else ("stopped", launch.stop.reason(main))
     except HaltedError as halted:
         tasks.close()
         error = _diverged(context, halted)
@@ -135,6 +136,16 @@ def _run(context: LaunchContext, ready: Preflight, record: dict[str, Any], launc
     saved = newest(run.checkpoints, verify=False) if progress.saved_step is not None else None
     ended: Literal["finished", "stopped"] = "finished" if finished else "stopped"
     return run_result(run, ended, saved, progress.plan.total_steps, run_state(context, finished))
+
+
+def _early_stop(section: EvalSection) -> EarlyStop | None:
+    """What ends the run early, where the recipe has a patience."""
+    return None if section.patience is None else EarlyStop(section.patience, section.min_delta)
+
+
+def _why_early(progress: Progress) -> str | None:
+    """Why a finished run has fewer steps than were planned; None where it has all."""
+    return None if progress.early is None or progress.is_last_step else progress.early.reason()
 
 
 def _loop(context: LaunchContext, tasks: Tasks) -> bool:

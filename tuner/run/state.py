@@ -1,7 +1,7 @@
 """A launch and the state of its run: what its tasks have in common, and what a checkpoint holds of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tuner.checkpoint.load import CheckpointInfo, load_into
@@ -52,7 +52,10 @@ def restore(context: LaunchContext, found: CheckpointInfo) -> None:
     else:
         _make_room(assembly, found.state)
         load_into(found, run_tensors(assembly.train_state))
+    early = None if progress.early is None else replace(progress.early)
     progress.restore(found.state, assembly.resolved.recipe.checkpoint.keep_best)
+    if "schedule" in reset_here:
+        progress.early = early  # another course of the learning rate: counted from its first evaluation
     assembly.train_state.guard.restore(found.state["guard"])
     assembly.train_state.optimizer.set_step_count(updates_of(found.state) - starts_of(resets).updates)
     origin = ""

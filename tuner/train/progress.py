@@ -50,6 +50,48 @@ def best_of(state: Mapping[str, Any] | None, metric: str | None) -> Best | None:
 
 
 @dataclass
+class EarlyStop:
+    """Ends a run whose loss falls no more, after `patience` evaluations that are not `min_delta` below the lowest.
+
+    It follows from the losses of evaluations alone, which are the same on every rank.
+    """
+
+    patience: int
+    min_delta: float
+    lowest: float | None = None
+    lowest_step: int = 0
+    stale: int = 0
+    """Evaluations since the lowest."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the run ends here."""
+        return self.stale >= self.patience
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """An evaluation after `step`; one that is not finite is none that is lower."""
+        if self.lowest is None or loss < self.lowest - self.min_delta:
+            self.lowest, self.lowest_step, self.stale = loss, step, 0
+        else:
+            self.stale += 1
+
+    def reason(self) -> str:
+        """Why the run ends, for the record."""
+        below = f" by {self.min_delta:g}" if self.min_delta else ""
+        lowest = "" if self.lowest is None else f" below the {self.lowest:.4f} of step {self.lowest_step}"
+        return f"early: eval/loss did not fall{below}{lowest} in {self.stale} evaluations (eval.patience)"
+
+    def as_state(self) -> dict[str, Any]:
+        """Its part of a checkpoint's JSON state."""
+        return {"lowest": finite(self.lowest), "lowest_step": self.lowest_step, "stale": self.stale}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over a checkpoint's JSON state."""
+        self.lowest, self.lowest_step = state["lowest"], int(state["lowest_step"])
+        self.stale = int(state["stale"])
+
+
+@dataclass
 class Progress:
     """Counts of a run so far, and its newest losses."""
 
@@ -69,6 +111,8 @@ class Progress:
     """Whether the evaluation of this step was cut short, so that the run resumes with it."""
     best: Best | None = None
     """The best evaluation so far, where the recipe keeps the best."""
+    early: EarlyStop | None = None
+    """What ends the run early, where the recipe has a patience."""
 
     @property
     def epoch(self) -> float:
@@ -81,14 +125,19 @@ class Progress:
         return self.step >= self.plan.total_steps
 
     @property
+    def is_at_end(self) -> bool:
+        """Whether the run takes no further step: the plan's last one was taken, or it ends early."""
+        return self.is_last_step or (self.early is not None and self.early.is_due)
+
+    @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to do: every step was taken, and the evaluation of the last one is complete."""
-        return self.is_last_step and not self.evaluation_owed
+        """Whether nothing is left to do: the run is at its end, and the evaluation of its last step is complete."""
+        return self.is_at_end and not self.evaluation_owed
 
     @property
     def is_over(self) -> bool:
-        """Whether this launch takes no further step: the plan ends here, or an evaluation was cut short."""
-        return self.is_last_step or self.evaluation_owed
+        """Whether this launch takes no further step: the run is at its end, or an evaluation was cut short."""
+        return self.is_at_end or self.evaluation_owed
 
     def advance(self, batches: StepBatches) -> None:
         """One more step was taken."""
@@ -100,11 +149,14 @@ class Progress:
         """The model was evaluated."""
         self.eval_loss, self.eval_step = loss, self.step
         self.evaluation_owed = False
+        if self.early is not None:
+            self.early.evaluated(self.step, loss)
         if self.first_eval_loss is None:
             self.first_eval_loss, self.first_eval_step = loss, self.step
 
     def as_state(self) -> dict[str, Any]:
         """Its part of a checkpoint's JSON state."""
+        early = {} if self.early is None else {"early_stop": self.early.as_state()}
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -116,6 +168,7 @@ class Progress:
             "loss": self.loss,
             "evaluation_owed": self.evaluation_owed,
             "best": None if self.best is None else self.best.as_state(),
+            **early,
         }
 
     def restore(self, state: Mapping[str, Any], keep_best: str | None) -> None:
@@ -126,6 +179,8 @@ class Progress:
         self.eval_step, self.first_eval_step = state.get("eval_step"), state.get("first_eval_step")
         self.loss, self.evaluation_owed = state["loss"], bool(state["evaluation_owed"])
         self.best = best_of(state.get("best"), keep_best)
+        if self.early is not None and "early_stop" in state:
+            self.early.restore(state["early_stop"])
 
 
 def finite(value: float | None) -> float | None:

@@ -57,6 +57,8 @@ class EvaluateTask(Task):
         progress.evaluated(result.loss)
         metric = self._assembly.resolved.recipe.checkpoint.keep_best
         progress.best = best_after(progress.best, metric, progress.step, result.line())
+        if progress.early is not None and progress.early.is_due:
+            self._console.say("ending", progress.early.reason())
         self._keep(answers)
         seconds = time.monotonic() - started
         losses = {name: finite(loss) for name, loss in result.line().items()}

@@ -157,7 +157,7 @@ class SaveTask(Task):
         if Request.SETTLE in agreed:
             yield from self._settle()
         progress = self._progress
-        if Request.STOP in agreed or progress.is_over or progress.is_last_step:
+        if Request.STOP in agreed or progress.is_over:
             return
         is_due = self._assembly.timetable.saving.due_at(progress.step)
         if Request.SAVE in agreed or is_due or self._is_kept():
@@ -209,7 +209,7 @@ class SaveTask(Task):
         assembly, progress = self._assembly, self._progress
         state, table = assembly.train_state, assembly.timetable
         kept = {*table.marks, *([] if progress.best is None else [progress.best.step])}
-        is_probed = progress.is_last_step or self._is_kept() or table.exporting.due_at(progress.step)
+        is_probed = progress.is_at_end or self._is_kept() or table.exporting.due_at(progress.step)
         return Snapshot(
             progress.step,
             progress.tokens,

@@ -1,0 +1,90 @@
+"""A run ends early by its evaluations alone: at the same step however often it was stopped, finished and saved."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures import trainings
+from tests.fixtures.trainings import launch
+from tuner.config.load import load_recipe
+from tuner.errors import RecipeError
+from tuner.run.changes import parse_reset
+from tuner.run.options import LaunchOptions
+from tuner.train.plan import Plan
+from tuner.train.progress import EarlyStop, Progress
+
+FLAGS = {
+    "data__eval": "25%",
+    "eval__every": "1 step",
+    "eval__samples": "0",
+    "eval__patience": "2",
+    "eval__min_delta": "10",
+    "train__duration": "5 steps",
+}
+
+
+@pytest.mark.parametrize(
+    ("losses", "min_delta", "ends_at"),
+    [
+        ([3.0, 2.0, 2.5, 2.4], 0.0, 3),
+        ([3.0, 2.0, 2.5, 1.9, 2.0, 2.0], 0.0, 5),
+        ([3.0, 2.9, 2.8, 2.0], 0.5, 2),
+        ([3.0, math.nan, math.inf], 0.0, 2),
+        ([3.0, 3.0, 3.0], 0.0, 2),
+        ([3.0, 2.0, 1.0, 0.5], 0.0, None),
+    ],
+)
+def test_it_is_due_after_so_many_evaluations_that_are_not_lower(
+    losses: list[float], min_delta: float, ends_at: int | None
+) -> None:
+    whole = EarlyStop(2, min_delta)
+    due = []
+    for step, loss in enumerate(losses):
+        whole.evaluated(step, loss)
+        due += [step] if whole.is_due else []
+        again = EarlyStop(2, min_delta)
+        again.restore(json.loads(json.dumps(whole.as_state())))
+        assert again == whole
+    assert (due[0] if due else None) == ends_at
+
+
+def test_only_a_run_with_a_patience_has_it_in_its_state() -> None:
+    plain, patient = Progress(Plan(4, 4, 1, 5)), Progress(Plan(4, 4, 1, 5), early=EarlyStop(1, 0.0))
+    assert patient.as_state().keys() - plain.as_state().keys() == {"early_stop"}
+    for progress in (plain, patient):
+        progress.evaluated(2.0)
+        progress.evaluated(2.0)
+    assert (plain.is_over, plain.is_finished) == (False, False)
+    assert (patient.is_over, patient.is_finished, patient.is_last_step) == (True, True, False)
+
+
+def test_a_run_ends_early_at_the_same_step_however_often_it_was_stopped(tmp_path: Path) -> None:
+    trainings.prepare(tmp_path, 1)
+    run = tmp_path / "runs" / "r"
+    whole = launch(tmp_path, **FLAGS)
+    assert (whole.status, whole.step, whole.total_steps) == ("finished", 2, 5)
+    assert whole.checkpoint == run / "checkpoints" / "step-2"
+    record = json.loads((run / "run.json").read_text())
+    assert record["status"] == "finished"
+    assert record["launches"][-1]["why"].startswith("early: eval/loss did not fall by 10 below the ")
+    assert launch(tmp_path, **FLAGS).step == 2, "finished is finished"
+    expected = trainings.outcome(run)
+
+    parts = FLAGS | {"name": "parts", "output_dir": str(tmp_path / "runs" / "parts")}
+    stopped = launch(tmp_path, train__stop_after="1 step", **parts)
+    assert (stopped.status, stopped.step) == ("stopped", 1)
+    ended = launch(tmp_path, LaunchOptions("must"), **parts)
+    assert (ended.status, ended.step) == ("finished", 2)
+    assert trainings.outcome(ended.run_dir) == expected
+
+    on = FLAGS | {"eval__patience": "null", "train__duration": "3 steps"}
+    assert launch(tmp_path, LaunchOptions("must", reset=parse_reset("schedule")), **on).step == 3
+
+
+def test_patience_needs_held_out_rows(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="eval.patience: needs held-out rows|eval.patience  needs held-out rows"):
+        load_recipe({"model": {"name_or_path": "a/b"}, "data": {"train": "x"}, "eval": {"patience": 2}})
