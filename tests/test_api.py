@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import os
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import tuner
+from tuner import api
+from tuner.config.dump import flow
 from tuner.config.shipped import recipes_dir
+
+PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 
 
 def recipe(tmp_path: Path) -> dict[str, Any]:
@@ -30,10 +40,59 @@ def test_from_a_mapping_to_an_export(tmp_path: Path) -> None:
     assert tuner.prepare_data(wish).cached
     result = tuner.train(wish, prepared=prepared.path)
     assert (result.status, result.step, result.run_dir) == ("finished", 2, tmp_path / "run")
-    report = tuner.export_hf(result.run_dir)
-    assert (report.path / "model.safetensors").is_file()
     again = tuner.train(tuner.load_recipe(wish))
     assert (again.status, again.step) == ("finished", 2)
+    report = tuner.export_hf(result.run_dir)
+    assert (report.path / "model.safetensors").is_file()
+
+
+def test_the_walk_through_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = recipe(tmp_path)
+    given |= {"output_dir": "runs/recipe", "data": given["data"] | {"eval": "25%"}, "eval": {"samples": 0}}
+    text = yaml_of(given)
+    (tmp_path / "recipe.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    (tmp_path / "walk.py").write_text("\n".join(blocks))
+    names = runpy.run_path(str(tmp_path / "walk.py"))
+    shown = capfd.readouterr()
+    assert "2 runs/" not in shown.out and "another recipe (train.duration 2 steps -> 3 steps)" in shown.out
+    assert names["result"].status == "finished"
+    assert names["score"].evaluation.tokens > 0
+    assert [answer.tokens > 0 for answer in names["generate"](names["generator"], "Hi")] == [True]
+    assert "step   loss" not in shown.err, "quiet"
+
+
+def yaml_of(tree: dict[str, Any]) -> str:
+    return "".join(f"{key}: {flow(value)}\n" for key, value in tree.items())
+
+
+def test_every_function_is_listed_typed_and_documented() -> None:
+    assert set(tuner.__all__) <= set(dir(tuner))
+    assert set(tuner.__all__) == set(api.__all__) - {"RecipeSource"}
+    page = PAGE.read_text()
+    for name in tuner.__all__:
+        function = getattr(api, name)
+        assert f"`{name}(" in page or f"{name}(" in page, name
+        signature = inspect.signature(function)
+        assert signature.return_annotation is not inspect.Signature.empty
+        assert all(each.annotation is not inspect.Parameter.empty for each in signature.parameters.values())
+
+
+def test_a_loaded_recipe_gives_its_sections(tmp_path: Path) -> None:
+    loaded: Any = tuner.load_recipe(recipe(tmp_path))
+    assert loaded.train.duration == loaded.recipe.train.duration
+    assert copy.deepcopy(loaded) == loaded
+    with pytest.raises(AttributeError, match="a loaded recipe has no 'optimiser'; its .recipe has version, name"):
+        _ = loaded.optimiser
+
+
+def test_problems_are_given_all_at_once(tmp_path: Path) -> None:
+    assert tuner.check_recipe(recipe(tmp_path)) == ()
+    assert len(tuner.check_recipe(recipe(tmp_path) | {"optimizer": {"lr": -1}, "surprise": 1})) == 2
 
 
 def test_importing_the_package_is_cheap_and_train_is_a_function_and_a_package() -> None:
@@ -44,6 +103,9 @@ def test_importing_the_package_is_cheap_and_train_is_a_function_and_a_package() 
         "assert callable(tuner.train) and tuner.train.plan.__name__ == 'tuner.train.plan'\n"
         "from tuner import train\n"
         "assert callable(train)\n"
+        "import types\n"
+        "tuner.generate = types.ModuleType('tuner.generate')  # as importing it binds it\n"
+        "assert callable(tuner.generate)\n"
         "try:\n    train({})\nexcept tuner.errors.RecipeError:\n    pass\n"
         "try:\n    tuner.nothing\nexcept AttributeError:\n    pass\n"
     )

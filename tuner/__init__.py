@@ -7,10 +7,29 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["export_hf", "load_recipe", "prepare_data", "train"]
+__all__ = [
+    "check_recipe", "doctor", "evaluate", "export_hf", "fit", "generate", "load_generator", "load_recipe",
+    "prepare_data", "profile", "resume", "runs", "show_run", "train", "verify_resume",
+]  # fmt: skip
 
 if TYPE_CHECKING:
-    from tuner.api import export_hf, load_recipe, prepare_data, train
+    from tuner.api import (
+        check_recipe,
+        doctor,
+        evaluate,
+        export_hf,
+        fit,
+        generate,
+        load_generator,
+        load_recipe,
+        prepare_data,
+        profile,
+        resume,
+        runs,
+        show_run,
+        train,
+        verify_resume,
+    )
 
 
 def __getattr__(name: str) -> object:
@@ -19,23 +38,28 @@ def __getattr__(name: str) -> object:
         from importlib import import_module
 
         return getattr(import_module("tuner.api"), name)
-    raise AttributeError(f"module 'tuner' has no attribute '{name}'")
+    raise AttributeError(f"module 'tuner' has no attribute '{name}'; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    """What there is, though most of it is imported on first use."""
+    return sorted({*__all__, "__version__", "errors"})
 
 
 class _Package(ModuleType):
-    """`tuner.train` is a function and a package: importing the package binds its module here, which stays callable."""
+    """`tuner.train`, `tuner.profile` and `tuner.generate` are functions and modules: those stay callable once bound."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name == "train" and isinstance(value, ModuleType):
-            value.__class__ = _TrainPackage
+        if name in __all__ and isinstance(value, ModuleType):
+            value.__class__ = _CallableModule
         super().__setattr__(name, value)
 
 
-class _TrainPackage(ModuleType):
+class _CallableModule(ModuleType):
     def __call__(self, *args: Any, **options: Any) -> Any:
-        from tuner.api import train as train_recipe
+        from importlib import import_module
 
-        return train_recipe(*args, **options)
+        return getattr(import_module("tuner.api"), self.__name__.rpartition(".")[2])(*args, **options)
 
 
 sys.modules[__name__].__class__ = _Package

@@ -93,20 +93,9 @@ def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
 
 
 def _target(loaded: LoadedRecipe, options: ProfileOptions, limit: str | None, option: str) -> Target:
-    from tuner.profile.devices import find_device, parse_memory, parse_processes, present_device
-    from tuner.profile.predict import Target
-    from tuner.run.launch import local_processes
-    from tuner.runtime.dist import RankInfo
+    from tuner.run.measure import target_of
 
-    recipe = loaded.recipe
-    found = present_device(recipe.train.device) if options.device is None else find_device(options.device)
-    if options.processes is not None:
-        machines, each = parse_processes(options.processes)
-    else:
-        machines, each = 1, local_processes(recipe.parallel, found.kind)
-    there = found.memory_bytes if found.kind == "cuda" else found.memory_bytes // each
-    rank_info = RankInfo(0, machines * each, 0, each)
-    return Target(found, rank_info, there if limit is None else parse_memory(option, limit))
+    return target_of(loaded.recipe, options.device, options.processes, limit, option)
 
 
 def _predicted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> Outcome:

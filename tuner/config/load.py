@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner.config.check import check
 from tuner.config.overrides import Override, merge
@@ -34,6 +34,15 @@ class LoadedRecipe:
     directory: Path
     text: str
     origins: dict[str, str]
+
+    if not TYPE_CHECKING:  # for people at a prompt: typed code says `.recipe.optimizer`
+
+        def __getattr__(self, name: str) -> Any:
+            """A section or key of the recipe itself, such as `optimizer`."""
+            if not name.startswith("_") and name in Recipe.model_fields:
+                return getattr(self.recipe, name)
+            known = ", ".join(Recipe.model_fields)
+            raise AttributeError(f"a loaded recipe has no {name!r}; its .recipe has {known}")
 
 
 @dataclass(frozen=True)

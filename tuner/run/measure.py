@@ -15,9 +15,11 @@ from tuner.config.recipe import Recipe
 from tuner.data.building.prepare import prepare_to_use
 from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import open_prepared
+from tuner.profile.devices import find_device, parse_memory, parse_processes, present_device
 from tuner.profile.measure import MeasureOptions, measure
 from tuner.profile.measurement import Measurement
-from tuner.run.launch import Placement
+from tuner.profile.predict import Target
+from tuner.run.launch import Placement, local_processes
 from tuner.run.options import HandedOver, Job, LaunchOptions
 from tuner.runtime.console import Console, Level
 from tuner.runtime.dist import RankInfo
@@ -45,6 +47,23 @@ class Measured:
 
 MEASURE_JOB: TypeAdapter[MeasureJob] = TypeAdapter(MeasureJob)
 MEASURED: TypeAdapter[Measured] = TypeAdapter(Measured)
+
+
+def target_of(
+    recipe: Recipe, device: str | None, processes: str | None, memory: str | None, option: str = "--memory"
+) -> Target:
+    """Where a recipe would run: on `device`, by default the one that is here, in `processes`, such as 8 or 4x8.
+
+    Each process may take `memory`, which was given as `option`; by default what the device has. Raises RecipeError.
+    """
+    found = present_device(recipe.train.device) if device is None else find_device(device)
+    if processes is not None:
+        machines, each = parse_processes(processes)
+    else:
+        machines, each = 1, local_processes(recipe.parallel, found.kind)
+    there = found.memory_bytes if found.kind == "cuda" else found.memory_bytes // each
+    rank_info = RankInfo(0, machines * each, 0, each)
+    return Target(found, rank_info, there if memory is None else parse_memory(option, memory))
 
 
 def measure_recipe(loaded: LoadedRecipe, options: MeasureOptions, level: Level) -> Measured:
