@@ -65,11 +65,11 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, str]]] = {
     "dialog.jsonl": (write_mapped, "messages", {"messages": "dialog"}),
     "alpaca.json": (lambda path: path.write_text(json.dumps(ALPACA)), "alpaca", {}),
     "table.arrow": (write_arrow, "alpaca", {}),
-    "pairs.csv": (write_csv, "prompt_completion", {"prompt": "question", "completion": "answer"}),
+    "pairs.csv": (write_csv, "alpaca", {"instruction": "question", "output": "answer"}),
     "pairs.parquet": (
         lambda path: pq.write_table(pa.Table.from_pylist(PAIRS), path),
-        "prompt_completion",
-        {"prompt": "question", "completion": "answer"},
+        "alpaca",
+        {"instruction": "question", "output": "answer"},
     ),
     "directory": (write_directory, "messages", {}),
 }
@@ -118,6 +118,10 @@ def test_a_tokenizer_without_a_template_is_given_one(tmp_path: Path) -> None:
     assert load_recipe(tmp_file(tmp_path, text)).recipe.tokenizer.chat_template == "chatml"
     pairs = tiny.write_rows(tmp_path / "pairs.jsonl", [{"prompt": "a", "completion": "b"}])
     assert not look(str(directory), DataSource(path=str(pairs))).lacks_template
+    write_csv(tmp_path / "pairs.csv")
+    without = look(str(directory), DataSource(path=str(tmp_path / "pairs.csv")))
+    assert without.form == "prompt_completion"
+    assert dict(without.columns) == {"prompt": "question", "completion": "answer"}
 
 
 def test_preferences_are_refused_with_the_columns_that_learn_the_chosen(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ SMALLEST, LARGEST, LARGEST_PRETRAIN = 256, 8192, 2048
 """Row lengths that are chosen are powers of two between these, and the model's positions."""
 WHOLE = 0.99
 """The share of the documents that a chosen row length keeps whole."""
+_OF_CHATS = {"prompt": "instruction", "completion": "output"}
+"""A model that has a chat template gets a question and its answer as one that it writes, and not as plain text."""
 LARGEST_BATCH, USUAL_BATCH = 16, 8
 FEW_ROWS_EPOCHS = 3
 """Epochs where one alone would be too few steps of `USUAL_BATCH` rows."""
@@ -72,17 +74,20 @@ def look(model: str, source: "DataSource") -> Look:
     the model's tokenizer where its files are on this machine. Raises DataError for what `prepare-data` would not read
     either, and MachineError for a hub data set that cannot be fetched.
     """
+    own, positions = _of_model(model)
     files = expand([source])
     first = _first_record(files)
     if first is not None and source.format == "auto" and not source.columns and form_of(first) is None:
-        source = source.model_copy(update={"columns": proposed_columns(first)})
+        columns = proposed_columns(first)
+        if own is not None and own.has_template:
+            columns = {_OF_CHATS.get(ours, ours): theirs for ours, theirs in columns.items()}
+        source = source.model_copy(update={"columns": columns})
         files = expand([source])
     read = _read(files, source.columns)
     if not read.examples:
         raise DataError(f"{source.path}: no rows")
     pretrain = all(isinstance(example, PlainText) for example in read.examples)
     chats = any(isinstance(example, Conversation) for example in read.examples)
-    own, positions = _of_model(model)
     lacks_template = chats and own is not None and not own.has_template
     counted = own if own is None or not lacks_template else TextTokenizer(own.files, template_source("chatml"))
     lengths = _encoded_lengths(read.examples, counted, pretrain)

@@ -18,8 +18,8 @@ from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.named_templates import DIRECTORY, named_template
 from tuner.data.encoding.place import APART
-from tuner.data.encoding.template import ChatTemplate
-from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.template import ChatTemplate, named_templates
+from tuner.data.encoding.tokenizer import TextTokenizer, declared_special_tokens
 from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.data.encoding.tokenizer_json import with_control_tokens, with_tokens
 from tuner.data.reading.records import parse_record
@@ -28,8 +28,11 @@ from tuner.errors import DataError
 PLAIN = tiny.chat("hello world?", "the answer is forty two", "And\n\nnow", "\u00e9 two ")["messages"]
 WITH_SYSTEM = [{"role": "system", "content": "You are helpful"}, *PLAIN]
 ASSETS = os.environ.get("TUNER_TEST_ASSETS")
-OWN = {"llama3": "llama3", "qwen3": "qwen3"}
-"""Templates that a published tokenizer has of its own, by our name."""
+OWN = {
+    "llama3": "llama3", "qwen3": "qwen3", "gemma": "gemma3", "deepseek": "deepseek_v3", "command-r": "command_r_plus",
+    "mistral-nemo": "mistral_nemo",
+}  # fmt: skip
+"""Our templates, and the assets that have theirs: the first two for every test, the others with `make campaign`."""
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +100,13 @@ def test_its_marks_are_those_that_transformers_reads(
     """Qwen3's has none, so that earlier answers keep their thoughts; here a token reaches over Llama 3's headers."""
     from transformers import PreTrainedTokenizerFast
 
+    from tuner.export.write import turn_ends
+
     ours = loaded[name]
     ours.save(tmp_path)
     theirs: Any = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     expected = theirs.apply_chat_template(WITH_SYSTEM, return_dict=True, return_assistant_tokens_mask=True)
+    assert set(ours.eos_ids) == {theirs.eos_token_id, *turn_ends(theirs)}  # what an export stops at
     batch = Encoder(ours, "assistant").encode([parse_record({"messages": WITH_SYSTEM})])
     assert batch.input_ids.tolist() == expected["input_ids"]
     assert batch.trained.tolist() == [bool(flag) for flag in expected["assistant_masks"]]
@@ -149,11 +155,14 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.skipif(ASSETS is None, reason="needs TUNER_TEST_ASSETS")
 @pytest.mark.parametrize("name", OWN)
 def test_plain_chats_are_those_of_the_published_template(name: str) -> None:
-    assert ASSETS is not None
-    config = json.loads((Path(ASSETS) / OWN[name] / "tokenizer_config.json").read_text(encoding="utf-8"))
-    tokens = {key: config[key] for key in ("bos_token", "eos_token") if config.get(key)}
-    ours = ChatTemplate(str(named_template(name).source), tokens)  # type: ignore[union-attr]
-    own = ChatTemplate(config["chat_template"], tokens)
-    for messages in (PLAIN, WITH_SYSTEM):
+    """Nemo's writes a system message only before a last question, so that answers would be learned without it."""
+    named, path = named_template(name), Path(str(ASSETS)) / OWN[name] / "tokenizer_config.json"
+    assert named is not None
+    if not path.is_file():
+        pytest.skip(f"needs the asset {OWN[name]}")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    tokens = declared_special_tokens(config, {})
+    ours, own = ChatTemplate(named.source, tokens), ChatTemplate(named_templates({}, config)["default"], tokens)
+    for messages in (PLAIN, WITH_SYSTEM) if name != "mistral-nemo" else (PLAIN,):
         for stop in range(1, len(messages) + 1):
             assert ours.render(messages[:stop], True) == own.render(messages[:stop], True)
