@@ -34,18 +34,18 @@ def prepare_data(
         typer.Option(
             "--explain",
             min=1,
-            help="Show the first N rows, what is trained in brackets (piped: a JSON line a token), and stop.",
+            help="Show the first N rows, what is trained in brackets (piped: a JSON line per token), then stop.",
         ),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Print the directory if it is prepared, else exit with 3; build nothing.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be read and built, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be read and built, then stop.")] = False,
     json: JsonOption = False,
     verbose: VerboseOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Turn rows into packed, encoded data; print its directory. Again, it is already prepared."""
+    """Turn rows into packed, encoded data and print its directory; what is prepared already is found again."""
 
     from tuner.runtime.memory import calm_collector
 

@@ -20,7 +20,7 @@ from tuner.errors import DataError
 
 FIRST_MARK, _MARKS = 0xFDD5, 24
 OPEN_ENDED = "end of turn not trained: the template marks it as not generated"
-REWRITTEN = "answers after turns that the template writes otherwise while they are the prompt"
+REWRITTEN = "answers after turns that the template writes differently when they are the prompt"
 NO_END = "answers without an end-of-turn token"
 
 
@@ -153,7 +153,7 @@ class Chat:
         """Where message 0 begins: after a turn that the template put before it, such as its own system prompt."""
         found = self._find([0])
         if found is None:
-            raise RecordProblem("where the template writes message 0 cannot be told", path=("messages", 0))
+            raise RecordProblem("where the template writes message 0 cannot be determined", path=("messages", 0))
         start, content = 0, found[0]
         while (end := self._end(start, content)) is not None:
             start = end

@@ -20,7 +20,7 @@ from tuner.data.reading.records import Conversation, Example, Tokens
 
 KEPT_PROMPTS, KEPT_CHARS = 4096, 256
 """Prompts of fewer characters are encoded once, as many as this."""
-APART = "answers encoded apart from their prompt: a token of both together would reach over the cut"
+APART = "answers encoded separately from their prompt: a token would span the end of it"
 
 
 @dataclass(frozen=True)

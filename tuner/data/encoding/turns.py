@@ -27,7 +27,7 @@ NOT_SHOWN = "tools not written by the template"
 CALLS_AS_TEXT = "tool calls written as text: the template has none"
 CALLS_NOT_SHOWN = "tool calls not written by the template"
 SHORTENED = "reasoning not written by the template"
-CONTENT_NOT_SHOWN = "content not written by the template, or otherwise than it is"
+CONTENT_NOT_SHOWN = "content that the template leaves out or changes"
 AS_PARTS = "contents given to the template as parts: it reads no strings"
 _THOUGHT_TAG = re.compile("</?think>")
 
