@@ -13,8 +13,11 @@ import pytest
 from tests.fixtures import commands
 from tuner.cli.examples import WITH_FLAGS
 from tuner.cli.main import COMMANDS, GROUPS
+from tuner.cli.recipes import copy_named
 from tuner.config.dump import recipe_dict
 from tuner.config.load import load_recipe
+from tuner.config.shipped import shipped_recipes
+from tuner.setup.check import check_recipe
 
 ROOT = Path(__file__).parents[2]
 MESSAGES = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n'
@@ -146,6 +149,34 @@ def test_recipes_are_listed_shown_and_copied(tmp_path: Path) -> None:
     again = tuner("recipes", "copy", "tiny_pretrain_cpu", cwd=tmp_path)
     assert (again.returncode, path.read_text()) == (2, shown)
     assert tuner("recipes", "copy", "tiny_pretrain_cpu", "no/where.yaml", cwd=tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_a_copied_recipe_checks_where_it_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = shipped_recipes()[name]
+    (tmp_path / source.name).write_text(source.read_text())
+    own = tmp_path / "data" / "orders.jsonl"
+    own.parent.mkdir()
+    own.write_text(MESSAGES)
+    files, _ = copy_named(source, tmp_path)
+    assert own.read_text() == MESSAGES
+    assert all(Path(file).exists() for file in files)
+    monkeypatch.chdir(tmp_path)
+    loaded = load_recipe(tmp_path / source.name, cwd=tmp_path)
+    assert "keys, files" in check_recipe(loaded)
+    assert all(Path(source.path).parent.is_relative_to(tmp_path) for source in loaded.recipe.data.train)
+
+
+def test_rows_that_do_not_ship_get_a_placeholder(tmp_path: Path) -> None:
+    (tmp_path / "shipped").mkdir()
+    recipe = tmp_path / "shipped" / "own.yaml"
+    recipe.write_text("# Own rows.\nmodel: {name_or_path: owner/name}\ndata: {train: rows.jsonl, eval: 2%}\n")
+    files, warnings = copy_named(recipe, tmp_path)
+    rows = (tmp_path / "rows.jsonl").read_text().splitlines()
+    assert files == [str(tmp_path / "rows.jsonl")]
+    assert {tuple(json.loads(row)) for row in rows} == {("messages",)} and len(rows) == 50
+    assert warnings == [f"{tmp_path / 'rows.jsonl'} holds 50 placeholder rows: put yours there"]
+    assert copy_named(recipe, tmp_path) == ([], [f"{tmp_path / 'rows.jsonl'} was there already and is left as it is"])
 
 
 def test_commands_without_a_recipe_refuse_its_flags(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ COMMON = "--json --verbose|-v --debug"
 # Arguments in capitals, those that may be left out in parentheses; what must be given as an option ends in `!`.
 SURFACE = {
     "init": "--model|-m! --data|-d!",
+    "import": "FILE --from --processes",
     "prepare-data": "(RECIPE) --explain --check --dry-run",
     "data ls": "--cache-dir",
     "data show": "ENTRY --cache-dir",

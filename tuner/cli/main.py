@@ -21,6 +21,7 @@ from tuner.runtime.openmp import limit_spinning
 
 COMMANDS: dict[str, str] = {
     "init": "Look at your data and write a commented recipe.",
+    "import": "Convert a configuration of another tool to a recipe.",
     "prepare-data": "Turn records into packed, encoded, content-addressed data.",
     "data": "List, show, verify or clean up prepared data.",
     "train": "Train the recipe's model, or resume where it stopped.",
@@ -39,6 +40,8 @@ COMMANDS: dict[str, str] = {
 }
 """Every command and its line of help; its file `tuner/cli/<command>.py` is imported only when it runs."""
 
+MODULES = {"import": "import_config"}
+"""Commands whose name is a word of Python: their file and function."""
 GROUPS = frozenset({"config", "data", "recipes", "runs"})
 TAKES_RECIPE = frozenset({"prepare-data", "train", "resume", "eval", "profile", "config"})
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
@@ -102,13 +105,14 @@ def build(command: str) -> Callable[..., Any]:
         if name != command:
             app.command(name, help=line)(_elsewhere)
             continue
-        module = import_module(f"tuner.cli.{name.replace('-', '_')}")
+        own = MODULES.get(name, name.replace("-", "_"))
+        module = import_module(f"tuner.cli.{own}")
         if name in GROUPS:
             for below in module.app.registered_commands:
                 below.cls = HelpfulCommand
             app.add_typer(module.app, name=name, help=line, cls=HelpfulGroup)
         else:
-            app.command(name, cls=HelpfulCommand)(getattr(module, name.replace("-", "_")))
+            app.command(name, cls=HelpfulCommand)(getattr(module, own))
     return app
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +14,20 @@ from tuner.errors import RecipeError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 NameArgument = Annotated[str, typer.Argument(help="Name of a shipped recipe or script.")]
+
+
+PLACEHOLDER_ROWS = [
+    json.dumps(
+        {
+            "messages": [
+                {"role": "user", "content": f"Question {number}: put your own rows into this file."},
+                {"role": "assistant", "content": f"Answer {number}."},
+            ]
+        }
+    )
+    for number in range(1, 51)
+]
+"""Rows that stand for the user's own until they are there: as many as a share of 2% needs."""
 
 
 def _find(name: str) -> Path:
@@ -53,7 +69,7 @@ def copy(
     name: NameArgument,
     target: Annotated[Path | None, typer.Argument(help="File to write; default the shipped one's name.")] = None,
 ) -> Outcome:
-    """Copy a shipped recipe or script to a file of your own; an existing file is never overwritten."""
+    """Copy a shipped recipe or script, and the rows and models it names; an existing file is never overwritten."""
     source = _find(name)
     path = (target or Path(source.name)).absolute()
     if path.is_dir():
@@ -65,5 +81,36 @@ def copy(
         raise RecipeError(f"{path} exists already", hint="name another file") from None
     except FileNotFoundError:
         raise RecipeError(f"no directory {path.parent}") from None
-    follows = f"tuner config check {path}" if source.suffix == ".yaml" else f"sbatch {path} RECIPE"
-    return Outcome(str(path), next=follows)
+    if source.suffix != ".yaml":
+        return Outcome(str(path), next=f"sbatch {path} RECIPE")
+    files, warnings = copy_named(source, path.parent)
+    return Outcome(str(path), artifacts={"files": files}, warnings=warnings, next=f"tuner config check {path}")
+
+
+def copy_named(recipe: Path, directory: Path) -> tuple[list[str], list[str]]:
+    """Bring what a shipped recipe names beside its copy; the files, and what the user should know of them.
+
+    A file that is there already stays as it is. Rows that do not ship are the user's own: a few stand in for them.
+    """
+    import shutil
+
+    from tuner.config.shipped import named_files
+
+    files, warnings = [], []
+    for name in named_files(recipe):
+        shipped, place = recipe.parent / name, directory / name
+        if place.exists():
+            warnings.append(f"{place} was there already and is left as it is")
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if shipped.is_dir():
+            shutil.copytree(shipped, place)
+        elif shipped.is_file():
+            shutil.copyfile(shipped, place)
+        else:
+            with place.open("x", encoding="utf-8") as file:
+                file.write("".join(f"{row}\n" for row in PLACEHOLDER_ROWS))
+            warnings.append(f"{place} holds {len(PLACEHOLDER_ROWS)} placeholder rows: put yours there")
+        print(f"copied    {place}", file=sys.stderr)
+        files.append(str(place))
+    return files, warnings

@@ -74,7 +74,7 @@ ABSENT: tuple[Absent, ...] = (
         "unfrozen_parameters lisa_n_layers lisa_step_interval lisa_layers_attr lisa_activated_layers "
         "spectrum_top_fraction",
         "layers that are added, chosen by signal or change during training",
-        "model.freeze with the names or globs of what is not trained, such as [model.layers.*]",
+        "model.freeze with the names or globs of what is not trained, such as [embed_tokens]",
     ),
     Absent(
         _METHODS,

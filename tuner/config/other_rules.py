@@ -18,6 +18,7 @@ Given = Mapping[str, Any]
 Rule = Callable[[Any, Given], Lines | str | None]
 """Of a value and all that is given: lines, or a note in place of them, or None where the value is not understood."""
 
+_DAY = 24 * 60 * 60
 PER_DEVICE = ("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu", "device_batch_size",
               "batch_size_per_device")  # fmt: skip
 
@@ -69,8 +70,10 @@ def per_epoch(key: str) -> Rule:
 
     def rule(value: Any, given: Given) -> Lines | str | None:
         times = number(value)
-        if times is None or times <= 0:
+        if times is None:
             return None
+        if times <= 0:
+            return {key: "never"}
         every = round(float(1 / times), 4)
         return {key: "1 epoch" if every == 1 else f"{every:g} epochs"}
 
@@ -319,6 +322,8 @@ def seconds(value: Any, given: Given) -> Lines | str | None:
     seconds = number(value)
     if seconds is None or seconds <= 0:
         return None
+    if seconds > _DAY:
+        return {}  # as good as none
     minutes = seconds / 60
     return {
         "parallel.timeout": f"{write_number(minutes)} min" if minutes.denominator == 1 else f"{math.ceil(seconds)} s"
@@ -329,7 +334,7 @@ def roles(value: Any, given: Given) -> Lines | str | None:
     """Axolotl's list of roles that are trained."""
     if isinstance(value, list) and value and set(value) <= {"assistant", "gpt"}:
         return {"method.train_on": "assistant"}
-    return "method.train_on is assistant, last_assistant or all; other roles are not chosen one by one"
+    return "not supported: a choice of roles; instead method.train_on: assistant, last_assistant or all"
 
 
 def row_count(value: Any, given: Given) -> Lines | str | None:

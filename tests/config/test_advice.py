@@ -1,0 +1,118 @@
+"""What errors say about keys and values that are not ours."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tuner.config.advice import of_unknown
+from tuner.config.conversion import RULES
+from tuner.config.fields import fields, find
+from tuner.config.load import load_recipe
+from tuner.config.not_supported import ABSENT, Absent
+from tuner.config.other_tools import THEIRS
+from tuner.config.other_values import OTHER_VALUES
+from tuner.errors import RecipeError
+
+MINIMAL: dict[str, Any] = {"model": {"name_or_path": "owner/name"}, "data": {"train": "rows.jsonl"}}
+EXPECTED = {"eval.patience"}
+"""Keys that an answer may name before they are there."""
+
+
+def problem(more: dict[str, Any]) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(MINIMAL | more)
+    (found,) = caught.value.problems
+    return found.message
+
+
+@pytest.mark.parametrize("feature", ABSENT, ids=lambda feature: feature.names.split()[0])
+def test_what_is_not_supported_is_called_that(feature: Absent) -> None:
+    for name in feature.names.split():
+        assert of_unknown(name, True) == feature.sentence
+    name = feature.names.split()[0]
+    assert problem({name: True}) == feature.sentence
+    keys = [key for key in re.findall(r"\b([a-z]+\.[a-z_]+)\b", feature.instead) if key.split(".")[0] in SECTIONS]
+    assert all(find(key) is not None for key in keys), keys
+
+
+SECTIONS = {key.split(".")[0] for key in fields() if "." in key}
+
+
+def test_no_key_is_in_two_tables() -> None:
+    names = [name for feature in ABSENT for name in feature.names.split()]
+    assert len(names) == len(set(names))
+    assert not set(names) & (set(THEIRS) | set(RULES))
+    assert not set(names) & {key for key in fields() if "." not in key}
+
+
+def test_every_value_of_another_tool_is_of_a_key_that_is_there() -> None:
+    for key, values in OTHER_VALUES.items():
+        assert find(key.replace("data.train.", "data.train.0.")) is not None, key
+        for value, text in values.items():
+            assert text.startswith(("write ", "not supported: ")), (key, value)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (
+            {"pref_beta": 0.1},
+            "not supported: preference training (DPO, IPO, KTO, ORPO, SimPO); instead method.kind: sft",
+        ),
+        ({"hub_model_id": "a/b"}, "not supported: a key that uploads; instead tuner push"),
+        (
+            {"resume_from_checkpoint": "x"},
+            "not supported: a key that resumes; instead tuner train RECIPE --resume auto",
+        ),
+        ({"bogus": 1}, "unknown; a recipe has version, name"),
+        ({"train": {"bogus": 1}}, "unknown; train has duration, "),
+        ({"data": {"train": "x", "format": "text"}}, "write data.train: [{path: ..., format: text}]"),
+        ({"gradient_accumulation_steps": 4}, "unknown; accumulation follows from train.global_batch_size"),
+        ({"learing_rate": 1e-4}, "unknown; write optimizer.lr: 0.0001"),
+        ({"method": {"kind": "grpo"}}, "got 'grpo'; not supported: reinforcement learning"),
+        ({"adapter": {"kind": "qlora"}}, "got 'qlora'; not supported: 4-bit and 8-bit base weights (QLoRA)"),
+        ({"optimizer": {"kind": "lion"}}, "got 'lion'; not supported: lion; instead write adamw"),
+        ({"train": {"precision": 16}}, "got 16; write bf16 or fp32; fp16, which needs loss scaling, is not supported"),
+        ({"schedule": {"warmup": 0.03}}, "0.03 what? did you mean 3%?"),
+        ({"schedule": {"kind": "wsd", "decay": 0.1}}, "0.1 what? did you mean 10%?"),
+        ({"schedule": {"min_lr_ratio": 10}}, "did you mean 10%?"),
+        ({"adapter": {"kind": "lora", "dropout": 5}}, "did you mean 5%?"),
+        ({"checkpoint": {"every": 0.1}}, "0.1 what? did you mean 10%?"),
+        ({"checkpoint": {"marks": [0.5]}}, "0.5 what? did you mean 50%?"),
+        ({"export": {"every": 0.25}}, "0.25 what? did you mean 25%?"),
+        ({"train": {"duration": 0.5}}, "0.5 what? did you mean 0.5 epochs?"),
+        ({"train": {"stop_after": 0.5}}, "0.5 what? did you mean 50%?"),
+        ({"data": {"train": "x", "eval": 0.05}}, "0.05 what? did you mean 5%?"),
+        ({"data": {"train": "x", "eval": 200}}, "200 what? did you mean 200 documents?"),
+        ({"adapter": {"kind": "lora", "target_modules": "q_proj,v_proj"}}, "write a list: [q_proj, v_proj]"),
+    ],
+)
+def test_the_answer_is_what_to_write(more: dict[str, Any], expected: str) -> None:
+    assert expected in problem(more)
+
+
+def test_one_may_stand_for_a_list_of_one() -> None:
+    recipe = load_recipe(
+        MINIMAL
+        | {
+            "logging": {"trackers": "wandb", "tags": "first"},
+            "adapter": {"kind": "lora", "target_modules": "q_proj", "modules_to_save": "lm_head"},
+            "checkpoint": {"marks": "5 steps"},
+            "profile": {"steps": 3},
+        }
+    ).recipe
+    assert (recipe.logging.trackers, recipe.logging.tags) == (("wandb",), ("first",))
+    assert recipe.adapter.model_dump()["target_modules"] == ["q_proj"]
+    assert (str(recipe.checkpoint.marks[0]), recipe.profile.steps) == ("5 steps", (3,))
+
+
+def test_problems_say_where_they_are(tmp_path: Any) -> None:
+    (tmp_path / "r.yaml").write_text("model: {name_or_path: a/b}\ndata: {train: x}\ntrain: {duration: 3}\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(tmp_path / "r.yaml", cwd=tmp_path)
+    (found,) = caught.value.problems
+    assert (found.file, found.line, found.column, found.key) == ("r.yaml", 3, 19, "train.duration")
+    assert str(found) == f"r.yaml:3:19  train.duration  {found.message}"

@@ -1,0 +1,229 @@
+"""Configurations in the shapes of other tools' own, converted: what the recipe says, and what is left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuner.config.dump import flatten, recipe_dict
+from tuner.config.imported import Imported, import_text
+from tuner.config.load import load_recipe
+from tuner.config.other_configs import DIALECTS
+from tuner.errors import RecipeError
+
+AXOLOTL = """\
+base_model: ./base
+load_in_4bit: true
+strict: false
+datasets:
+  - path: rows/chats.jsonl
+    type: chat_template
+    field_messages: conversations
+    message_property_mappings: {role: from}
+  - path: owner/set
+    split: train[:5%]
+    type: {field_instruction: question, field_output: answer}
+val_set_size: 0.02
+adapter: qlora
+lora_r: 32
+lora_alpha: 16
+lora_target_linear: true
+sequence_len: 4096
+sample_packing: true
+eval_sample_packing: false
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 3
+optimizer: paged_adamw_8bit
+lr_scheduler: cosine
+learning_rate: 2.0e-4
+bf16: auto
+gradient_checkpointing: true
+warmup_ratio: 0.1
+evals_per_epoch: 4
+saves_per_epoch: 1
+flash_attention: true
+special_tokens: {pad_token: "<|end|>"}
+"""
+FACTORY = """\
+model_name_or_path: ./base
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 16
+lora_target: q_proj,v_proj
+dataset: own,other
+template: llama3
+max_samples: 500
+val_size: 0.1
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 2.0
+lr_scheduler_type: cosine
+eval_strategy: steps
+eval_steps: 200
+quantization_bit: 4
+ddp_timeout: 180000000
+"""
+TRL = """\
+model_name_or_path: ./base
+dataset_name: owner/chats
+use_peft: false
+lora_r: 8
+max_steps: 100
+num_train_epochs: 1
+per_device_train_batch_size: 2
+warmup_steps: 10
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr_rate: 0.1}
+eval_strategy: epoch
+bf16: true
+max_length: 2048
+early_stoping: 3
+"""
+TORCHTUNE = """\
+output_dir: /out/run
+model: {_component_: torchtune.models.llama3.lora_llama3_8b, lora_attn_modules: [q_proj, v_proj, output_proj], \
+apply_lora_to_mlp: true, lora_rank: 8, lora_alpha: 16}
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /base/tokenizer.model, max_seq_len: 1024}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /base, model_type: LLAMA3}
+dataset: {_component_: torchtune.datasets.chat_dataset, data_files: rows.json, conversation_column: talk, packed: true}
+seed: null
+batch_size: 2
+optimizer: {_component_: torch.optim.AdamW, fused: true, lr: 2e-5}
+lr_scheduler: {_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 100}
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+epochs: 2
+max_steps_per_epoch: 50
+gradient_accumulation_steps: 4
+clip_grad_norm: null
+compile: false
+metric_logger: {_component_: torchtune.training.metric_logging.DiskLogger, log_dir: "${output_dir}/logs"}
+device: cpu
+dtype: bf16
+enable_activation_checkpointing: true
+"""
+SWIFT = json.dumps(
+    {"model": "./base", "train_type": "dora", "dataset": ["owner/set#500", "own.jsonl"], "torch_dtype": "bfloat16",
+     "target_modules": "all-linear", "max_length": 512, "truncation_strategy": "delete", "split_dataset_ratio": 0.01,
+     "learning_rate": 1e-4, "num_train_epochs": 1, "freeze_vit": True, "dataloader_num_workers": 4}
+)  # fmt: skip
+EXPECTED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "axolotl": (
+        AXOLOTL,
+        {"adapter.kind": "lora", "adapter.r": 32, "adapter.target_modules": "all-linear", "data.eval": "2%",
+         "data.max_length": 4096, "data.packing": True, "train.global_batch_size": 8, "train.micro_batch_size": 2,
+         "train.duration": "3 epochs", "optimizer.kind": "adamw", "optimizer.betas": [0.9, 0.999],
+         "optimizer.lr": 2e-4, "schedule.kind": "cosine", "schedule.warmup": "10%", "eval.every": "0.25 epochs",
+         "checkpoint.every": "1 epoch", "train.gradient_checkpointing": "full", "train.precision": "auto"},
+        ("load_in_4bit", "optimizer: paged_adamw_8bit"),
+    ),
+    "llama-factory": (
+        FACTORY,
+        {"adapter.kind": "lora", "adapter.r": 16, "adapter.alpha": 32, "adapter.target_modules": ["q_proj", "v_proj"],
+         "data.eval": "10%", "data.packing": False, "data.max_length": 2048, "train.global_batch_size": 8,
+         "train.duration": "2 epochs", "eval.every": "200 steps", "schedule.warmup": "never",
+         "parallel.timeout": "30 min"},
+        ("quantization_bit",),
+    ),
+    "trl": (
+        TRL,
+        {"adapter.kind": "none", "train.duration": "100 steps", "train.global_batch_size": 2, "optimizer.lr": 2e-5,
+         "schedule.kind": "cosine", "schedule.min_lr_ratio": 0.1, "schedule.warmup": "10 steps",
+         "data.max_length": 2048, "train.precision": "bf16", "data.eval": None},
+        ("eval_strategy", "lora_r", "early_stoping: 3: has no counterpart"),
+    ),
+    "torchtune": (
+        TORCHTUNE,
+        {"model.name_or_path": "/base", "adapter.kind": "lora", "adapter.r": 8, "data.max_length": 1024,
+         "adapter.target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+         "data.packing": True, "train.duration": "100 steps", "train.global_batch_size": 8, "train.micro_batch_size": 2,
+         "optimizer.lr": 2e-5, "schedule.kind": "cosine", "schedule.warmup": "100 steps",
+         "train.max_grad_norm": "never", "train.device": "cpu", "train.precision": "bf16",
+         "train.gradient_checkpointing": "full",
+         "output_dir": "/out/run"},
+        (),
+    ),
+    "ms-swift": (
+        SWIFT,
+        {"adapter.kind": "dora", "adapter.r": 8, "data.max_length": 512, "data.too_long": "drop", "data.eval": "1%",
+         "train.precision": "bf16", "train.duration": "1 epoch"},
+        ("freeze_vit",),
+    ),
+}  # fmt: skip
+
+
+def imported(tool: str, tmp_path: Path) -> Imported:
+    return import_text(EXPECTED[tool][0], "config.yaml", directory=tmp_path)
+
+
+@pytest.mark.parametrize("tool", EXPECTED)
+def test_a_configuration_becomes_a_recipe(tool: str, tmp_path: Path) -> None:
+    found = imported(tool, tmp_path)
+    _, expected, left = EXPECTED[tool]
+    assert found.tool == tool
+    values = flatten(recipe_dict(found.recipe))
+    assert {key: values[key] for key in expected} == expected
+    assert len(found.left) == len(left), found.left
+    for start in left:
+        assert any(item.startswith(start) for item in found.left), (start, found.left)
+        assert f"#   {start}" in found.text
+
+
+@pytest.mark.parametrize("tool", EXPECTED)
+def test_its_text_is_the_same_recipe_and_names_what_each_line_comes_from(tool: str, tmp_path: Path) -> None:
+    found = imported(tool, tmp_path)
+    (tmp_path / "import.yaml").write_text(found.text)
+    again = load_recipe(tmp_path / "import.yaml", cwd=Path.cwd()).recipe
+    assert again.train == found.recipe.train
+    assert again.adapter == found.recipe.adapter
+    assert found.text.startswith(f"# From {DIALECTS[found.tool].title}'s config.yaml, by tuner import.\n")
+    assert "# learning_rate\n" in found.text or tool in {"trl", "torchtune"}
+
+
+def test_sources_keep_their_form_their_columns_and_their_share(tmp_path: Path) -> None:
+    chats, questions = imported("axolotl", tmp_path).recipe.data.train
+    assert (Path(chats.path).name, chats.format) == ("chats.jsonl", "sharegpt")
+    assert (questions.path, questions.format) == ("owner/set:train[:5%]", "prompt_completion")
+    assert questions.columns == {"prompt": "question", "completion": "answer"}
+    first, second = imported("ms-swift", tmp_path).recipe.data.train
+    assert (first.path, first.count, Path(second.path).name) == ("owner/set:train", 500, "own.jsonl")
+    assert imported("torchtune", tmp_path).recipe.data.train[0].columns == {"messages": "talk"}
+
+
+def test_llama_factorys_table_of_data_sets_is_read(tmp_path: Path) -> None:
+    listed = {
+        "own": {"file_name": "own.json", "formatting": "sharegpt", "columns": {"messages": "talk"}},
+        "other": {"hf_hub_url": "owner/other", "columns": {"prompt": "ask", "response": "say"}},
+    }
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(listed))
+    own, other = imported("llama-factory", tmp_path).recipe.data.train
+    assert (Path(own.path).name, own.format, own.columns, own.count) == (
+        "own.json", "sharegpt", {"conversations": "talk"}, 500,
+    )  # fmt: skip
+    assert (other.path, other.format) == ("owner/other:train", "alpaca")
+    assert other.columns == {"instruction": "ask", "output": "say"}
+
+
+def test_the_batch_follows_from_the_processes(tmp_path: Path) -> None:
+    assert import_text(FACTORY, "c.yaml", processes=4, directory=tmp_path).recipe.train.global_batch_size == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("base_model: a/b\nrl: dpo\n", "not supported: preference training"),
+        ("model_name_or_path: a/b\nstage: ppo\n", "not supported: reinforcement learning"),
+        ("loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n", "not supported: preference training"),
+        ("some: thing\n", "of no tool that is known"),
+        ("base_model: [\n", "not YAML"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused(text: str, expected: str) -> None:
+    with pytest.raises(RecipeError, match=expected):
+        import_text(text, "c.yaml")

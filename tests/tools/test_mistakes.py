@@ -1,0 +1,16 @@
+"""Every mistake of the table is answered with its place and the line to write."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tools.mistakes import answer, mistakes
+
+
+def test_every_mistake_gets_its_place_and_its_line() -> None:
+    table = mistakes()
+    assert Counter(one.tool for one in table) == {
+        "trl": 20, "axolotl": 20, "llama-factory": 20, "torchtune": 20, "ms-swift": 10, "unsloth": 10, "tuner": 20,
+    }  # fmt: skip
+    answers = [answer(mistake) for mistake in table]
+    assert [one for one in answers if not one.right] == []

@@ -1,0 +1,150 @@
+"""`tuner import` over the configurations that other tools ship: what is converted, what is not, and what trains.
+
+python tools/import_campaign.py [--sources DIRECTORY] [--train N] [--left]
+
+Fetches axolotl, LLaMA-Factory, torchtune, TRL and ms-swift from the package index (about 15 MB, nothing is installed),
+converts every training configuration in them, and trains two steps of some with a tiny model and rows of ours in place
+of theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools.flawed_recipes import prepare  # noqa: E402
+from tuner.config.imported import Imported, import_text  # noqa: E402
+from tuner.config.load import Override, RecipeText, load_recipe  # noqa: E402
+from tuner.config.other_configs import Tool  # noqa: E402
+from tuner.errors import TunerError  # noqa: E402
+
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "axolotl==0.19.0": ("--no-build-isolation", "--no-binary", "axolotl"),
+    "llamafactory==0.9.5": ("--no-binary", "llamafactory"),
+    "torchtune==0.6.1": (),
+}
+CONFIGS: tuple[tuple[Tool, str], ...] = (
+    ("axolotl", "axolotl-*/examples/**/*.y*ml"),
+    ("llama-factory", "llamafactory-*/examples/train_*/*.yaml"),
+    ("llama-factory", "llamafactory-*/examples/extras/**/*.yaml"),
+    ("torchtune", "torchtune-*/recipes/configs/*/*.yaml"),
+)
+NOT_TRAINING = ("deepspeed", "accelerate", "inference", "eval", "quantiz", "export", "generate", "cloud", "tokens_cfg",
+                "ray", "predict", "evaluation", "fsdp_", "preprocess", "dev/", "vllm", "nlg_eval", "mm.y")  # fmt: skip
+REPLACED = {
+    "model.name_or_path": "./model", "tokenizer.name_or_path": "byte", "data.train": "rows.jsonl", "data.eval": "null",
+    "data.max_length": "64", "train.duration": "2 steps", "train.global_batch_size": "2", "train.micro_batch_size": "1",
+    "train.device": "cpu", "train.precision": "fp32", "eval.every": "null", "checkpoint.keep_best": "null",
+    "method.kind": "null", "output_dir": "out", "logging.trackers": "null", "tokenizer.chat_template": "null",
+    "tokenizer.add_tokens": "null", "model.kernels": "null", "model.config": "null", "train.compile": "false",
+    "adapter.modules_to_save": "null", "parallel.processes": "1", "model.freeze": "null", "schedule.warmup": "never",
+    "logging.level": "error",
+}  # fmt: skip
+"""What a tiny run has in place of what the recipe says: the model, the data, the size and the device."""
+
+
+def fetch(directory: Path) -> None:
+    """Download and unpack the packages, where they are not there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for package, options in PACKAGES.items():
+        name = package.partition("==")[0]
+        if any(path.is_dir() for path in directory.glob(f"{name}-*")):
+            continue
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *options, package, "-d", str(directory)]
+        subprocess.run(command, check=True)
+        for path in directory.glob(f"{name}-*"):
+            if path.suffix == ".whl":
+                zipfile.ZipFile(path).extractall(directory / path.stem)
+            elif path.name.endswith(".tar.gz"):
+                with tarfile.open(path) as archive:
+                    archive.extractall(directory, filter="data")
+
+
+def configs(directory: Path) -> Iterator[tuple[Tool, Path]]:
+    """Every training configuration."""
+    for tool, pattern in CONFIGS:
+        for path in sorted(directory.glob(pattern)):
+            if path.is_file() and not any(word in str(path.relative_to(directory)) for word in NOT_TRAINING):
+                yield tool, path
+
+
+def train(found: Imported, directory: Path) -> str | None:
+    """Train two steps of a recipe in small; what is wrong with it, or None."""
+    from tuner.run.main import train as launch
+    from tuner.run.options import LaunchOptions
+    from tuner.runtime.console import Console
+    from tuner.runtime.dist import RankInfo
+
+    flags = [Override(key, value) for key, value in REPLACED.items()]
+    if found.recipe.adapter.kind != "none":
+        flags.append(Override("adapter.target_modules", "all-linear"))
+    else:
+        flags = [flag for flag in flags if not flag.key.startswith("adapter.")]
+    flags = [flag for flag in flags if flag.key != "schedule.warmup" or found.recipe.schedule.kind != "custom"]
+    try:
+        loaded = load_recipe(RecipeText(found.text, "imported"), flags, directory)
+        result = launch(loaded, LaunchOptions(), RankInfo(), Console(main=False))
+    except TunerError as error:
+        return error.message
+    return None if result.step == 2 else f"{result.step} steps"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print what became of every configuration; 1 where one cannot be converted or a converted one does not train."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where they are unpacked")
+    parser.add_argument("--train", type=int, default=3, help="how many of each tool train")
+    parser.add_argument("--left", action="store_true", help="print what was not carried over, by how often")
+    given = parser.parse_args(words)
+    fetch(given.sources)
+    left: Counter[str] = Counter()
+    counts: dict[str, Counter[str]] = {}
+    failed = 0
+    with tempfile.TemporaryDirectory() as name:
+        for tool, path in configs(given.sources):
+            count = counts.setdefault(tool, Counter())
+            count["files"] += 1
+            try:
+                found = import_text(path.read_text(encoding="utf-8"), path.name, directory=path.parent)
+            except TunerError as error:
+                refused = "not supported" in error.message
+                count["refused"] += refused
+                failed += not refused
+                verdict = "refused" if refused else "not converted"
+                print(f"{verdict}  {path.relative_to(given.sources)}: {error.message[:150]}")
+                continue
+            count["converted"] += 1
+            count["of their tool"] += found.tool == tool
+            left.update(item.split(":")[0] for item in found.left if "no counterpart" in item)
+            if found.tool != tool:
+                print(f"taken for {found.tool}  {path.relative_to(given.sources)}")
+            if count["trained"] + count["failed"] < given.train:
+                directory = Path(name) / f"{tool}-{count['files']}"
+                directory.mkdir()
+                os.environ["TUNER_CACHE"] = f"{name}/cache"
+                prepare(directory)
+                problem = train(found, directory)
+                count["failed" if problem else "trained"] += 1
+                failed += problem is not None
+                if problem:
+                    print(f"does not train  {path.relative_to(given.sources)}: {problem}")
+    for tool, count in counts.items():
+        print(f"{tool:14} " + ", ".join(f"{number} {what}" for what, number in count.items() if number))
+    if given.left:
+        print("without counterpart: " + ", ".join(f"{key} ({number})" for key, number in left.most_common(60)))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""`tuner import`: a configuration of another tool, as a recipe."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tuner.cli.command import Outcome, command
+from tuner.errors import RecipeError
+
+MOST_BYTES = 1 << 20
+
+
+@command("import")
+def import_config(
+    file: Annotated[str, typer.Argument(help="A YAML or JSON file of another tool, or - for stdin.")],
+    tool: Annotated[
+        str | None,
+        typer.Option("--from", metavar="TOOL", help="Whose it is; by default its keys say that."),
+    ] = None,
+    processes: Annotated[
+        int, typer.Option("--processes", min=1, help="On how many GPUs it ran, which its batch depends on.")
+    ] = 1,
+) -> Outcome:
+    """Convert a configuration of axolotl, LLaMA-Factory, TRL, torchtune, ms-swift or Unsloth to a commented recipe."""
+    from tuner.config.dump import recipe_dict
+    from tuner.config.imported import import_text
+    from tuner.config.other_configs import DIALECTS, TOOLS
+
+    known = next((name for name in TOOLS if name == tool), None)
+    if tool is not None and known is None:
+        raise RecipeError(f"--from {tool}: not one of {', '.join(TOOLS)}")
+    path = Path(file).expanduser()
+    found = import_text(_text(file, path), "stdin" if file == "-" else path.name, known, processes,
+                        Path.cwd() if file == "-" else path.absolute().parent)  # fmt: skip
+    print(f"read      {file}: {DIALECTS[found.tool].title}", file=sys.stderr)
+    return Outcome(
+        found.text,
+        artifacts={"tool": found.tool, "recipe": recipe_dict(found.recipe), "not_carried_over": list(found.left)},
+        warnings=[f"not carried over: {item}" for item in found.left],
+        next="tuner config check recipe.yaml",
+        is_text=True,
+    )
+
+
+def _text(file: str, path: Path) -> str:
+    try:
+        if file == "-":
+            return sys.stdin.read(MOST_BYTES + 1)
+        with path.open(encoding="utf-8") as stream:
+            return stream.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise RecipeError(f"{file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise RecipeError(f"{file}: not UTF-8 text") from None

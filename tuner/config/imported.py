@@ -1,0 +1,274 @@
+"""A configuration of another tool, converted to a commented recipe, with everything that was not carried over."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner.config.advice import fits
+from tuner.config.conversion import convert
+from tuner.config.dump import flow
+from tuner.config.fields import fields
+from tuner.config.load import RecipeText, load_recipe
+from tuner.config.not_supported import absent
+from tuner.config.other_configs import DIALECTS, Dialect, Tool, detect
+from tuner.config.other_rules import PER_DEVICE, number
+from tuner.config.other_values import of_value
+from tuner.config.recipe import Recipe
+from tuner.config.tree import Node, Problems
+from tuner.config.yaml import read_yaml
+from tuner.errors import RecipeError
+
+_SINGLE = ("datasets", "dataset", "test_datasets", "val_dataset", "eval_dataset", "special_tokens", "tokens",
+           "lora_target_modules", "target_modules", "lr_scheduler_kwargs", "lora_modules_to_save")  # fmt: skip
+"""Keys whose mapping or list is one value."""
+_FIRST = ("max_steps", "max_steps_per_epoch", "warmup_steps", "num_warmup_steps", "save_strategy", "eval_strategy",
+          "evaluation_strategy", "gradient_accumulation_steps")  # fmt: skip
+"""Keys that win over others which become the same key of ours."""
+_NEEDS_EVAL = ("eval.every", "eval.at_start", "eval.at_end", "eval.patience", "checkpoint.keep_best")
+_MOST_REPAIRS = 20
+
+
+@dataclass(frozen=True)
+class Imported:
+    """The recipe as text that loads, whose configuration it was, and what of that is not in it."""
+
+    tool: Tool
+    text: str
+    recipe: Recipe
+    left: tuple[str, ...]
+    """`key: value` with the reason, one each."""
+
+
+@dataclass
+class _Draft:
+    """Our keys with their values and the keys that they come from, and what is left."""
+
+    values: dict[str, Any]
+    sources: dict[str, str]
+    left: list[str]
+
+    def put(self, lines: Mapping[str, Any], source: str) -> None:
+        for key, value in lines.items():
+            self.values[key], self.sources[key] = value, source
+
+    def drop(self, key: str, why: str) -> None:
+        value = self.values.pop(key, None)
+        source = self.sources.pop(key, key)
+        if not source.endswith("default"):
+            self.left.append(f"{source} ({key}: {flow(value)}): {why}")
+
+
+def import_text(
+    text: str, name: str, tool: Tool | None = None, processes: int = 1, directory: Path = Path()
+) -> Imported:
+    """Convert the YAML or JSON text of a configuration, called `name` in messages.
+
+    `processes` is on how many it ran, which its batch depends on; `directory` where its own paths start from.
+    Raises RecipeError where it cannot be read or is of no tool that is known.
+    """
+    problems = Problems()
+    tree = read_yaml(text, name, directory, problems)
+    if problems.found:
+        raise RecipeError.of(problems.found)
+    given = _given(tree, processes)
+    keys = frozenset(part for key in given for part in (key, key.rpartition(".")[2]))
+    found = tool or detect(keys)
+    if found is None:
+        raise RecipeError(f"{name}: of no tool that is known", hint=f"say which: --from {' | '.join(DIALECTS)}")
+    dialect = DIALECTS[found]
+    _require_supervised(given, f"{dialect.title}'s {name}")
+    if found == "llama-factory":
+        named = str(given.get("dataset_dir") or "data")
+        given["dataset_info"] = _dataset_info(directory, named) or _dataset_info(Path.cwd(), named)
+    draft = _Draft({}, {}, [])
+    draft.put(dialect.defaults, f"{dialect.title}'s default")
+    for key in sorted(given, key=lambda item: item.rpartition(".")[2] in _FIRST):
+        _carry(key, given[key], given, dialect, draft)
+    _settle(draft, given, found)
+    recipe, written = _loaded(draft, f"{dialect.title}'s {name}")
+    return Imported(found, written, recipe, tuple(dict.fromkeys(draft.left)))
+
+
+def _require_supervised(given: Mapping[str, Any], origin: str) -> None:
+    """Raise RecipeError for a training of another kind: a recipe of it would be of something else."""
+    for key in ("rl", "stage", "rlhf_type", "task_type", "training_type"):
+        meant = of_value("method.kind", given.get(key))
+        if meant is not None and meant.startswith("not supported"):
+            raise RecipeError(f"{origin}: {key}: {given[key]}: {meant}")
+    for key, value in given.items():
+        if key.endswith("_component_") and ".rlhf." in str(value):
+            feature = absent("rl")
+            raise RecipeError(f"{origin}: {key}: {value}: {feature.sentence if feature else ''}")
+
+
+def _given(tree: Node, processes: int) -> dict[str, Any]:
+    """Every value that is written, by its dotted key; `${key}` in a text is that key's value."""
+    found: dict[str, Any] = {"processes": processes}
+
+    def walk(node: Node, path: tuple[str, ...]) -> None:
+        name = ".".join(path)
+        is_component = isinstance(node.value, dict) and "_component_" in node.value
+        whole = bool(path) and (path[-1] in _SINGLE or absent(path[-1]) is not None)
+        if path and (whole or not isinstance(node.value, dict)):
+            found[name] = node.plain()
+        if isinstance(node.value, dict) and (not whole or is_component):
+            for key, child in node.value.items():
+                walk(child, (*path, key))
+
+    walk(tree, ())
+    texts = {key: value for key, value in found.items() if isinstance(value, str)}
+    for key, value in texts.items():
+        found[key] = re.sub(r"\$\{(\w+)\}", lambda match: str(found.get(match[1], match[0])), value)
+    return found
+
+
+def _dataset_info(directory: Path, name: str) -> dict[str, Any]:
+    """LLaMA-Factory's table of data sets; empty where it is not there."""
+    path = directory / name / "dataset_info.json"
+    if not path.is_file():
+        return {}
+    tree = read_yaml(path.read_text(encoding="utf-8"), path.name, directory, Problems())
+    plain = tree.plain()
+    return plain if isinstance(plain, dict) else {}
+
+
+def _carry(key: str, value: Any, given: Mapping[str, Any], dialect: Dialect, draft: _Draft) -> None:
+    """Put what one key becomes into the draft, or note why it is left out."""
+    name = key.rpartition(".")[2].lower().replace("-", "_")
+    top = key.partition(".")[0]
+    if key == "processes" or value is None or value in ("", [], {}):
+        return
+    rule = dialect.rules.get(key) or dialect.rules.get(name)
+    if rule is None and (key in dialect.silent or top in dialect.silent):
+        return
+    feature = None if rule else absent(name)
+    if feature is not None:
+        if feature.needed and value not in (False, 0, "none", "no"):
+            draft.left.append(f"{key}: {_shown(value)}: {feature.sentence}")
+        return
+    if rule is None and key in fields() and fits({key: value}) and not isinstance(value, bool):
+        draft.put({key: value}, key)
+        return
+    converted = rule(value, given) if rule else convert(name, value, given)
+    if converted is None and (own := [item for item in fields() if item.rpartition(".")[2] == name]) and len(own) == 1:
+        converted = {own[0]: value}
+    if isinstance(converted, str):
+        if converted.startswith(("not supported", "write ")):
+            draft.left.append(f"{key}: {_shown(value)}: {converted}")
+    elif converted is None:
+        if value is not False:
+            told = f"{key}: {_shown(value)}" if top == key or f"{top}._component_" in given else f"{top}: ..."
+            draft.left.append(f"{told}: has no counterpart here")
+    elif fits(converted):
+        draft.put(converted, key)
+    elif value is not False:
+        draft.left.append(f"{key}: {_shown(value)}: not a value of {', '.join(converted)}")
+
+
+def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
+    """Make the parts fit together: batch, adapter, method, and what needs held-out rows."""
+    values = draft.values
+    micro = next((found for name in PER_DEVICE if (found := number(given.get(name)))), None)
+    micro = micro or number(values.get("train.micro_batch_size"))
+    steps = number(given.get("gradient_accumulation_steps")) or 1
+    if micro is not None:
+        rows = int(micro * max(steps, 1) * (number(given.get("processes")) or 1))
+        source = f"{micro} rows of a process, accumulated: {max(steps, 1)}, processes: {given['processes']}"
+        draft.put({"train.global_batch_size": rows}, source)
+    if any("lora" in str(given.get(name, "")).lower() for name in ("adapter", "finetuning_type")):
+        values.setdefault("adapter.kind", "lora")
+    if str(given.get("full_finetuning", "")).lower() == "true" or values.get("adapter.kind", "none") == "none":
+        for key in [key for key in values if key.startswith("adapter.") and key != "adapter.kind"]:
+            draft.drop(key, "there is no adapter")
+    if tool == "llama-factory" and "lora_alpha" not in given and "adapter.r" in values:
+        draft.put({"adapter.alpha": 2 * values["adapter.r"]}, "LLaMA-Factory's default")
+    sources = values.get("data.train")
+    if isinstance(sources, list) and sources and all(_form(item) == "text" for item in sources):
+        draft.put({"method.kind": "pretrain"}, "records of plain text")
+    if values.get("method.kind") == "pretrain" and "method.train_on" in values:
+        draft.drop("method.train_on", "every token of plain text is learned")
+    if values.get("data.too_long") == "truncate" and values.get("method.kind") == "pretrain":
+        draft.drop("data.too_long", "long texts are split")
+    if not values.get("data.eval"):
+        for key in [key for key in _NEEDS_EVAL if key in values]:
+            draft.drop(key, "there are no held-out rows; set data.eval")
+    if (
+        values.get("schedule.kind") not in {None, "cosine", "linear", "wsd", "wsd_s"}
+        and "schedule.min_lr_ratio" in values
+    ):
+        draft.drop("schedule.min_lr_ratio", f"not with schedule.kind: {values['schedule.kind']}")
+    if values.get("optimizer.kind", "adamw") not in {"adamw", "muon"}:
+        for key in [key for key in ("optimizer.betas", "optimizer.eps") if key in values]:
+            draft.drop(key, f"not with optimizer.kind: {values['optimizer.kind']}")
+    for key, stand_in, what in (("model.name_or_path", "OWNER/NAME", "model"), ("data.train", "rows.jsonl", "records")):
+        if not values.get(key):
+            draft.put({key: stand_in}, f"the file names no {what}: write yours")
+            draft.left.append(f"{key}: the file names no {what}; write yours")
+
+
+def _form(source: Any) -> str:
+    return str(source.get("format", "auto")) if isinstance(source, Mapping) else "auto"
+
+
+def _loaded(draft: _Draft, origin: str) -> tuple[Recipe, str]:
+    """Write the recipe and load it; a value that it does not take is left out, with what is wrong with it."""
+    for _ in range(_MOST_REPAIRS):
+        text = _written(draft, origin)
+        try:
+            return load_recipe(RecipeText(text, "import")).recipe, text
+        except RecipeError as error:
+            wrong = [_owner(problem.key, draft) for problem in error.problems]
+            if not any(wrong):
+                raise
+            for key, problem in zip(wrong, error.problems, strict=True):
+                if key and key in draft.values:
+                    draft.drop(key, problem.message)
+    raise RecipeError(f"{origin}: no recipe comes of it")
+
+
+def _owner(key: str, draft: _Draft) -> str:
+    """The key of the draft that a problem's key belongs to; required ones are never left out."""
+    found = next((own for own in draft.values if key == own or key.startswith(f"{own}.")), "")
+    return "" if found in {"model.name_or_path", "data.train"} else found
+
+
+def _written(draft: _Draft, origin: str) -> str:
+    """The recipe, each line with the key that it comes from, after what was not carried over."""
+    lines = [f"# From {origin}, by tuner import."]
+    if draft.left:
+        lines += ["# Not carried over:", *(f"#   {_one_line(item)}" for item in dict.fromkeys(draft.left))]
+    rows: list[tuple[str, str]] = []
+    places = list(dict.fromkeys(key.rpartition(".")[0] for key in fields()))
+    known = list(fields())
+    order = sorted(
+        draft.values,
+        key=lambda key: (places.index(key.rpartition(".")[0]), known.index(key) if key in fields() else len(known)),
+    )
+    section = ""
+    for key in order:
+        owner, _, name = key.rpartition(".")
+        if owner != section and owner:
+            rows.append((f"{owner}:", ""))
+        section = owner
+        value, indent = draft.values[key], "  " if owner else ""
+        if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            rows.append((f"{indent}{name}:", draft.sources[key]))
+            rows += [(f"{indent}  - {flow(item)}", "") for item in value]
+        else:
+            rows.append((f"{indent}{name}: {flow(value)}", draft.sources[key]))
+    width = min(56, max(len(text) for text, _ in rows))
+    lines += [f"{text.ljust(width)}  # {_one_line(source)}" if source else text for text, source in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _one_line(text: str) -> str:
+    return "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
+
+
+def _shown(value: Any) -> str:
+    text = flow(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,290 @@
+"""Whole configurations of other tools: whose one is, what a tool takes where nothing is written, and its own words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from tuner.config.other_data import plain_sources, registered
+from tuner.config.other_rules import Given, Lines, Rule, builder, micro_batch, note, number, switch, text_of
+from tuner.config.other_values import of_value
+
+Tool = Literal["axolotl", "llama-factory", "trl", "torchtune", "ms-swift", "unsloth"]
+TOOLS: tuple[Tool, ...] = get_args(Tool)
+_HF: Lines = {"optimizer.betas": [0.9, 0.999], "schedule.warmup": "never"}
+
+
+def _keys(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One tool: keys that only it has, its defaults in our words where they differ from ours, and its own meanings."""
+
+    title: str
+    marks: frozenset[str]
+    defaults: Lines = field(default_factory=dict)
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    silent: frozenset[str] = frozenset()
+    """Keys that say nothing about the training."""
+
+
+def _axolotl_optimizer(value: Any, given: Given) -> Lines | str | None:
+    known = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adafactor", "sgd", "muon"}
+    if value in known:
+        return {"optimizer.kind": "adamw" if str(value).startswith("adamw") else value}
+    return of_value("optimizer.kind", value)
+
+
+def _axolotl_adapter(value: Any, given: Given) -> Lines | str | None:
+    return (
+        {"adapter.kind": value} if value in {"lora", "dora"} else {"adapter.kind": "lora"} if value == "qlora" else None
+    )
+
+
+def _registered(value: Any, given: Given) -> Lines | str | None:
+    """LLaMA-Factory's names of data sets, looked up in `dataset_info.json` where it was read."""
+    info, directory = given.get("dataset_info"), str(given.get("dataset_dir") or "data")
+    names = [str(name).strip() for name in (value.split(",") if isinstance(value, str) else value or [])]
+    found: list[Any] = [registered(name, info if isinstance(info, Mapping) else {}, directory) for name in names]
+    counted = number(given.get("max_samples"))
+    if counted:
+        found = [{**({"path": item} if isinstance(item, str) else item), "count": int(counted)} for item in found]
+    return {"data.train": found}
+
+
+def _registered_held_out(value: Any, given: Given) -> Lines | str | None:
+    found = _registered(value, {**given, "max_samples": None})
+    return {"data.eval": found["data.train"]} if isinstance(found, dict) else found
+
+
+def _tuner_model(value: Any, given: Given) -> Lines | str | None:
+    """A builder of torchtune's models: which adapter it has."""
+    name = str(value).rpartition(".")[2]
+    if not name.startswith(("lora_", "qlora_", "dora_", "qdora_")):
+        return {"adapter.kind": "none"}
+    return {"adapter.kind": "dora" if "dora" in name else "lora"}
+
+
+def _attention_modules(value: Any, given: Given) -> Lines | str | None:
+    """torchtune names the layers of attention, and has a switch for those of the MLP."""
+    names = [{"output_proj": "o_proj"}.get(str(name), str(name)) for name in value or []]
+    if given.get("model.apply_lora_to_mlp"):
+        names += ["gate_proj", "up_proj", "down_proj"]
+    whole = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    return {"adapter.target_modules": "all-linear" if set(names) == whole else names}
+
+
+def _steps_per_epoch(value: Any, given: Given) -> Lines | str | None:
+    steps, epochs = number(value), number(given.get("epochs")) or 1
+    return {"train.duration": f"{int(steps * epochs)} steps"} if steps else None
+
+
+def _swift_sets(value: Any, given: Given) -> Lines | str | None:
+    sources = plain_sources(value.split() if isinstance(value, str) else value)
+    return None if sources is None else {"data.train": sources}
+
+
+def _swift_held_out(value: Any, given: Given) -> Lines | str | None:
+    sources = plain_sources(value.split() if isinstance(value, str) else value)
+    return None if sources is None else {"data.eval": sources}
+
+
+def _nothing(value: Any, given: Given) -> Lines | str | None:
+    return {}
+
+
+DIALECTS: dict[Tool, Dialect] = {
+    "axolotl": Dialect(
+        "axolotl",
+        frozenset(
+            [
+                "base_model",
+                "sequence_len",
+                "micro_batch_size",
+                "sample_packing",
+                "val_set_size",
+                "datasets",
+                "evals_per_epoch",
+                "saves_per_epoch",
+                "lora_target_linear",
+                "train_on_inputs",
+                "dataset_prepared_path",
+                "special_tokens",
+                "tokenizer_type",
+                "model_type",
+                "strict",
+                "pad_to_sequence_len",
+                "load_in_8bit",
+                "wandb_entity",
+                "wandb_watch",
+                "loss_watchdog_threshold",
+            ]
+        ),
+        _HF | {"data.packing": False, "train.duration": "1 epoch"},
+        {
+            "optimizer": _axolotl_optimizer,
+            "adapter": _axolotl_adapter,
+            "micro_batch_size": micro_batch,
+            "eval_sample_packing": _nothing,
+            "special_tokens": _nothing,
+            "wandb_name": text_of("name"),
+            "cosine_constant_lr_ratio": note("not supported: a part of the cosine at a constant rate"),
+        },
+        _keys(
+            "strict model_type tokenizer_type loss_watchdog_patience debug torchdistx_path "
+            "liger_glu_activation liger_rms_norm liger_layer_norm liger_fused_linear_cross_entropy plugins "
+            "save_first_step dataset_processes loss_watchdog_threshold chat_template dataset_prepared_path"
+        ),
+    ),
+    "llama-factory": Dialect(
+        "LLaMA-Factory",
+        _keys(
+            "stage finetuning_type cutoff_len template dataset_dir plot_loss lora_target quantization_bit "
+            "preprocessing_num_workers overwrite_cache max_samples val_size visual_inputs pref_beta "
+            "enable_thinking"
+        ),
+        _HF
+        | {
+            "adapter.kind": "lora",
+            "adapter.r": 8,
+            "adapter.alpha": 16,
+            "schedule.kind": "linear",
+            "data.packing": False,
+            "data.max_length": 2048,
+            "data.too_long": "truncate",
+            "optimizer.lr": 5e-5,
+            "train.duration": "3 epochs",
+            "train.micro_batch_size": 8,
+        },
+        {
+            "dataset": _registered,
+            "eval_dataset": _registered_held_out,
+            "max_samples": _nothing,
+            "freeze_trainable_layers": note("not supported: freezing by a number of layers; instead model.freeze"),
+        },
+        _keys("dataset_dir template do_eval dataset_info"),
+    ),
+    "trl": Dialect(
+        "TRL",
+        _keys(
+            "dataset_name model_name_or_path use_peft lora_target_modules dataset_train_split "
+            "per_device_train_batch_size assistant_only_loss completion_only_loss dataset_text_field "
+            "max_seq_length attn_implementation dataset_test_split bnb_4bit_quant_type dataset_num_proc"
+        ),
+        _HF
+        | {
+            "schedule.kind": "linear",
+            "optimizer.lr": 2e-5,
+            "train.duration": "3 epochs",
+            "data.packing": False,
+            "data.max_length": 1024,
+            "data.too_long": "truncate",
+            "train.micro_batch_size": 8,
+        },
+        {
+            "dataset_test_split": _nothing,
+            "eos_token": _nothing,
+            "chat_template_path": text_of("tokenizer.chat_template"),
+        },
+        _keys("dataset_train_split dataset_test_split dataset_config eos_token"),
+    ),
+    "torchtune": Dialect(
+        "torchtune",
+        _keys(
+            "_component_ checkpointer metric_logger enable_activation_checkpointing max_steps_per_epoch "
+            "log_peak_memory_stats save_adapter_weights_only"
+        ),
+        {
+            "optimizer.betas": [0.9, 0.999],
+            "schedule.kind": "constant",
+            "schedule.warmup": "never",
+            "train.max_grad_norm": "never",
+            "data.packing": False,
+            "data.too_long": "truncate",
+        },
+        {
+            "batch_size": micro_batch,
+            "checkpointer.checkpoint_dir": text_of("model.name_or_path"),
+            "model._component_": _tuner_model,
+            "model.lora_attn_modules": _attention_modules,
+            "model.lora_rank": lambda value, given: {"adapter.r": value},
+            "model.lora_alpha": lambda value, given: {"adapter.alpha": value},
+            "model.lora_dropout": lambda value, given: {"adapter.dropout": value},
+            "tokenizer.max_seq_len": lambda value, given: {"data.max_length": value},
+            "tokenizer.path": _nothing,
+            "max_steps_per_epoch": _steps_per_epoch,
+            "shuffle": switch("data.shuffle", True, False),
+            "dataset": lambda value, given: {"data.train": plain_sources(value)},
+            "dataset.packed": switch("data.packing", True, False),
+            "dataset.train_on_input": switch("method.train_on", "all"),
+            "optimizer._component_": builder,
+            "lr_scheduler._component_": builder,
+            "metric_logger._component_": _nothing,
+        },
+        _keys(
+            "resume_from_checkpoint model.apply_lora_to_mlp model.apply_lora_to_output optimizer.fused "
+            "checkpointer profiler loss tokenizer metric_logger log_every_n_steps log_peak_memory_stats "
+            "dataset model.use_dora lr_scheduler.num_cycles"
+        ),
+    ),
+    "ms-swift": Dialect(
+        "ms-swift",
+        _keys(
+            "train_type tuner_type torch_dtype split_dataset_ratio custom_dataset_info freeze_vit sft_type "
+            "model_author target_modules loss_scale val_dataset use_hf strict system"
+        ),
+        {
+            "adapter.kind": "lora",
+            "adapter.r": 8,
+            "adapter.alpha": 32,
+            "adapter.dropout": 0.05,
+            "optimizer.betas": [0.9, 0.95],
+            "schedule.warmup": "never",
+            "optimizer.lr": 1e-4,
+            "train.duration": "3 epochs",
+            "data.packing": False,
+        },
+        {
+            "model": text_of("model.name_or_path"),
+            "dataset": _swift_sets,
+            "val_dataset": _swift_held_out,
+            "max_length": lambda value, given: {"data.max_length": value},
+            "truncation_strategy": lambda value, given: {
+                "data.too_long": {"delete": "drop", "left": "truncate", "right": "truncate"}.get(str(value), value)
+            },
+        },
+        _keys("model_author model_name system logging_dir add_version"),
+    ),
+    "unsloth": Dialect(
+        "Unsloth",
+        _keys(
+            "max_seq_length random_state use_gradient_checkpointing load_in_4bit full_finetuning use_rslora "
+            "loftq_config model_name finetune_vision_layers train_on_completions"
+        ),
+        _HF
+        | {
+            "adapter.kind": "lora",
+            "schedule.kind": "linear",
+            "data.packing": False,
+            "optimizer.lr": 2e-4,
+            "seed": 3407,
+        },
+        {
+            "train_on_completions": switch("method.train_on", "assistant", "all"),
+            "r": lambda value, given: {"adapter.r": value},
+        },
+        _keys("dataset_text_field"),
+    ),
+}
+
+
+def detect(keys: frozenset[str]) -> Tool | None:
+    """The tool whose marks most of the keys are; None where none of them is any tool's."""
+    scores = {tool: len(keys & dialect.marks) for tool, dialect in DIALECTS.items()}
+    best = max(scores, key=lambda tool: scores[tool])
+    if "_component_" in keys:
+        return "torchtune"
+    return best if scores[best] else None
