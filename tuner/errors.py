@@ -54,8 +54,10 @@ class Problem:
     @staticmethod
     def at(where: str, key: str, message: str) -> Problem:
         """The problem at a place as it is shown: `recipe.yaml:3:5`, `flag --optimizer.lr 3`, `recipe`."""
-        text = "  ".join(part for part in (where, key, message) if part)
-        if flag := _FLAG.match(where):
+        flag = _FLAG.match(where)
+        shown = "" if flag is not None and flag[1].replace("-", "_") == key else key
+        text = "  ".join(part for part in (where, shown, message) if part)
+        if flag is not None:
             return Problem(message, key or flag[1], text=text)
         place = _PLACE.fullmatch(where)
         if place is None:

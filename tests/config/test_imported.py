@@ -221,9 +221,23 @@ def test_the_batch_follows_from_the_processes(tmp_path: Path) -> None:
         ("model_name_or_path: a/b\nstage: ppo\n", "not supported: reinforcement learning"),
         ("loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n", "not supported: preference training"),
         ("some: thing\n", "of no tool that is known"),
+        ("model: {name_or_path: a/b}\ndata: {train: x}\n", "is a recipe already"),
         ("base_model: [\n", "not YAML"),
     ],
 )
 def test_what_cannot_be_imported_is_refused(text: str, expected: str) -> None:
     with pytest.raises(RecipeError, match=expected):
         import_text(text, "c.yaml")
+
+
+def test_a_configuration_that_is_taken_for_a_recipe_is_answered_with_import(tmp_path: Path) -> None:
+    for tool in ("axolotl", "llama-factory", "torchtune"):
+        (tmp_path / "c.yaml").write_text(EXPECTED[tool][0])
+        with pytest.raises(RecipeError) as caught:
+            load_recipe(tmp_path / "c.yaml", cwd=tmp_path)
+        hint = f"a configuration of {DIALECTS[imported(tool, tmp_path).tool].title}? convert it: tuner import c.yaml"
+        assert caught.value.hint == f"{hint} > recipe.yaml"
+    (tmp_path / "c.yaml").write_text("model: {name_or_path: a/b}\ndata: {train: x}\nlearning_rate: 1e-4\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(tmp_path / "c.yaml", cwd=tmp_path)
+    assert caught.value.hint is None

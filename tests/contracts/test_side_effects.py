@@ -57,7 +57,8 @@ def test_loading_creates_no_file_opens_no_socket_and_imports_nothing_heavy(name:
 COMMANDS = [
     ["--help"],
     ["config", "--help"],
-    ["config", "check", "tiny_pretrain_cpu"],
+    ["config", "check", "smollm2_sft_cpu", "--model.name_or_path", "nobody/nothing"],
+    ["config", "check", "tiny_pretrain_cpu", "--model.name_or_path", "./nothing"],
     ["config", "show", "--origin", "tiny_pretrain_cpu"],
     ["config", "show", "--plot-schedule", "tiny_pretrain_cpu"],
     ["config", "show", "--plot-schedule", "tiny_pretrain_cpu", "--train.duration", "50 steps"],

@@ -75,6 +75,8 @@ def import_text(
     if problems.found:
         raise RecipeError.of(problems.found)
     given = _given(tree, processes)
+    if "data.train" in given and "model.name_or_path" in given:
+        raise RecipeError(f"{name} is a recipe already", hint=f"check it: tuner config check {name}")
     keys = frozenset(part for key in given for part in (key, key.rpartition(".")[2]))
     found = tool or detect(keys)
     if found is None:

@@ -21,6 +21,10 @@ from tuner.errors import RecipeError
 __all__ = ["LoadedRecipe", "Override", "RecipeText", "load_recipe"]
 
 
+MARKS = 3
+"""Keys that only one other tool has, from which on a file is taken for its configuration."""
+
+
 @dataclass(frozen=True)
 class LoadedRecipe:
     """A recipe with absolute paths, and where it came from.
@@ -84,13 +88,24 @@ def load_recipe(
         resolve_paths(tree, problems)
     recipe = None if unreadable else check(tree, problems)
     if recipe is None or problems.found:
-        raise RecipeError.of(problems.found)
+        raise RecipeError.of(problems.found, _of_other_tool(tree, path, cwd))
     origins = {dotted(key): node.where for key, node in tree.leaves() if node.where != "default"}
     if not text:
         from tuner.config.dump import recipe_yaml
 
         text = recipe_yaml(recipe)
     return LoadedRecipe(recipe, path, path.parent if path else cwd, text, origins)
+
+
+def _of_other_tool(tree: Node, path: Path | None, cwd: Path) -> str | None:
+    """The hint for a file that is a whole configuration of another tool."""
+    from tuner.config.other_configs import DIALECTS, detect
+
+    keys = frozenset(tree.value) - Recipe.model_fields.keys()
+    tool = detect(keys)
+    if tool is None or path is None or len(keys & DIALECTS[tool].marks) < MARKS:
+        return None
+    return f"a configuration of {DIALECTS[tool].title}? convert it: tuner import {_display(path, cwd)} > recipe.yaml"
 
 
 def _from_mapping(source: Mapping[str, Any], cwd: Path, problems: Problems) -> Node:
