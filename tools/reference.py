@@ -36,8 +36,6 @@ $ tuner import config.yaml > recipe.yaml
 $ tuner config check recipe.yaml
 ```
 
-| there | here |
-| --- | --- |
 """
 
 ABSENT_INTRODUCTION = """\
@@ -83,9 +81,16 @@ def recipe_page() -> str:
 
 
 def foreign_page() -> str:
-    """The page of other tools' names."""
-    pairs = sorted((there, here) for here, names in FOREIGN.items() for there in names)
-    return FOREIGN_INTRODUCTION + "".join(f"| `{there}` | `{here}` |\n" for there, here in pairs)
+    """The page of other tools' names, by the sections of the recipe."""
+    sections: dict[str, list[str]] = {}
+    for here, names in FOREIGN.items():
+        row = f"| `{here}` | {', '.join(f'`{name}`' for name in names)} |"
+        sections.setdefault(here.split(".")[0] if "." in here else "", []).append(row)
+    parts = [FOREIGN_INTRODUCTION]
+    for section, lines in sections.items():
+        head = [f"## {section or 'At the top'}", "", "| here | elsewhere |", "| --- | --- |"]
+        parts.append("\n".join([*head, *lines]) + "\n")
+    return "\n".join(parts)
 
 
 def absent_page() -> str:

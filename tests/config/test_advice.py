@@ -9,7 +9,8 @@ import pytest
 
 from tuner.config.advice import of_unknown
 from tuner.config.conversion import RULES
-from tuner.config.fields import fields, find
+from tuner.config.duration import Span
+from tuner.config.fields import Field, fields, find
 from tuner.config.load import load_recipe
 from tuner.config.not_supported import ABSENT, Absent
 from tuner.config.other_tools import THEIRS
@@ -92,6 +93,17 @@ def test_every_value_of_another_tool_is_of_a_key_that_is_there() -> None:
 )
 def test_the_answer_is_what_to_write(more: dict[str, Any], expected: str) -> None:
     assert expected in problem(more)
+
+
+SHARES = [field for field in fields().values() if isinstance(field.value_type, Span) and "%" in field.value_type.units]
+
+
+@pytest.mark.parametrize("field", SHARES, ids=lambda field: field.key)
+def test_a_share_without_its_sign_is_asked_for_as_percent(field: Field) -> None:
+    assert field.value_type is not None
+    for value in (0.03, "0.03"):
+        with pytest.raises(ValueError, match=r"^0\.03 what\? did you mean 3%\?$"):
+            field.value_type.check(value)
 
 
 def test_one_may_stand_for_a_list_of_one() -> None:

@@ -39,7 +39,7 @@ _OPTIMIZER_KIND = (
     "adamw, sgd, adafactor, muon for hidden matrices with adamw for the rest, or custom for one of your own."
 )
 OptimizerKind = Annotated[Word[T], Field(description=_OPTIMIZER_KIND)]
-_DECOUPLED_DECAY = "Share of the weights taken off per unit of learning rate; never on norms, biases and other vectors."
+_DECOUPLED_DECAY = "Decoupled weight decay, per unit of learning rate; never on norms, biases and other vectors."
 DecoupledDecay = Annotated[Decay, Field(description=_DECOUPLED_DECAY)]
 _GROUPS = "Parameters with settings of their own: {match, lr, weight_decay} each."
 Groups = Annotated[tuple[ParameterGroup, ...], GROUPS, Field(description=_GROUPS)]

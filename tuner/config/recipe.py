@@ -49,7 +49,7 @@ class ModelSection(Section):
     revision: Annotated[str | None, Text(kind="a commit or tag")] = None
     """Hub commit or tag; the commit used is recorded."""
     init: Word[Literal["pretrained", "random"]] = "pretrained"
-    """Where the weights come from: pretrained files, or random from the config alone (pre-training)."""
+    """Where the weights come from: pretrained files, or random numbers, which needs only the config (pre-training)."""
     config: Annotated[dict[str, Any], Table()] = {}
     """Overrides of the model's config.json, e.g. {num_hidden_layers: 6}."""
     dtype: Word[Literal["auto", "fp32", "bf16"]] = "auto"
@@ -89,11 +89,11 @@ class TokenizerSection(Section):
     add_tokens: Annotated[tuple[AddedToken, ...], NEW_TOKENS, AfterValidator(_no_token_twice)] = ()
     """New tokens: texts, or {token, special} each. The embeddings grow by their rows, which are trained."""
     special_tokens_in_text: Word[Literal["refuse", "escape"]] = "refuse"
-    """Control tokens in the text of a record: the record is bad, or they are encoded as plain text; both counted."""
+    """Control tokens in a record's text: refuse the record, or escape them as plain text; both are counted."""
 
 
 _ADAPTER_KIND = (
-    "none trains the model in full; lora a low-rank adapter on a frozen model; dora also the norm of each weight row."
+    "none trains the whole model; lora a low-rank adapter on a frozen model; dora also learns the norm of each weight row."
 )
 AdapterKind = Annotated[Word[T], Field(description=_ADAPTER_KIND)]
 
@@ -285,7 +285,7 @@ class DataSection(Section):
     max_length: Annotated[int | Auto, Whole(ge=2, le=2**24)] = "auto"
     """Tokens of a packed row; auto is the smaller of the model's longest position and 2048."""
     too_long: Word[Literal["auto", "truncate", "split", "drop"]] = "auto"
-    """What happens to longer documents, each counted; auto drops for sft and splits for pretrain."""
+    """What happens to longer documents, which are counted; auto: drop for sft, split for pretrain."""
     packing: Bool = True
     """Put several documents into one row, isolated from each other."""
     shuffle: Bool = True
@@ -293,7 +293,7 @@ class DataSection(Section):
     on_bad_row: Word[Literal["error", "skip"]] = "error"
     """Stop at a record that cannot be used, or skip and count it."""
     workers: Annotated[int | Auto, Whole(ge=1, le=1024)] = "auto"
-    """Processes that encode records; auto takes one for each free core. Their number changes no byte of the result."""
+    """Processes that encode records; auto: one per free core. Their number does not change the result."""
     cache_dir: Annotated[str | None, Text(kind="the path of a directory")] = None
     """Where prepared data is kept; null takes $TUNER_CACHE, else ~/.cache/tuner."""
 
@@ -304,33 +304,33 @@ class TrainSection(Section):
     duration: Annotated[Duration, Span(units=("epochs", "steps", "tokens"))] = Duration.parse("1 epoch")
     """How long the whole run is."""
     stop_after: Annotated[Duration | None, Span(units=(*COUNTS, *TIMES), aliases=NEVER)] = None
-    """Save and stop this launch after so long (exit code 75); the run can be resumed."""
+    """Save and stop this launch after this long (exit code 75); the run can be resumed."""
     global_batch_size: Annotated[int, Whole(ge=1, le=2**20)] = 16
     """Rows per optimizer step, on any number of processes."""
     micro_batch_size: Annotated[int, Whole(ge=1, le=2**20)] = 1
-    """Rows per forward and process: the memory knob; without dropout it changes rounding alone."""
+    """Rows per forward and process: the memory knob; without dropout it changes nothing but rounding."""
     precision: Word[Literal["auto", "fp32", "bf16"]] = "auto"
     """Type of the computation; auto is bf16 where the device is fast at it, else fp32."""
     device: Word[Literal["auto", "cuda", "cpu"]] = "auto"
     """Where to train; auto takes CUDA when there is one."""
     gradient_checkpointing: Word[Literal["none", "selective", "full"]] = "none"
-    """Decoder layers run again in the backward pass: full keeps their input alone, selective matrix products too."""
+    """Recompute decoder layers in the backward pass: full keeps only their inputs, selective also matrix products."""
     gradient_checkpointing_layers: Annotated[Duration, Span(units=("%", "layers"))] = Duration.parse("100%")
-    """How many layers are computed again, evenly spread, such as 50% or 12 layers."""
+    """How many layers are recomputed, evenly spaced, such as 50% or 12 layers."""
     compile: Annotated[bool | Auto, Switch()] = "auto"
     """Compile the decoder layers in the first step, for rows of one size; auto does it on CUDA with data.packing."""
     max_grad_norm: Annotated[float | None, Real(gt=0, aliases=NEVER)] = 1.0
     """Gradient norm above which gradients are scaled down; never clips nothing and still logs it."""
     nonfinite: Annotated[int, Skips()] = 0
-    """A loss or gradient that is not finite: stop (exit code 7), or leave out up to N such updates with {skip: N}."""
+    """On a loss or gradient that is not finite: stop (exit code 7), or skip up to N such updates with {skip: N}."""
     skip_spikes: Annotated[float | None, Real(gt=0, aliases=NEVER)] = None
-    """Leave out an update whose loss or gradient norm is so many standard deviations above the last 128 steps' mean."""
+    """Skip an update whose loss or gradient norm is so many standard deviations above the last 128 steps' mean."""
     deterministic: Bool = False
-    """Use deterministic kernels alone: the same bits on the same machine each time, at some cost on CUDA."""
+    """Use only deterministic kernels: the same bits on the same machine each time, at some cost on CUDA."""
     overfit_first_batch: Bool = False
-    """Train on the first global batch again and again: a model that can learn at all learns it by heart."""
+    """Train on the first global batch only: a setup that cannot overfit it has a bug."""
     mock_batch: Annotated[bool | Auto, Switch()] = "auto"
-    """Run the largest possible micro-batch before the first step, so as to run out of memory early; auto is on CUDA."""
+    """Run the largest possible micro-batch before the first step, to run out of memory early; auto: on CUDA."""
 
 
 class EvalSection(Section):
@@ -367,15 +367,15 @@ class CheckpointSection(Section):
     keep: Annotated[int, Whole(ge=1, le=10**6)] = 2
     """Newest checkpoints kept; marked ones and the best are extra."""
     keep_best: Annotated[str | None, Text(kind="eval/loss or eval/loss/SOURCE", pattern=r"eval/loss(?:/.+)?")] = None
-    """Loss by which the best checkpoint is known: its evaluation is saved, and the newest best is never pruned."""
+    """Loss that decides which checkpoint is best: it is saved at its evaluation and never pruned."""
     marks: Annotated[Durations, Several(item=Span(units=COUNTS), empty=True)] = ()
     """Points of the run that are saved and never pruned, such as [1000 steps, 2B tokens]."""
     async_save: Annotated[bool | Auto, Switch()] = "auto"
-    """Copy to memory, then write while training continues, so that only the copy is waited for; auto: on a GPU."""
+    """Copy to memory, then write while training continues: training waits only for the copy; auto: on a GPU."""
 
 
 class ExportSection(Section):
-    """Hugging Face directories written by a process of their own while the run trains."""
+    """Hugging Face directories that another process writes while the run trains."""
 
     every: Annotated[Durations | None, Cadence(units=("steps", "epochs", "tokens", "%", *TIMES))] = None
     """How often to save and export a checkpoint to RUN/exports/step-N; RUN/exports/latest links to the newest."""
@@ -397,18 +397,18 @@ class ParallelSection(Section):
     processes: Annotated[int | Auto, Whole(ge=1, le=1024)] = "auto"
     """Processes that tuner train starts on this machine; auto: one for each GPU. torchrun and srun start their own."""
     shard: Word[Literal["auto", "full", "hybrid", "none"]] = "auto"
-    """Over which processes weights, gradients and moments are split; auto: hybrid on several machines, else full."""
+    """Processes over which weights, gradients and moments are sharded; auto: hybrid on several machines, else full."""
     reshard_after_forward: Bool = True
     """Free gathered weights after each forward: less memory, more communication."""
     timeout: Annotated[Duration, Span(units=TIMES)] = Duration.parse("30 min")
-    """Longest wait for another process."""
+    """Longest time to wait for another process; lower it to fail faster when a rank hangs."""
 
 
 class ProfileSection(Section):
     """Steps of a run that are recorded, as it trains."""
 
     steps: Annotated[tuple[int, ...], Several(item=Whole(ge=1, le=2**53), empty=True)] = ()
-    """Steps to record in RUN/profile, on every process, such as [10, 11]; they take longer, and compute the same."""
+    """Steps to record in RUN/profile on every process, such as [10, 11]; they take longer but compute the same."""
     memory: Bool = True
     """Record the memory timeline by part, and what is largest at its peak."""
     time: Bool = True
@@ -422,11 +422,11 @@ class LoggingSection(Section):
     """What is printed."""
 
     level: Word[Literal["debug", "info", "warning", "error"]] = "info"
-    """Least severe messages shown."""
+    """Lowest level of the messages that are shown."""
     console_every: Annotated[Duration, Span(units=TIMES)] = Duration.parse("2 s")
     """Time between two refreshes of the console and of metrics.jsonl."""
     trackers: Annotated[tuple[Tracker, ...], Several(item=Choice(), empty=True)] = ()
-    """Where every line of metrics.jsonl is sent as well; each is an extra to install, such as tuner[wandb]."""
+    """Trackers that also get every line of metrics.jsonl; each needs its library, such as wandb."""
     project: Annotated[str, Text(kind="the name of a project")] = "tuner"
     """Project of wandb and experiment of mlflow that the run belongs to."""
     tags: Annotated[tuple[str, ...], Several(item=Text(kind="words"), empty=True)] = ()
