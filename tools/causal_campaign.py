@@ -6,8 +6,11 @@ For each type a tiny model is saved with random weights. The reference is `from_
 tuner's attention: each document alone, plain cross-entropy over all trained tokens, divided by their count. Then the
 model is built as `tuner train` builds it, and forward and backward of the first step are computed in three ways:
 ``packed`` (three documents in one row), ``single`` (`data.packing: false`, a document to a micro-batch) and
-``several`` (the same, three rows to a micro-batch). Each is ``equal`` (loss, all gradients together and each tensor
-within 1e-5, and a later token moves no earlier logit) or ``refused``, with the reason that `tuner train` ends with.
+``several`` (the same, three rows to a micro-batch). A type that is trained packed, or else single, is trained so with
+a LoRA adapter too (``lora``): its loss is the plain model's, and its gradients follow from those of the plain weights.
+Each is ``equal`` (loss, all gradients together and each tensor within 1e-5, and a later token moves no earlier logit)
+or ``refused``, with the reason that `tuner train` ends with; with an adapter also ``limited``, for a reason that is
+known.
 What no type may be is ``wrong`` or ``crashed``; then the exit code is 1. A type whose class cannot be built, or cannot
 run on a row of token ids, in transformers alone is shown with that reason.
 """
@@ -34,11 +37,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.causal_cases import DECODERS, TYPES, VOCAB, tiny_config  # noqa: E402
+from tools.causal_cases import ADAPTER_LIMITS, DECODERS, TYPES, VOCAB, tiny_config  # noqa: E402
 from tuner.config.load import load_recipe  # noqa: E402
 from tuner.data.batches import StepBatches, collate  # noqa: E402
 from tuner.data.prepared import Row  # noqa: E402
 from tuner.errors import RecipeError, TunerError  # noqa: E402
+from tuner.model.adapter import lora_layers  # noqa: E402
 from tuner.model.attention import withdrawn  # noqa: E402
 from tuner.model.flops import training_flops  # noqa: E402
 from tuner.parallel.mesh import Mesh  # noqa: E402
@@ -56,6 +60,8 @@ MODES = {
     "single": {"data.packing": False, "train.micro_batch_size": 1},
     "several": {"data.packing": False, "train.micro_batch_size": 3},
 }
+LORA = "lora"
+ADAPTER = {"adapter.kind": "lora", "adapter.r": 4, "adapter.alpha": 8}
 
 
 @dataclass
@@ -142,12 +148,26 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.detach().double() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def our_step(directory: Path, mode: str, draws: bool) -> tuple[TrainState, float]:
+def adapter_gradients(model: nn.Module, plain: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A new adapter's gradients, by those of the plain model's weights W: s dW A^T for B; 0 for A, since B is 0."""
+    found = {}
+    for name, layer in lora_layers(model):
+        down, up = (part["default"].weight.detach().double() for part in (layer.lora_A, layer.lora_B))
+        weight = plain.get(f"{name}.weight")
+        if weight is not None:
+            weight = weight.T if layer.fan_in_fan_out else weight
+            up = layer.scaling["default"] * weight @ down.T
+        found |= {f"{name}.lora_A.default.weight": torch.zeros_like(down), f"{name}.lora_B.default.weight": up}
+    return found
+
+
+def our_step(directory: Path, mode: str, draws: bool, with_lora: bool = False) -> tuple[TrainState, float]:
     """Build the model as `tuner train` does; loss and gradients of the first step are in the learner afterwards."""
     given = {
         "model.name_or_path": str(directory), "tokenizer.name_or_path": "byte", "data.train": [{"path": "rows.jsonl"}],
         "data.max_length": 64, "train.precision": "fp32", "train.device": "cpu", "train.duration": "1 steps",
         "train.global_batch_size": 3, "optimizer.lr": 1e-3, "output_dir": str(directory / "run"), **MODES[mode],
+        **(ADAPTER if with_lora else {}),
     }  # fmt: skip
     recipe = load_recipe(_tree(given)).recipe
     resolved = resolve(recipe, 64, RankInfo())
@@ -190,23 +210,25 @@ def moved_by_later(train_state: TrainState, mode: str) -> float:
     return worst
 
 
-def compare(directory: Path, reference: Reference, mode: str) -> Outcome:
-    """One mode of one type."""
+def compare(directory: Path, reference: Reference, mode: str, with_lora: bool = False) -> Outcome:
+    """One mode of one type, in full or with an adapter."""
     try:
-        train_state, loss = our_step(directory, mode, reference.draws)
+        train_state, loss = our_step(directory, mode, reference.draws, with_lora)
     except RecipeError as error:
         return Outcome("refused", error.message)
     except TunerError as error:
         return Outcome("crashed", f"{type(error).__name__}: {error.message}")
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises is a finding
         return Outcome("crashed", f"{type(error).__name__}: {str(error)[:200]}")
-    found = gradients_of(train_state.root.model)
-    names = sorted(reference.gradients.keys() | found.keys())
+    found, wanted = gradients_of(train_state.root.model), reference.gradients
+    if with_lora:
+        wanted = adapter_gradients(train_state.root.model, wanted)
+    names = sorted(wanted.keys() | found.keys())
     zero = torch.zeros(())
-    whole = sum(float(g.norm()) ** 2 for g in reference.gradients.values()) ** 0.5
+    whole = sum(float(g.norm()) ** 2 for g in wanted.values()) ** 0.5
     squares, worst = 0.0, 0.0
     for name in names:
-        expected = reference.gradients.get(name, zero)
+        expected = wanted.get(name, zero)
         difference = float((found.get(name, zero) - expected).norm())
         squares += difference**2
         worst = max(worst, difference / max(float(expected.norm()), whole / 100))
@@ -215,7 +237,17 @@ def compare(directory: Path, reference: Reference, mode: str) -> Outcome:
     return Outcome("equal" if right else "wrong", "", off, squares**0.5 / whole, worst, moved)
 
 
-def examine(model_type: str, decoder: bool = False) -> Finding:
+def limited(model_type: str, found: Outcome) -> Outcome:
+    """What was found with an adapter, or the known limit of the type; one that is no limit any more is wrong."""
+    known = ADAPTER_LIMITS.get(model_type)
+    if known is None:
+        return found
+    if found.verdict in ("wrong", "crashed"):
+        return Outcome("limited", known)
+    return Outcome("wrong", f"{found.verdict}: take it out of ADAPTER_LIMITS")
+
+
+def examine(model_type: str, decoder: bool = False, with_lora: bool = True) -> Finding:
     """One type in every mode; with ``decoder`` an encoder as the decoder that its config can make of it."""
     finding, started = Finding(f"{model_type}, is_decoder" if decoder else model_type), time.perf_counter()
     with tempfile.TemporaryDirectory() as name, _quiet():
@@ -231,16 +263,21 @@ def examine(model_type: str, decoder: bool = False) -> Finding:
         else:
             for mode in MODES:
                 finding.modes[mode] = compare(directory, reference, mode)
+            if with_lora:
+                trained = (mode for mode in MODES if finding.modes[mode].verdict == "equal")
+                found = compare(directory, reference, next(trained, "single"), with_lora=True)
+                finding.modes[LORA] = limited(model_type, found)
     finding.seconds = round(time.perf_counter() - started, 2)
     return finding
 
 
 def table(findings: Sequence[Finding]) -> str:
     """A line of Markdown for each type."""
-    lines = ["| type | packed | single | several | loss | gradients | one tensor | moved |", "|" + " --- |" * 8]
+    columns = ("type", *MODES, LORA, "loss", "gradients", "one tensor", "moved")
+    lines = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
     for finding in findings:
         if finding.impossible:
-            lines.append(f"| {finding.type} | not in transformers itself: {_cell(finding.impossible)} |" + " |" * 6)
+            lines.append(f"| {finding.type} | not in transformers itself: {_cell(finding.impossible)} |" + " |" * 7)
             continue
         verdicts = [
             outcome.verdict + (f": {_cell(outcome.reason)}" if outcome.reason else "")
@@ -257,9 +294,10 @@ def table(findings: Sequence[Finding]) -> str:
 
 def totals(findings: Sequence[Finding]) -> dict[str, dict[str, int]]:
     """How many types ended how, by mode."""
-    found: dict[str, dict[str, int]] = {mode: {} for mode in MODES}
+    modes = (*MODES, LORA)
+    found: dict[str, dict[str, int]] = {mode: {} for mode in modes}
     for finding in findings:
-        for mode in MODES:
+        for mode in modes:
             verdict = "not in transformers itself" if finding.impossible else finding.modes[mode].verdict
             found[mode][verdict] = found[mode].get(verdict, 0) + 1
     return found

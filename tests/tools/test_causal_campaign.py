@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
+from tools import causal_campaign
 from tools.causal_campaign import LENGTHS, examine
 
 EQUAL = ("llama", "gemma2", "qwen3_moe", "codegen", "gptj", "gpt_neo")
@@ -20,7 +22,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("model_type", [*EQUAL, *ONE_A_ROW, *REFUSED])
 def test_the_first_step_is_that_of_the_plainly_loaded_model_or_refused(model_type: str) -> None:
-    found = examine(model_type)
+    found = examine(model_type, with_lora=False)
     assert not found.impossible
     verdicts = {mode: outcome.verdict for mode, outcome in found.modes.items()}
     packed = "equal" if model_type in EQUAL else "refused"
@@ -29,6 +31,15 @@ def test_the_first_step_is_that_of_the_plainly_loaded_model_or_refused(model_typ
     reason = found.modes["packed"].reason
     assert "tuner_packed" not in reason
     assert re.search(REFUSED.get(model_type, "" if packed == "equal" else "its documents see each other"), reason)
+
+
+def test_an_adapter_has_the_gradients_that_follow_from_the_plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal_campaign, "MODES", {"packed": causal_campaign.MODES["packed"]})
+    assert examine("gpt2").modes["lora"].verdict == "equal"
+    monkeypatch.setitem(causal_campaign.ADAPTER, "adapter.use_rslora", True)
+    assert examine("llama").modes["lora"].verdict == "equal"
+    monkeypatch.setattr(causal_campaign, "adapter_gradients", lambda model, plain: {"other": torch.ones(())})
+    assert examine("llama").modes["lora"].verdict == "wrong"
 
 
 def test_the_campaign_has_documents_longer_than_windows_and_shorter() -> None:
