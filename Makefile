@@ -1,6 +1,7 @@
-# Three commands, each of which does its own set-up in .venv:
+# Four commands, each of which does its own set-up in .venv:
 #   make test       lint, strict types and every test
 #   make demo       fine-tunes a real model on this machine and checks what it learned
+#   make docs       the pages as a site in build/site; fails where a link or an anchor leads nowhere
 #   make campaign   what is too long for every change: see CONTRIBUTING.md; ONLY="kills resume" runs these alone
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -12,7 +13,7 @@ BIN    := $(VENV)/bin
 # torch comes first and alone: a build that is already there (CPU or CUDA) is then kept by everything after it.
 TORCH  := torch==2.13.0
 
-.PHONY: help install test lint types unit assets demo campaign mutants clean
+.PHONY: help install test lint types unit assets demo docs campaign mutants clean
 
 help:
 	@grep -E '^#  ' Makefile | cut -c3-
@@ -74,6 +75,12 @@ assets: $(VENV)/.installed
 
 demo: $(VENV)/.installed .venv-plain/.installed .demo/.model
 	@$(BIN)/python -m tools.demo
+
+# Not among the tests: it needs some seconds and a few packages more. Links and anchors are tested without it.
+docs: $(VENV)/.installed
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]" -c constraints.txt
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 campaign: $(VENV)/.installed .demo/.model
 	@$(BIN)/python tools/fetch_assets.py .demo/assets --campaign >/dev/null

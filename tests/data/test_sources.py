@@ -319,7 +319,7 @@ def test_without_the_datasets_library_a_hub_name_says_what_to_install(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(MachineError, match="needs the datasets library") as caught:
         one("owner/name:train")
-    assert caught.value.hint == "pip install 'tuner[datasets]'"
+    assert caught.value.hint == "install it: pip install datasets"
     (tmp_path / "datasets.py").write_text("raise SystemExit(3)")
     with pytest.raises(MachineError, match="owner/name: exit code 3"):
         one("owner/name:train")

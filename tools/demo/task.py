@@ -1,12 +1,16 @@
 """The demo's task: an order written in many wordings becomes one JSON object. Everything follows from a seed.
 
-Names of the held-out messages never occur in training; the second held-out set uses other wordings too.
+Names of the held-out messages never occur in training; the second held-out set uses other wordings too. The rows to
+train on, for the tutorial:
+
+    python -m tools.demo.task [COUNT] > orders.jsonl
 """
 
 from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -160,3 +164,14 @@ def eval_rows() -> list[Row]:
 def write_jsonl(path: Path, items: Sequence[Row]) -> None:
     """Write one row a line."""
     path.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
+
+
+def main() -> None:
+    """Print the first rows to train on, as many as are asked for, a line each."""
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else TRAIN_ROWS
+    for item in train_rows()[:count]:
+        print(json.dumps(item))
+
+
+if __name__ == "__main__":
+    main()

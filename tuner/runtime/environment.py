@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
+from tuner import __version__
 from tuner.runtime.process import cores
 
 PACKAGES = (
-    "tuner", "torch", "transformers", "peft", "liger-kernel", "tokenizers", "safetensors", "pyarrow", "numpy",
+    "torch", "transformers", "peft", "liger-kernel", "tokenizers", "safetensors", "pyarrow", "numpy",
     "huggingface-hub", "pydantic", "datasets", "triton", "flash-attn", "bitsandbytes", "accelerate",
 )  # fmt: skip
-"""Whose versions are recorded."""
+"""Whose versions are recorded, besides Python's and the program's own, whatever it is published as."""
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUBLAS_WORKSPACE_CONFIG", "HF_HUB_OFFLINE", "MKL_NUM_THREADS",
     "PYTHONHASHSEED", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS",
@@ -44,8 +45,8 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Package name -> version of those that are installed, and `python`; imports none of them."""
-    found = {"python": platform.python_version()}
+    """Package name -> version of those that are installed, `python` and `tuner`; imports none of the others."""
+    found = {"python": platform.python_version(), "tuner": __version__}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)

@@ -30,7 +30,7 @@ _MEASURED_CHARS = 1 << 16
 _ALPHABET = [*"aS1 \n\r\t!_", "'s", "'LL", "\u00a0", "\u00e9", "\u4e2d", "\u3000", "\U0001f600"]
 _MAX_WORDS = 1 << 18
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-NOT_INSTALLED = "gigatoken is not installed: pip install 'tuner[fast]'"
+NOT_INSTALLED = "gigatoken is not installed: pip install gigatoken==0.10.0"
 
 
 def is_installed() -> bool:

@@ -121,7 +121,7 @@ def hub_files(name: str, split: str) -> tuple[tuple[Path, ...], int]:
     answer = json.loads(lines[-1])
     if "missing" in answer:
         raise MachineError(
-            f"{name}: a hub data set needs the {answer['missing']} library", hint="pip install 'tuner[datasets]'"
+            f"{name}: a hub data set needs the {answer['missing']} library", hint="install it: pip install datasets"
         )
     if "error" in answer:
         raise MachineError(

@@ -1,0 +1,86 @@
+"""The tutorial in its smallest form: its steps are read as a reader takes them, and its recipe plans a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures import commands
+from tools import tutorial_campaign
+from tools.demo import task
+from tools.tutorial_campaign import PAGE, Command, File, hub_cache, problems, steps
+
+MODEL = os.environ.get("TUNER_TEST_SMOLLM2")
+
+
+def test_steps_are_files_and_commands_in_order() -> None:
+    page = """# T
+```console
+$ tuner init -m M \\
+    -d F
+printed
+```
+```yaml
+# a.yaml
+seed: 1
+```
+```yaml
+seed: 2
+```
+```console
+$ tuner train a.yaml --train.stop_after "2 steps"
+```
+"""
+    assert steps(page) == [
+        Command("tuner init -m M -d F"),
+        File("a.yaml", "# a.yaml\nseed: 1\n"),
+        Command('tuner train a.yaml --train.stop_after "2 steps"', 75),
+    ]
+
+
+def test_the_page_goes_from_rows_to_a_chat() -> None:
+    lines = [step.line for step in steps(PAGE.read_text()) if isinstance(step, Command)]
+    words = [line.split()[1] for line in lines if line.startswith("tuner ")]
+    order = ("config", "prepare-data", "profile", "train", "resume", "runs", "eval", "export-hf", "generate")
+    assert list(dict.fromkeys(words)) == list(order)
+    assert f"python -m tools.demo.task {len(task.train_rows()[:600])} > orders.jsonl" in lines
+    assert [step.name for step in steps(PAGE.read_text()) if isinstance(step, File)] == ["orders.yaml"]
+
+
+@pytest.mark.skipif(MODEL is None, reason="set TUNER_TEST_SMOLLM2 to the model's directory")
+def test_its_recipe_plans_a_run(tmp_path: Path) -> None:
+    (recipe,) = (step for step in steps(PAGE.read_text()) if isinstance(step, File))
+    (tmp_path / recipe.name).write_text(recipe.text)
+    task.write_jsonl(tmp_path / "orders.jsonl", task.train_rows()[:60])
+    done = commands.tuner("train", recipe.name, "--dry-run", "--model.name_or_path", str(MODEL), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "24 steps of 2 rows" in done.stderr
+
+
+def test_the_model_is_found_by_its_name_without_a_network(tmp_path: Path) -> None:
+    from huggingface_hub import snapshot_download
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    hub_cache(tmp_path / "model", tmp_path / "home")
+    found = Path(snapshot_download(tutorial_campaign.MODEL, cache_dir=tmp_path / "home" / "hub", local_files_only=True))
+    assert (found / "config.json").read_text() == "{}"
+
+
+def test_claims_that_do_not_hold_are_named(tmp_path: Path) -> None:
+    place = tmp_path / "runs" / "orders"
+    place.mkdir(parents=True)
+    (place / "metrics.jsonl").write_text('{"kind": "eval", "loss": 0.5}\n{"kind": "eval", "loss": 0.3}\n')
+    answer = '{"name": "Wanda Zhou", "city": "Oslo", "item": "garden hose", "quantity": 5, "total_usd": 98}'
+    assert problems(tmp_path, f"base  {{}}\ntrained  {answer}") == ["the held-out loss went from 0.5 to 0.3"]
+    (place / "metrics.jsonl").write_text('{"kind": "eval", "loss": 0.5}\n{"kind": "eval", "loss": 0.01}\n')
+    assert problems(tmp_path, answer) == []
+    assert problems(tmp_path, answer.replace("98", "99"))[0].startswith("the export answered")
+
+
+def test_a_command_that_fails_ends_it(tmp_path: Path) -> None:
+    page = "```console\n$ exit 3\n```\n"
+    with pytest.raises(SystemExit, match="exit code 3, the page says 0: exit 3"):
+        tutorial_campaign.follow(page, tmp_path, dict(os.environ))
