@@ -1,4 +1,4 @@
-"""Every command in the documents exists, with every flag it is shown with, and every link leads somewhere."""
+"""Every command in the documents exists, with every flag it is shown with; links, names and messages are right."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import inspect
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
 
 import tuner
+from tests.contracts.test_language import shown
 from tests.fixtures import commands
 from tuner import api
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+HEADING = re.compile(r"^#+ +(.+?)\s*$", flags=re.MULTILINE)
 GROUPS = {"config", "data", "recipes", "runs"}
 
 
@@ -83,13 +86,87 @@ def test_documented_command_exists(document: str, command: str) -> None:
             )
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@functools.cache
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page: of each heading what GitHub and MkDocs both make of it."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    words = (re.sub(r"\[([^]]*)\]\([^)]*\)|[^\w\s-]", r"\1", heading) for heading in HEADING.findall(text))
+    return {re.sub(r"\s", "-", heading.strip().lower()) for heading in words}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
-    for target in LINK.findall(path.read_text(encoding="utf-8")):
-        assert (path.parent / target).exists(), f"{path.name}: {target}"
+    for target, anchor in LINK.findall(path.read_text(encoding="utf-8")):
+        page = path.parent / target if target else path
+        assert page.exists(), f"{path.name}: {target}"
+        assert not anchor or anchor in anchors(page.resolve()), f"{path.name}: no heading for {target}#{anchor}"
+        inside = path.is_relative_to(ROOT / "docs")
+        assert not inside or page.resolve().is_relative_to(ROOT / "docs"), f"{path.name}: {target} is not in the site"
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_page_is_in_the_navigation_and_in_the_index() -> None:
+    """`make docs` builds with these pages; here is no MkDocs needed to know that each is reached."""
+
+    def files(node: object) -> list[str]:
+        if isinstance(node, str):
+            return [node]
+        below = node if isinstance(node, list) else list(node.values())  # type: ignore[attr-defined]
+        return [name for item in below for name in files(item)]
+
+    site = YAML(typ="safe").load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    pages = {str(path.relative_to(ROOT / "docs")) for path in DOCUMENTS if path.is_relative_to(ROOT / "docs")}
+    assert sorted(files(site["nav"])) == sorted(pages)
+    index = {target for target, _ in LINK.findall((ROOT / "docs" / "README.md").read_text(encoding="utf-8"))}
+    assert pages - index == {"README.md"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "how-to").glob("from-*.md")), ids=lambda path: path.stem)
+def test_names_of_another_tool_are_those_of_the_table(path: Path) -> None:
+    row = re.compile(r"^\| `([\w.]+)` \| `([\w.]+)`", flags=re.MULTILINE)
+    known = set(row.findall((ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")))
+    rows = row.findall(path.read_text(encoding="utf-8"))
+    for theirs, ours in rows:
+        assert (theirs, ours) in known or ours.rpartition(".")[2] == theirs, f"{theirs} is not {ours}"
+        assert ours in recipe_flags() or ours.startswith("data.train."), ours
+    assert len(rows) > 8
+
+
+@functools.cache
+def strings() -> list[str]:
+    """What each module of the program may say: its strings, with `…` for values, in one text."""
+    found = []
+    for path in sorted((ROOT / "tuner").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found.append("\n".join(shown(tree)))
+    return found
+
+
+def messages() -> list[str]:
+    """The messages on the page of troubleshooting, each a heading."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    return re.findall(r"^### `(.+)`$", page, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("message", messages())
+def test_messages_of_troubleshooting_are_those_of_the_program(message: str) -> None:
+    parts = [part.strip() for part in message.split("…") if part.strip("…() ")]
+    assert parts and any(all(part in text for part in parts) for text in strings()), f"nothing says {message!r}"
+
+
+def test_the_hook_of_the_how_to_asks_for_a_stop(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    from tuner.runtime.plugins import load
+
+    (code,) = blocks(ROOT / "docs" / "how-to" / "stop-early.md", "python")
+    (tmp_path / "stop_at.py").write_text(code)
+    hook: Any = load(f"{tmp_path}/stop_at.py:StopAt", "tuner.hooks")(loss=0.8)
+    for loss, stops in ((0.9, False), (0.8, True)):
+        hook(SimpleNamespace(metrics={"loss": loss}, run_dir=tmp_path))
+        assert (tmp_path / "STOP").exists() == stops
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_yaml_blocks_are_recipes(path: Path, tmp_path: Path) -> None:
     from tuner.config.load import load_recipe
 

@@ -63,7 +63,7 @@ def read_manifest(path: Path, verify: bool) -> dict[str, Any]:
     if manifest.get("schema") != MANIFEST_SCHEMA:
         raise DataError(
             f"{manifest_path}: schema {manifest.get('schema')!r}, this version reads {MANIFEST_SCHEMA}",
-            hint="go on with the version of tuner that saved it (run.json names it), or begin a new run",
+            hint="resume with the version of tuner that saved it (run.json names it), or start a new run",
         )
     if sealed(manifest) != manifest:
         raise DataError(f"{manifest_path}: its SHA-256 of itself differs")

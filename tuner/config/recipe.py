@@ -93,7 +93,7 @@ class TokenizerSection(Section):
 
 
 _ADAPTER_KIND = (
-    "none trains the whole model; lora a low-rank adapter on a frozen model; dora also learns the norm of each weight row."
+    "none trains the model in full; lora a low-rank adapter on a frozen model; dora also learns a magnitude per row."
 )
 AdapterKind = Annotated[Word[T], Field(description=_ADAPTER_KIND)]
 
@@ -422,7 +422,7 @@ class LoggingSection(Section):
     """What is printed."""
 
     level: Word[Literal["debug", "info", "warning", "error"]] = "info"
-    """Lowest level of the messages that are shown."""
+    """Minimum log level."""
     console_every: Annotated[Duration, Span(units=TIMES)] = Duration.parse("2 s")
     """Time between two refreshes of the console and of metrics.jsonl."""
     trackers: Annotated[tuple[Tracker, ...], Several(item=Choice(), empty=True)] = ()

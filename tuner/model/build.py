@@ -208,7 +208,7 @@ def _require_own_files(spec: ModelSpec) -> None:
     directory = Path(spec.name_or_path)
     if (directory / "adapter_config.json").is_file():  # transformers would load the model that it names instead
         raise DataError(
-            f"{directory / 'adapter_config.json'}: an adapter for another model lies beside the weights",
+            f"{directory / 'adapter_config.json'}: an adapter for another model is next to the weights",
             hint="take it away, or merge the adapter into its model: tuner export-hf",
         )
     for path in sorted(directory.glob("*.index.json")) if directory.is_dir() else ():

@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 
 from tuner.runtime.torch_private import Need, listed_name, private_attribute
 
-_EXPORT = Need("exporting (`tuner export-hf`, `export.every`)", "training goes on without it")
+_EXPORT = Need("exporting (`tuner export-hf`, `export.every`)", "training works without it")
 _WINDOWS = Need("checking how far a model with windows looks back", "models without windows train without it")
 _SAMPLES = Need("decoding sample answers", "`--eval.samples 0` trains without it")
 _BUILDING = Need("building a model", "exported directories load without tuner")

@@ -56,7 +56,7 @@ def ignored_code(config: PretrainedConfig) -> str | None:
     """A sentence on the code that a config names and that nobody runs; None where it names none."""
     if not getattr(config, "auto_map", None):
         return None
-    return f"auto_map in config.json is ignored: transformers' own {config.model_type} is used, and no code beside it"
+    return f"auto_map in config.json is ignored: transformers' own {config.model_type} is used, and no other code"
 
 
 def ignored_losses(config: PretrainedConfig) -> str | None:

@@ -28,7 +28,7 @@ def try_optimizer(section: Optimizer) -> None:
             raise PluginError(f"optimizer.use {section.use} changes nothing", hint="it must update the params in place")
         if not _equal(whole, _interrupted(section)):
             raise PluginError(
-                f"optimizer.use {section.use} does not go on from its saved state as if it had not stopped",
+                f"optimizer.use {section.use} does not continue from its saved state as if it had not stopped",
                 hint="keep all that a step needs in the state of each parameter, as tensors",
             )
         if section.elementwise:

@@ -28,8 +28,8 @@ class Need:
     still_works: str
 
 
-_PREDICTION = Need("predicting memory (`tuner profile` without --measure)", "training goes on without it")
-_RECORDING = Need("recording a step (`tuner profile --measure`, `profile.steps`)", "training goes on without it")
+_PREDICTION = Need("predicting memory (`tuner profile` without --measure)", "training works without it")
+_RECORDING = Need("recording a step (`tuner profile --measure`, `profile.steps`)", "training works without it")
 _SELECTIVE = Need("`train.gradient_checkpointing: selective`", "`none` and `full` train without it")
 NAMES = {
     "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", _PREDICTION),

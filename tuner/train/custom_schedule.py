@@ -56,7 +56,7 @@ def own_schedule(section: CustomSchedule, total_steps: int) -> OwnSchedule:
         if (again := found.factor(index)) != before:
             raise PluginError(
                 f"schedule.use {section.use} gave {before:g} and then {again:g} at index {index}",
-                hint="the factor must depend on the index alone, so that a resumed run goes on with it",
+                hint="the factor must depend on the index alone, so that a resumed run continues with it",
             )
     return found
 

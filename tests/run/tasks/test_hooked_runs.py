@@ -191,7 +191,7 @@ def test_the_documented_hook_runs_as_documented(workplace: Path, monkeypatch: py
     (workplace / "r.yaml").write_text(recipe)
     monkeypatch.chdir(workplace)
     train(load_recipe(workplace / "r.yaml"), LaunchOptions(), RankInfo(), Console(main=False))
-    lines = [json.loads(line) for line in (workplace / "told.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (workplace / "events.jsonl").read_text().splitlines()]
     saves = [("save", step) for step in (4, 8, 12, 16)]
     assert [(line["stage"], line["step"]) for line in lines] == [
         *saves[:2], ("step", 10), *saves[2:], ("save", TOTAL), ("end", TOTAL)

@@ -105,6 +105,6 @@ def check_logits(section: recipe.Method, transform: LogitTransform) -> None:
     """Raise PluginError for a loss of the user's own on a model that caps its logits, of which it could not know."""
     if isinstance(section, recipe.CustomMethod) and transform.cap is not None:
         raise PluginError(
-            f"method.use {section.use}: this model caps its logits, of which a loss of your own is not told",
+            f"method.use {section.use}: this model caps its logits, which a loss of your own would not see",
             hint="take another model, or method.kind: sft or pretrain",
         )

@@ -116,7 +116,7 @@ def test_a_delivery_that_fails_is_warned_of_once_and_tried_again(tmp_path: Path)
     store.down = False
     box.close("finished")
     assert [step for _, step in store.points] == [1, 2]
-    assert warnings == ["x: ConnectionError: refused; training goes on without it"]
+    assert warnings == ["x: ConnectionError: refused; training continues without it"]
 
 
 def test_what_could_not_be_sent_is_said_at_the_end(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class TrackerHook:
                 first = next(iter(str(error).splitlines()), "")
                 raise MachineError(
                     f"tracker {self.name} cannot be opened: {type(error).__name__}: {first}",
-                    hint="mend it, or leave it out with --logging.trackers",
+                    hint="fix it, or leave it out with --logging.trackers",
                 ) from error
         elif self.outbox is not None and report.stage in ("step", "evaluation"):
             self.outbox.put([point_of(report.metrics)])

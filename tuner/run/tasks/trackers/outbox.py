@@ -100,7 +100,7 @@ class Outbox:
         except Exception as error:  # noqa: BLE001 - of a foreign library, or of its server
             if self._failures == 0:
                 first = next(iter(str(error).splitlines()), "")
-                self._warn(f"{self._name}: {type(error).__name__}: {first}; training goes on without it")
+                self._warn(f"{self._name}: {type(error).__name__}: {first}; training continues without it")
             self._failures += 1
             return False
         self._failures = 0

@@ -1,0 +1,171 @@
+"""Sentences that people read are English as this field writes it: none of the turns that grew here and nowhere else.
+
+Read are the pages (without code), and in `tuner/` every string that may be shown: sentences under the recipe's fields,
+help, hints, messages. Docstrings and comments speak to people who change the code.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SOURCES = sorted((ROOT / "tuner").rglob("*.py"))
+PHRASES = {
+    r"\b(?:go|goes|going|went|gone) on\b": "continue, resume",
+    r"\bbehind\b": "after",
+    r"\b(?:anew|afresh)\b": "again, from the start; is reset",
+    r"\bmend(?:s|ed|ing)?\b": "fix",
+    r"\bbeside\b": "next to, with, in addition to",
+    r"\btold\b": "notified, given; recognised by",
+    r"\bwish(?:es|ed)?\b": "want",
+    r"\b(?:to be|be|are) had\b": "available",
+    r"\bfor granted\b": "assumed",
+    r"\barithmetic\b": "FLOPs, computation",
+    r"\bpromille\b": "0.1 %",
+    r"\bshall\b": "should, must",
+    r"\ball(?: \w+)? together\b": "in total; at once",
+    r"\bwhat cannot learn\b": "a setup that cannot overfit one batch has a bug",
+    r"\bwho reads\b": "a reader that",
+    r"\bsays nothing\b": "is ignored",
+    r"\bleast severe\b": "minimum log level",
+    r"\blengths apart\b": "a magnitude per row",
+    r"\bdivides? into the workers\b": "forks the workers",
+    r"\bby the rate of\b": "divided by",
+    r"\bthe loss is the one that\b": "the loss equals",
+}
+"""What is not written, and what is meant by it."""
+ANY = re.compile("|".join(PHRASES), flags=re.IGNORECASE)
+ALLOWED = {
+    "docs/data-formats.md": 1,
+    "docs/eval.md": 1,
+    "docs/export-hf.md": 5,
+    "docs/masks.md": 5,
+    "docs/memory.md": 1,
+    "docs/performance.md": 4,
+    "docs/prepare-data.md": 2,
+    "docs/profile.md": 7,
+    "docs/resume.md": 1,
+    "docs/runs.md": 1,
+    "docs/train.md": 2,
+    "tuner/cli/generate.py": 2,
+    "tuner/cli/train.py": 1,
+    "tuner/data/building/documents.py": 1,
+    "tuner/data/encoding/chat.py": 1,
+    "tuner/export/frozen.py": 1,
+    "tuner/profile/measurement.py": 1,
+    "tuner/profile/predict.py": 1,
+    "tuner/profile/watch.py": 1,
+    "tuner/profile/workload.py": 1,
+    "tuner/run/changes.py": 1,
+    "tuner/run/verify.py": 1,
+    "tuner/rundir/curves.py": 1,
+}
+"""Findings that are still there, by file. A number may only fall; a file without any leaves the table."""
+CODE = re.compile(r"^(?:```|~~~).*?^(?:```|~~~)|`[^`\n]*`|\]\([^)\n]*\)|<!--.*?-->", flags=re.MULTILINE | re.DOTALL)
+
+
+def findings(text: str) -> list[str]:
+    """The phrases of a text that are not to be written."""
+    return [match[0] for match in ANY.finditer(text)]
+
+
+def prose(text: str) -> str:
+    """A page without its code, and with each paragraph in one line."""
+    return re.sub(r"(?<=\S)\n(?=\S)", " ", CODE.sub("", text))
+
+
+def silent(tree: ast.Module, package: str) -> set[int]:
+    """The strings that stand alone and are for people who change the code: help is made of docstrings in `cli` alone,
+    and of sentences under a field in `config`.
+    """
+    found = set()
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for number, item in enumerate(body if isinstance(body, list) else []):
+            if isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant):
+                is_help = isinstance(node, ast.FunctionDef) and package == "cli"
+                if not (is_help if number == 0 else package == "config"):
+                    found.add(id(item.value))
+    return found
+
+
+def shown(tree: ast.Module, package: str = "") -> Iterator[str]:
+    """The strings of a module that people may be shown; one with values in it is one string."""
+    left_out = silent(tree, package)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            left_out |= {id(part) for part in ast.walk(node)}
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in left_out:
+            yield node.value
+
+
+def found_in(path: Path) -> list[str]:
+    """The findings of a page or a module."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return findings(prose(text))
+    name = path.relative_to(ROOT / "tuner")
+    return findings("\n".join(shown(ast.parse(text), name.parts[0])))
+
+
+@pytest.mark.parametrize("path", [*PAGES, *SOURCES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_sentences_are_english(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
+    found = found_in(path)
+    allowed = ALLOWED.get(name, 0)
+    assert len(found) <= allowed, f"{name} says {found}; see PHRASES for what to write"
+    assert len(found) == allowed, f"{name}: lower its number in ALLOWED to {len(found)}"
+
+
+def test_files_with_findings_are_there() -> None:
+    assert [name for name in ALLOWED if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "trains on the first batch: what cannot learn that cannot learn",
+        "dora its rows' lengths apart, too",
+        "Least severe messages shown.",
+        "User code that is told how the run goes on",
+        "mend the row",
+        "who reads some tensors checks those",
+        "Each begins behind the step of the checkpoint",
+        "the schedule begins anew",
+        "lower it where a hanging rank shall cost less",
+        "the key then says nothing",
+        "On the number of processes of the training, the loss is the one that the log holds",
+        "off by more than a promille",
+        "then divides into the workers",
+        "the arithmetic of a step by the rate of one large product",
+        "where others are to be had",
+        "600 MiB are taken for granted",
+        "of all launches together",
+    ],
+)
+def test_what_reads_as_translated_is_found(sentence: str) -> None:
+    assert findings(sentence)
+
+
+def test_what_is_read() -> None:
+    tree = ast.parse('''"""Behind."""
+class Recipe:
+    """Behind."""
+    key: int = 1
+    """Anew."""
+def fail(name):
+    """Beside."""
+    raise ValueError(f"mend {name:>5}", "go on")
+''')
+    assert findings("\n".join(shown(tree))) == ["mend", "go on"]
+    assert findings("\n".join(shown(tree, "cli"))) == ["Beside", "mend", "go on"]
+    assert findings("\n".join(shown(tree, "config"))) == ["Anew", "mend", "go on"]
+    assert findings(prose("`beside`\n```sh\n$ x behind\n```\n[a](mend.md) going\non")) == ["going on"]
+    assert findings("go along; a told-off; on and on") == ["told"]
