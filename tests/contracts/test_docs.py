@@ -104,6 +104,17 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert not inside or page.resolve().is_relative_to(ROOT / "docs"), f"{path.name}: {target} is not in the site"
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_scripts_and_campaigns_that_are_named_are_there(path: Path) -> None:
+    from tools.campaign import CAMPAIGNS
+
+    text = path.read_text(encoding="utf-8")
+    scripts = re.findall(r"\b(?:tools|tests)/[\w/]+\.py\b", text)
+    assert [name for name in scripts if not (ROOT / name).is_file()] == []
+    chosen = {word for names in re.findall(r'ONLY=("[^"]+"|\w+)', text) for word in names.strip('"').split()}
+    assert chosen <= {campaign.name for campaign in CAMPAIGNS}
+
+
 def test_every_page_is_in_the_navigation_and_in_the_index() -> None:
     """`make docs` builds with these pages; here is no MkDocs needed to know that each is reached."""
 

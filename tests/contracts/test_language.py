@@ -1,7 +1,7 @@
 """Sentences that people read are English as this field writes it: none of the turns that grew here and nowhere else.
 
 Read are the pages (without code), and in `tuner/` every string that may be shown: sentences under the recipe's fields,
-help, hints, messages. Docstrings and comments speak to people who change the code.
+help, hints, messages, and what HTML pages show. Docstrings and comments speak to people who change the code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SOURCES = sorted((ROOT / "tuner").rglob("*.py"))
+SOURCES = sorted(path for kind in ("*.py", "*.html") for path in (ROOT / "tuner").rglob(kind))
 PHRASES = {
     r"\b(?:go|goes|going|went|gone) on\b": "continue, resume",
     r"\bbehind\b": "after",
@@ -60,6 +60,7 @@ ALLOWED = {
     "tuner/export/frozen.py": 1,
     "tuner/profile/measurement.py": 1,
     "tuner/profile/predict.py": 1,
+    "tuner/profile/report.html": 6,
     "tuner/profile/watch.py": 1,
     "tuner/profile/workload.py": 1,
     "tuner/run/changes.py": 1,
@@ -78,6 +79,14 @@ def findings(text: str) -> list[str]:
 def prose(text: str) -> str:
     """A page without its code, and with each paragraph in one line."""
     return re.sub(r"(?<=\S)\n(?=\S)", " ", CODE.sub("", text))
+
+
+def drawn(html: str) -> str:
+    """What a page that the program writes may show: its text, and the strings of its script."""
+    scripts = "\n".join(re.findall(r"<script.*?</script>", html, flags=re.DOTALL))
+    strings = re.findall(r'"(?:[^"\\\n]|\\.)*"|`[^`]*`', re.sub(r"/\*.*?\*/", "", scripts, flags=re.DOTALL))
+    text = re.sub(r"<(script|style).*?</\1>|<!--.*?-->|<[^>]+>", " ", html, flags=re.DOTALL)
+    return "\n".join([text, *strings])
 
 
 def silent(tree: ast.Module, package: str) -> set[int]:
@@ -111,6 +120,8 @@ def found_in(path: Path) -> list[str]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return findings(prose(text))
+    if path.suffix == ".html":
+        return findings(drawn(text))
     name = path.relative_to(ROOT / "tuner")
     return findings("\n".join(shown(ast.parse(text), name.parts[0])))
 
@@ -168,4 +179,6 @@ def fail(name):
     assert findings("\n".join(shown(tree, "cli"))) == ["Beside", "mend", "go on"]
     assert findings("\n".join(shown(tree, "config"))) == ["Anew", "mend", "go on"]
     assert findings(prose("`beside`\n```sh\n$ x behind\n```\n[a](mend.md) going\non")) == ["going on"]
+    page = '<p>beside</p><style>.told{}</style><script>/* mend */ const behind = "anew" + `go on`;</script>'
+    assert findings(drawn(page)) == ["beside", "anew", "go on"]
     assert findings("go along; a told-off; on and on") == ["told"]

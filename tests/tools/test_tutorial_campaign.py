@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from tests.fixtures import commands
 from tools import tutorial_campaign
 from tools.demo import task
-from tools.tutorial_campaign import PAGE, Command, File, hub_cache, problems, steps
+from tools.tutorial_campaign import FENCE, PAGE, Command, File, hub_cache, problems, steps
 
 MODEL = os.environ.get("TUNER_TEST_SMOLLM2")
 
@@ -47,6 +48,8 @@ def test_the_page_goes_from_rows_to_a_chat() -> None:
     assert list(dict.fromkeys(words)) == list(order)
     assert f"python -m tools.demo.task {len(task.train_rows()[:600])} > orders.jsonl" in lines
     assert [step.name for step in steps(PAGE.read_text()) if isinstance(step, File)] == ["orders.yaml"]
+    shown = [json.loads(text) for kind, text in FENCE.findall(PAGE.read_text()) if kind == "json"]
+    assert shown == task.train_rows()[:1]
 
 
 @pytest.mark.skipif(MODEL is None, reason="set TUNER_TEST_SMOLLM2 to the model's directory")
