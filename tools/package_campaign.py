@@ -1,6 +1,6 @@
 """Build wheel and sdist, install each into a fresh environment, and use the installed command outside the source tree.
 
-    python tools/package_campaign.py [--pythons python3.11 python3.12] [--work DIR]
+    python tools/package_campaign.py [--pythons python3.11 /usr/bin/python3.12] [--kinds wheel] [--work DIR]
 
 For each interpreter that is here and each of the two files: torch as constraints.txt pins it, then the file with its
 dependencies. In an empty directory, with nothing of the tree on the path: `tuner --version`, the shipped recipes
@@ -46,6 +46,12 @@ def run(words: list[str], cwd: Path, env: dict[str, str] | None = None) -> str:
         said = (done.stderr or done.stdout).strip()[-2000:]
         raise FailedError(f"{' '.join(words)}: exit code {done.returncode}\n{said}")
     return done.stdout
+
+
+def runs(interpreter: str) -> bool:
+    """Whether an interpreter is here: a name on the path may be one that a version manager has not installed."""
+    found = shutil.which(interpreter)
+    return found is not None and subprocess.run([found, "--version"], capture_output=True, check=False).returncode == 0
 
 
 def build(work: Path) -> list[Path]:
@@ -99,6 +105,7 @@ def main() -> int:
     """Build, install, use; exit code 1 where one of them fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pythons", nargs="+", default=list(PYTHONS), help="interpreters to install under")
+    parser.add_argument("--kinds", nargs="+", choices=("wheel", "sdist"), default=["wheel", "sdist"])
     parser.add_argument("--work", type=Path, help="an empty directory that is kept; default: one that goes")
     options = parser.parse_args()
     failed = 0
@@ -108,11 +115,14 @@ def main() -> int:
         files = build(work)
         print(json.dumps({"built": {file.name: file.stat().st_size for file in files}}), flush=True)
         for interpreter in options.pythons:
-            if shutil.which(interpreter) is None:
+            if not runs(interpreter):
                 print(json.dumps({"python": interpreter, "skipped": "not on this machine"}), flush=True)
                 continue
             for file in files:
-                place = work / f"{interpreter}-{'wheel' if file.suffix == '.whl' else 'sdist'}"
+                kind = "wheel" if file.suffix == ".whl" else "sdist"
+                if kind not in options.kinds:
+                    continue
+                place = work / f"{Path(interpreter).name}-{kind}"
                 (place / "empty").mkdir(parents=True)
                 started = time.monotonic()
                 result: dict[str, object] = {"python": interpreter, "file": file.name}
