@@ -96,6 +96,7 @@ def test_a_run_from_start_to_end_and_again(workplace: Path) -> None:
     run = workplace / "runs" / "r"
     assert first.stdout == f"{run}\n"
     assert re.search(r"plan +45 rows / 8 = 6 steps an epoch, 3 epochs = 18 steps", first.stderr), first.stderr
+    assert re.search(r"warning +the whole run is 18 steps, which teach a model little; write train\.gl", first.stderr)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 19))
     assert {"recipe.yaml", "recipe.resolved.yaml", "run.json", "tokenizer", "model_config"} <= set(os.listdir(run))

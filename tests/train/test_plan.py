@@ -31,6 +31,8 @@ def test_length(duration: str, steps: int) -> None:
 def test_the_number_of_steps_is_derived(duration: str, derivation: str) -> None:
     length = Duration.parse(duration)
     assert plan_steps(length, TOKENS, 4).derivation(length) == derivation
+    packed = derivation.replace("10 rows", "10 packed rows")
+    assert plan_steps(length, TOKENS, 4).derivation(length, "packed row") == packed
 
 
 def test_a_time_is_no_length() -> None:
