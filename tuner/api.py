@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tuner.config.overrides import Override
     from tuner.data.building.prepare import PreparedInfo
     from tuner.export.hf import ExportReport
+    from tuner.export.hub import PushReport
     from tuner.generate import Answer, Generator, Message, Sampling
     from tuner.profile.fit import Choice
     from tuner.profile.predict import Target
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RecipeSource", "check_recipe", "doctor", "evaluate", "export_hf", "fit", "generate", "load_generator",
-    "load_recipe", "prepare_data", "profile", "resume", "runs", "show_run", "train", "verify_resume",
+    "load_recipe", "prepare_data", "profile", "push", "resume", "runs", "show_run", "train", "verify_resume",
 ]  # fmt: skip
 
 RecipeSource = LoadedRecipe | Path | str | Mapping[str, Any]
@@ -211,6 +212,17 @@ def export_hf(
     target = None if output is None else _path(output)
     options = ExportOptions(dtype, adapter, parse_bytes(shard_size), base_model)
     return run_export(plan_export(_path(path), target, options, step=step))
+
+
+def push(path: str | Path, repo: str, private: bool = False, quiet: bool = False) -> PushReport:
+    """Upload a verified export, or the newest one of a run, to the hub's repository `repo`, ``"owner/name"``.
+
+    Raises MachineError without a token, and where the hub cannot be reached or refuses.
+    """
+    from tuner.export.hub import find_export, plan_push
+    from tuner.export.hub import push as upload
+
+    return upload(plan_push(find_export(_path(path)), repo), private, say=_console("info", quiet).warn)
 
 
 def doctor(directory: str | Path = ".") -> list[Check]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures import commands
+from tuner.cli.app import COMMANDS, GROUPS
 from tuner.cli.examples import WITH_FLAGS
-from tuner.cli.main import COMMANDS, GROUPS
 from tuner.cli.recipes import copy_named
 from tuner.config.dump import recipe_dict
 from tuner.config.load import load_recipe

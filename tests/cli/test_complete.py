@@ -12,8 +12,8 @@ import pytest
 from tests.fixtures import forked
 from tests.rundir import made
 from tuner.cli import main
+from tuner.cli.app import COMMANDS
 from tuner.cli.complete import offers
-from tuner.cli.main import COMMANDS
 from tuner.cli.shells import SCRIPTS, install, shell_of
 from tuner.config.fields import fields
 from tuner.config.shipped import shipped_recipes

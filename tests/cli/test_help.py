@@ -13,10 +13,10 @@ import pytest
 from tests.contracts.test_surface import commands
 from tests.fixtures import commands as processes
 from tuner.cli import main
+from tuner.cli.app import COMMANDS, GROUPS, TAKES_RECIPE, help_text
 from tuner.cli.argv import split
 from tuner.cli.examples import EXAMPLES, GROUPED, MEANT, WITH_FLAGS
 from tuner.cli.help import EXIT_CODES, explained
-from tuner.cli.main import COMMANDS, GROUPS, TAKES_RECIPE, help_text
 from tuner.config.fields import fields, find
 from tuner.errors import ExitCode, RecipeError
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer
 
-from tuner.cli.main import COMMANDS, GROUPS, TAKES_RECIPE, build
+from tuner.cli.app import COMMANDS, GROUPS, TAKES_RECIPE, build
 from tuner.config.fields import fields
 
 COMMON = "--json --verbose|-v --debug"
@@ -26,6 +26,7 @@ SURFACE = {
     "verify-resume": "RUN --steps",
     "eval": "MODEL (RECIPE)",
     "export-hf": "PATH --step --output --dtype --adapter --base-model --shard-size --dry-run",
+    "push": "PATH REPO --private --dry-run",
     "generate": "MODEL --prompt --file --chat --compare --base --max-new-tokens --temperature --top-p --top-k "
     "--seed --system --raw",
     "chat": "MODEL --system --max-new-tokens --temperature --top-p --top-k --seed --base",

@@ -29,7 +29,7 @@ def answer(words: Sequence[str]) -> str:
 
 def offers(words: Sequence[str], incomplete: str) -> list[Offer]:
     """What may follow the words of a command line, and begins as `incomplete` does."""
-    from tuner.cli.main import COMMANDS, GROUPS
+    from tuner.cli.app import COMMANDS, GROUPS
 
     name = next((word for word in words if not word.startswith("-")), "")
     if name not in COMMANDS:
@@ -82,7 +82,7 @@ def _of_parameter(parameter: Any, incomplete: str) -> list[Offer]:
 def _command(name: str) -> Any:
     import typer
 
-    from tuner.cli.main import build
+    from tuner.cli.app import build
 
     root: Any = typer.main.get_command(build(name))  # type: ignore[arg-type]
     return root.commands[name]
@@ -99,8 +99,8 @@ def runs(incomplete: str) -> list[Offer]:
 
 def topics(incomplete: str) -> list[Offer]:
     """What `tuner help` explains."""
+    from tuner.cli.app import COMMANDS
     from tuner.cli.help import TOPICS
-    from tuner.cli.main import COMMANDS
     from tuner.config.fields import fields
 
     sections = dict.fromkeys(key.partition(".")[0] for key in fields())

@@ -44,7 +44,7 @@ def help(  # noqa: A001 - the command's name
 
 def explained(words: list[str]) -> str:
     """The text about a topic. Raises RecipeError for one that is not there."""
-    from tuner.cli.main import COMMANDS, help_text
+    from tuner.cli.app import COMMANDS, help_text
     from tuner.config.advice import of_unknown
     from tuner.config.fields import fields, find, item_fields
 

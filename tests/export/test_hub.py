@@ -1,0 +1,236 @@
+"""An upload against a stand-in for the hub: what is created, sent and compared, and what is refused before."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from tuner.errors import DataError, MachineError, RecipeError, VerificationError
+from tuner.export.hub import find_export, plan_push, push
+
+# The library hands its HTTP client a file in a way that this deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+CARD = "---\ntags:\n- tuner\n---\n\nmodel = from_pretrained(DIRECTORY), base BASE_MODEL\n"
+
+
+@dataclass
+class Hub:
+    """What the stand-in holds and heard; `fails` are answers to give before those of a hub that works."""
+
+    url: str = ""
+    created: list[dict[str, Any]] = field(default_factory=list)
+    tokens: set[str | None] = field(default_factory=set)
+    large: dict[str, bytes] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    fails: list[int] = field(default_factory=list)
+    flip: bool = False
+    breaks: int = 0
+    """Uploads during which the connection breaks."""
+
+    def answer(self, path: str, body: bytes) -> Any:
+        if path == "/api/repos/create":
+            self.created.append(json.loads(body))
+            return {"url": f"{self.url}/me/model"}
+        if path == "/api/validate-yaml":
+            return {"errors": [], "warnings": []}
+        if path == "/api/models/me/model/preupload/main":
+            named = [each["path"] for each in json.loads(body)["files"]]
+            return {"files": [self._mode(name) for name in named]}
+        if path == "/me/model.git/info/lfs/objects/batch":
+            objects = json.loads(body)["objects"]
+            return {"transfer": "basic", "objects": [self._action(each) for each in objects]}
+        if path == "/api/models/me/model/commit/main":
+            self._commit(body.decode().splitlines())
+            return {"commitUrl": f"{self.url}/me/model/commit/" + "a" * 40, "commitOid": "a" * 40, "success": True}
+        if path.startswith("/api/models/me/model/paths-info/"):
+            return [{"path": name, "type": "file", **facts} for name, facts in self.files.items()]
+        raise AssertionError(path)
+
+    def _mode(self, name: str) -> dict[str, Any]:
+        mode = "lfs" if name.endswith(".safetensors") else "regular"
+        return {"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": None}
+
+    def _action(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        return {**wanted, "authenticated": True, "actions": {"upload": {"href": f"{self.url}/lfs/{wanted['oid']}"}}}
+
+    def _commit(self, lines: list[str]) -> None:
+        for line in map(json.loads, lines):
+            value = line["value"]
+            if line["key"] == "file":
+                data = base64.b64decode(value["content"])
+                self.files[value["path"]] = {"size": len(data), "oid": "b" * 40, "data": data.decode()}
+            elif line["key"] == "lfsFile":
+                oid = "0" * 64 if self.flip else value["oid"]
+                lfs = {"oid": oid, "size": value["size"], "pointerSize": 130}
+                self.files[value["path"]] = {"size": value["size"], "oid": "b" * 40, "lfs": lfs}
+
+
+def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: Any) -> None: ...
+
+        def do_POST(self) -> None:
+            body = self._body()
+            hub.tokens.add(self.headers.get("Authorization"))
+            code = hub.fails.pop(0) if hub.fails else 200
+            self._reply(code, {"error": "no"} if code != 200 else hub.answer(self.path, body))
+
+        def do_PUT(self) -> None:
+            data = self._body()
+            if hub.breaks:
+                hub.breaks -= 1
+                self.close_connection = True
+                return
+            hub.large[self.path.removeprefix("/lfs/")] = data
+            self._reply(200, {})
+
+        def _body(self) -> bytes:
+            if self.headers.get("Transfer-Encoding") == "chunked":
+                return b"".join(iter(self._chunk, b""))
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+        def _chunk(self) -> bytes:
+            data = self.rfile.read(int(self.rfile.readline(), 16))
+            self.rfile.readline()
+            return data
+
+        def _reply(self, code: int, value: Any) -> None:
+            data = json.dumps(value).encode()
+            self.send_response(code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    return Handler
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    for name, value in (("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True)):
+        monkeypatch.setattr(constants, name, value)
+    found = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(found))
+    found.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    yield found
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def entry(data: bytes) -> dict[str, Any]:
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    """An export as `tuner export-hf` leaves it, in a run, with a file that somebody else put there."""
+    directory = tmp_path / "run" / "exports" / "step-8"
+    directory.mkdir(parents=True)
+    files = {"README.md": CARD.encode(), "config.json": b"{}", "model.safetensors": bytes(range(256)) * 40}
+    for name, data in files.items():
+        (directory / name).write_bytes(data)
+    facts = {"source": {"step": 8}, "files": {name: entry(data) for name, data in files.items()}}
+    (directory / "tuner.json").write_text(json.dumps(facts))
+    (directory / "private-notes.txt").write_text("not yours")
+    (tmp_path / "run" / "run.json").write_text("{}")
+    return directory
+
+
+def test_an_export_is_created_sent_and_compared(hub: Hub, export: Path) -> None:
+    report = push(plan_push(find_export(export.parents[1]), "me/model"), private=True, endpoint=hub.url)
+    assert (report.url, report.commit, report.files) == (f"{hub.url}/me/model", "a" * 40, 4)
+    assert len(hub.created) == 1
+    assert {"name": "model", "organization": "me", "visibility": "private"}.items() <= hub.created[0].items()
+    assert hub.tokens == {"Bearer hf_secret"}
+    assert set(hub.files) == {"README.md", "config.json", "model.safetensors", "tuner.json"}
+    weights = (export / "model.safetensors").read_bytes()
+    assert hub.large == {hashlib.sha256(weights).hexdigest(): weights}
+    card = hub.files["README.md"]["data"]
+    assert 'from_pretrained("me/model")' in card
+    lineage = json.loads(hub.files["tuner.json"]["data"])
+    assert lineage["files"]["README.md"] == entry(card.encode()), "a download of it is whole by its own tuner.json"
+    assert (export / "README.md").read_text() == CARD
+
+
+def test_a_hub_that_fails_for_a_moment_is_tried_again(hub: Hub, export: Path) -> None:
+    hub.fails = [503]
+    said: list[str] = []
+    push(plan_push(export, "me/model"), endpoint=hub.url, say=said.append, waits=(0.0, 0.0))
+    assert hub.files
+    assert len(said) == 1 and said[0].endswith("again in 0 s")
+    hub.fails = [503, 502, 500]
+    with pytest.raises(MachineError, match="the hub cannot be reached"):
+        push(plan_push(export, "me/model"), endpoint=hub.url, waits=(0.0,) * 2)
+
+
+def test_a_connection_that_breaks_within_a_file_is_made_again(hub: Hub, export: Path) -> None:
+    hub.breaks = 1
+    push(plan_push(export, "me/model"), endpoint=hub.url, waits=(0.0,))
+    assert len(hub.large) == 1 and hub.breaks == 0
+
+
+@pytest.mark.parametrize("code", [401, 403])
+def test_a_token_that_may_not_is_no_reason_to_try_again(code: int, hub: Hub, export: Path) -> None:
+    hub.fails = [code] * 9
+    with pytest.raises(MachineError, match="the hub refuses me/model"):
+        push(plan_push(export, "me/model"), endpoint=hub.url, waits=(99.0,))
+
+
+def test_other_bytes_on_the_hub_are_found(hub: Hub, export: Path) -> None:
+    hub.flip = True
+    with pytest.raises(VerificationError, match="model.safetensors has another SHA-256 on the hub"):
+        push(plan_push(export, "me/model"), endpoint=hub.url)
+
+
+def test_no_token_no_request(hub: Hub, export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(MachineError, match="there is no token"):
+        push(plan_push(export, "me/model"), endpoint=hub.url)
+    assert hub.created == []
+
+
+def test_what_is_damaged_or_no_export_is_refused_before(export: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no name of a repository"):
+        plan_push(export, "model")
+    (export / "config.json").write_bytes(b"[]")
+    with pytest.raises(DataError, match="config.json"):
+        plan_push(export, "me/model")
+    with pytest.raises(RecipeError, match="neither an export nor a run"):
+        find_export(tmp_path)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "run.json").write_text("{}")
+    with pytest.raises(RecipeError, match="has no export yet"):
+        find_export(tmp_path / "new")
+
+
+@pytest.mark.parametrize(("base", "works"), [("owner/base", True), ("/home/me/base", False), (None, False)])
+def test_an_adapter_names_a_base_that_others_have(base: str | None, works: bool, export: Path) -> None:
+    data = json.dumps({"base_model_name_or_path": base}).encode()
+    (export / "adapter_config.json").write_bytes(data)
+    (export / "config.json").unlink()
+    facts = json.loads((export / "tuner.json").read_text())
+    facts["files"] = {**facts["files"], "adapter_config.json": entry(data)}
+    facts["files"].pop("config.json")
+    (export / "tuner.json").write_text(json.dumps(facts))
+    if works:
+        card = plan_push(export, "me/model").files["README.md"]
+        assert isinstance(card, bytes) and b'base "owner/base"' in card
+    else:
+        with pytest.raises(RecipeError, match="which others do not have"):
+            plan_push(export, "me/model")

@@ -1,0 +1,123 @@
+"""The Typer app: every command by name, of which the one that was asked for is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tuner.cli.layout import HelpfulCommand, HelpfulGroup
+from tuner.errors import RecipeError
+
+COMMANDS: dict[str, str] = {
+    "init": "Look at your data and write a commented recipe.",
+    "import": "Convert a configuration of another tool to a recipe.",
+    "prepare-data": "Turn records into packed, encoded, content-addressed data.",
+    "data": "List, show, verify or clean up prepared data.",
+    "train": "Train the recipe's model, or resume where it stopped.",
+    "resume": "Resume a stopped run.",
+    "verify-resume": "Prove on this machine that a run resumes exactly.",
+    "eval": "Measure the loss on held-out rows.",
+    "export-hf": "Write a Hugging Face directory and verify it.",
+    "push": "Upload a verified export to the Hugging Face hub.",
+    "runs": "List, show, compare, plot, verify or remove runs.",
+    "generate": "Answer prompts with a run, a checkpoint or any model.",
+    "chat": "Talk to a run, a checkpoint or any model.",
+    "profile": "Predict memory and time, find what fits, or measure.",
+    "config": "Check, show or describe a recipe.",
+    "recipes": "List, show or copy the recipes that ship.",
+    "doctor": "Check this machine: what is there and what is missing.",
+    "help": "Explain a command, a key of the recipe, or exit codes.",
+}
+"""Every command and its line of help; its file `tuner/cli/<command>.py` is imported only when it runs."""
+
+MODULES = {"import": "import_config"}
+"""Commands whose name is a word of Python: their file and function."""
+GROUPS = frozenset({"config", "data", "recipes", "runs"})
+TAKES_RECIPE = frozenset({"prepare-data", "train", "resume", "eval", "profile", "config"})
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+
+
+def build(command: str) -> Callable[..., Any]:
+    """Return the Typer app in which only `command` is real; the others are their names and lines of help."""
+    app = typer.Typer(
+        name="tuner",
+        help="Fine-tune and pre-train language models from one typed recipe.",
+        cls=HelpfulGroup,
+        context_settings=HELP_OPTIONS,
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback(invoke_without_command=True)(_root)
+    for name, line in COMMANDS.items():
+        if name != command:
+            app.command(name, help=line)(_elsewhere)
+            continue
+        own = MODULES.get(name, name.replace("-", "_"))
+        module = import_module(f"tuner.cli.{own}")
+        if name in GROUPS:
+            for below in module.app.registered_commands:
+                below.cls = HelpfulCommand
+            app.add_typer(module.app, name=name, help=line, cls=HelpfulGroup)
+        else:
+            app.command(name, cls=HelpfulCommand)(getattr(module, own))
+    return app
+
+
+def help_text(words: Sequence[str]) -> str:
+    """The help of a command, such as `runs show`, or of the program. Raises RecipeError for one that is not there."""
+    command: Any = typer.main.get_command(build(words[0] if words else ""))  # type: ignore[arg-type]
+    context = typer.Context(command, info_name="tuner", help_option_names=HELP_OPTIONS["help_option_names"])
+    for word in words:
+        known = getattr(command, "commands", {})
+        if word not in known:
+            raise RecipeError(f"no command {' '.join(words)}", hint=f"there are: {', '.join(known) or words[0]}")
+        command = known[word]
+        context = typer.Context(command, info_name=word, parent=context)
+    return str(command.get_help(context))
+
+
+def _root(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    install_completion: Annotated[
+        bool, typer.Option("--install-completion", help="Install completion for bash, zsh or fish.")
+    ] = False,
+    show_completion: Annotated[
+        bool, typer.Option("--show-completion", help="Print the script that completes in the shell.")
+    ] = False,
+    shell: Annotated[
+        str | None, typer.Option(metavar="bash|zsh|fish", help="The shell that is meant; default that of $SHELL.")
+    ] = None,
+) -> None:
+    if install_completion or show_completion:
+        _completion(shell, install_completion)
+        raise typer.Exit
+    if version:
+        from tuner import __version__
+
+        print(f"tuner {__version__}")
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        ctx.fail("Missing command.")
+
+
+def _elsewhere() -> None:
+    """Stand for a command that was not asked for."""
+
+
+def _completion(shell: str | None, is_installed: bool) -> None:
+    from tuner.cli.shells import SCRIPTS, install, shell_of
+
+    name = shell_of(shell)
+    if not is_installed:
+        print(SCRIPTS[name], end="")
+        return
+    for path in install(name, Path.home()):
+        print(f"written   {path}")
+    print(f"{name} completes tuner from its next start on")

@@ -1,0 +1,47 @@
+"""`tuner push`: an export to the Hugging Face hub."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tuner.cli.command import Outcome, VerboseOption, command
+from tuner.cli.named import run_path
+
+
+@command("push")
+def push(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="Export that tuner export-hf wrote, or a run: its newest one; - reads stdin."
+        ),
+    ],
+    repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository, created where it is not there.")],
+    private: Annotated[bool, typer.Option("--private", help="Create it as a private one.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the export and upload nothing.")] = False,
+    verbose: VerboseOption = False,
+) -> Outcome:
+    """Upload a verified export with its model card, and compare what the hub holds with it.
+
+    The token is that of HF_TOKEN, or of hf auth login; HF_ENDPOINT names another hub.
+    """
+    source = run_path(path)
+    from dataclasses import asdict
+
+    from tuner.export.hub import find_export, plan_push
+    from tuner.export.hub import push as upload
+    from tuner.runtime.console import Console
+    from tuner.runtime.files import gib
+
+    console = Console(level="debug" if verbose else "info")
+    plan = plan_push(find_export(source), repo)
+    console.say("checked", f"{plan.directory}: {len(plan.files)} files, {gib(plan.bytes)}, as they were written")
+    if dry_run:
+        metrics = {"files": len(plan.files), "bytes": plan.bytes, "dry_run": True}
+        return Outcome(str(plan.directory), artifacts={"files": sorted(plan.files), "repo": repo}, metrics=metrics)
+    report = upload(plan, private, say=console.warn)
+    console.say("pushed", f"{report.url}, commit {report.commit[:12]}: every file compared ({report.seconds:.1f} s)")
+    metrics = {key: value for key, value in asdict(report).items() if key not in ("url", "repo")}
+    return Outcome(report.url, artifacts={"repo": repo}, metrics=metrics, is_text=True)

@@ -1,0 +1,213 @@
+"""An export on the Hugging Face hub: checked before it is uploaded, and compared with what the hub holds after."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from tuner.checkpoint.manifest import step_dirs
+from tuner.errors import DataError, MachineError, RecipeError, TunerError, VerificationError
+from tuner.export.card import CARD
+from tuner.rundir.exports import LINEAGE
+from tuner.rundir.layout import EXPORTS, LATEST
+from tuner.rundir.run_json import is_run
+from tuner.runtime.files import json_bytes, read_json, verify_entries
+
+REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", flags=re.ASCII)
+ADAPTER_CONFIG = "adapter_config.json"
+WAITS = (1.0, 4.0, 15.0)
+"""Seconds before each new attempt where the hub or the way to it fails."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What goes to a repository: files as they are, and bytes in place of those that name the repository."""
+
+    directory: Path
+    repo: str
+    files: dict[str, Path | bytes]
+    step: int | None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(len(each) if isinstance(each, bytes) else each.stat().st_size for each in self.files.values())
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """A published upload: where it is, its commit, and how much it was."""
+
+    url: str
+    commit: str
+    repo: str
+    files: int
+    bytes: int
+    seconds: float
+
+
+def find_export(path: Path) -> Path:
+    """The export that a path means: itself, or the newest one of a run. Raises RecipeError where there is none."""
+    if (path / LINEAGE).is_file():
+        return path
+    if not is_run(path):
+        raise RecipeError(
+            f"{path}: neither an export nor a run", hint="give what tuner export-hf wrote, or a run that it exported"
+        )
+    latest = path / EXPORTS / LATEST
+    there = [each for _, each in step_dirs(path / EXPORTS)] + sorted((path / EXPORTS).glob("step-*-adapter"))
+    found = next((each for each in [latest.resolve(), *there] if (each / LINEAGE).is_file()), None)
+    if found is None:
+        raise RecipeError(f"{path}: the run has no export yet", hint=f"export it first: tuner export-hf {path}")
+    return found
+
+
+def plan_push(directory: Path, repo: str) -> Upload:
+    """Check every byte of an export, and write its card and `tuner.json` for the repository; uploads nothing.
+
+    Files that the export did not write are left behind. Raises RecipeError for a name that is none, and for an adapter
+    of a base model that only this machine has; DataError for an export that is not as it was written.
+    """
+    if not REPO.fullmatch(repo):
+        raise RecipeError(f"{repo}: no name of a repository", hint="write OWNER/NAME, such as me/my-model")
+    facts = read_json(directory / LINEAGE)
+    entries = facts.get("files")
+    if not isinstance(entries, dict) or not entries:
+        raise DataError(f"{directory / LINEAGE}: lists no files", hint="export it again: tuner export-hf RUN")
+    verify_entries(directory, entries, hash=True)
+    base = _base_of(directory)
+    files: dict[str, Path | bytes] = {name: directory / name for name in entries}
+    if CARD in entries:
+        card = _card_for(repo, (directory / CARD).read_text(encoding="utf-8"), base)
+        files[CARD] = card
+        entries = {**entries, CARD: {"size": len(card), "sha256": hashlib.sha256(card).hexdigest()}}
+    files[LINEAGE] = json_bytes({**facts, "files": dict(sorted(entries.items()))})
+    step = facts.get("source", {}).get("step")
+    return Upload(directory, repo, files, step if type(step) is int else None)
+
+
+def push(
+    upload: Upload,
+    private: bool = False,
+    endpoint: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    waits: tuple[float, ...] = WAITS,
+) -> PushReport:
+    """Create the repository where it is not there, upload in one commit, and compare what the hub holds.
+
+    The token is that of HF_TOKEN, or of `hf auth login`. ``endpoint`` is by default HF_ENDPOINT's. What fails in the
+    hub or on the way is tried again. Raises MachineError, and VerificationError where the hub holds other bytes.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
+
+    started = time.perf_counter()
+    token = get_token()
+    if token is None:
+        raise MachineError("there is no token for the hub", hint="set HF_TOKEN, or log in: hf auth login")
+    api = HfApi(endpoint=endpoint or constants.ENDPOINT, token=token, library_name="tuner")
+    tries = _Tries(upload.repo, waits, say)
+    tries.run(lambda: api.create_repo(upload.repo, private=True if private else None, exist_ok=True))
+    message = "Upload by tuner" + ("" if upload.step is None else f", step {upload.step}")
+
+    def commit() -> Any:
+        added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in upload.files.items()]
+        return api.create_commit(upload.repo, operations=added, commit_message=message)
+
+    done = tries.run(commit)
+    held = tries.run(lambda: api.get_paths_info(upload.repo, list(upload.files), revision=done.oid))
+    _require_same(upload, {each.path: each for each in held})
+    url = f"{api.endpoint}/{upload.repo}"
+    return PushReport(url, done.oid, upload.repo, len(upload.files), upload.bytes, time.perf_counter() - started)
+
+
+def _base_of(directory: Path) -> str | None:
+    """The base model that an adapter names; None for a whole model. Raises RecipeError for a local directory."""
+    if not (directory / ADAPTER_CONFIG).is_file() or (directory / "config.json").is_file():
+        return None
+    base = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not base or Path(str(base)).is_absolute():
+        raise RecipeError(
+            f"{directory / ADAPTER_CONFIG}: names the base model {base}, which others do not have",
+            hint="export it again: tuner export-hf RUN --adapter keep --base-model OWNER/NAME --output DIR",
+        )
+    return str(base)
+
+
+def _card_for(repo: str, card: str, base: str | None) -> bytes:
+    """The export's model card, which shows how to load the repository in place of a directory."""
+    text = re.sub(r"\bDIRECTORY\b", f'"{repo}"', card)
+    if base is not None:
+        text = re.sub(r"\bBASE_MODEL\b", f'"{base}"', text)
+    return text.encode()
+
+
+def _require_same(upload: Upload, held: Mapping[str, Any]) -> None:
+    """Compare sizes, and the SHA-256 of what the hub knows it of, with what was uploaded. Raises VerificationError."""
+    for name, data in upload.files.items():
+        there = held.get(name)
+        size = len(data) if isinstance(data, bytes) else data.stat().st_size
+        if there is None or there.size != size:
+            found = "is missing" if there is None else f"has {there.size:,} bytes, not {size:,}"
+            raise VerificationError(f"{upload.repo}: {name} {found} on the hub", hint="push it again")
+        if there.lfs is not None:
+            content = data if isinstance(data, bytes) else None
+            sha256 = hashlib.sha256(content).hexdigest() if content is not None else _sha256(upload, name)
+            if there.lfs.sha256 != sha256:
+                raise VerificationError(f"{upload.repo}: {name} has another SHA-256 on the hub", hint="push it again")
+
+
+def _sha256(upload: Upload, name: str) -> str:
+    lineage = read_json(upload.directory / LINEAGE)
+    return str(lineage["files"][name]["sha256"])
+
+
+@dataclass(frozen=True)
+class _Tries:
+    """Runs a request again where the hub, or the way to it, fails; what it refuses is an error at once."""
+
+    repo: str
+    waits: tuple[float, ...]
+    say: Callable[[str], None]
+
+    def run(self, request: Callable[[], T]) -> T:
+        for wait in (*self.waits, None):
+            try:
+                return request()
+            except TunerError:
+                raise
+            except Exception as error:  # what the library's HTTP client raises has no promised class
+                kind, reason = _kind(error), (str(error).strip().splitlines() or [type(error).__name__])[0]
+                if kind == "other":
+                    raise
+                if kind == "refused":
+                    raise MachineError(
+                        f"the hub refuses {self.repo}: {reason}",
+                        hint="the token needs the right to write there: hf auth login, or HF_TOKEN",
+                    ) from error
+                if wait is None:
+                    raise MachineError(f"{self.repo}: the hub cannot be reached: {reason}", hint="try again") from error
+                self.say(f"{reason}; again in {wait:g} s")
+                time.sleep(wait)
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _kind(error: Exception) -> Literal["transient", "refused", "other"]:
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    if isinstance(error, OfflineModeIsEnabled):
+        raise MachineError("HF_HUB_OFFLINE is set", hint="unset it to push") from error
+    if isinstance(error, HfHubHTTPError):
+        response = getattr(error, "response", None)
+        status = getattr(response, "status_code", None)
+        return "transient" if status is None or status >= 500 or status == 429 else "refused"
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # of one file's upload
+        return _kind(error.__cause__)
+    is_transport = type(error).__module__.split(".")[0].startswith("httpx") or isinstance(error, ConnectionError)
+    return "transient" if is_transport or isinstance(error, TimeoutError) else "other"
