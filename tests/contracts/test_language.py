@@ -42,30 +42,16 @@ PHRASES = {
 """What is not written, and what is meant by it."""
 ANY = re.compile("|".join(PHRASES), flags=re.IGNORECASE)
 ALLOWED = {
-    "docs/data-formats.md": 1,
     "docs/eval.md": 1,
     "docs/export-hf.md": 5,
-    "docs/masks.md": 5,
     "docs/memory.md": 1,
     "docs/performance.md": 4,
-    "docs/prepare-data.md": 2,
     "docs/profile.md": 7,
     "docs/resume.md": 1,
     "docs/runs.md": 1,
     "docs/train.md": 2,
-    "tuner/cli/generate.py": 2,
-    "tuner/cli/train.py": 1,
-    "tuner/data/building/documents.py": 1,
-    "tuner/data/encoding/chat.py": 1,
     "tuner/export/frozen.py": 1,
-    "tuner/profile/measurement.py": 1,
-    "tuner/profile/predict.py": 1,
-    "tuner/profile/report.html": 6,
-    "tuner/profile/watch.py": 1,
-    "tuner/profile/workload.py": 1,
-    "tuner/run/changes.py": 1,
     "tuner/run/verify.py": 1,
-    "tuner/rundir/curves.py": 1,
 }
 """Findings that are still there, by file. A number may only fall; a file without any leaves the table."""
 CODE = re.compile(r"^(?:```|~~~).*?^(?:```|~~~)|`[^`\n]*`|\]\([^)\n]*\)|<!--.*?-->", flags=re.MULTILINE | re.DOTALL)

@@ -23,7 +23,7 @@ from tuner.setup.machine import Check, examine
 def test_a_machine_that_works_has_nothing_broken(tmp_path: Path) -> None:
     found = list(examine(tmp_path / "not" / "yet"))
     names = {check.name for check in found}
-    assert {"python", "device", "arithmetic", "processor", "memory", "C compiler", "kernels", "cache", "runs"} <= names
+    assert {"python", "device", "product", "processor", "memory", "C compiler", "kernels", "cache", "runs"} <= names
     assert [check for check in found if check.status == "broken"] == []
     assert all(check.fix for check in found if check.status == "missing")
     assert list(tmp_path.iterdir()) == [], "what was tried is gone"

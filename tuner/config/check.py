@@ -7,9 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tuner.config.advice import given_in, of_unknown
 from tuner.config.fields import fields, find, item_fields, list_of
-from tuner.config.other_values import of_value
 from tuner.config.recipe import UNIONS, Recipe
 from tuner.config.rules import RULES
 from tuner.config.tree import KeyPath, Node, Problems, dotted, tree_of
@@ -59,7 +57,7 @@ def _bad_kind(tree: Node, section: str, problems: Problems) -> bool:
     try:
         Choice(values=tuple(kinds)).read(kind.value)
     except ValueError as error:
-        meant = of_value(f"{section}.kind", kind.value)
+        meant = _meant(f"{section}.kind", kind.value)
         problems.add(kind.where, f"{section}.kind", f"got {shown(kind.value)}; {meant}" if meant else str(error))
     assert node is not None
     given = set(node.value)
@@ -92,7 +90,7 @@ def _report(tree: Node, error: Any, guessed: set[str], problems: Problems) -> Ke
     elif error["type"] == "missing":
         problems.add(where, dotted(path), f"missing; {_sentence(tree, path)}")
     elif error["type"] == "recipe":
-        meant = of_value(dotted(path), error.get("input"))
+        meant = _meant(dotted(path), error.get("input"))
         problems.add(where, key, f"got {shown(error.get('input'))}; {meant}" if meant else str(error["msg"]))
     else:
         problems.add(where, key, _not_a_mapping(path, error.get("input")))
@@ -114,12 +112,21 @@ def _sentence(tree: Node, path: KeyPath) -> str:
     return field.sentence if field is not None else "required"
 
 
+def _meant(key: str, value: Any) -> str | None:
+    """What another tool's value of a key is here."""
+    from tuner.config.other_values import of_value
+
+    return of_value(key, value)
+
+
 def _unknown(tree: Node, path: KeyPath, flag: bool) -> str:
     key = dotted(path)
     field = find(key)
     if field is not None and field.kinds:
         section = str(path[0])
         return f"not with kind {_kind(tree, section)}; write {section}.kind: {' or '.join(field.kinds)}"
+    from tuner.config.advice import given_in, of_unknown  # with the tables of other tools' keys
+
     written = tree.at(path)
     value = written.value if not isinstance(written.value, (dict, list)) else written.plain()
     return of_unknown(key, value, given_in(tree), flag)
@@ -130,7 +137,7 @@ def _not_a_mapping(path: KeyPath, value: Any) -> str:
     keys = keys or list(item_fields(list_of(path)))
     allowed = f"a mapping with keys {', '.join(keys)}" if keys else "a mapping"
     kinds = UNIONS.get(str(path[0]), {})
-    meant = of_value(f"{path[0]}.kind", value) if kinds and len(path) == 1 else None
+    meant = _meant(f"{path[0]}.kind", value) if kinds and len(path) == 1 else None
     if meant:
         return f"got {shown(value)}; {meant.replace('write ', f'write {path[0]}.kind: ', 1)}"
     if path == ("model",) and isinstance(value, str):

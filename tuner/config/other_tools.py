@@ -101,6 +101,7 @@ _NAMES: dict[str, str] = {
     "eval.at_start": "eval_on_start val_before_train eval_first_step",
     "eval.at_end": "do_eval eval_on_end final_eval",
     "eval.max_rows": "max_eval_samples eval_iters eval_max_batches max_eval_batches limit_val_batches",
+    "eval.samples_at": "log_completions_freq sample_generation_steps generation_steps",
     "eval.samples": "do_causal_lm_eval eval_table_size num_sample_generations log_completions generate_samples",
     "checkpoint.every": "save_steps saves_per_epoch save_strategy save_interval checkpoint_interval save_freq",
     "checkpoint.at_end": "save_on_end save_last save_final save_at_end",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.config.advice import given_in, of_unknown
 from tuner.config.fields import fields, find, item_fields, list_of
 from tuner.config.tree import KeyPath, Node, Problems, tree_of
 from tuner.config.yaml import read_yaml, resolve
@@ -42,6 +41,8 @@ def merge(tree: Node, overrides: Sequence[Override], cwd: Path, problems: Proble
             continue
         seen.add(key)
         if find(key) is None:
+            from tuner.config.advice import given_in
+
             problems.add(f"flag {override.flag}", "", unknown(key, override.text, given_in(tree)))
         elif override.text is None:
             problems.add(override.where, "", f"needs a value; write {override.flag} VALUE")
@@ -55,6 +56,8 @@ def unknown(key: str, text: str | None = None, given: Mapping[str, Any] | None =
     if inside:
         meant = text if inside[0].endswith(".name_or_path") and text else ""
         return f"a section; write --{inside[0]} {meant or 'VALUE'}"
+    from tuner.config.advice import of_unknown
+
     return of_unknown(key, None if text is None else resolve(text), given, as_flags=True)
 
 

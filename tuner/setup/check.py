@@ -17,6 +17,7 @@ from tuner.config.optimizers import CustomOptimizer
 from tuner.config.recipe import CustomMethod, DataSource, Recipe
 from tuner.config.schedules import CustomSchedule
 from tuner.errors import DataError, RecipeError
+from tuner.rundir.layout import RECORD
 from tuner.runtime.files import read_json
 from tuner.setup.findings import Findings
 
@@ -104,7 +105,7 @@ def _check_model_files(recipe: Recipe, found: Findings) -> None:
     if not directory.is_dir():
         found.add(key, f"{name}: no such directory", "give a hub name (owner/name) or a directory with config.json")
         return
-    if (directory / "run.json").is_file():
+    if (directory / RECORD).is_file():
         found.add(key, f"{name} is a run", f"export it first: tuner export-hf {name}, and name the export")
         return
     if (directory / "adapter_config.json").is_file():

@@ -87,10 +87,10 @@ def _libraries() -> Iterator[Check]:
     from packaging.requirements import Requirement
 
     try:
-        wanted = [Requirement(line) for line in importlib.metadata.requires("tuner") or ()]
+        wanted = [Requirement(line) for line in importlib.metadata.requires("tuner-lm") or ()]
     except importlib.metadata.PackageNotFoundError:
         means = "tuner runs from a directory that is not installed: ranges of versions are not known"
-        yield Check("libraries", "warning", "no metadata of tuner", means, "pip install -e .")
+        yield Check("libraries", "warning", "no metadata of tuner", means, "install the clone: pip install .")
         return
     for requirement in wanted:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -129,7 +129,7 @@ def _device() -> Iterator[Check]:
             capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
             room = f"{_gib(one.total_bytes)}, {_gib(one.free_bytes)} free"
             status: Status = "ok" if one.bf16_fast else "warning"
-            means = "" if one.bf16_fast else "no bf16 arithmetic: computes in fp32, which is slow"
+            means = "" if one.bf16_fast else "no bf16 units: computes in fp32, which is slow"
             yield Check("device", status, f"cuda:{index} {one.name}, {room}, capability {capability}", means)
         yield Check("driver", "ok", f"CUDA {torch.version.cuda} of torch, driver {_driver()}")
     yield _product(facts.kind)
@@ -145,8 +145,8 @@ def _product(kind: str) -> Check:
     right = bool((result.float() == 512).all())
     seconds = time.perf_counter() - started
     if not right:
-        return Check("arithmetic", "broken", f"a bf16 product on the {kind} is wrong", "nothing can be trained on it")
-    return Check("arithmetic", "ok", f"a bf16 product on the {kind} is right ({seconds:.2f} s with its start)")
+        return Check("product", "broken", f"a bf16 product on the {kind} is wrong", "nothing can be trained on it")
+    return Check("product", "ok", f"a bf16 product on the {kind} is right ({seconds:.2f} s with its start)")
 
 
 def _driver() -> str:
@@ -313,7 +313,7 @@ def _packages(extra: str) -> str:
     from packaging.requirements import Requirement
 
     try:
-        wanted = [Requirement(line) for line in importlib.metadata.requires("tuner") or ()]
+        wanted = [Requirement(line) for line in importlib.metadata.requires("tuner-lm") or ()]
     except importlib.metadata.PackageNotFoundError:
         return extra
     names = [each.name for each in wanted if each.marker is not None and each.marker.evaluate({"extra": extra})]
