@@ -51,6 +51,34 @@ MUTANTS: tuple[Mutant, ...] = (
         "A.start_mark.column",
         CONFIG,
     ),
+    Mutant(
+        "config-share-percent",
+        "config.duration.bare_number",
+        "write_number(A * 100)",
+        "write_number(A * 10)",
+        CONFIG,
+    ),
+    Mutant(
+        "config-near-names",
+        "config.advice._nearest",
+        "get_close_matches(A, B, 1, C)",
+        "get_close_matches(A, B, 1, 0.3)",
+        CONFIG,
+    ),
+    Mutant(
+        "config-import-batch",
+        "config.imported._settle",
+        "A * max(B, 1) * C",
+        "A * max(B, 1)",
+        CONFIG,
+    ),
+    Mutant(
+        "setup-check-patterns",
+        "setup.check_model._select_each",
+        "select([A], B, C)",
+        "select([], B, C)",
+        ("tests/setup/test_check.py",),
+    ),
     # The machine.
     Mutant(
         "runtime-new-file-fsync",
