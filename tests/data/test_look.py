@@ -109,6 +109,21 @@ def test_without_the_tokenizer_characters_are_counted(tmp_path: Path) -> None:
     assert "estimated from characters" in starter("owner/name", "rows.jsonl", seen)
 
 
+def test_of_a_hub_name_only_what_is_cached_counts(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    path = tiny.write_rows(tmp_path / "rows.jsonl", CHATS)
+    monkeypatch.setattr(
+        huggingface_hub,
+        "try_to_load_from_cache",
+        lambda name, file: f"{model}/{file}" if name == "owner/here" else None,
+    )
+    assert look("owner/here", DataSource(path=str(path))).by_tokenizer
+    assert not look("owner/away", DataSource(path=str(path))).by_tokenizer
+    monkeypatch.undo()
+    assert not look("no such/name/at all", DataSource(path=str(path))).by_tokenizer
+
+
 def test_a_tokenizer_without_a_template_is_given_one(tmp_path: Path) -> None:
     directory = tiny.write_directory(tmp_path / "base")
     (directory / "chat_template.jinja").unlink()
@@ -131,7 +146,7 @@ def test_preferences_are_refused_with_the_columns_that_learn_the_chosen(tmp_path
     assert "{path: rows.jsonl, columns: {completion: chosen}}" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize(("count", "words", "steps"), [(400, 30, FEW_STEPS), (1500, 60, FEW_STEPS), (20, 3, 1)])
+@pytest.mark.parametrize(("count", "words", "steps"), [(400, 30, FEW_STEPS), (700, 60, FEW_STEPS), (20, 3, 1)])
 def test_what_is_chosen_gives_enough_steps_where_the_data_allow(
     count: int, words: int, steps: int, model: str, tmp_path: Path
 ) -> None:

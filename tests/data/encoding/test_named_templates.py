@@ -19,9 +19,11 @@ from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.named_templates import DIRECTORY, named_template
 from tuner.data.encoding.place import APART
 from tuner.data.encoding.template import ChatTemplate, named_templates
+from tuner.data.encoding.template_layout import Shape, TemplateLayouts
 from tuner.data.encoding.tokenizer import TextTokenizer, declared_special_tokens
 from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.data.encoding.tokenizer_json import with_control_tokens, with_tokens
+from tuner.data.encoding.turns import Planner
 from tuner.data.reading.records import parse_record
 from tuner.errors import DataError
 
@@ -110,6 +112,14 @@ def test_its_marks_are_those_that_transformers_reads(
     batch = Encoder(ours, "assistant").encode([parse_record({"messages": WITH_SYSTEM})])
     assert batch.input_ids.tolist() == expected["input_ids"]
     assert batch.trained.tolist() == [bool(flag) for flag in expected["assistant_masks"]]
+
+
+@pytest.mark.parametrize("name", [name for name in CHAT_TEMPLATES if named_template(name).tokens])  # type: ignore[union-attr]
+def test_rows_need_no_render_of_their_own(name: str, loaded: dict[str, TextTokenizer]) -> None:
+    """Where control tokens surround the turns, the text around contents is learned once."""
+    layouts = TemplateLayouts(loaded[name], Planner(loaded[name], "assistant", "refuse"))
+    for roles in (("user", "assistant"), ("user", "assistant", "user", "assistant")):
+        assert layouts.find(Shape(roles, (None,) * len(roles))) is not None
 
 
 def test_tokens_that_are_lacking_are_added_and_end_turns(loaded: dict[str, TextTokenizer], base: Path) -> None:
