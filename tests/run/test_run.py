@@ -216,12 +216,12 @@ def test_a_signal_before_the_first_step_leaves_a_run_to_go_on_with(
         raise KeyboardInterrupt
 
     loaded = load_recipe(workplace / "r.yaml", [], cwd=workplace)
-    monkeypatch.setattr(preflight, "prepare", interrupted)
+    monkeypatch.setattr(preflight, "prepare_to_use", interrupted)
     with pytest.raises(KeyboardInterrupt):
         launch_training(loaded, LaunchOptions(resume="auto"), False)
     monkeypatch.undo()
     stopped = launch(workplace, train__stop_after="3 steps")
-    monkeypatch.setattr(preflight, "prepare", interrupted)
+    monkeypatch.setattr(preflight, "prepare_to_use", interrupted)
     outcome = launch_training(loaded, LaunchOptions(resume="auto"), False)
     assert (outcome.status, outcome.exit_code, outcome.metrics["step"]) == ("stopped", 75, 3)
     assert outcome.artifacts["checkpoint"] == str(stopped.checkpoint)
