@@ -93,11 +93,7 @@ class TokenizerSection(Section):
 
 
 _ADAPTER_KIND = (
-<<<<<<< ours
-    "none trains the model in full; lora a low-rank adapter on a frozen model; dora also learns a magnitude per row."
-=======
     "none trains the whole model; lora a low-rank adapter on a frozen one; dora also the norm of each weight row."
->>>>>>> theirs
 )
 AdapterKind = Annotated[Word[T], Field(description=_ADAPTER_KIND)]
 
