@@ -88,6 +88,7 @@ def test_every_value_of_another_tool_is_of_a_key_that_is_there() -> None:
         ({"train": {"stop_after": 0.5}}, "0.5 what? did you mean 50%?"),
         ({"data": {"train": "x", "eval": 0.05}}, "0.05 what? did you mean 5%?"),
         ({"data": {"train": "x", "eval": 200}}, "200 what? did you mean 200 documents?"),
+        ({"adapter": {"kind": "lora", "target_modules": "all"}}, "got 'all'; write all-linear"),
         ({"adapter": {"kind": "lora", "target_modules": "q_proj,v_proj"}}, "write a list: [q_proj, v_proj]"),
     ],
 )

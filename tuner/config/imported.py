@@ -86,11 +86,12 @@ def import_text(
     if found == "llama-factory":
         named = str(given.get("dataset_dir") or "data")
         given["dataset_info"] = _dataset_info(directory, named) or _dataset_info(Path.cwd(), named)
+    context = {key.rpartition(".")[2]: value for key, value in given.items()} | given
     draft = _Draft({}, {}, [])
     draft.put(dialect.defaults, f"{dialect.title}'s default")
     for key in sorted(given, key=lambda item: item.rpartition(".")[2] in _FIRST):
-        _carry(key, given[key], given, dialect, draft)
-    _settle(draft, given, found)
+        _carry(key, given[key], context, dialect, draft)
+    _settle(draft, context, found)
     recipe, written = _loaded(draft, f"{dialect.title}'s {name}")
     return Imported(found, written, recipe, tuple(dict.fromkeys(draft.left)))
 

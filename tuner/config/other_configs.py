@@ -92,6 +92,13 @@ def _swift_held_out(value: Any, given: Given) -> Lines | str | None:
     return None if sources is None else {"data.eval": sources}
 
 
+def _tuner_kind(value: Any, given: Given) -> Lines | str | None:
+    word = str(value).lower()
+    if "qlora" in word:
+        return of_value("adapter.kind", "qlora")
+    return {"adapter.kind": "lora" if "lora" in word else "none"}
+
+
 def _nothing(value: Any, given: Given) -> Lines | str | None:
     return {}
 
@@ -273,6 +280,9 @@ DIALECTS: dict[Tool, Dialect] = {
             "seed": 3407,
         },
         {
+            "model": text_of("model.name_or_path"),
+            "batch_size": micro_batch,
+            "training_type": _tuner_kind,
             "train_on_completions": switch("method.train_on", "assistant", "all"),
             "r": lambda value, given: {"adapter.r": value},
         },

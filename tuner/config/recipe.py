@@ -104,6 +104,13 @@ class NoAdapter(Section):
     kind: AdapterKind[Literal["none"]] = "none"
 
 
+def _no_other_word_for_all(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """Other tools write all or auto where all-linear is meant; as names of layers these mean nothing."""
+    if isinstance(names, tuple) and len(names) == 1 and names[0].lower() in {"all", "auto", "all_linear", "default"}:
+        raise refuse(f"got {names[0]!r}; write all-linear")
+    return names
+
+
 class LowRankAdapter(Section):
     """A low-rank adapter on a frozen model."""
 
@@ -116,9 +123,11 @@ class LowRankAdapter(Section):
     """Multiply by alpha / sqrt(r) instead, which keeps the size of updates the same at high ranks (rsLoRA)."""
     dropout: Annotated[float, Real(ge=0, lt=1)] = 0.0
     """Dropout probability at the adapter's input."""
-    target_modules: Annotated[Literal["all-linear"] | tuple[str, ...], Several(item=Text(kind="names or globs"))] = (
-        "all-linear"
-    )
+    target_modules: Annotated[
+        Literal["all-linear"] | tuple[str, ...],
+        Several(item=Text(kind="names or globs")),
+        AfterValidator(_no_other_word_for_all),
+    ] = "all-linear"
     """Linear layers that get an adapter: all-linear (all but the output), or names or globs, e.g. [attn.*_proj]."""
     modules_to_save: Globs = ()
     """Modules trained in full in addition to the adapter, in fp32: names or globs, e.g. [lm_head, embed_tokens]."""
