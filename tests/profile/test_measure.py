@@ -176,8 +176,8 @@ def test_failed_allocations_are_examined(recipe: Path, monkeypatch: pytest.Monke
 
 
 def test_durations_for_people() -> None:
-    shown = [duration_text(seconds) for seconds in (0.25, 42, 150, 2 * 3600, 3 * 86400)]
-    assert shown == ["0.2 s", "42 s", "2.5 min", "2.0 h", "3.0 days"]
+    shown = [duration_text(seconds) for seconds in (0.0251, 0.25, 42, 150, 2 * 3600, 3 * 86400)]
+    assert shown == ["25.1 ms", "0.2 s", "42 s", "2.5 min", "2.0 h", "3.0 days"]
 
 
 def test_command(recipe: Path) -> None:

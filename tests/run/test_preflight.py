@@ -18,12 +18,15 @@ from tuner.checkpoint.load import open_checkpoint
 from tuner.checkpoint.manifest import sealed
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.config.load import load_recipe
-from tuner.errors import DataError
+from tuner.config.overrides import Override
+from tuner.errors import DataError, RecipeError
 from tuner.run.options import LaunchOptions
-from tuner.run.preflight import Preflight, agreed, preflight
+from tuner.run.preflight import Preflight, _trained, agreed, preflight
 from tuner.rundir.directory import RunDir
 from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective, gloo_group
+from tuner.setup.resolve import resolve
 
 
 @pytest.mark.multi
@@ -71,3 +74,26 @@ def test_tensors_are_hashed_by_rank_0_alone(tmp_path: Path, monkeypatch: pytest.
         assert len(hashed) == wanted
     record = json.loads((stopped.run_dir / "run.json").read_text())
     assert ready.record == record
+
+
+def test_the_plan_counts_what_is_trained(tmp_path: Path) -> None:
+    trainings.prepare(tmp_path, 1)
+    text = (tmp_path / "r.yaml").read_text()
+    (tmp_path / "r.yaml").write_text("".join(line for line in text.splitlines(True) if not line.startswith("adapter")))
+
+    def announced(**flags: str) -> str:
+        overrides = [Override(key.replace("__", "."), text) for key, text in flags.items()]
+        recipe = load_recipe(tmp_path / "r.yaml", overrides, cwd=tmp_path).recipe
+        return _trained(resolve(recipe, 64, RankInfo()))
+
+    def size(count: int) -> str:
+        return f"{count:,} trained ({count / whole:.2%})"
+
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32  # of queries and outputs, keys and values, the MLP, norms
+    whole = 300 * 32 + 2 * layer + 32
+    assert announced() == "all trained"
+    assert announced(model__freeze="[mlp]") == f"{size(whole - 2 * 3 * 32 * 48)}, all but mlp"
+    low_rank = 2 * 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
+    assert announced(adapter__kind="lora", adapter__r="2") == f"{size(low_rank)}: lora, r 2"
+    with pytest.raises(RecipeError, match="'q_projj' matches nothing"):
+        announced(adapter__kind="lora", adapter__target_modules="[q_projj]")

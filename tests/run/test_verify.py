@@ -78,7 +78,7 @@ def test_what_a_resume_loses_is_named(finished: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_cannot_be_compared_is_refused(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RecipeError, match="no 40 steps of it are left"):
+    with pytest.raises(RecipeError, match="fewer than 40 steps are left"):
         proof(finished, 20)
     with FileLock(finished / "lock"), pytest.raises(MachineError):
         proof(finished, 1)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.browser import Browser, chromium
 from tests.rundir import made
 from tuner.errors import RecipeError
 from tuner.rundir.curves import Chart, Curve, Points, charts, thinned
-from tuner.rundir.page import MARK, page, write_page
+from tuner.rundir.page import MARK, SMOOTHED_POINTS, page, write_page
 from tuner.rundir.record import read_run
 from tuner.rundir.terminal import draw, number
 
@@ -100,6 +101,50 @@ def test_the_page_holds_its_data_and_asks_for_nothing(tmp_path: Path) -> None:
     assert data["runs"][0]["differs"] == {"optimizer.lr": "0.001", "data.train": ""}
     assert data["smoothing"] == 0.5
     assert data["charts"][0]["curves"][0]["points"]["value"] == [2.0, 1.0, 2 / 3, 0.5]
+
+
+def test_labels_say_what_a_number_is(tmp_path: Path) -> None:
+    lines = [made.step_line(step, mfu=0.5, mem_gib=1.5, data_wait=0.25) for step in (1, 2)]
+    recipes = {"cpu": "train: {device: cpu}\n", "cuda": "train: {device: cuda}\nmethod: {kind: custom}\n"}
+    runs = {name: read_run(made.run(tmp_path / name, lines, text)) for name, text in recipes.items()}
+    cpu, cuda, both = (
+        {chart.key: chart for chart in charts(some)} for some in ([runs["cpu"]], [runs["cuda"]], list(runs.values()))
+    )
+    assert cpu["mem_gib"].label == "peak memory of the process (RSS)" and "GPU" in cuda["mem_gib"].label
+    assert (both["mem_gib"].label, both["mem_gib"].unit) == ("peak memory", "GiB")
+    assert (cpu["loss"].unit, cuda["loss"].unit, both["loss"].unit) == ("nats per token", "", "")
+    assert (cpu["mfu"].unit, cpu["mfu"].curves[0].points.value) == ("%", [0.5, 0.5])
+    drawn = ["".join(text for text, _ in spans) for spans in draw(cpu["data_wait"], 40, 4)]
+    assert "12.5% ┤" in drawn[-2] and "%" not in drawn[0]
+
+
+@pytest.mark.parametrize(("steps", "smoothing"), [(SMOOTHED_POINTS - 1, 0.0), (SMOOTHED_POINTS, 0.8)])
+def test_short_curves_end_at_their_last_value(tmp_path: Path, steps: int, smoothing: float) -> None:
+    runs = [read_run(made.run(tmp_path / "r", [made.step_line(step) for step in range(1, steps + 1)]))]
+    assert f'"smoothing":{smoothing}' in page(runs, charts(runs), None)
+
+
+@pytest.mark.skipif(chromium() is None, reason="no Chromium on the path; set TUNER_TEST_CHROMIUM to one")
+def test_the_page_in_a_browser(tmp_path: Path) -> None:
+    lines = [made.step_line(step, 1 / step, data_wait=0.25) for step in range(1, 6)]
+    launches = [made.launch("10:00:00", "10:01:00", 0, 3), made.launch("10:05:00", "10:06:00", 3, 5)]
+    runs = [read_run(made.run(tmp_path / "r", lines, launches=launches))]
+    target = tmp_path / "curves.html"
+    write_page(target, runs, charts(runs), None)
+    program = chromium()
+    assert program is not None
+    with Browser(program, tmp_path) as browser:
+        browser.open(target)
+        assert browser.run("document.documentElement.scrollWidth") <= 1280
+        texts = browser.run("[...document.querySelectorAll('.plot text')].map(one => one.textContent)")
+        assert {"step", "nats per token", "20 %"} <= set(texts), texts
+        middle = "document.querySelectorAll('.plot text[text-anchor=middle]')"
+        steps = browser.run(f"[...{middle}].map(one => one.textContent)")
+        assert steps and all(text.isdecimal() for text in steps if text != "step")  # no half steps
+        marks = browser.run("document.querySelectorAll('.resumed title').length")
+        assert marks == len(charts(runs))
+        assert "r was resumed here" in browser.run("document.querySelector('.resumed title').textContent")
+        assert browser.said == []
 
 
 def test_only_a_page_is_written_over(tmp_path: Path) -> None:

@@ -175,8 +175,8 @@ def test_torchs_own_pass_the_trial(tmp_path: Path, name: str) -> None:
         ("Broken", r"failed in a step: ValueError: no update \(.*own.py:\d+\)"),
         ("LBFGS", "LBFGS failed in a step|LBFGS could not be built"),
         ("Numbers", "keeps norm, a float, in its state"),
-        ("GroupCounter", "does not continue from its saved state"),
-        ("Hidden", "does not continue from its saved state"),
+        ("GroupCounter", "does not resume exactly from its saved state"),
+        ("Hidden", "does not resume exactly from its saved state"),
         ("Later", "keeps second/.* only from a later step on"),
         ("Lyon", "did you mean Lion"),
     ],
@@ -195,14 +195,14 @@ def test_options_are_checked(tmp_path: Path) -> None:
 
 
 def test_a_mistake_costs_no_preparation(workplace: Path) -> None:
-    with pytest.raises(PluginError, match="does not go on"):
+    with pytest.raises(PluginError, match="does not resume exactly"):
         launch(workplace, optimizer__kind="custom", optimizer__use="own.py:Hidden")
     assert not (workplace / "runs").exists()
 
 
 def test_only_elementwise_ones_may_be_sharded(tmp_path: Path) -> None:
     tried(tmp_path, "Lion", elementwise=True)
-    with pytest.raises(PluginError, match="updates a part of a parameter otherwise than the whole"):
+    with pytest.raises(PluginError, match="updates a part of a parameter differently from the whole"):
         tried(tmp_path, "Norms", elementwise=True)
     tried(tmp_path, "Norms")
     parameter = nn.Parameter(torch.zeros(2, 2))

@@ -52,7 +52,6 @@ def prepare_data(
     terminal = sys.stdout.isatty()  # the body's stdout is another one
 
     def body() -> Outcome:
-        from tuner.data.building.spec import prepare_spec
         from tuner.errors import RecipeError
         from tuner.runtime.console import Console
 
@@ -60,8 +59,11 @@ def prepare_data(
             raise RecipeError("--explain, --check and --dry-run each do one thing and stop: give one of them")
         loaded = load_for_command(recipe, overrides_of(ctx))
         given = loaded.recipe
-        spec = prepare_spec(given.model, given.tokenizer, given.data, given.method, given.seed)
         console = Console(level="debug" if verbose else "info")
+        with console.doing("loading tokenizer", at_once=True):
+            from tuner.data.building.spec import prepare_spec
+
+            spec = prepare_spec(given.model, given.tokenizer, given.data, given.method, given.seed)
         if explain is not None:
             return _explained(spec, explain, terminal, verbose)
         if check:
@@ -76,7 +78,8 @@ def prepare_data(
 def _prepared(spec: PrepareSpec, console: Console, recipe: str | None) -> Outcome:
     from tuner.data.building.prepare import prepare
 
-    info = prepare(spec, console)
+    with console.doing("reading the sources"):
+        info = prepare(spec, console)
     say_report(info, spec, console)
     metrics = {**info.report, "max_length": spec.max_length, "seconds": round(info.seconds, 3)}
     if not info.cached:

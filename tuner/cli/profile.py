@@ -37,7 +37,7 @@ class ProfileOptions:
         """Raise RecipeError for options that exclude each other."""
         if self.fit is not None and (self.memory is not None or self.output is not None):
             raise RecipeError(
-                "--fit goes with neither --memory nor --output", hint="--fit says how much memory there is"
+                "--fit cannot be combined with --memory or --output", hint="--fit says how much memory there is"
             )
         if (self.measure is not None or self.dry_run) and (self.fit or self.device or self.processes):
             raise RecipeError(
@@ -137,7 +137,7 @@ def _fitted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> 
 def _measured(loaded: LoadedRecipe, options: ProfileOptions, console: Console, level: Level) -> Outcome:
     from tuner.runtime.dist import RankInfo
 
-    with console.doing("loading torch"):
+    with console.doing("loading transformers"):
         from tuner.profile.devices import parse_memory
         from tuner.profile.measure import MeasureOptions
         from tuner.profile.predict import predict

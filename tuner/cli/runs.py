@@ -32,7 +32,8 @@ FIGURES = {
 }  # fmt: skip
 """What the tables show of a run's summary, and its heading."""
 TEXT = frozenset({"status"})
-SHOWN_CHARACTERS = 40
+SHOWN_CHARACTERS, SHORTEST_VALUE = 40, 14
+"""Columns of a value at most, and at least where a narrow terminal cuts it."""
 DRAWN = ("loss", "eval", "lr", "grad_norm", "tok_per_s")
 """Charts that the terminal shows; the page shows all."""
 CHART_ROWS, TWO_CHARTS, MOST_COLUMNS = 6, 100, 160
@@ -83,8 +84,9 @@ def compare(runs: RunsArgument) -> Outcome:
     summaries = [summary(run) for run in found]
     values = [{key: recipe[key] for key in keys if key in recipe} for recipe in recipes]
     lines = [["run", *keys, *FIGURES.values()]]
+    most = _value_width(lines[0], len(found))
     for name, item, recipe in zip(_names(found), summaries, values, strict=True):
-        shown = [_cut(flow(recipe[key])) if key in recipe else "-" for key in keys]
+        shown = [_cut(flow(recipe[key]), most) if key in recipe else "-" for key in keys]
         first, *rest = _row(name, item)
         lines.append([first, *shown, *rest])
     text = _table(lines, len(keys)) if len(found) >= len(lines[0]) else _table_across(lines)
@@ -101,7 +103,7 @@ def plot(
     ] = None,
     smoothing: Annotated[
         float | None,
-        typer.Option(min=0.0, max=0.99, help="Smoothing at first; default 0.8, none for less than 50 points."),
+        typer.Option(min=0.0, max=0.99, help="Smoothing at first; default 0.8, none below 200 points."),
     ] = None,
 ) -> Outcome:
     """Draw the curves of runs in the terminal, and as one HTML page that needs no network."""
@@ -211,8 +213,17 @@ def _table_across(lines: Sequence[Sequence[str]]) -> str:
     return fitted(list(zip(*lines, strict=True)), stdout_columns())
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
+def _value_width(headings: Sequence[str], runs: int) -> int:
+    """Columns of a value, so that as many runs stand side by side where the terminal has room for all of them."""
+    each = (stdout_columns() - max(map(len, headings))) // runs - 2
+    return min(SHOWN_CHARACTERS, each) if each >= SHORTEST_VALUE else SHOWN_CHARACTERS
+
+
+def _cut(text: str, most: int) -> str:
+    """A value in so many columns; of a path its end is shown."""
+    if len(text) <= most:
+        return text
+    return f"…{text[1 - most :]}" if text.startswith("/") else f"{text[: most - 1]}…"
 
 
 def _shown(run: Run) -> str:

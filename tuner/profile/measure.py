@@ -86,6 +86,7 @@ def measure(
             torch.cuda.reset_peak_memory_stats(device)
         record = _recorded_step(assembly, longest, options.output)
         clock, batches = _timed_steps(assembly, options.steps)
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if device.type == "cpu" else None
         communication_s, files = _traced_step(assembly, options)
     steps, meter = options.steps, assembly.mfu
     asked = [meter.operations(one.micro) for one in batches]
@@ -100,7 +101,7 @@ def measure(
         trained_per_step=sum(one.trained_count for one in batches) / steps,
         memory=_memory(record, device),
         free_bytes=free,
-        resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if device.type == "cpu" else None,
+        resident_bytes=resident,
         times={part: seconds / steps for part, seconds in clock.seconds.items()},
         communication_s=communication_s,
         flops=sum(one or 0.0 for one in asked) / steps if meter.flops.complete else None,

@@ -135,8 +135,10 @@ def of_all(found: Sequence[Measurement]) -> Measurement:
 
 
 def duration_text(seconds: float) -> str:
-    """Seconds for people: `12 s`, `2.5 min`, `3.1 h`, `4.2 days`."""
+    """Seconds for people: `25 ms`, `12 s`, `2.5 min`, `3.1 h`, `4.2 days`."""
     for size, unit in ((86400.0 * 2, "days"), (5400.0, "h"), (90.0, "min")):
         if seconds >= size:
             return f"{seconds / {'days': 86400, 'h': 3600, 'min': 60}[unit]:.1f} {unit}"
+    if seconds < 0.1:
+        return f"{seconds * 1000:.3g} ms"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

@@ -101,6 +101,8 @@ def _constants(resolved: Resolved, trace: Trace, rank_info: RankInfo) -> tuple[M
     recipe, kind = resolved.recipe, resolved.facts.kind
     size = CONTEXT_BYTES[kind]
     said = [f"{'CUDA context and workspaces' if kind == 'cuda' else 'the process (Python, torch)'}: {size // MIB} MiB"]
+    if kind == "cpu":
+        said.append("RSS counts mapped weight files on top of this, which the system drops where memory is short")
     if kind == "cuda" and rank_info.world_size > 1:
         buffers = COMMUNICATOR_BYTES[1 if rank_info.world_size == rank_info.local_world_size else 2]
         size += buffers

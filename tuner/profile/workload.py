@@ -53,7 +53,8 @@ def workload(recipe: Recipe, max_length: int, rank_info: RankInfo, config: Pretr
     batch = fullest(prepared.train, n_rows)
     held_out = None if prepared.eval is None else fullest(prepared.eval, n_rows)
     mean = float(prepared.train.tokens_per_row.mean())
-    rows = f"every micro-batch holds the {n_rows:,} longest of the {len(prepared.train):,} prepared rows"
+    which = "longest" if n_rows == 1 else f"{n_rows:,} longest"
+    rows = f"every micro-batch holds the {which} of the {len(prepared.train):,} prepared rows"
     asked = prepared.samples[: recipe.eval.samples]
     limits = answer_limits(asked, tokenizer, config)
     samples = tuple((len(sample.prompt_ids), limit) for sample, limit in zip(asked, limits, strict=True))

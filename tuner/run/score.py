@@ -62,28 +62,31 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
     recipe = _recipe(trained, loaded)
     if recipe.data.eval is None:
         raise RecipeError("the recipe has no held-out rows", hint="name them: --data.eval FILE, or 2%")
-    spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, loaded.recipe.seed)
-    data = open_prepared(prepare_to_use(spec, console))
-    resolved = resolve(recipe, spec.max_length, rank_info, spec.tokenizer.new_ids)
+    with console.doing("reading the data"):
+        spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, loaded.recipe.seed)
+        data = open_prepared(prepare_to_use(spec, console))
+        resolved = resolve(recipe, spec.max_length, rank_info, spec.tokenizer.new_ids)
     held = held_out_rows(resolved.recipe, data)
     if held is None:
         raise DataError(f"{data.path}: holds no held-out rows")
     console.say("model", f"{trained.path} · {resolved.facts.kind}, {resolved.recipe.train.precision} compute")
     with process_group(rank_info, resolved.facts.kind, recipe.parallel.timeout.seconds):
         check_fits(spec.tokenizer, resolved.config, data)
-        root, step_config = assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
-        if isinstance(trained, RunCheckpoint):
-            require_same_base(trained.checkpoint, root.frozen_hash)
-            tensors = {f"{MODEL_PREFIX}{name}": parameter.data for name, parameter in trained_parameters(root).items()}
-            load_into(trained.checkpoint, tensors, prefix=MODEL_PREFIX)
+        with console.doing("loading model"):
+            root, step_config = assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
+            if isinstance(trained, RunCheckpoint):
+                require_same_base(trained.checkpoint, root.frozen_hash)
+                tensors = {f"{MODEL_PREFIX}{name}": p.data for name, p in trained_parameters(root).items()}
+                load_into(trained.checkpoint, tensors, prefix=MODEL_PREFIX)
         started = time.monotonic()
         micro_batch_size, max_rows = resolved.recipe.train.micro_batch_size, resolved.recipe.eval.max_rows
-        result = evaluate(root, step_config, held, micro_batch_size, max_rows)
+        rows = len(held.rows) if max_rows is None else min(max_rows, len(held.rows))
+        with console.doing(f"evaluating {rows:,} rows"):
+            result = evaluate(root, step_config, held, micro_batch_size, max_rows)
         seconds = time.monotonic() - started
     if not math.isfinite(result.loss):
         raise DivergedError(f"{trained.path}: the loss is {result.loss}", hint="look at the run: tuner runs plot RUN")
     step = trained.checkpoint.step if isinstance(trained, RunCheckpoint) else None
-    rows = len(held.rows) if max_rows is None else min(max_rows, len(held.rows))
     return Score(trained.path, step, result, rows, seconds)
 
 

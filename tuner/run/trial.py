@@ -28,7 +28,7 @@ def try_optimizer(section: Optimizer) -> None:
             raise PluginError(f"optimizer.use {section.use} changes nothing", hint="it must update the params in place")
         if not _equal(whole, _interrupted(section)):
             raise PluginError(
-                f"optimizer.use {section.use} does not continue from its saved state as if it had not stopped",
+                f"optimizer.use {section.use} does not resume exactly from its saved state",
                 hint="keep all that a step needs in the state of each parameter, as tensors",
             )
         if section.elementwise:
@@ -65,7 +65,7 @@ def _require_elementwise(section: CustomOptimizer, whole: dict[str, nn.Parameter
         for name, parameter in part.items():
             if not torch.allclose(parameter, whole[name][rows], rtol=1e-5, atol=1e-7):
                 raise PluginError(
-                    f"optimizer.use {section.use} updates a part of a parameter otherwise than the whole",
+                    f"optimizer.use {section.use} updates a part of a parameter differently from the whole",
                     hint="write elementwise: false; it then needs parallel.shard: none on several processes",
                 )
 

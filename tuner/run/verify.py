@@ -102,7 +102,7 @@ def _start(run: RunDir, steps: int, console: Console) -> _Start:
             return _Start(found.step, path)
     if origin is not None or 2 * steps > total or resets_of(record):
         raise RecipeError(
-            f"{run.path}: no {2 * steps} steps of it are left to compare, behind any checkpoint or its beginning",
+            f"{run.path}: fewer than {2 * steps} steps are left to compare after every checkpoint and from the start",
             hint="ask for fewer: --steps 1",
         )
     return _Start(0, "never")

@@ -19,7 +19,7 @@ MARK = b"<!doctype html><!-- tuner runs plot -->"
 """How every page begins: only such a file is written over."""
 _TEMPLATE = Path(__file__).with_name("page.html")
 _PLACE = "@@DATA@@"
-SMOOTHING, SMOOTHED_POINTS = 0.8, 50
+SMOOTHING, SMOOTHED_POINTS = 0.8, 200
 """How much curves of so many points are smoothed at first; shorter ones are not, and end at their last value."""
 
 

@@ -135,6 +135,14 @@ class Activity:
                 stream.write("\r\x1b[K")
                 stream.flush()
 
+    def hold(self) -> None:
+        """Before a fork: no thread is in the midst of a line, and holds a lock that the child would never get."""
+        self._lock.acquire()
+
+    def release(self) -> None:
+        """After a fork, in the process that was forked."""
+        self._lock.release()
+
     def forget(self) -> None:
         """In a child that was forked: nothing is under way here, and no thread draws."""
         self._lock, self._under_way, self._paused, self._is_drawn = threading.RLock(), [], 0, False
@@ -162,4 +170,4 @@ def _columns(stream: IO[str]) -> int:
 
 STDERR = Activity()
 """That of this process's stderr."""
-os.register_at_fork(after_in_child=STDERR.forget)
+os.register_at_fork(before=STDERR.hold, after_in_parent=STDERR.release, after_in_child=STDERR.forget)

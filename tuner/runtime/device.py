@@ -22,7 +22,8 @@ from tuner.runtime.process import cores
 if TYPE_CHECKING:
     import torch
 
-ROUNDS = 4
+ROUNDS, MOST_ROUNDS, MEASURED_S = 4, 40, 0.25
+"""Products that are timed at least and at most, and the seconds after which no further one is begun."""
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _traced: str | None = None
 """Process-wide, and no context variable: compiled layers read it."""
@@ -91,8 +92,9 @@ def host_memory() -> tuple[int, int]:
 
 @cache
 def measured_peak(kind: Literal["cuda", "cpu"], precision: str, index: int = 0) -> float:
-    """Operations per second in one large product of random bf16 or fp32 matrices: the best of a few, once a process.
+    """Operations per second in one large product of random bf16 or fp32 matrices: the best of some, once a process.
 
+    A product takes a few milliseconds, so that among so many one is undisturbed where other programs share the cores.
     Draws from a generator of its own, so that no other random number changes; on CUDA it returns its memory.
     """
     import torch
@@ -102,9 +104,9 @@ def measured_peak(kind: Literal["cuda", "cpu"], precision: str, index: int = 0) 
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
     result = torch.empty(side, side, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(ROUNDS + 1):
-        started = time.perf_counter()
+    best, rounds, began = float("inf"), 0, time.perf_counter()
+    while rounds <= ROUNDS or (rounds <= MOST_ROUNDS and time.perf_counter() - began < MEASURED_S):
+        rounds, started = rounds + 1, time.perf_counter()
         torch.mm(left, right, out=result)
         if kind == "cuda":
             torch.cuda.synchronize(device)

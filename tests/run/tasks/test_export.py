@@ -181,7 +181,7 @@ def test_one_that_waits_gives_way_and_what_is_read_is_not_pruned(tmp_path: Path,
             run.saved(exporter, step)
         while not any(process._process for process, _ in exporter._jobs):
             time.sleep(0.01)
-        assert run.warnings == ["the export of step-4 is left out: the one before it is not done yet"]
+        assert run.warnings == ["the export of step-4 is skipped: the one before it is not done yet"]
         (checkpoints / "step-9").mkdir()
         removed = prune_all_but(checkpoints)
         assert [path.name for path in removed] == ["step-4"]

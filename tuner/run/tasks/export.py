@@ -106,7 +106,7 @@ class Exporter:
             if future.cancel():
                 process.held.close()
                 name = process.output.name
-                self.console.warn(f"the export of {name} is left out: the one before it is not done yet")
+                self.console.warn(f"the export of {name} is skipped: the one before it is not done yet")
         self._jobs = [job for job in self._jobs if not job[1].cancelled()]
         log = Path(self.recipe.output_dir) / LOGS / EXPORT_LOG
         hold = CheckpointHold(checkpoint)

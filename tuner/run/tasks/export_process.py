@@ -87,13 +87,13 @@ class ExportProcess:
         except (ValueError, KeyError, TypeError):
             raise MachineError(
                 f"{self.output}: the export ended with code {code} and said nothing",
-                hint=f"its log: {self.log}; by hand: tuner export-hf {self.held.path}",
+                hint=f"its log: {self.log}; export it with: tuner export-hf {self.held.path}",
             ) from None
         raise rebuilt(error["type"], f"export of {self.output.name}: {error['message']}", error["hint"], code)
 
     def _cut_short(self) -> TunerError:
         error = MachineError(
-            f"the export of {self.output.name} was cut short", hint=f"by hand: tuner export-hf {self.held.path}"
+            f"the export of {self.output.name} was cut short", hint=f"export it with: tuner export-hf {self.held.path}"
         )
         error.exit_code = ExitCode.INTERRUPTED
         return error
