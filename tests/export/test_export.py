@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +23,7 @@ from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.export import frozen, hf, outputs, tensors, verify, weights
 from tuner.export.card import curve
-from tuner.export.hf import ExportOptions, plan_export
+from tuner.export.hf import ExportOptions, ExportReport, plan_export
 from tuner.export.shards import Output, Shard, Written
 from tuner.export.tensors import OpenFiles, held_tensor
 from tuner.model.adapter import LoraSpec
@@ -556,3 +557,27 @@ def test_long_curves_are_thinned_and_end_with_the_last_step(tmp_path: Path) -> N
     assert (len(steps), steps[0], steps[-1]) == (12, 1, 30)
     assert steps == sorted(set(steps))
     assert curve(tmp_path / "none", 30) == {"train": [], "eval": []}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "recorded", "said"),
+    [
+        (
+            "bf16",
+            True,
+            "12 probes match the trained model: KL 7.8e-04 nats (limit 0.02), largest logit difference 0.95 from bf16 "
+            "rounding; before rounding, within 1e-05 of the largest logit",
+        ),
+        (
+            "fp32",
+            False,
+            "12 probes match the checkpoint's model (the run recorded no probes): largest logit difference 2.1e-07 "
+            "(limit 1e-05 of the largest logit)",
+        ),
+    ],
+)
+def test_the_proof_says_how_close_and_how_close_it_had_to_be(dtype: str, recorded: bool, said: str) -> None:
+    figures = (0.95, 7.8e-4, 1.0, False, 20, 2.1e-7)
+    compared = ExportReport(Path("x"), 4, dtype, "merge", 9, 1, 100, 12, recorded, *figures)
+    assert compared.proof() == said
+    assert replace(compared, max_difference=None).proof() == ""

@@ -22,7 +22,9 @@ from tuner.runtime.spawn import Work
 COMMAND = ["/lib/tuner/__main__.py", "train", "work/r.yaml", "--hooks.0.options.token", "secret"]
 
 
-def as_one_rank(work: Work, job: Mapping[str, Any], processes: int, logs: Path) -> dict[str, Any]:
+def as_one_rank(
+    work: Work, job: Mapping[str, Any], processes: int, logs: Path, says: str = ""
+) -> dict[str, Any]:
     """Stands in for the ranks: one of them alone does the work, with a command line of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["/lib/worker.py", "/somewhere/job"])
