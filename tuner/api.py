@@ -125,7 +125,8 @@ def load_generator(model: str | Path, base: str | None = None, quiet: bool = Fal
     from tuner.generate import load_generator as load
 
     name = str(_path(model)) if Path(model).expanduser().exists() else str(model)
-    return load(name, base=base, warn=_console("info", quiet).warn)
+    console = _console("info", quiet)
+    return load(name, base=base, warn=console.warn)
 
 
 def generate(
@@ -222,7 +223,8 @@ def push(path: str | Path, repo: str, private: bool = False, quiet: bool = False
     from tuner.export.hub import find_export, plan_push
     from tuner.export.hub import push as upload
 
-    return upload(plan_push(find_export(_path(path)), repo), private, say=_console("info", quiet).warn)
+    console = _console("info", quiet)
+    return upload(plan_push(find_export(_path(path)), repo), private, say=console.warn)
 
 
 def doctor(directory: str | Path = ".") -> list[Check]:
