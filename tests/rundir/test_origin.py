@@ -9,7 +9,7 @@ import pytest
 from tests.rundir import made
 from tuner.config.load import load_recipe
 from tuner.rundir.layout import RECIPE
-from tuner.rundir.origin import changed_keys, noted, origin, warn_of_changed_file
+from tuner.rundir.origin import another, changed_keys, noted, origin, warn_of_changed_file
 from tuner.rundir.run_json import read_record
 
 TEXT = "model: {name_or_path: a/b}\ndata: {train: x.jsonl}\noptimizer:\n  lr: 1e-4\n"
@@ -53,6 +53,14 @@ def test_changes_are_named_by_key(run: Path, text: str, keys: tuple[str, ...] | 
     assert len(warnings(run)) == (keys is not None)
     if keys:
         assert f"changed since the run was started ({', '.join(keys)})" in warnings(run)[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "flag"), [("", "--name NEW-NAME"), ("output_dir: runs/mine\n", "--output_dir NEW-DIRECTORY")]
+)
+def test_another_run_has_another_name_or_directory(run: Path, more: str, flag: str) -> None:
+    (run.parent / "recipe.yaml").write_text(more + TEXT)
+    assert another(run.parent / "recipe.yaml") == flag
 
 
 def test_a_file_that_is_gone_is_no_news(run: Path) -> None:

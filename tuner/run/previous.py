@@ -21,7 +21,7 @@ from tuner.run.changes import Changes, changes, freed_keys, pending, resets_of
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.rundir.directory import RunDir
 from tuner.rundir.last_checkpoint import last_step, way_to_whole
-from tuner.rundir.origin import origin
+from tuner.rundir.origin import another, origin
 from tuner.rundir.run_json import hold
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
@@ -142,10 +142,10 @@ def _another_recipe(
 def _new_run(run: RunDir, record: Mapping[str, Any], loaded: LoadedRecipe) -> str:
     """What starts another run: a name for a recipe, the file or the run's copy for `tuner resume`, which takes none."""
     if loaded.path is None or not loaded.path.absolute().is_relative_to(run.path.absolute()):
-        return "--name NEW-NAME"
+        return "--name NEW-NAME" if loaded.path is None else another(loaded.path)
     file = origin(record)
     if file is not None and file.is_file():
-        return f"tuner train {file} --name NEW-NAME"
+        return f"tuner train {file} {another(file)}"
     return f"tuner train {run.resolved_recipe} --name NEW-NAME --output_dir {run.path.parent}/NEW-NAME"
 
 

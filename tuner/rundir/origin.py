@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,15 +65,27 @@ def warn_of_changed_file(run_dir: Path, warn: Callable[[str], None]) -> None:
         keys = None if record is None else changed_keys(run_dir, record)
     except TunerError:
         return  # what is wrong with the record is told by whoever needs it
-    if record is None or keys is None:
+    file = None if record is None else origin(record)
+    if file is None or keys is None:
         return
-    file = origin(record)
     more = f" and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else ""
     what = f" ({', '.join(keys[:SHOWN_KEYS])}{more})" if keys else ""
     warn(
-        f"{file} has changed since the run was started{what}: the run resumes with its own recipe. Give what may "
-        f"change as flags, such as --{keys[0] if keys else 'eval.every'} VALUE; tuner train {file} --name NEW-NAME "
-        "starts another run"
+        f"{file} has changed since the run was started{what}: the run resumes with its own recipe. To use the file: "
+        f"tuner train {file} --resume must, which says what has to be reset, or {another(file)} for another run"
+    )
+
+
+def another(recipe: Path) -> str:
+    """The flag that makes another run of a recipe file: a name, unless the file itself says where its run goes."""
+    try:
+        text = recipe.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    return (
+        "--output_dir NEW-DIRECTORY"
+        if re.search(r"^\s*output_dir\s*:", text, flags=re.MULTILINE)
+        else "--name NEW-NAME"
     )
 
 
