@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -25,6 +26,13 @@ def test_every_campaign_is_among_them(root: Path) -> None:
 def test_contributing_names_them(root: Path) -> None:
     text = (root / "CONTRIBUTING.md").read_text()
     assert [one.name for one in CAMPAIGNS if f"| `{one.name}` |" not in text] == []
+
+
+def test_pages_name_campaigns_that_are_there(root: Path) -> None:
+    text = "".join(path.read_text() for path in (root / "docs").rglob("*.md"))
+    chosen = {word for names in re.findall(r'ONLY=("[^"]+"|[\w-]+)', text) for word in names.strip('"').split()}
+    assert len(chosen) > 10
+    assert chosen <= {one.name for one in CAMPAIGNS}
 
 
 @pytest.mark.parametrize(("code", "ended"), [(0, "ok"), (3, "failed (3)")])
