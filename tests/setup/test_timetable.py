@@ -14,8 +14,8 @@ from tuner.setup.timetable import FEW_STEPS, few_steps
 from tuner.train.plan import Plan, plan_steps
 
 
-def planned(duration: str, rows: int, batch: int) -> tuple[Recipe, Plan]:
-    train = {"duration": duration, "global_batch_size": batch}
+def planned(duration: str, rows: int, batch: int, micro: int = 1) -> tuple[Recipe, Plan]:
+    train = {"duration": duration, "global_batch_size": batch, "micro_batch_size": micro}
     recipe = load_recipe({"model": {"name_or_path": "a/b"}, "data": {"train": "x"}, "train": train}).recipe
     return recipe, plan_steps(recipe.train.duration, np.full(rows, 100), batch)
 
@@ -43,6 +43,17 @@ def test_few_steps_are_warned_of(duration: str, rows: int, batch: int, expected:
     assert (warning is None) == (expected is None)
     if expected is not None:
         assert re.search(expected, str(warning)), warning
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "micro", "expected"), [(150, 16, 4, 4), (230, 24, 4, 8), (20, 8, 4, 4), (9, 4, 4, None)]
+)
+def test_the_batch_that_is_named_holds_whole_micro_batches(
+    rows: int, batch: int, micro: int, expected: int | None
+) -> None:
+    recipe, plan = planned("1 epoch", rows, batch, micro)
+    found = re.search(r"global_batch_size: (\d+)", str(few_steps(recipe, plan)))
+    assert (None if found is None else int(found[1])) == expected
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(56, 16), (20, 16), (33, 4), (5, 16), (19, 2), (400, 64)])

@@ -49,11 +49,11 @@ def few_steps(recipe: Recipe, plan: Plan) -> str | None:
     duration = recipe.train.duration
     if plan.total_steps >= FEW_STEPS or duration.unit == "steps":
         return None
-    ways = []
-    if plan.global_batch_size > 1:
+    ways, micro = [], recipe.train.micro_batch_size
+    if plan.global_batch_size > micro:
         seen = plan.rows * plan.total_steps / plan.steps_per_epoch
-        smaller = max(1, int(seen / FEW_STEPS))
-        ways.append(f"train.global_batch_size: {min(smaller, plan.global_batch_size - 1)}")
+        smaller = min(int(seen / FEW_STEPS), plan.global_batch_size - 1) // micro * micro  # micro-batches divide it
+        ways.append(f"train.global_batch_size: {max(smaller, micro)}")
     if duration.unit == "epochs":
         longer = math.ceil(FEW_STEPS / plan.steps_per_epoch)
         ways.append(f"train.duration: {longer} epochs")
