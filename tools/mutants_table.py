@@ -77,7 +77,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "setup.check_model._select_each",
         "select([A], B, C)",
         "select([], B, C)",
-        ("tests/setup/test_check.py",),
+        ("tests/tools/test_flawed_recipes.py",),
     ),
     # The machine.
     Mutant(
