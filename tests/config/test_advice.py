@@ -63,10 +63,10 @@ def test_every_value_of_another_tool_is_of_a_key_that_is_there() -> None:
             {"pref_beta": 0.1},
             "not supported: preference training (DPO, IPO, KTO, ORPO, SimPO); instead method.kind: sft",
         ),
-        ({"hub_model_id": "a/b"}, "not supported: a key that uploads; instead tuner push"),
+        ({"hub_model_id": "a/b"}, "not supported: pushing to the hub from a recipe; instead tuner push"),
         (
             {"resume_from_checkpoint": "x"},
-            "not supported: a key that resumes; instead tuner train RECIPE --resume auto",
+            "not supported: resuming from a key of the recipe; instead tuner train RECIPE --resume auto",
         ),
         ({"bogus": 1}, "unknown; a recipe has version, name"),
         ({"train": {"bogus": 1}}, "unknown; train has duration, "),

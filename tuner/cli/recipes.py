@@ -88,7 +88,7 @@ def copy(
 
 
 def copy_named(recipe: Path, directory: Path) -> tuple[list[str], list[str]]:
-    """Bring what a shipped recipe names next to its copy; the files, and what the user should know of them.
+    """Copy what a shipped recipe names next to its copy; return the files, and what the user should know of them.
 
     A file that is there already stays as it is. Rows that do not ship are the user's own: a few stand in for them.
     """

@@ -65,7 +65,7 @@ ABSENT: tuple[Absent, ...] = (
         _METHODS,
         "label_smoothing_factor label_smoothing use_dft_loss use_eaft_loss eaft_alpha chunked_cross_entropy "
         "use_asft_loss asft_alpha",
-        "other losses than the cross-entropy of the next token",
+        "losses other than next-token cross-entropy",
         "method.kind: custom with method.use: FILE.py:NAME",
     ),
     Absent(
@@ -73,13 +73,13 @@ ABSENT: tuple[Absent, ...] = (
         "mixture_of_depths use_llama_pro freeze_trainable_layers freeze_trainable_modules freeze_extra_modules "
         "unfrozen_parameters lisa_n_layers lisa_step_interval lisa_layers_attr lisa_activated_layers "
         "spectrum_top_fraction",
-        "layers that are added, chosen by signal or change during training",
+        "layers that are added or selected during training (LLaMA Pro, LISA, Spectrum)",
         "model.freeze with the names or globs of what is not trained, such as [embed_tokens]",
     ),
     Absent(
         _METHODS,
         "curriculum_sampling curriculum sampler_type data_seed_order",
-        "an order of rows by difficulty",
+        "curriculum ordering",
         "data.shuffle: false, which keeps the order of the files",
     ),
     Absent(
@@ -128,7 +128,7 @@ ABSENT: tuple[Absent, ...] = (
     Absent(
         _MEMORY,
         "auto_find_batch_size torch_empty_cache_steps torch_empty_cache_freq empty_cache_steps",
-        "a batch size found by trial",
+        "finding the batch size by trial",
         "tuner profile RECIPE --fit, which prints the largest train.micro_batch_size that fits",
     ),
     Absent(
@@ -154,7 +154,7 @@ ABSENT: tuple[Absent, ...] = (
         "unsloth_cross_entropy_loss unsloth_rms_norm unsloth_rope unsloth lora_mlp_kernel lora_qkv_kernel "
         "lora_o_kernel "
         "use_cce cut_cross_entropy",
-        "kernels of Unsloth and of single layers",
+        "Unsloth's kernels, and kernels chosen per layer",
         "model.kernels: auto, which takes liger on CUDA and native ones on a CPU",
     ),
     Absent(
@@ -171,14 +171,14 @@ ABSENT: tuple[Absent, ...] = (
         "adapter_layers prefix_tuning num_virtual_tokens prompt_tuning ia3 use_ia3 layers_to_transform "
         "peft_layers_to_transform lora_layers layers_pattern lora_fan_in_fan_out lora_bias bias target_parameters "
         "lora_target_parameters peft_autocast_adapter_dtype relora relora_steps relora_prune_ratio mora_rank",
-        "adapters and starts of adapters other than LoRA, rsLoRA and DoRA",
+        "adapter types and initialisations other than LoRA, rsLoRA and DoRA",
         "adapter.kind: lora or dora, with adapter.use_rslora: true or adapter.target_modules",
     ),
     Absent(
         _MODEL,
         "lora_model_dir adapter_name_or_path adapter_folder adapters resume_adapter lora_weights lora_checkpoint "
         "create_new_adapter resume_only_model peft_model_id",
-        "training on from an adapter's directory",
+        "continuing from an adapter's directory",
         "merge it first (tuner export-hf RUN) and name the export: model.name_or_path: RUN/exports/step-N",
     ),
     Absent(
@@ -198,7 +198,7 @@ ABSENT: tuple[Absent, ...] = (
     Absent(
         _DATA,
         "group_by_length length_column_name train_sampling_strategy sort_by_length bucket_by_length",
-        "rows are packed, so that almost no padding is left to group away",
+        "rows are packed, so there is almost no padding to avoid",
         "leave it out, and keep data.packing: true",
         needed=False,
     ),
@@ -206,7 +206,7 @@ ABSENT: tuple[Absent, ...] = (
         _DATA,
         "resize_vocab resize_token_embeddings resize_token_embeddings_to_32x shrink_embeddings pad_to_multiple_of "
         "embeddings_skip_upcast new_special_tokens_config init_special_tokens",
-        "the embeddings grow by themselves for tokens that are added",
+        "the embeddings grow automatically with added tokens",
         "name them: tokenizer.add_tokens: [TOKEN]",
         needed=False,
     ),
@@ -219,20 +219,20 @@ ABSENT: tuple[Absent, ...] = (
         "dataloader_shuffle streaming_buffer label_names ignore_data_skip dataset_kwargs load_from_cache_file "
         "preprocessing_batch_size ignore_pad_token_for_loss pad_token_id label_pad_token_id multipack_max_len "
         "batch_flattening",
-        "prepared rows are mapped from disk, and none is padded or dropped",
+        "prepared rows are memory-mapped, and none is padded or dropped",
         "leave it out",
         needed=False,
     ),
     Absent(
         _DATA,
         "streaming buffer_size pretraining_dataset_streaming dispatch_batches split_batches",
-        "training on a stream that was never prepared",
+        "training on streamed data",
         "tuner prepare-data RECIPE, which prepares rows once and maps them from disk",
     ),
     Absent(
         _DATA,
         "pretraining_dataset",
-        "a key of its own for plain text",
+        "a separate key for plain text",
         "method.kind: pretrain with data.train",
     ),
     Absent(
@@ -240,7 +240,7 @@ ABSENT: tuple[Absent, ...] = (
         "default_system default_system_message system_prompt train_on_eos train_on_eot eot_tokens enable_thinking "
         "reasoning_effort ignore_empty_think preserve_thinking tool_format response_prefix agent_template "
         "loss_scale_config mask_inputs train_on_split split_thinking field_system",
-        "switches of a chat template in the recipe",
+        "chat-template options in the recipe",
         "a template of your own, tokenizer.chat_template: FILE.jinja",
     ),
     Absent(
@@ -263,7 +263,7 @@ ABSENT: tuple[Absent, ...] = (
         "fsdp_auto_wrap_policy fsdp_backward_prefetch fsdp_use_orig_params fsdp_final_state_dict_type fsdp_plugin "
         "fsdp_sync_module_states fsdp_forward_prefetch fsdp_limit_all_gathers fsdp_activation_checkpointing "
         "accelerator_config accelerate_config",
-        "a configuration of FSDP",
+        "FSDP configuration",
         "parallel.shard: full or hybrid (FSDP2 over the decoder layers), with parallel.reshard_after_forward",
     ),
     Absent(
@@ -280,7 +280,7 @@ ABSENT: tuple[Absent, ...] = (
         _PARALLEL,
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend local_rank dist_backend "
         "average_tokens_across_devices include_tokens_per_second include_num_input_tokens_seen",
-        "processes are set up, and losses are averaged over all tokens, by themselves",
+        "processes are set up, and losses averaged over all tokens, automatically",
         "leave it out",
         needed=False,
     ),
@@ -288,7 +288,7 @@ ABSENT: tuple[Absent, ...] = (
         _RUN,
         "resume_from_checkpoint auto_resume_from_checkpoints resume checkpoint_to_resume ckpt_path resume_from "
         "load_checkpoint should_load_recipe_state",
-        "a key that resumes",
+        "resuming from a key of the recipe",
         "tuner train RECIPE --resume auto, or tuner resume RUN",
     ),
     Absent(
@@ -297,7 +297,7 @@ ABSENT: tuple[Absent, ...] = (
         "logging_first_step logging_strategy plot_loss log_on_each_node disable_gradient_checkpointing past_index "
         "skip_memory_metrics include_inputs_for_metrics log_peak_memory_stats eval_do_concat_batches "
         "save_safetensors safe_serialization save_on_each_node save_adapter_weights_only",
-        "the commands say what is done, and every step is in metrics.jsonl",
+        "the command says what is done, and every step is in metrics.jsonl",
         "leave it out",
         needed=False,
     ),
@@ -324,7 +324,7 @@ ABSENT: tuple[Absent, ...] = (
         _HUB,
         "push_to_hub push_to_hub_model_id hub_model_id hub_strategy hub_private_repo hub_always_push "
         "hub_revision push_dataset_to_hub hf_use_auth_token push_to_hub_organization",
-        "a key that uploads",
+        "pushing to the hub from a recipe",
         "tuner push RUN --to OWNER/NAME when the run is done",
     ),
     Absent(
@@ -345,7 +345,7 @@ ABSENT: tuple[Absent, ...] = (
         _HUB,
         "wandb_entity wandb_watch wandb_log_model wandb_mode hf_mlflow_log_artifacts mlflow_tracking_uri "
         "tensorboard_log_dir",
-        "settings of a tracker besides project and tags",
+        "tracker settings other than project and tags",
         "the tracker's environment variables (WANDB_ENTITY, WANDB_MODE, MLFLOW_TRACKING_URI)",
     ),
     Absent(

@@ -133,7 +133,7 @@ _WRITE: dict[str, dict[str, str]] = {
     "logging.trackers": {
         "none false off": "[]",
         "comet comet_ml neptune swanlab trackio clearml dvclive aim azure_ml": "[tensorboard], [wandb] or [mlflow]; "
-        "others are not supported, but for hooks of your own",
+        "another one needs a hook of your own",
         "all": "[tensorboard, wandb], those that are wanted",
     },
     "logging.level": {"warn": "warning", "critical fatal passive": "error", "verbose trace detail": "debug"},

@@ -31,7 +31,7 @@ def shipped_scripts() -> dict[str, Path]:
 def named_files(path: Path) -> list[Path]:
     """The relative paths that a shipped recipe names and that are local files or directories of the user or of ours.
 
-    Hub names are not among them; what ships lies beside the recipe under the same name.
+    Hub names are not among them; what ships lies next to the recipe under the same name.
     """
     problems = Problems()
     tree = read_yaml(path.read_text(encoding="utf-8"), path.name, path.parent, problems)

@@ -127,7 +127,7 @@ def _default_lr(recipe: Recipe, n_parameters: int) -> tuple[float, str]:
 
 
 def _check_numerics(recipe: Recipe, facts: DeviceFacts) -> None:
-    """Raise MachineError or RecipeError where a resolved recipe wants kernels or types that are not to be had."""
+    """Raise MachineError or RecipeError where a resolved recipe wants kernels or types that are not available."""
     frozen = recipe.adapter.kind != "none"
     if recipe.model.kernels == "liger" and facts.kind != "cuda":
         raise MachineError("model.kernels: liger needs a CUDA device", hint="write kernels: auto or torch")
