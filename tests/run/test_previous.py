@@ -33,6 +33,8 @@ def test_a_finished_run_is_told_without_torch(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
     launch(tmp_path, train__duration="2 steps", train__stop_after="1 step")
     assert already_finished(resume_source(run), LaunchOptions("must"), QUIET) is None
+    with pytest.raises(RecipeError, match="another recipe"):
+        already_finished(resume_source(run, [Override("optimizer.lr", "1e-9")]), LaunchOptions("must"), QUIET)
     ended = launch(tmp_path, LaunchOptions("must"), train__duration="2 steps")
     loaded, must = resume_source(run), LaunchOptions("must")
     assert already_finished(loaded, must, QUIET) == ended == launch(tmp_path, train__duration="2 steps")

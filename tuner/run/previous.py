@@ -72,8 +72,11 @@ def already_finished(loaded: LoadedRecipe, options: LaunchOptions, console: Cons
     if RankInfo.is_given() or isinstance(options.resume, Path) or exports or not run.record.is_file():
         return None
     record = run.read_record()
-    state = None if record is None else record.get("metrics")
-    if record is None or options.reset or record["status"] != "finished" or state is None or run.leftovers():
+    if record is None:
+        return None
+    _require_same_recipe(run, record, loaded, options, Console(main=False))  # what may change is told by who resumes
+    state = record.get("metrics")
+    if options.reset or record["status"] != "finished" or state is None or run.leftovers():
         return None
     step = last_step(run.checkpoints, record)
     path = None if step is None else run.checkpoints / step_name(step)
