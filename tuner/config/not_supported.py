@@ -325,7 +325,7 @@ ABSENT: tuple[Absent, ...] = (
         "push_to_hub push_to_hub_model_id hub_model_id hub_strategy hub_private_repo hub_always_push "
         "hub_revision push_dataset_to_hub hf_use_auth_token push_to_hub_organization",
         "pushing to the hub from a recipe",
-        "tuner push RUN --to OWNER/NAME when the run is done",
+        "tuner push RUN OWNER/NAME when the run is done",
     ),
     Absent(
         _HUB,
