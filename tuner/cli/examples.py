@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 GROUPED: dict[str, tuple[str, ...]] = {
-    "Begin": ("init", "recipes", "config", "doctor"),
+    "Begin": ("init", "import", "recipes", "config", "doctor"),
     "Data": ("prepare-data", "data"),
     "Train": ("profile", "train", "resume", "verify-resume", "runs"),
     "Use": ("eval", "generate", "chat", "export-hf", "push"),
@@ -23,6 +23,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "init": (
         "tuner init -m HuggingFaceTB/SmolLM2-135M -d chats.jsonl > recipe.yaml",
         "tuner init -m ./my-model -d notes.txt > recipe.yaml",
+    ),
+    "import": (
+        "tuner import axolotl.yaml > recipe.yaml",
+        "tuner import sft.yaml --from trl --processes 8 > recipe.yaml",
     ),
     "prepare-data": (
         "tuner prepare-data recipe.yaml",
