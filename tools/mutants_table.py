@@ -429,6 +429,27 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/data/test_balance.py",),
     ),
     Mutant(
+        "data-most-lost-is-a-warning",
+        "data.building.losses.length_warnings",
+        "A.share > MOST",
+        "A.share > 1",
+        ("tests/data/building/test_losses.py",),
+    ),
+    Mutant(
+        "data-length-that-keeps-too-short",
+        "data.building.losses._rounded_up",
+        "-(-A >> B) << B",
+        "(A >> B) << B",
+        ("tests/data/building/test_losses.py",),
+    ),
+    Mutant(
+        "data-control-token-left-ordinary",
+        "data.encoding.tokenizer_json.with_control_tokens",
+        "not A.get('special')",
+        "False",
+        ("tests/data/encoding/test_named_templates.py",),
+    ),
+    Mutant(
         "data-first-token-counted",
         "data.building.pack.cut",
         "A + start + 1",
