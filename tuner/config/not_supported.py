@@ -1,4 +1,7 @@
-"""What other tools have and `tuner` has not, with what to write instead: the table of docs/not-supported.md."""
+"""What other tools have and `tuner` has not, with what to write instead: the table of docs/not-supported.md.
+
+One file, although a long one: it is one table.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from tuner.config.other_data import plain_sources, registered
-from tuner.config.other_rules import Given, Lines, Rule, builder, micro_batch, note, number, switch, text_of
+from tuner.config.other_parts import builder, text_of
+from tuner.config.other_rules import Given, Lines, Rule, micro_batch, note, number, switch
 from tuner.config.other_values import of_value
 
 Tool = Literal["axolotl", "llama-factory", "trl", "torchtune", "ms-swift", "unsloth"]

@@ -8,7 +8,6 @@ from fractions import Fraction
 from typing import Any
 
 from tuner.config.numbers import parse_number, write_number
-from tuner.config.other_data import plain_sources
 from tuner.config.other_values import of_value
 
 Lines = dict[str, Any]
@@ -205,33 +204,6 @@ def scheduler_options(value: Any, given: Given) -> Lines | str | None:
     return "write schedule.min_lr_ratio, schedule.decay or schedule.periods"
 
 
-def held_out(value: Any, given: Given) -> Lines | str | None:
-    """A share or a count of records that are held out."""
-    share = number(value)
-    if share is None:
-        return None
-    if share == 0:
-        return "0 is the default of data.eval; leave it out"
-    return {"data.eval": percent(share) if share < 1 else f"{write_number(share)} documents"}
-
-
-def data_set(value: Any, given: Given) -> Lines | str | None:
-    """A hub name with the split that another key names, or the path of a file."""
-    if not isinstance(value, str) or not value.strip():
-        return None
-    if value.startswith((".", "/", "~")) or value.rpartition(".")[2] in {
-        "json",
-        "jsonl",
-        "csv",
-        "parquet",
-        "txt",
-        "arrow",
-    }:
-        return {"data.train": value}
-    split = given.get("dataset_train_split") or given.get("train_split") or "train"
-    return {"data.train": value if ":" in value else f"{value}:{split}"}
-
-
 def bf16(value: Any, given: Given) -> Lines | str | None:
     """`bf16: false` is full precision where fp16 is not asked for either."""
     word = str(value).lower()
@@ -249,60 +221,6 @@ def fp16(value: Any, given: Given) -> Lines | str | None:
     return "not supported: fp16 computation, which needs loss scaling; instead train.precision: bf16, or fp32"
 
 
-def targets(value: Any, given: Given) -> Lines | str | None:
-    """Names in a list or separated by commas, or a word for all linear layers."""
-    if isinstance(value, (list, tuple)):
-        names = [str(item) for item in value]
-        return {"adapter.target_modules": "all-linear" if names in (["all"], ["all-linear"]) else names}
-    if not isinstance(value, str):
-        return {"adapter.target_modules": "all-linear"} if value is True else None
-    if value.lower() in {"all", "all-linear", "all_linear", "auto"}:
-        return {"adapter.target_modules": "all-linear"}
-    return {"adapter.target_modules": [name.strip() for name in value.split(",")]}
-
-
-def names_in(key: str) -> Rule:
-    """Names in a list or separated by commas."""
-
-    def rule(value: Any, given: Given) -> Lines | str | None:
-        items = value.split(",") if isinstance(value, str) else value
-        return {key: [str(item).strip() for item in items]} if isinstance(items, list) and items else None
-
-    return rule
-
-
-def trackers(value: Any, given: Given) -> Lines | str | None:
-    """Those of the trackers that are here, too."""
-    wanted = [value] if isinstance(value, str) else value
-    if not isinstance(wanted, list):
-        return None
-    known = [item for item in wanted if item in {"wandb", "tensorboard", "mlflow"}]
-    if known or wanted in (["none"], []):
-        return {"logging.trackers": known}
-    return of_value("logging.trackers", str(wanted[0]))
-
-
-def new_tokens(value: Any, given: Given) -> Lines | str | None:
-    """Texts that become tokens."""
-    items = value.split(",") if isinstance(value, str) else value
-    if isinstance(items, Mapping):
-        return (
-            "special tokens come with the tokenizer; new ones are tokenizer.add_tokens: [{token: TEXT, special: true}]"
-        )
-    if not isinstance(items, list) or not items:
-        return None
-    return {"tokenizer.add_tokens": [str(item) for item in items]}
-
-
-def loraplus(value: Any, given: Given) -> Lines | str | None:
-    """LoRA+: another learning rate for the second matrix of each adapter."""
-    ratio, lr = number(value), number(given.get("learning_rate"))
-    if ratio is None:
-        return None
-    shown = f"{float(ratio * lr):g}" if lr is not None else f"{write_number(ratio)} times optimizer.lr"
-    return f"write optimizer.groups: [{{match: '*lora_B*', lr: {shown}}}]"
-
-
 def dtype(value: Any, given: Given) -> Lines | str | None:
     """A type of torch, which decides the computation here."""
     word = str(value).lower().removeprefix("torch.")
@@ -310,11 +228,6 @@ def dtype(value: Any, given: Given) -> Lines | str | None:
     if found is not None:
         return {"train.precision": found}
     return fp16(True, given) if word in {"float16", "fp16", "half"} else None
-
-
-def kernels(value: Any, given: Given) -> Lines | str | None:
-    """Liger's kernels, or torch's."""
-    return switch("model.kernels", "liger", "torch")(value, given)
 
 
 def seconds(value: Any, given: Given) -> Lines | str | None:
@@ -328,54 +241,3 @@ def seconds(value: Any, given: Given) -> Lines | str | None:
     return {
         "parallel.timeout": f"{write_number(minutes)} min" if minutes.denominator == 1 else f"{math.ceil(seconds)} s"
     }
-
-
-def roles(value: Any, given: Given) -> Lines | str | None:
-    """Axolotl's list of roles that are trained."""
-    if isinstance(value, list) and value and set(value) <= {"assistant", "gpt"}:
-        return {"method.train_on": "assistant"}
-    return "not supported: a choice of roles; instead method.train_on: assistant, last_assistant or all"
-
-
-def row_count(value: Any, given: Given) -> Lines | str | None:
-    """The number of records that are taken, which belongs to a source."""
-    return f"write count: {value} in an item of data.train, such as [{{path: FILE, count: {value}}}]"
-
-
-def data_sets(value: Any, given: Given) -> Lines | str | None:
-    """Data sets under any of the names that other tools have for them."""
-    sources = plain_sources(value)
-    return None if sources is None else {"data.train": sources}
-
-
-def held_out_sets(value: Any, given: Given) -> Lines | str | None:
-    """Data sets that are never trained on."""
-    sources = plain_sources(value)
-    return None if sources is None else {"data.eval": sources}
-
-
-_BUILDERS: dict[str, Lines] = {
-    "adamw": {"optimizer.kind": "adamw"}, "adam": {"optimizer.kind": "adamw"}, "sgd": {"optimizer.kind": "sgd"},
-    "adafactor": {"optimizer.kind": "adafactor"}, "get_cosine_schedule_with_warmup": {"schedule.kind": "cosine"},
-    "get_linear_schedule_with_warmup": {"schedule.kind": "linear"},
-    "get_constant_schedule_with_warmup": {"schedule.kind": "constant"},
-    "get_inverse_sqrt_schedule": {"schedule.kind": "inverse_sqrt"},
-    "tensorboardlogger": {"logging.trackers": ["tensorboard"]}, "wandblogger": {"logging.trackers": ["wandb"]},
-}  # fmt: skip
-
-
-def builder(value: Any, given: Given) -> Lines | str | None:
-    """What torchtune builds by a dotted path."""
-    name = str(value).rpartition(".")[2].lower()
-    if found := _BUILDERS.get(name):
-        return {**found}
-    if "8bit" in name or "4bit" in name:
-        return of_value("optimizer.kind", "adamw_8bit")
-    if name.startswith(("lora_", "dora_")):
-        return {"adapter.kind": "lora"}
-    return "components are chosen by kind here; tuner import FILE converts a file of torchtune"
-
-
-def text_of(key: str) -> Rule:
-    """A text that stays as it is."""
-    return lambda value, given: {key: value} if isinstance(value, str) else None
