@@ -114,8 +114,16 @@ def _predicted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) 
     if found.verdict == "does not fit":
         raise MemoryLimitError(f"predicted {sentence(found)}", hint=HINT)
     warnings = ["the peak is below the limit by less than the stated error"] if found.verdict == "tight" else []
-    said = f"predicted {sentence(found)}"
+    said = _lines(f"predicted {sentence(found)}")
     return Outcome(said, artifacts=artifacts, metrics=plain(found), warnings=warnings, is_text=True)
+
+
+def _lines(said: str) -> str:
+    """The result on as many lines as the terminal needs that it goes to; on one anywhere else."""
+    from tuner.cli.table import stdout_columns
+    from tuner.runtime.console import wrapped
+
+    return "\n".join(wrapped(said, stdout_columns()))
 
 
 def _fitted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> Outcome:
@@ -163,7 +171,7 @@ def _measured(loaded: LoadedRecipe, options: ProfileOptions, console: Console, l
         raise MemoryLimitError(found.shortage.line(), hint=found.shortage.hint())
     if not found.fits:
         raise MemoryLimitError(f"measured {found.text()}", hint=HINT)
-    return Outcome(f"measured {found.text()}", artifacts=artifacts, metrics=found.as_json(), is_text=True)
+    return Outcome(_lines(f"measured {found.text()}"), artifacts=artifacts, metrics=found.as_json(), is_text=True)
 
 
 def _report(

@@ -20,10 +20,12 @@ def verify_resume(
     path = run_path(run)
     from dataclasses import asdict
 
-    from tuner.run.verify import verify_resume as prove
     from tuner.runtime.console import Console
 
     console = Console(level="debug" if verbose else "info")
+    with console.doing("loading torch", at_once=True):
+        from tuner.run.verify import verify_resume as prove
+
     proof = prove(path, steps, console)
     last = proof.from_step + proof.steps
     console.say(

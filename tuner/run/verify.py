@@ -77,11 +77,14 @@ def verify_resume(run_dir: Path, steps: int, console: Console, own_process: bool
         console.say("verify", f"steps {start.step + 1} to {last} of {run.path}, without a break and with one")
         place = Path(tempfile.mkdtemp(prefix=f"{TMP_PREFIX}verify-", dir=run.checkpoints))
         try:
-            whole = _Trained(loaded, place / "whole", console, own_process)
-            whole.train(start.resume, 2 * steps, last)
-            broken = _Trained(loaded, place / "broken", console, own_process)
-            broken.train(start.resume, steps, last - steps)
-            broken.train("must", steps, last)
+            with console.doing("training without a break"):
+                whole = _Trained(loaded, place / "whole", console, own_process)
+                whole.train(start.resume, 2 * steps, last)
+            with console.doing("training up to the break"):
+                broken = _Trained(loaded, place / "broken", console, own_process)
+                broken.train(start.resume, steps, last - steps)
+            with console.doing("training after the break"):
+                broken.train("must", steps, last)
             return _compared(run.path, start.step, whole.result(), broken.result())
         finally:
             shutil.rmtree(place)
