@@ -33,7 +33,7 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_from_a_mapping_to_an_export(tmp_path: Path) -> None:
+def test_a_mapping_is_prepared_trained_and_found_trained(tmp_path: Path) -> None:
     wish = recipe(tmp_path)
     prepared = tuner.prepare_data(wish)
     assert not prepared.cached
@@ -42,8 +42,6 @@ def test_from_a_mapping_to_an_export(tmp_path: Path) -> None:
     assert (result.status, result.step, result.run_dir) == ("finished", 2, tmp_path / "run")
     again = tuner.train(tuner.load_recipe(wish))
     assert (again.status, again.step) == ("finished", 2)
-    report = tuner.export_hf(result.run_dir)
-    assert (report.path / "model.safetensors").is_file()
 
 
 def test_the_walk_through_of_the_page_runs(
@@ -61,6 +59,7 @@ def test_the_walk_through_of_the_page_runs(
     shown = capfd.readouterr()
     assert "2 runs/" not in shown.out and "another recipe (train.duration 2 steps -> 3 steps)" in shown.out
     assert names["result"].status == "finished"
+    assert (names["report"].path / "model.safetensors").is_file()
     assert names["score"].evaluation.tokens > 0
     assert [answer.tokens > 0 for answer in names["generate"](names["generator"], "Hi")] == [True]
     assert "step   loss" not in shown.err, "quiet"

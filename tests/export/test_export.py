@@ -244,11 +244,14 @@ def test_shards_tokenizer_and_generation_config(make_run: MakeRun) -> None:
     assert "tuner_packed" not in (report.path / "config.json").read_text()
 
 
-@pytest.mark.parametrize("adapter", ["merge", "keep"])
-def test_no_local_path_in_any_file(make_run: MakeRun, adapter: str, tmp_path: Path) -> None:
-    report = export_hf(make_run("llama", LORA), adapter=adapter)  # type: ignore[arg-type]
-    for name, data in snapshot(report.path).items():
-        assert str(tmp_path).encode() not in data, name
+@pytest.mark.parametrize(("adapter", "base"), [("merge", None), ("keep", "owner/name"), ("keep", None)])
+def test_no_local_path_but_an_adapters_base(
+    make_run: MakeRun, adapter: str, base: str | None, tmp_path: Path
+) -> None:
+    """A kept adapter names a local base model by its path, so that it loads, unless it is told another name."""
+    report = export_hf(make_run("llama", LORA), adapter=adapter, base_model=base)  # type: ignore[arg-type]
+    held = [name for name, data in snapshot(report.path).items() if str(tmp_path).encode() in data]
+    assert held == (["adapter_config.json"] if (adapter, base) == ("keep", None) else [])
 
 
 @pytest.mark.parametrize("adapter", ["merge", "keep"])

@@ -12,14 +12,11 @@ from tuner.checkpoint.load import CheckpointInfo
 from tuner.config.dump import recipe_dict
 from tuner.config.fields import fields
 from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
 from tuner.errors import RecipeError
 from tuner.run.changes import ON_RESUME, UNREPORTED, Changes, changes, effect, freed_keys, parse_reset
-from tuner.run.main import train
 from tuner.run.options import LaunchOptions
-from tuner.run.previous import require_recipe_of, resume_source
+from tuner.run.previous import require_recipe_of
 from tuner.runtime.console import Console
-from tuner.runtime.dist import RankInfo
 
 
 def test_every_key_is_classified_and_nothing_else() -> None:
@@ -111,23 +108,3 @@ def test_a_reset_is_proposed_where_one_allows_the_change(changed: list[str], res
         keys = [line.split()[0] for line in changed]
         freed = freed_keys(parse_reset(resets), "adamw", "sgd" if "optimizer.kind" in keys else "adamw")
         assert all(any(key == name or (name[-1] == "." and key.startswith(name)) for name in freed) for key in keys)
-
-
-def test_training_longer_is_answered_by_what_does_it(tmp_path: Path) -> None:
-    trainings.prepare(tmp_path, 1)
-    launch(tmp_path, train__duration="2 steps")
-    kept = sorted(path.name for path in (tmp_path / "runs" / "r" / "checkpoints").iterdir())
-    with pytest.raises(RecipeError, match="train.duration 2 steps -> 3 steps") as refused:
-        launch(tmp_path, train__duration="3 steps")
-    assert refused.value.hint == (
-        "change it in this run: add --resume must --reset schedule      start another run: --name NEW-NAME"
-    )
-    loaded = resume_source(tmp_path / "runs" / "r", [Override("train.duration", "3 steps")])
-    with pytest.raises(RecipeError) as refused:
-        train(loaded, LaunchOptions("must"), RankInfo(), Console(main=False))
-    hint = refused.value.hint or ""
-    assert hint.startswith("change it in this run: add --reset schedule      start another run: tuner train ")
-    assert "rm" not in hint.replace("warm", "")
-    assert sorted(path.name for path in (tmp_path / "runs" / "r" / "checkpoints").iterdir()) == kept
-    again = LaunchOptions("must", reset=parse_reset("schedule"))
-    assert launch(tmp_path, again, train__duration="3 steps").step == 3

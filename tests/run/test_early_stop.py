@@ -12,7 +12,6 @@ from tests.fixtures import trainings
 from tests.fixtures.trainings import launch
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
-from tuner.run.changes import parse_reset
 from tuner.run.options import LaunchOptions
 from tuner.train.plan import Plan
 from tuner.train.progress import EarlyStop, Progress
@@ -80,9 +79,6 @@ def test_a_run_ends_early_at_the_same_step_however_often_it_was_stopped(tmp_path
     ended = launch(tmp_path, LaunchOptions("must"), **parts)
     assert (ended.status, ended.step) == ("finished", 2)
     assert trainings.outcome(ended.run_dir) == expected
-
-    on = FLAGS | {"eval__patience": "null", "train__duration": "3 steps"}
-    assert launch(tmp_path, LaunchOptions("must", reset=parse_reset("schedule")), **on).step == 3
 
 
 def test_patience_needs_held_out_rows(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tests.fixtures import forked, trainings
 from tests.fixtures.trainings import launch
 from tuner.config.overrides import Override
 from tuner.errors import RecipeError
+from tuner.run.changes import parse_reset
 from tuner.run.options import LaunchOptions
 from tuner.run.previous import already_finished, resume_source
 from tuner.runtime.console import Console
@@ -40,8 +41,16 @@ def test_a_finished_run_is_told_without_torch(tmp_path: Path) -> None:
     assert already_finished(loaded, must, QUIET) == ended == launch(tmp_path, train__duration="2 steps")
     assert already_finished(loaded, LaunchOptions("must", reset=("schedule",)), QUIET) is None
     assert already_finished(loaded, LaunchOptions(run), QUIET) is None
-    with pytest.raises(RecipeError, match="train.duration 2 steps -> 3 steps"):
-        already_finished(resume_source(run, [Override("train.duration", "3 steps")]), must, QUIET)
+    longer = resume_source(run, [Override("train.duration", "3 steps")])
+    with pytest.raises(RecipeError, match="train.duration 2 steps -> 3 steps") as refused:
+        already_finished(longer, must, QUIET)
+    hint = f"change it in this run: add --reset schedule      start another run: tuner train {tmp_path / 'r.yaml'} "
+    assert (refused.value.hint or "").startswith(hint)
+    with pytest.raises(RecipeError) as refused:
+        launch(tmp_path, train__duration="3 steps")
+    assert refused.value.hint == (
+        "change it in this run: add --resume must --reset schedule      start another run: --name NEW-NAME"
+    )
 
     command = [sys.executable, "-c", CODE, str(run)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(forked.ROOT)})
@@ -49,7 +58,11 @@ def test_a_finished_run_is_told_without_torch(tmp_path: Path) -> None:
     assert "is already trained: 2 steps" in done.stderr
 
     shard = next((run / "checkpoints" / "step-2").glob("rank-*"))
-    data = bytearray(shard.read_bytes())
+    whole = shard.read_bytes()
+    data = bytearray(whole)
     data[-1] ^= 1
     shard.write_bytes(data)
     assert already_finished(loaded, must, QUIET) is None, "a flipped bit: trained again"
+    shard.write_bytes(whole)
+    again = LaunchOptions("must", reset=parse_reset("schedule"))
+    assert launch(tmp_path, again, train__duration="3 steps").step == 3, "what the hint says does it"
