@@ -245,9 +245,7 @@ def test_shards_tokenizer_and_generation_config(make_run: MakeRun) -> None:
 
 
 @pytest.mark.parametrize(("adapter", "base"), [("merge", None), ("keep", "owner/name"), ("keep", None)])
-def test_no_local_path_but_an_adapters_base(
-    make_run: MakeRun, adapter: str, base: str | None, tmp_path: Path
-) -> None:
+def test_no_local_path_but_an_adapters_base(make_run: MakeRun, adapter: str, base: str | None, tmp_path: Path) -> None:
     """A kept adapter names a local base model by its path, so that it loads, unless it is told another name."""
     report = export_hf(make_run("llama", LORA), adapter=adapter, base_model=base)  # type: ignore[arg-type]
     held = [name for name, data in snapshot(report.path).items() if str(tmp_path).encode() in data]
@@ -529,7 +527,8 @@ METRICS = [
 def test_the_card_tells_where_the_weights_come_from(make_run: MakeRun, adapter: str, tmp_path: Path) -> None:
     run = make_run("llama", LORA, facts={"licence": "apache-2.0"})
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in METRICS) + '{"kind": "tr')
-    report = export_hf(run, adapter=adapter)  # type: ignore[arg-type]
+    base = "owner/name" if adapter == "keep" else None
+    report = export_hf(run, adapter=adapter, base_model=base)  # type: ignore[arg-type]
     text = (report.path / "README.md").read_text()
     front = text.split("---\n")[1].splitlines()
     assert "license: apache-2.0" in front
