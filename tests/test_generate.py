@@ -197,7 +197,7 @@ def test_commands(tmp_path: Path) -> None:
     assert compared.returncode == 0, compared.stderr
     lines = compared.stdout.splitlines()
     assert lines[0].startswith("base      ") and lines[1].startswith("trained   ")
-    talk = tuner("generate", str(run), "--chat", "--max-new-tokens", "4", stdin="w10 w11\nw12\n")
+    talk = tuner("chat", str(run), "--temperature", "0", "--max-new-tokens", "4", stdin="w10 w11\nw12\n")
     assert talk.returncode == 0 and talk.stdout.splitlines()[0] == lines[1].removeprefix("trained   ")
 
 

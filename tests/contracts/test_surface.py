@@ -27,7 +27,7 @@ SURFACE = {
     "eval": "MODEL (RECIPE)",
     "export-hf": "PATH --step --output --dtype --adapter --base-model --shard-size --dry-run",
     "push": "PATH REPO --private --dry-run",
-    "generate": "MODEL --prompt --file --chat --compare --base --max-new-tokens --temperature --top-p --top-k "
+    "generate": "MODEL --prompt --file --compare --base --max-new-tokens --temperature --top-p --top-k "
     "--seed --system --raw",
     "chat": "MODEL --system --max-new-tokens --temperature --top-p --top-k --seed --base",
     "runs list": "(DIRECTORY)",

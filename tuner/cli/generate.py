@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -45,7 +44,6 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter for each option
         str | None,
         typer.Option(metavar="FILE", help="Prompts from a file: .txt, one a line, or .jsonl with prompt or messages."),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Talk to the model, as tuner chat does.")] = False,
     compare: Annotated[
         Literal["base"] | None, typer.Option(help="Show the base model's answer next to the trained one's.")
     ] = None,
@@ -64,13 +62,9 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter for each option
     debug: DebugOption = False,
 ) -> None:
     """Answer prompts with a model, greedily unless a temperature is given."""
-    stdout = os.dup(1) if chat else -1
-
     def body() -> Outcome:
         name = model_name(model)
-        if chat and (prompt or file or compare or raw):
-            raise RecipeError("--chat reads its prompts from stdin; leave out --prompt, --file, --compare and --raw")
-        texts = [] if chat else _prompts(prompt or [], file, system, raw)
+        texts = _prompts(prompt or [], file, system, raw)
         from tuner.runtime.console import Console
 
         console = Console(level="debug" if verbose else "info")
@@ -82,10 +76,6 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter for each option
         other = (base, None) if base else base_of(name) if compare else None
         with console.doing(f"loading {name}"):
             generator = load_generator(name, base=base, warn=console.warn)
-        if chat:
-            from tuner.cli.talk import talk
-
-            return talk(generator, sampling, system, None if json else stdout)
         trained = _answered(generator, texts, sampling, console)
         before: list[Answer] | None = None
         if compare and other is not None and other[0] is not None:

@@ -1,4 +1,4 @@
-"""A talk with a model, one line after the other: `tuner chat`, and `tuner generate --chat`."""
+"""A talk with a model, one line after the other."""
 
 from __future__ import annotations
 
