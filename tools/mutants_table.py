@@ -579,6 +579,20 @@ MUTANTS: tuple[Mutant, ...] = (
         TRAIN,
     ),
     Mutant(
+        "train-early-stop-late",
+        "train.progress.EarlyStop.is_due",
+        "A.stale >= B",
+        "A.stale > B",
+        ("tests/run/test_early_stop.py",),
+    ),
+    Mutant(
+        "run-finished-unhashed",
+        "run.previous._is_whole",
+        "verify_shard(A, B, C)",
+        "None",
+        ("tests/run/test_previous.py",),
+    ),
+    Mutant(
         "train-reset-forgotten",
         "run.changes.resets_for",
         "resets_of(A.state if B is None else B)",
@@ -596,7 +610,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # The way out.
     Mutant(
         "generate-prompt-token-in-answer",
-        "generate.Generator.answer",
+        "generate.Generator.generate",
         "A[0, len(B):]",
         "A[0, len(B) - 1:]",
         ("tests/test_generate.py",),
