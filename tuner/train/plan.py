@@ -37,7 +37,8 @@ class Plan:
             return f"{rows} / {batch} = {per_epoch}, {duration} = {steps}"
         derived = f"{steps} of {batch} row{'s' if batch != 1 else ''}"
         start = f"{duration} = {derived}" if duration.unit == "tokens" else derived
-        return f"{start}, {self.epoch_at(self.total_steps):.2f} epochs of {rows}"
+        epochs = f"{self.epoch_at(self.total_steps):.2f}"
+        return f"{start}, {epochs} epoch{'s' if epochs != '1.00' else ''} of {rows}"
 
 
 def plan_steps(duration: Duration, row_tokens: npt.NDArray[np.int64], global_batch_size: int) -> Plan:
