@@ -76,6 +76,7 @@ def train(
     `prepared` is a directory that `prepare_data` returned; `reset` names parts of a resumed run to reset, such as
     ``"schedule"``. Raises TunerError's children as `tuner train` reports them.
     """
+    limit_spinning(os.environ)  # before torch is imported
     loaded = _loaded(recipe)
     start = _path(resume) if isinstance(resume, Path) else resume
     return _launched(loaded, start, None if prepared is None else _path(prepared), dry_run, reset, quiet)
@@ -92,6 +93,7 @@ def resume(
 
     `overrides` are keys that may change, such as ``{"train.stop_after": "100 steps"}``; `reset` allows more of them.
     """
+    limit_spinning(os.environ)
     from tuner.run.previous import resume_source
 
     return _launched(resume_source(_path(run), _overrides(overrides)), "must", None, dry_run, reset, quiet)
@@ -237,7 +239,6 @@ def doctor(directory: str | Path = ".") -> list[Check]:
 def _launched(
     loaded: LoadedRecipe, start: ResumeMode, prepared: Path | None, dry_run: bool, reset: str | None, quiet: bool
 ) -> RunResult:
-    limit_spinning(os.environ)  # before torch is imported
     from tuner.run.changes import parse_reset
     from tuner.run.options import LaunchOptions
     from tuner.run.previous import already_finished

@@ -36,24 +36,11 @@ PHRASES = {
     r"\bleast severe\b": "minimum log level",
     r"\blengths apart\b": "a magnitude per row",
     r"\bdivides? into the workers\b": "forks the workers",
-    r"\bby the rate of\b": "divided by",
+    r"(?<!divided )\bby the rate of\b": "divided by",
     r"\bthe loss is the one that\b": "the loss equals",
 }
 """What is not written, and what is meant by it."""
 ANY = re.compile("|".join(PHRASES), flags=re.IGNORECASE)
-ALLOWED = {
-    "docs/eval.md": 1,
-    "docs/export-hf.md": 5,
-    "docs/memory.md": 1,
-    "docs/performance.md": 4,
-    "docs/profile.md": 7,
-    "docs/resume.md": 1,
-    "docs/runs.md": 1,
-    "docs/train.md": 2,
-    "tuner/export/frozen.py": 1,
-    "tuner/run/verify.py": 1,
-}
-"""Findings that are still there, by file. A number may only fall; a file without any leaves the table."""
 CODE = re.compile(r"^(?:```|~~~).*?^(?:```|~~~)|`[^`\n]*`|\]\([^)\n]*\)|<!--.*?-->", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -114,15 +101,7 @@ def found_in(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", [*PAGES, *SOURCES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_sentences_are_english(path: Path) -> None:
-    name = str(path.relative_to(ROOT))
-    found = found_in(path)
-    allowed = ALLOWED.get(name, 0)
-    assert len(found) <= allowed, f"{name} says {found}; see PHRASES for what to write"
-    assert len(found) == allowed, f"{name}: lower its number in ALLOWED to {len(found)}"
-
-
-def test_files_with_findings_are_there() -> None:
-    assert [name for name in ALLOWED if not (ROOT / name).is_file()] == []
+    assert found_in(path) == [], "see PHRASES for what to write"
 
 
 @pytest.mark.parametrize(

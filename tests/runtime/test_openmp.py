@@ -25,7 +25,10 @@ def test_what_the_user_set_stays(name: str) -> None:
     assert environment == {name: "ACTIVE"}
 
 
-ENTRIES = ("from tuner.cli.main import main; main(['--version'])", "import tuner; tuner.train({})")
+ENTRIES = (
+    "from tuner.cli.main import main; main(['--version'])",
+    "import tuner; tuner.train({'model': {'name_or_path': 'a/b'}, 'data': {'train': 'x'}})",
+)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)

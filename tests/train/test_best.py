@@ -109,8 +109,8 @@ def test_a_loss_that_nothing_measures_is_refused(workplace: Path) -> None:
     with pytest.raises(RecipeError, match="no evaluation measures eval/loss/orders") as refused:
         launch(workplace, checkpoint__keep_best="eval/loss/orders", **HELD)
     assert refused.value.hint == "write eval/loss"
-    with pytest.raises(RecipeError, match=r"keep_best  needs held-out rows"):
+    with pytest.raises(RecipeError, match=r"keep_best eval/loss  needs held-out rows"):
         launch(workplace, checkpoint__keep_best="eval/loss")
     never = {"eval__every": "never", "eval__at_end": "false"}
-    with pytest.raises(RecipeError, match=r"keep_best  needs evaluations"):
+    with pytest.raises(RecipeError, match=r"keep_best eval/loss  needs evaluations"):
         launch(workplace, checkpoint__keep_best="eval/loss", **(HELD | never))

@@ -145,7 +145,7 @@ def _directory(name_or_path: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=wanted))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        raise DataError(f"{name_or_path}: the base model's weights cannot be had: {error}") from error
+        raise DataError(f"{name_or_path}: the base model's weights are not available: {error}") from error
 
 
 def _tensors(files: OpenFiles, path: Path) -> dict[str, TensorSource]:

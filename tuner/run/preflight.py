@@ -164,6 +164,8 @@ def plan_launch(
     if record is None and found is not None and found.step >= total_steps:
         raise RecipeError(f"{found.path}: no steps are left to train", hint="give an earlier checkpoint of its run")
     _announce(console, resolved, table, rank_info)
+    if found is None and (few := few_steps(resolved.recipe, table.plan)) is not None:
+        console.warn(few)
     return resolved, total_steps
 
 
@@ -206,8 +208,6 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info:
     for ignored in (ignored_code(resolved.config), ignored_losses(resolved.config)):
         if ignored is not None:
             console.warn(f"{recipe.model.name_or_path}: {ignored}")
-    if (few := few_steps(recipe, plan)) is not None:
-        console.warn(few)
     console.say("run", recipe.output_dir)
 
 
