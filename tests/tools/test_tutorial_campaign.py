@@ -44,7 +44,7 @@ $ tuner train a.yaml --train.stop_after "2 steps"
 def test_the_page_goes_from_rows_to_a_chat() -> None:
     lines = [step.line for step in steps(PAGE.read_text()) if isinstance(step, Command)]
     words = [line.split()[1] for line in lines if line.startswith("tuner ")]
-    order = ("config", "prepare-data", "profile", "train", "resume", "runs", "eval", "export-hf", "generate")
+    order = ("config", "prepare-data", "profile", "train", "resume", "runs", "eval", "export-hf", "generate", "chat")
     assert list(dict.fromkeys(words)) == list(order)
     assert f"python -m tools.demo.task {len(task.train_rows()[:600])} > orders.jsonl" in lines
     assert [step.name for step in steps(PAGE.read_text()) if isinstance(step, File)] == ["orders.yaml"]
