@@ -387,6 +387,6 @@ def test_real_commands_exit_2_with_one_error_and_a_document(words: list[str], ex
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert expected in done.stderr
-    assert done.stderr.removeprefix("loading   torch\n").startswith("error: ")
+    assert done.stderr.removeprefix("loading   libraries\n").startswith("error: ")
     document = json.loads(done.stdout)
     assert (document["status"], document["exit_code"]) == ("failed", 2)

@@ -8,7 +8,7 @@ import typer
 
 from tuner.cli.command import Outcome, VerboseOption, command, overrides_of
 from tuner.cli.named import RunArgument, run_path
-from tuner.cli.train import ResetOption, launch_training
+from tuner.cli.train import LOADING, ResetOption, launch_training
 
 
 @command("resume")
@@ -24,14 +24,16 @@ def resume(
     It resumes with the recipe that the run keeps, whatever became of the file; keys that may change are flags.
     """
     path = run_path(run)
-    from tuner.run.changes import parse_reset
-    from tuner.run.options import LaunchOptions
-    from tuner.run.previous import resume_source
-    from tuner.rundir.origin import warn_of_changed_file
     from tuner.runtime.console import Console
     from tuner.runtime.dist import RankInfo
 
     console = Console(RankInfo.from_environment().is_main)
+    with console.doing(LOADING, at_once=True):
+        from tuner.run.changes import parse_reset
+        from tuner.run.options import LaunchOptions
+        from tuner.run.previous import resume_source
+        from tuner.rundir.origin import warn_of_changed_file
+
     options = LaunchOptions("must", dry_run=dry_run, reset=parse_reset(reset))
     loaded = resume_source(path, overrides_of(ctx))
     warn_of_changed_file(path, console.warn)

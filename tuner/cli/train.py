@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tuner.run.options import LaunchOptions, Resume, RunResult
     from tuner.runtime.console import Console, Level
 
-LOADING = "loading torch"
+LOADING = "loading libraries"
 WORDS = ("auto", "must", "never")
 ResetOption = Annotated[
     str | None,
@@ -70,8 +70,9 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
         raise RecipeError("stdin is read once: only one of recipe, --prepared and --overrides can be -")
     typed = overrides_of(ctx)
     loaded = load_for_command(recipe, [*given_overrides(overrides, typed), *typed])
-    from tuner.run.changes import parse_reset
-    from tuner.run.options import LaunchOptions
+    with _console(loaded, verbose).doing(LOADING, at_once=True):
+        from tuner.run.changes import parse_reset
+        from tuner.run.options import LaunchOptions
 
     data = None if prepared is None else input_path(prepared)
     options = LaunchOptions(mode, data, no_prepare, dry_run, parse_reset(reset))
@@ -105,7 +106,7 @@ def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool)
     if finished is not None:
         return outcome_of(finished, console)
     try:
-        with console.doing(LOADING, at_once=True):
+        with console.doing(LOADING):
             from tuner.run.launch import launch
 
         result = launch(loaded, options)
