@@ -171,8 +171,6 @@ DECODERS = (
 _USED_DIRECTLY = "an adapter learns nothing on layers whose weight its forward uses directly: "
 ADAPTER_LIMITS = {
     "gemma3n_text": f"{_USED_DIRECTLY}`altup.correction_coefs`",
-    "jamba": f"{_USED_DIRECTLY}`mamba.dt_proj`",
     "reformer": "its reversible layers give an adapter no gradients: `tuner train` ends with an error of torch",
-    "zamba": "layers that several blocks share get an adapter for each block, which cannot be merged",
 }
 """Types whose LoRA gradients are not those that follow from the plain weights, and why."""

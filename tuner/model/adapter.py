@@ -6,7 +6,8 @@ https://arxiv.org/abs/2402.09353) trains the length of every row of the sum on i
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +104,50 @@ def _require_adapted(model: PreTrainedModel, targets: Sequence[str]) -> None:
             "the routed experts instead",
             hint=f"write target_modules: [{names}]" if names else "name other layers, such as the attention's",
         )
+
+
+@torch.no_grad()
+def require_used(model: PreTrainedModel, logits: Callable[[], torch.Tensor]) -> None:
+    """Check that each adapter is part of what the model computes, and of that alone; ``logits`` runs the model.
+
+    A weight that its block reads without calling the layer leaves an adapter on it untrained; layers whose weight
+    several blocks share get one adapter each, which no merged weight can hold. Raises RecipeError with those to leave
+    out.
+    """
+    layers = dict(lora_layers(model))
+    called: set[str] = set()
+    hooks = [layer.register_forward_hook(lambda *_, name=name: called.add(name)) for name, layer in layers.items()]
+    try:
+        before = logits()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    shared = Counter(layer.get_base_layer().weight.data_ptr() for layer in layers.values())
+    for name, layer in layers.items():
+        weight = layer.get_base_layer().weight
+        if shared[weight.data_ptr()] > 1:
+            raise _not_adaptable(layers, name, "blocks share its weight, and their adapters cannot be merged")
+        if name not in called and _is_read(weight, before, logits):
+            raise _not_adaptable(layers, name, "its weight is read without a call: an adapter learns nothing")
+
+
+def _is_read(weight: torch.Tensor, before: torch.Tensor, logits: Callable[[], torch.Tensor]) -> bool:
+    """Whether the logits depend on a weight; an expert that no token is routed to is not called, and not read."""
+    kept = weight.clone()
+    weight.zero_()
+    try:
+        return not torch.equal(logits(), before)
+    finally:
+        weight.copy_(kept)
+
+
+def _not_adaptable(layers: Iterable[str], name: str, why: str) -> RecipeError:
+    bad = name.rpartition(".")[2]
+    good = sorted({other.rpartition(".")[2] for other in layers} - {bad})
+    return RecipeError(
+        f"adapter.target_modules: {name} cannot be adapted: {why}",
+        hint=f"leave it out: adapter.target_modules: [{', '.join(good)}]" if good else "train the model in full",
+    )
 
 
 def saved_modules(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
