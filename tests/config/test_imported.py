@@ -126,22 +126,22 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
          "train.duration": "3 epochs", "optimizer.kind": "adamw", "optimizer.betas": [0.9, 0.999],
          "optimizer.lr": 2e-4, "schedule.kind": "cosine", "schedule.warmup": "10%", "eval.every": "0.25 epochs",
          "checkpoint.every": "1 epoch", "train.gradient_checkpointing": "full", "train.precision": "auto"},
-        ("load_in_4bit", "optimizer: paged_adamw_8bit"),
+        ("load_in_4bit", "optimizer: paged_adamw_8bit", "special_tokens"),
     ),
     "llama-factory": (
         FACTORY,
         {"adapter.kind": "lora", "adapter.r": 16, "adapter.alpha": 32, "adapter.target_modules": ["q_proj", "v_proj"],
          "data.eval": "10%", "data.packing": False, "data.max_length": 2048, "train.global_batch_size": 8,
          "train.duration": "2 epochs", "eval.every": "200 steps", "schedule.warmup": "never",
-         "parallel.timeout": "30 min"},
+         "parallel.timeout": "30 min", "tokenizer.chat_template": "llama3"},
         ("quantization_bit",),
     ),
     "trl": (
         TRL,
         {"adapter.kind": "none", "train.duration": "100 steps", "train.global_batch_size": 2, "optimizer.lr": 2e-5,
          "schedule.kind": "cosine", "schedule.min_lr_ratio": 0.1, "schedule.warmup": "10 steps",
-         "data.max_length": 2048, "train.precision": "bf16", "data.eval": None},
-        ("eval_strategy", "lora_r", "early_stoping: 3: has no counterpart"),
+         "data.max_length": 2048, "train.precision": "bf16", "data.eval": None, "method.train_on": "all"},
+        ("method.train_on: all: TRL's default", "eval_strategy", "lora_r", "early_stoping: 3: has no counterpart"),
     ),
     "torchtune": (
         TORCHTUNE,
@@ -159,7 +159,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"adapter.kind": "lora", "adapter.r": 8, "adapter.use_rslora": True, "seed": 7, "data.max_length": 1024,
          "train.global_batch_size": 8, "train.micro_batch_size": 2, "train.duration": "1 epoch",
          "optimizer.lr": 2e-4, "schedule.kind": "linear"},
-        ("data.train: the file names no records",),
+        ("data.train: the file names no data set; put yours here",),
     ),
     "ms-swift": (
         SWIFT,
@@ -196,6 +196,57 @@ def test_its_text_is_the_same_recipe_and_names_what_each_line_comes_from(tool: s
     assert again.adapter == found.recipe.adapter
     assert found.text.startswith(f"# From {DIALECTS[found.tool].title}'s config.yaml, by tuner import.\n")
     assert "learning_rate\n" in found.text or tool in {"trl", "torchtune"}
+
+
+_AXOLOTL = "base_model: a/b\nmicro_batch_size: 1\ndatasets: [{path: r.jsonl, type: chat_template%s}]\n"
+_TRL = "model_name_or_path: a/b\ndataset_name: o/s\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (_AXOLOTL % "" + "chat_template: llama3", "  chat_template: llama3"),
+        (_AXOLOTL % "" + "chat_template: phi_3", "  chat_template: phi3"),
+        (_TRL + "assistant_only_loss: true", "  train_on: assistant"),
+        (_TRL + "assistant_only_loss: true\ncompletion_only_loss: false", "  train_on: assistant"),
+        (_TRL, "  train_on: all  # TRL's default"),
+        (_TRL + "lr_scheduler_type: cosine_with_restarts", "  kind: cosine  # lr_scheduler_type"),
+        (_TRL + "lr_scheduler_type: rex", "  kind: linear  # in place of lr_scheduler_type: rex"),
+        (_TRL + "gradient_accumulation_steps: 2", "# 8 rows per process x 2 accumulation steps x 1 process"),
+    ],
+)
+def test_a_key_becomes_a_line(text: str, line: str) -> None:
+    written = [" ".join(each.split("  ")).split() for each in import_text(text, "c.yaml").text.splitlines()]
+    assert any(" ".join(line.split()) in " ".join(words) for words in written), written
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (_AXOLOTL % "" + "chat_template: gemma3", "chat_template: gemma3: no chat template has this name here"),
+        (_AXOLOTL % "" + "chat_template: tokenizer_default_fallback_chatml", "chat_template: tokenizer_default_fall"),
+        (_AXOLOTL % "" + "special_tokens: {eos_token: '</s>'}", "special_tokens: {eos_token:"),
+        (_AXOLOTL % "" + "group_by_length: true", "group_by_length: true: not needed"),
+        (_AXOLOTL % "" + "train_on_eos: none", "train_on_eos: none: not supported"),
+        (_AXOLOTL % "" + "logging_steps: 1", "logging_steps: 1: every step is in metrics.jsonl"),
+        (_AXOLOTL % ", train_on_eos: turn", "datasets.0.train_on_eos: turn: has no counterpart"),
+        (_AXOLOTL % "" + "loss_watchdog_threshold: 5.0", "loss_watchdog_threshold: 5.0: not supported"),
+        (_TRL + "eos_token: <|im_end|>", "eos_token: \"<|im_end|>\": the tokenizer's own"),
+        (_TRL + "dataset_config: main", "dataset_config: main: not supported"),
+        (_TRL + "lr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {num_cycles: 3}",
+         "lr_scheduler_kwargs: {num_cycles: 3}: "),
+    ],
+)  # fmt: skip
+def test_what_has_an_effect_and_no_line_is_listed(text: str, left: str) -> None:
+    found = import_text(text, "c.yaml")
+    assert any(item.startswith(left) for item in found.left), found.left
+    assert f"#   {left}" in found.text
+
+
+def test_what_changes_nothing_is_not_listed() -> None:
+    quiet = "max_steps: -1\nload_in_4bit: false\nlr_scheduler_type: cosine_with_restarts\n"
+    found = import_text(f"{_TRL}{quiet}lr_scheduler_kwargs: {{num_cycles: 1}}\nassistant_only_loss: true", "c.yaml")
+    assert found.left == ()
 
 
 def test_sources_keep_their_form_their_columns_and_their_share(tmp_path: Path) -> None:

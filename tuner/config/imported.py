@@ -15,7 +15,9 @@ from tuner.config.fields import fields
 from tuner.config.load import RecipeText, load_recipe
 from tuner.config.not_supported import absent
 from tuner.config.other_configs import DIALECTS, Dialect, Tool, detect
+from tuner.config.other_data import unread
 from tuner.config.other_rules import PER_DEVICE, number
+from tuner.config.other_tools import THEIRS
 from tuner.config.other_values import of_value
 from tuner.config.recipe import Recipe
 from tuner.config.tree import Node, Problems
@@ -29,6 +31,12 @@ _FIRST = ("max_steps", "max_steps_per_epoch", "warmup_steps", "num_warmup_steps"
           "evaluation_strategy", "gradient_accumulation_steps")  # fmt: skip
 """Keys that win over others which become the same key of ours."""
 _NEEDS_EVAL = ("eval.every", "eval.at_start", "eval.at_end", "eval.patience", "checkpoint.keep_best")
+_AS_BY_DEFAULT = ("false is the default", "0 is the default")
+"""How a sentence begins on a value that changes nothing."""
+_ALWAYS_LISTED = {"group_by_length", "sort_by_length", "bucket_by_length", "train_sampling_strategy"}
+"""Keys that need no counterpart and yet change the order of the rows."""
+_OFF_MATTERS = {"train_on_eos", "train_on_eot"}
+"""Keys whose false or none is a choice, too."""
 _MOST_REPAIRS = 20
 
 
@@ -54,6 +62,13 @@ class _Draft:
     def put(self, lines: Mapping[str, Any], source: str) -> None:
         for key, value in lines.items():
             self.values[key], self.sources[key] = value, source
+
+    def leave(self, key: str, value: Any, why: str) -> None:
+        """Note a key that is not carried over; the default in its place is then not what its user chose."""
+        self.left.append(f"{key}: {_shown(value)}: {why}")
+        stand_in = THEIRS.get(key.rpartition(".")[2].lower().replace("-", "_"), "")
+        if self.sources.get(stand_in, "").endswith("default"):
+            self.sources[stand_in] = f"in place of {key}: {_shown(value)}"
 
     def drop(self, key: str, why: str) -> None:
         value = self.values.pop(key, None)
@@ -150,9 +165,12 @@ def _carry(key: str, value: Any, given: Mapping[str, Any], dialect: Dialect, dra
         return
     feature = None if rule else absent(name)
     if feature is not None:
-        if feature.needed and value not in (False, 0, "none", "no"):
-            draft.left.append(f"{key}: {_shown(value)}: {feature.sentence}")
+        is_off = value in (False, 0, "none", "no") and name not in _OFF_MATTERS
+        if not is_off and (feature.needed or name in _ALWAYS_LISTED):
+            draft.leave(key, value, feature.sentence)
         return
+    for inner, found in unread(value).items() if name in {"datasets", "test_datasets"} else ():
+        draft.leave(f"{key}.{inner}", found, "has no counterpart here")
     if rule is None and key in fields() and fits({key: value}) and not isinstance(value, bool):
         draft.put({key: value}, key)
         return
@@ -160,16 +178,17 @@ def _carry(key: str, value: Any, given: Mapping[str, Any], dialect: Dialect, dra
     if converted is None and (own := [item for item in fields() if item.rpartition(".")[2] == name]) and len(own) == 1:
         converted = {own[0]: value}
     if isinstance(converted, str):
-        if converted.startswith(("not supported", "write ")):
-            draft.left.append(f"{key}: {_shown(value)}: {converted}")
+        if not converted.startswith(_AS_BY_DEFAULT) and " means nothing for " not in converted:
+            draft.leave(key, value, converted.removesuffix("; leave it out"))
     elif converted is None:
-        if value is not False:
-            told = f"{key}: {_shown(value)}" if top == key or f"{top}._component_" in given else f"{top}: ..."
-            draft.left.append(f"{told}: has no counterpart here")
+        if value is not False and (top == key or f"{top}._component_" in given):
+            draft.leave(key, value, "has no counterpart here")
+        elif value is not False:
+            draft.left.append(f"{top}: ...: has no counterpart here")
     elif fits(converted):
         draft.put(converted, key)
     elif value is not False:
-        draft.left.append(f"{key}: {_shown(value)}: not a value of {', '.join(converted)}")
+        draft.leave(key, value, f"not a value of {', '.join(converted)}")
 
 
 def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
@@ -180,8 +199,14 @@ def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     steps = number(given.get("gradient_accumulation_steps")) or 1
     if micro is not None:
         rows = int(micro * max(steps, 1) * (number(given.get("processes")) or 1))
-        source = f"{micro} rows of a process, accumulated: {max(steps, 1)}, processes: {given['processes']}"
-        draft.put({"train.global_batch_size": rows}, source)
+        counts = (
+            (micro, "row", "per process"),
+            (max(steps, 1), "accumulation step", ""),
+            (given["processes"], "process", ""),
+        )
+        draft.put({"train.global_batch_size": rows}, " x ".join(_counted(*count) for count in counts))
+        accumulated = "gradient_accumulation_steps"
+        draft.left[:] = [item for item in draft.left if item.partition(":")[0].rpartition(".")[2] != accumulated]
     if any("lora" in str(given.get(name, "")).lower() for name in ("adapter", "finetuning_type")):
         values.setdefault("adapter.kind", "lora")
     if str(given.get("full_finetuning", "")).lower() == "true" or values.get("adapter.kind", "none") == "none":
@@ -189,11 +214,7 @@ def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
             draft.drop(key, "there is no adapter")
     if tool == "llama-factory" and "lora_alpha" not in given and "adapter.r" in values:
         draft.put({"adapter.alpha": 2 * values["adapter.r"]}, "LLaMA-Factory's default")
-    sources = values.get("data.train")
-    if isinstance(sources, list) and sources and all(_form(item) == "text" for item in sources):
-        draft.put({"method.kind": "pretrain"}, "records of plain text")
-    if values.get("method.kind") == "pretrain" and "method.train_on" in values:
-        draft.drop("method.train_on", "every token of plain text is learned")
+    _settle_method(draft, tool)
     if values.get("data.too_long") == "truncate" and values.get("method.kind") == "pretrain":
         draft.drop("data.too_long", "long texts are split")
     if not values.get("data.eval"):
@@ -207,10 +228,33 @@ def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     if values.get("optimizer.kind", "adamw") not in {"adamw", "muon"}:
         for key in [key for key in ("optimizer.betas", "optimizer.eps") if key in values]:
             draft.drop(key, f"not with optimizer.kind: {values['optimizer.kind']}")
-    for key, stand_in, what in (("model.name_or_path", "OWNER/NAME", "model"), ("data.train", "rows.jsonl", "records")):
+    for key, stand_in, what in (
+        ("model.name_or_path", "OWNER/NAME", "model"),
+        ("data.train", "rows.jsonl", "data set"),
+    ):
         if not values.get(key):
-            draft.put({key: stand_in}, f"the file names no {what}: write yours")
-            draft.left.append(f"{key}: the file names no {what}; write yours")
+            draft.put({key: stand_in}, f"the file names no {what}; put yours here")
+            draft.left.append(f"{key}: the file names no {what}; put yours here")
+
+
+def _settle_method(draft: _Draft, tool: Tool) -> None:
+    """The method that the form of the records asks for, and which of their tokens are trained on."""
+    values = draft.values
+    sources = values.get("data.train")
+    if isinstance(sources, list) and sources and all(_form(item) == "text" for item in sources):
+        draft.put({"method.kind": "pretrain"}, "records of plain text")
+    if values.get("method.kind") == "pretrain" and "method.train_on" in values:
+        draft.drop("method.train_on", "every token of plain text is learned")
+    if tool == "trl" and draft.sources.get("method.train_on") == "TRL's default":
+        draft.left.append(
+            "method.train_on: all: TRL's default for messages and text; for records of a prompt and a completion it "
+            "trains on the completion: write method.train_on: assistant"
+        )
+
+
+def _counted(count: Any, word: str, of: str) -> str:
+    plural = "" if count == 1 else "es" if word.endswith("s") else "s"
+    return f"{count} {word}{plural} {of}".rstrip()
 
 
 def _form(source: Any) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from tuner.config.other_data import plain_sources, registered
-from tuner.config.other_parts import builder, text_of
-from tuner.config.other_rules import Given, Lines, Rule, micro_batch, note, number, switch
+from tuner.config.other_parts import builder, chat_template, text_of
+from tuner.config.other_rules import Given, Lines, Rule, all_unless, micro_batch, note, number, switch
 from tuner.config.other_values import of_value
 
 Tool = Literal["axolotl", "llama-factory", "trl", "torchtune", "ms-swift", "unsloth"]
@@ -66,7 +66,7 @@ def _tuner_model(value: Any, given: Given) -> Lines | str | None:
     name = str(value).rpartition(".")[2]
     if not name.startswith(("lora_", "qlora_", "dora_", "qdora_")):
         return {"adapter.kind": "none"}
-    return {"adapter.kind": "dora" if "dora" in name else "lora"}
+    return {"adapter.kind": "dora" if "dora" in name or given.get("model.use_dora") is True else "lora"}
 
 
 def _attention_modules(value: Any, given: Given) -> Lines | str | None:
@@ -104,6 +104,23 @@ def _nothing(value: Any, given: Given) -> Lines | str | None:
     return {}
 
 
+def _output_layer(value: Any, given: Given) -> Lines | str | None:
+    """torchtune's switch for an adapter of the output layer."""
+    return "write lm_head in adapter.target_modules" if value is True else {}
+
+
+def _text_field(value: Any, given: Given) -> Lines | str | None:
+    """The column of the texts, which is `text` where no other is named."""
+    return {} if value == "text" else f"write columns: {{text: {value}}} in an item of data.train"
+
+
+_SPECIAL_TOKENS = note(
+    "the tokenizer's own special tokens are used, and padding is masked; new ones: "
+    "tokenizer.add_tokens: [{token: TEXT, special: true}]"
+)
+_SYSTEM = note("a system prompt goes into the records, or into a template of your own: tokenizer.chat_template")
+_TEMPLATE_OF_TORCHTUNE = note("write tokenizer.chat_template: NAME or FILE.jinja; null takes the tokenizer's own")
+_TRL_LOSS = all_unless("assistant_only_loss", "completion_only_loss")
 DIALECTS: dict[Tool, Dialect] = {
     "axolotl": Dialect(
         "axolotl",
@@ -137,14 +154,17 @@ DIALECTS: dict[Tool, Dialect] = {
             "adapter": _axolotl_adapter,
             "micro_batch_size": micro_batch,
             "eval_sample_packing": _nothing,
-            "special_tokens": _nothing,
+            "chat_template": chat_template,
+            "chat_template_jinja": note("write it to a file, and tokenizer.chat_template: FILE.jinja"),
+            "special_tokens": _SPECIAL_TOKENS,
+            "loss_watchdog_threshold": note("not supported: a loss at which a run ends; instead train.skip_spikes"),
             "wandb_name": text_of("name"),
             "cosine_constant_lr_ratio": note("not supported: a part of the cosine at a constant rate"),
         },
         _keys(
-            "strict model_type tokenizer_type loss_watchdog_patience debug torchdistx_path "
+            "strict model_type tokenizer_type debug torchdistx_path "
             "liger_glu_activation liger_rms_norm liger_layer_norm liger_fused_linear_cross_entropy plugins "
-            "save_first_step dataset_processes loss_watchdog_threshold chat_template dataset_prepared_path"
+            "save_first_step dataset_processes dataset_prepared_path"
         ),
     ),
     "llama-factory": Dialect(
@@ -171,9 +191,10 @@ DIALECTS: dict[Tool, Dialect] = {
             "dataset": _registered,
             "eval_dataset": _registered_held_out,
             "max_samples": _nothing,
+            "template": chat_template,
             "freeze_trainable_layers": note("not supported: freezing by a number of layers; instead model.freeze"),
         },
-        _keys("dataset_dir template do_eval dataset_info"),
+        _keys("dataset_dir do_eval dataset_info"),
     ),
     "trl": Dialect(
         "TRL",
@@ -185,6 +206,7 @@ DIALECTS: dict[Tool, Dialect] = {
         _HF
         | {
             "schedule.kind": "linear",
+            "method.train_on": "all",
             "optimizer.lr": 2e-5,
             "train.duration": "3 epochs",
             "data.packing": False,
@@ -194,10 +216,14 @@ DIALECTS: dict[Tool, Dialect] = {
         },
         {
             "dataset_test_split": _nothing,
-            "eos_token": _nothing,
+            "assistant_only_loss": _TRL_LOSS,
+            "completion_only_loss": _TRL_LOSS,
+            "eos_token": _SPECIAL_TOKENS,
+            "pad_token": note("padding is masked here, whatever its token"),
+            "dataset_config": note("not supported: one of a data set's configurations; instead a path of its files"),
             "chat_template_path": text_of("tokenizer.chat_template"),
         },
-        _keys("dataset_train_split dataset_test_split dataset_config eos_token"),
+        _keys("dataset_train_split dataset_test_split"),
     ),
     "torchtune": Dialect(
         "torchtune",
@@ -223,6 +249,10 @@ DIALECTS: dict[Tool, Dialect] = {
             "model.lora_dropout": lambda value, given: {"adapter.dropout": value},
             "tokenizer.max_seq_len": lambda value, given: {"data.max_length": value},
             "tokenizer.path": _nothing,
+            "tokenizer.prompt_template": _TEMPLATE_OF_TORCHTUNE,
+            "dataset.prompt_template": _TEMPLATE_OF_TORCHTUNE,
+            "dataset.new_system_prompt": _SYSTEM,
+            "model.apply_lora_to_output": _output_layer,
             "max_steps_per_epoch": _steps_per_epoch,
             "shuffle": switch("data.shuffle", True, False),
             "dataset": lambda value, given: {"data.train": plain_sources(value)},
@@ -233,7 +263,7 @@ DIALECTS: dict[Tool, Dialect] = {
             "metric_logger._component_": _nothing,
         },
         _keys(
-            "resume_from_checkpoint model.apply_lora_to_mlp model.apply_lora_to_output optimizer.fused "
+            "resume_from_checkpoint model.apply_lora_to_mlp optimizer.fused "
             "checkpointer profiler loss tokenizer metric_logger log_every_n_steps log_peak_memory_stats "
             "dataset model.use_dora lr_scheduler.num_cycles"
         ),
@@ -259,12 +289,14 @@ DIALECTS: dict[Tool, Dialect] = {
             "model": text_of("model.name_or_path"),
             "dataset": _swift_sets,
             "val_dataset": _swift_held_out,
+            "template": chat_template,
+            "system": _SYSTEM,
             "max_length": lambda value, given: {"data.max_length": value},
             "truncation_strategy": lambda value, given: {
                 "data.too_long": {"delete": "drop", "left": "truncate", "right": "truncate"}.get(str(value), value)
             },
         },
-        _keys("model_author model_name system logging_dir add_version"),
+        _keys("model_author model_name logging_dir add_version"),
     ),
     "unsloth": Dialect(
         "Unsloth",
@@ -277,6 +309,7 @@ DIALECTS: dict[Tool, Dialect] = {
             "adapter.kind": "lora",
             "schedule.kind": "linear",
             "data.packing": False,
+            "method.train_on": "all",
             "optimizer.lr": 2e-4,
             "seed": 3407,
         },
@@ -286,8 +319,8 @@ DIALECTS: dict[Tool, Dialect] = {
             "training_type": _tuner_kind,
             "train_on_completions": switch("method.train_on", "assistant", "all"),
             "r": lambda value, given: {"adapter.r": value},
+            "dataset_text_field": _text_field,
         },
-        _keys("dataset_text_field"),
     ),
 }
 

@@ -42,14 +42,36 @@ def entry(found: Mapping[str, Any]) -> dict[str, Any]:
     kind = found.get("type")
     columns = _columns(found)
     if isinstance(kind, Mapping):
-        source["format"] = "prompt_completion"
-        renamed = {"prompt": kind.get("field_instruction"), "completion": kind.get("field_output")}
+        has_input = bool(kind.get("field_input"))
+        source["format"] = "alpaca" if has_input else "prompt_completion"
+        ours = ("instruction", "input", "output") if has_input else ("prompt", "", "completion")
+        fields = (kind.get("field_instruction"), kind.get("field_input"), kind.get("field_output"))
+        renamed = {name: theirs for name, theirs in zip(ours, fields, strict=True) if name}
         columns |= {ours: str(theirs) for ours, theirs in renamed.items() if theirs}
     elif isinstance(kind, str) and (form := _FORMATS.get(kind.split(".")[0].split(":")[0])) is not None:
         source["format"] = "sharegpt" if form == "messages" and _is_sharegpt(found) else form
     if columns and source.get("format") != "sharegpt":
         source["columns"] = columns
     return source
+
+
+def unread(value: Any) -> dict[str, Any]:
+    """What the items of axolotl's `datasets` say that none of ours does, by its dotted key."""
+    items = value if isinstance(value, list) else [value]
+    left: dict[str, Any] = {}
+    for index, item in enumerate(items):
+        if not isinstance(item, Mapping) or "_component_" in item:
+            continue
+        left |= {f"{index}.{key}": found for key, found in item.items() if key not in _READ and found is not None}
+        kind = item.get("type")
+        if isinstance(kind, Mapping):
+            left |= {f"{index}.type.{key}": found for key, found in kind.items() if key not in _READ_OF_TYPE and found}
+    return left
+
+
+_READ = {"path", "data_files", "split", "type", "field_messages", "message_property_mappings", "message_field_role",
+         "message_field_content", "field", "ds_type"}  # fmt: skip
+_READ_OF_TYPE = {"field_instruction", "field_input", "field_output"}
 
 
 def _is_sharegpt(found: Mapping[str, Any]) -> bool:

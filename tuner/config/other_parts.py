@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.config.numbers import write_number
 from tuner.config.other_data import located, plain_sources
 from tuner.config.other_rules import Given, Lines, Rule, number, percent, switch
@@ -71,6 +72,29 @@ def new_tokens(value: Any, given: Given) -> Lines | str | None:
     if not isinstance(items, list) or not items:
         return None
     return {"tokenizer.add_tokens": [str(item) for item in items]}
+
+
+_TEMPLATES = {"cohere": "command-r", "phi_3": "phi3", "phi_4": "phi4", "qwen_25": "qwen"}
+"""Other tools' names of chat templates that have another name here."""
+
+
+def chat_template(value: Any, given: Given) -> Lines | str | None:
+    """A template by its name, where there is one of that name here; the tokenizer's own needs no key."""
+    word = str(value).lower()
+    if word == "tokenizer_default":
+        return {}
+    found = _TEMPLATES.get(word, word)
+    if found in CHAT_TEMPLATES:
+        return {"tokenizer.chat_template": found}
+    fallback = _TEMPLATES.get(last := word.removeprefix("tokenizer_default_fallback_"), last)
+    if fallback in CHAT_TEMPLATES:
+        return f"the tokenizer's own template is used; where it has none, write tokenizer.chat_template: {fallback}"
+    if word == "jinja":
+        return "write the template to a file, and tokenizer.chat_template: FILE.jinja"
+    return (
+        "no chat template has this name here, so the tokenizer's own is used; instead tokenizer.chat_template: "
+        f"FILE.jinja, or one of {', '.join(CHAT_TEMPLATES)}"
+    )
 
 
 def loraplus(value: Any, given: Given) -> Lines | str | None:

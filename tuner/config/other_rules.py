@@ -121,6 +121,25 @@ def words(key: str, words: Mapping[str, Any]) -> Rule:
     return rule
 
 
+def cycles(rule: Rule) -> Rule:
+    """A schedule's name, of which a cosine with restarts is a plain cosine: transformers has one cycle by default."""
+
+    def restarts(value: Any, given: Given) -> Lines | str | None:
+        return {"schedule.kind": "cosine"} if str(value).lower() == "cosine_with_restarts" else rule(value, given)
+
+    return restarts
+
+
+def all_unless(*names: str) -> Rule:
+    """Every token is trained on unless one of these keys of the other tool says otherwise."""
+
+    def rule(value: Any, given: Given) -> Lines | str | None:
+        is_masked = any(str(given.get(name)).lower() == "true" for name in names)
+        return {"method.train_on": "assistant" if is_masked else "all"}
+
+    return rule
+
+
 def note(text: str) -> Rule:
     """A sentence in place of a line."""
     return lambda value, given: text
@@ -194,6 +213,8 @@ def scheduler_options(value: Any, given: Given) -> Lines | str | None:
     """The options of a scheduler of transformers."""
     if not isinstance(value, Mapping):
         return None
+    if number(value.get("num_cycles")) == 1 and len(value) == 1:
+        return {}  # one cycle is a cosine without restarts
     for name, found in value.items():
         if name == "min_lr_rate":
             return {"schedule.min_lr_ratio": found}

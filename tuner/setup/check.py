@@ -35,16 +35,16 @@ def check_recipe(loaded: LoadedRecipe) -> str:
     _check_values(recipe, found)
     check_files(recipe, found)
     directory = local_model(recipe)
-    checked = "keys, files, templates and code"
+    checked = "keys, files, templates, code"
     if directory is None:
         found.raise_any()
-        return f"{checked}; not the names of layers: {recipe.model.name_or_path} is not on this machine"
+        return f"{checked}; layer names are not checked: {recipe.model.name_or_path} is not on this machine"
     if not found.has("model"):
         from tuner.setup.check_model import check_model
 
         check_model(recipe, directory, found)
     found.raise_any()
-    return f"{checked}, and what is named of {Path(recipe.model.name_or_path).name}"
+    return f"{checked}, and layer names in {Path(recipe.model.name_or_path).name}"
 
 
 def _check_values(recipe: Recipe, found: Findings) -> None:
