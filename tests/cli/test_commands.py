@@ -129,8 +129,11 @@ def test_a_recipe_may_be_on_stdin_or_named_there(tmp_path: Path) -> None:
     assert refused.returncode == 2
     (problem,) = json.loads(refused.stdout)["error"]["problems"]
     assert problem == {"file": "stdin", "line": 3, "column": 1, "key": "sed", "message": "unknown; did you mean seed?"}
+    later = "model, data and layer names are checked once these are fixed"
+    assert json.loads(refused.stdout)["error"]["hint"] == later
     absent = tuner("config", "check", "-", cwd=tmp_path, stdin=text.replace("x.jsonl", "y.jsonl"))
     assert "stdin:2:15  data.train.0.path  " in absent.stderr and "y.jsonl: no such file" in absent.stderr
+    assert later not in absent.stderr
     assert tuner("config", "check", "-", cwd=tmp_path, stdin="\n").returncode == 2
 
 
@@ -182,7 +185,9 @@ def test_rows_that_do_not_ship_get_a_placeholder(tmp_path: Path) -> None:
 def test_commands_without_a_recipe_refuse_its_flags(tmp_path: Path) -> None:
     done = tuner("export-hf", "run", "--optimizer.lr", "1", cwd=tmp_path)
     assert done.returncode == 2
-    assert "export-hf takes no recipe flags: --optimizer.lr" in done.stderr
+    assert "tuner export-hf takes no recipe keys: --optimizer.lr" in done.stderr
+    done = tuner("recipes", "show", "tiny_pretrain_cpu", "--optimizer.lr", "1", cwd=tmp_path)
+    assert "tuner recipes show takes no recipe keys: --optimizer.lr" in done.stderr
     done = tuner("export-hf", "run", "--step", "last", cwd=tmp_path)
     assert done.returncode == 2
     assert "write newest, best or a step" in done.stderr

@@ -17,7 +17,9 @@ from tuner.cli.app import COMMANDS, GROUPS, TAKES_RECIPE, help_text
 from tuner.cli.argv import split
 from tuner.cli.examples import EXAMPLES, GROUPED, MEANT, WITH_FLAGS
 from tuner.cli.help import EXIT_CODES, explained
+from tuner.cli.recipes import listed
 from tuner.config.fields import fields, find
+from tuner.config.shipped import shipped_recipes, summary
 from tuner.errors import ExitCode, RecipeError
 
 KNOWN: dict[str, Any] = dict(commands())
@@ -32,7 +34,9 @@ def test_help_is_at_most_60_lines_of_80_columns(name: str) -> None:
     assert lines[0].startswith(f"Usage: tuner {name}".rstrip())
     assert re.search(r"<\w+>", "".join(lines)) is None, "types are words that people know"
     assert "Examples:" in lines
-    assert ("  tuner help optimizer.lr    one key" in lines) == (name in WITH_FLAGS)
+    said = ("the keys of a section: --optimizer.lr 3e-4", "one key", "every key")
+    places = [line.rindex(each) for each in said for line in lines if line.endswith(f"  {each}")]
+    assert (len(places), len(set(places))) == ((3, 1) if name in WITH_FLAGS else (0, 0))
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -125,6 +129,20 @@ def test_topics() -> None:
     with pytest.raises(RecipeError, match="no help on optimzer") as refused:
         explained(["optimzer"])
     assert refused.value.hint == "did you mean optimizer?"
+
+
+@pytest.mark.parametrize("name", ["eval", "train", "profile", "data"])
+def test_a_command_with_the_name_of_a_section_leads_to_its_keys(name: str) -> None:
+    assert explained([name]).splitlines()[-1] == f"Keys of the recipe's section: tuner help {name}."
+    assert f"--{name}." in explained([f"{name}."])
+    assert "tuner help init." not in explained(["init"])
+
+
+def test_recipes_are_listed_in_the_terminals_columns() -> None:
+    lines = {name: summary(path) for name, path in shipped_recipes().items()}
+    shown = listed(lines, 80).splitlines()
+    assert max(map(len, shown)) <= 80 < max(map(len, listed(lines, 10**6).splitlines()))
+    assert [line.split()[0] for line in shown if not line.startswith(" ")] == list(lines)
 
 
 def test_exit_codes_are_explained() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,17 @@ def test_stdin_and_hub_data_sets_are_no_paths(row: str, kept: bool, tmp_path: Pa
     recipe = written(tmp_path, f"model: {{name_or_path: a/b}}\ndata: {{train: ['{row}', {{path: '{row}'}}]}}\n").recipe
     expected = row if kept else str(home / row)
     assert [source.path for source in recipe.data.train] == [expected] * 2
+
+
+@pytest.mark.parametrize("flag", ["data.train.columns", "data.columns", "data.eval.columns"])
+def test_a_flag_that_belongs_to_an_item_is_answered_with_one_that_loads(flag: str, tmp_path: Path) -> None:
+    text = "model: {name_or_path: a/b}\ndata: {train: a.jsonl, eval: b.jsonl}\n"
+    with pytest.raises(RecipeError) as caught:
+        written(tmp_path, text, (flag, "{prompt: q, completion: a}"))
+    _, key, value = shlex.split(f"write {caught.value.problems[0].message.partition('; write ')[2]}")
+    data = written(tmp_path, text, (key.removeprefix("--"), value)).recipe.data
+    sources = data.eval if flag.startswith("data.eval") else data.train
+    assert isinstance(sources, tuple) and sources[0].columns == {"prompt": "q", "completion": "a"}
 
 
 def test_a_source_has_columns_and_a_share(tmp_path: Path) -> None:

@@ -144,6 +144,9 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     assert "h100-80g" in str(caught.value.hint)
     with pytest.raises(RecipeError, match="--memory"):
         parse_memory("--memory", "much")
+    for text, meant in (("24", "24GiB"), ("1.5", "1.5GiB"), ("25769803776", "25769803776B")):
+        with pytest.raises(RecipeError, match=f"^--fit {text}: {text} what\\? write {meant}$"):
+            parse_memory("--fit", text)
     with pytest.raises(RecipeError, match="do not divide"):
         predicted(wish(tmp_path), processes="3")
     assert all(device.memory_bytes > 20 << 30 and (device.flops or 0) > 5e13 for device in DEVICES.values())

@@ -55,7 +55,7 @@ def test_all_problems_are_said_at_once_and_a_sound_recipe_has_none(sound: Path, 
         ["data.train.0.path", *["adapter.target_modules"] * 2, "parallel.processes", "hooks.0.use"]
     )
     (copy / "r.yaml").write_text(recipe_text({"adapter.kind": "dora", "adapter.target_modules": "q_proj"}))
-    assert "what is named of model" in check_recipe(load_recipe(copy / "r.yaml", cwd=copy))
+    assert "layer names in model" in check_recipe(load_recipe(copy / "r.yaml", cwd=copy))
 
 
 def test_without_the_model_files_alone_are_checked_and_torch_is_not_loaded(sound: Path, tmp_path: Path) -> None:

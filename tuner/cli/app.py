@@ -92,7 +92,7 @@ def _root(
         bool, typer.Option("--show-completion", help="Print the script that completes in the shell.")
     ] = False,
     shell: Annotated[
-        str | None, typer.Option(metavar="bash|zsh|fish", help="The shell that is meant; default that of $SHELL.")
+        str | None, typer.Option(metavar="bash|zsh|fish", help="Shell to complete for; default that of $SHELL.")
     ] = None,
 ) -> None:
     if install_completion or show_completion:
@@ -120,4 +120,4 @@ def _completion(shell: str | None, is_installed: bool) -> None:
         return
     for path in install(name, Path.home()):
         print(f"written   {path}")
-    print(f"{name} completes tuner from its next start on")
+    print(f"{name} completes tuner commands in every new terminal")

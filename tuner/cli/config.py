@@ -25,7 +25,14 @@ def check(ctx: typer.Context, recipe: RecipeArgument = None) -> Outcome:
     """Say everything that is wrong with a recipe - keys, files, templates, code, layers; else print its path."""
     from tuner.setup.check import check_recipe
 
-    loaded = load_for_command(recipe, overrides_of(ctx))
+    try:
+        loaded = load_for_command(recipe, overrides_of(ctx))
+    except RecipeError as error:
+        if not error.problems:
+            raise
+        later = "model, data and layer names are checked once these are fixed"
+        hint = later if error.hint is None else f"{error.hint}; {later}"
+        raise RecipeError(error.message, hint, error.problems) from None
     print(f"checked   {check_recipe(loaded)}", file=sys.stderr)
     result = str(loaded.path) if loaded.path else "ok"
     return Outcome(result, next=f"tuner prepare-data {result}" if loaded.path else None)

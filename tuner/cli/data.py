@@ -91,7 +91,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
     cache_dir: CacheOption = None,
 ) -> Outcome:
-    """Remove what killed builders left and what is damaged; never what is being built."""
+    """Remove what interrupted preparations left and what is damaged; never what is being built."""
     from tuner.data.building.cache import collect
 
     removed = collect(_root(cache_dir), unused, hashes, dry_run)

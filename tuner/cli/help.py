@@ -33,7 +33,8 @@ def help(  # noqa: A001 - the command's name
         list[str] | None,
         typer.Argument(
             metavar="[TOPIC]...",
-            help="A command, a section or key of the recipe, recipe for all keys, or exit-codes.",
+            help="A command, a section or key of the recipe, recipe for all keys, or exit-codes; eval. with a dot is "
+            "the section where a command has its name.",
         ),
     ] = None,
 ) -> Outcome:
@@ -48,6 +49,8 @@ def explained(words: list[str]) -> str:
     from tuner.config.advice import of_unknown
     from tuner.config.fields import fields, find, item_fields
 
+    if words and len(words) == 1 and words[0] in COMMANDS and any(key.startswith(f"{words[0]}.") for key in fields()):
+        return f"{help_text(words).rstrip()}\n\nKeys of the recipe's section: tuner help {words[0]}."
     if not words or words[0] in COMMANDS:
         return help_text(words)
     name = words[0].lstrip("-").removesuffix(".").removesuffix(".*")

@@ -80,9 +80,13 @@ def recipe_keys(command: str) -> Iterator[str]:
     sections = dict.fromkeys(key.partition(".")[0] for key in fields() if "." in key)
     tops = [key for key in fields() if "." not in key and key not in sections and key != "version"]
     yield from textwrap.wrap(f"{', '.join(sections)}; {', '.join(tops)}", WIDTH - 2)
-    yield "tuner help optimizer       the keys of a section: --optimizer.lr 3e-4"
-    yield "tuner help optimizer.lr    one key"
-    yield f"tuner {command} --help-recipe".ljust(27) + "every key"
+    rows = {
+        "tuner help optimizer": "the keys of a section: --optimizer.lr 3e-4",
+        "tuner help optimizer.lr": "one key",
+        f"tuner {command} --help-recipe": "every key",
+    }
+    width = max(map(len, rows))
+    yield from (f"{typed.ljust(width)}  {text}" for typed, text in rows.items())
 
 
 def metavar(parameter: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import typer
 from typer.exceptions import TyperException
 
-from tuner.cli.app import COMMANDS, TAKES_RECIPE, build
+from tuner.cli.app import COMMANDS, GROUPS, TAKES_RECIPE, build
 from tuner.cli.argv import split
 from tuner.cli.complete import ASKED
 from tuner.cli.examples import MEANT, NOT_HERE
@@ -36,7 +36,7 @@ def run(args: list[str]) -> int:
         if rest[:1] == [command] and command not in COMMANDS:
             return _usage("tuner", args, f"no command {command!r}", _meant(command))
         if flags and command in COMMANDS and command not in TAKES_RECIPE:
-            return _usage(command, args, f"{command} takes no recipe flags: --{flags[0][0]}")
+            return _usage(command, args, f"tuner {_full_name(command, rest)} takes no recipe keys: --{flags[0][0]}")
         if command in TAKES_RECIPE and "--help-recipe" in rest:
             return _print_recipe_keys()
         code = build(command)(args=rest, prog_name="tuner", standalone_mode=False, obj=_invocation(flags))
@@ -58,6 +58,12 @@ def run(args: list[str]) -> int:
     except BrokenPipeError:
         _close_stdout()
     return code if isinstance(code, int) else 0
+
+
+def _full_name(command: str, rest: Sequence[str]) -> str:
+    """A command with the one below it, such as `recipes show`, where it is a group."""
+    below = [word for word in rest if not word.startswith("-")][1:2] if command in GROUPS else []
+    return " ".join([command, *below])
 
 
 def _complete(words: Sequence[str]) -> NoReturn:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tuner.cli.command import Outcome, command
+from tuner.cli.table import stdout_columns
 from tuner.errors import RecipeError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -44,6 +47,16 @@ def _find(name: str) -> Path:
     return shipped[key]
 
 
+def listed(lines: Mapping[str, str], columns: int) -> str:
+    """Names with what each is for, whose sentence continues under itself where the terminal ends."""
+    width = max((len(name) for name in lines), default=0) + 2
+    shown = []
+    for name, line in lines.items():
+        first, *rest = textwrap.wrap(line, max(20, columns - width)) or [""]
+        shown += [f"{name.ljust(width)}{first}".rstrip(), *(f"{'':{width}}{each}" for each in rest)]
+    return "\n".join(shown)
+
+
 @app.command("list")
 @command("recipes list")
 def list_recipes() -> Outcome:
@@ -51,9 +64,7 @@ def list_recipes() -> Outcome:
     from tuner.config.shipped import shipped_recipes, shipped_scripts, summary
 
     lines = {name: summary(path) for name, path in (shipped_recipes() | shipped_scripts()).items()}
-    width = max((len(name) for name in lines), default=0)
-    text = "\n".join(f"{name.ljust(width)}  {line}".rstrip() for name, line in lines.items())
-    return Outcome(text, artifacts={"recipes": lines}, is_text=True)
+    return Outcome(listed(lines, stdout_columns()), artifacts={"recipes": lines}, is_text=True)
 
 
 @app.command()

@@ -53,7 +53,11 @@ def of_unknown(key: str, value: Any = None, given: Mapping[str, Any] | None = No
         return f"unknown; write {lines({found[0]: value}, as_flags)}"
     if found:
         return f"unknown; did you mean {_either([f'{dashes}{item}' for item in found])}?"
-    if (listed := next((item for item in ITEMS if name in item_fields(item)), None)) is not None and section:
+    lists = sorted(ITEMS, key=lambda item: item != section)  # the list that is written, before others with such a key
+    if (listed := next((item for item in lists if name in item_fields(item)), None)) is not None and section:
+        if as_flags:
+            written = "VALUE" if value is None else _quoted(flow(value))
+            return f"unknown; it belongs to an item of {listed}; write --{listed}.0.{name} {written}"
         return f"unknown; it belongs to an item of {listed}; write {listed}: [{_item(listed, name, value)}]"
     similar = get_close_matches(name, known_names(), 1, 0.87)
     if similar:
@@ -152,7 +156,7 @@ def _nearest(name: str, names: list[str], likeness: float = NEAR) -> str | None:
 def _item(listed: str, name: str, value: Any) -> str:
     section: type[Section] = ITEMS[listed].section
     first = next(iter(section.model_fields))
-    shown = flow(value) if isinstance(value, (str, int, float, bool)) else "..."
+    shown = "..." if value is None else flow(value)
     return f"{{{first}: ...}}" if first == name else f"{{{first}: ..., {name}: {shown}}}"
 
 

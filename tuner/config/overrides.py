@@ -58,7 +58,16 @@ def unknown(key: str, text: str | None = None, given: Mapping[str, Any] | None =
         return f"a section; write --{inside[0]} {meant or 'VALUE'}"
     from tuner.config.advice import of_unknown
 
-    return of_unknown(key, None if text is None else resolve(text), given, as_flags=True)
+    return of_unknown(key, None if text is None else _plain(text), given, as_flags=True)
+
+
+def _plain(text: str) -> Any:
+    """The value that a flag's text is; the text itself where it is no YAML."""
+    if not text.lstrip().startswith(("[", "{")):
+        return resolve(text)
+    problems = Problems()
+    found = read_yaml(f"value: {text}", "value", Path(), problems).child("value")
+    return text if problems.found or found is None else found.plain()
 
 
 def _merge_one(tree: Node, key: str, override: Override, cwd: Path, problems: Problems) -> None:

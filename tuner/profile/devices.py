@@ -8,6 +8,7 @@ architecture papers of Ada and Ampere (GeForce); B200 from the data sheet of DGX
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,7 +93,10 @@ def parse_processes(text: str) -> tuple[int, int]:
 
 
 def parse_memory(option: str, text: str) -> int:
-    """A size of memory in bytes. Raises RecipeError naming the option."""
+    """A size of memory in bytes. Raises RecipeError naming the option, also for a number without a unit."""
+    if re.fullmatch(r"\s*[\d.]+\s*", text):
+        unit = "GiB" if len(text.strip()) < len("1000000") else "B"
+        raise RecipeError(f"{option} {text}: {text.strip()} what? write {text.strip()}{unit}")
     try:
         return parse_bytes(text)
     except ValueError as error:
