@@ -199,12 +199,12 @@ def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     steps = number(given.get("gradient_accumulation_steps")) or 1
     if micro is not None:
         rows = int(micro * max(steps, 1) * (number(given.get("processes")) or 1))
-        counts = (
-            (micro, "row", "per process"),
-            (max(steps, 1), "accumulation step", ""),
-            (given["processes"], "process", ""),
+        shown = (
+            _counted(micro, "row", " per process"),
+            _counted(max(steps, 1), "accumulation step"),
+            _counted(given["processes"], "process"),
         )
-        draft.put({"train.global_batch_size": rows}, " x ".join(_counted(*count) for count in counts))
+        draft.put({"train.global_batch_size": rows}, " x ".join(shown))
         accumulated = "gradient_accumulation_steps"
         draft.left[:] = [item for item in draft.left if item.partition(":")[0].rpartition(".")[2] != accumulated]
     if any("lora" in str(given.get(name, "")).lower() for name in ("adapter", "finetuning_type")):
@@ -252,9 +252,9 @@ def _settle_method(draft: _Draft, tool: Tool) -> None:
         )
 
 
-def _counted(count: Any, word: str, of: str) -> str:
+def _counted(count: Any, word: str, of: str = "") -> str:
     plural = "" if count == 1 else "es" if word.endswith("s") else "s"
-    return f"{count} {word}{plural} {of}".rstrip()
+    return f"{count} {word}{plural}{of}"
 
 
 def _form(source: Any) -> str:
