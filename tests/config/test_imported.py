@@ -212,6 +212,7 @@ _TRL = "model_name_or_path: a/b\ndataset_name: o/s\n"
         (_TRL, "  train_on: all  # TRL's default"),
         (_TRL + "lr_scheduler_type: cosine_with_restarts", "  kind: cosine  # lr_scheduler_type"),
         (_TRL + "lr_scheduler_type: rex", "  kind: linear  # in place of lr_scheduler_type: rex"),
+        (_TRL + "per_device_eval_batch_size: 4", "  micro_batch_size: 8  # TRL's default"),
         (_TRL + "gradient_accumulation_steps: 2", "# 8 rows per process x 2 accumulation steps x 1 process"),
     ],
 )

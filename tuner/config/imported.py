@@ -66,8 +66,9 @@ class _Draft:
     def leave(self, key: str, value: Any, why: str) -> None:
         """Note a key that is not carried over; the default in its place is then not what its user chose."""
         self.left.append(f"{key}: {_shown(value)}: {why}")
-        stand_in = THEIRS.get(key.rpartition(".")[2].lower().replace("-", "_"), "")
-        if self.sources.get(stand_in, "").endswith("default"):
+        name = key.rpartition(".")[2].lower().replace("-", "_")
+        stand_in = THEIRS.get(name, "")
+        if self.sources.get(stand_in, "").endswith("default") and "eval" not in name:
             self.sources[stand_in] = f"in place of {key}: {_shown(value)}"
 
     def drop(self, key: str, why: str) -> None:
