@@ -18,8 +18,11 @@ from tests.caches import new_cache
 from tests.fixtures import forked, trainings
 from tuner.checkpoint.load import newest
 from tuner.cli.document import SCHEMA_PATH
+from tuner.cli.train import outcome_of
 from tuner.config.load import load_recipe
 from tuner.run.changes import Changes, changes
+from tuner.run.options import RunResult
+from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.lock import FileLock
 from tuner.setup.resolve import resolve
@@ -233,6 +236,23 @@ def test_two_launches_on_one_run_have_one_winner(workplace: Path) -> None:
         held.kill()
         held.communicate()
     tuner(workplace, "resume", "runs/r")
+
+
+@pytest.mark.parametrize(
+    ("best", "said", "export"),
+    [
+        (2, " · best 1.453 at step 2 · next: tuner export-hf r --step best", "tuner export-hf r --step best"),
+        (6, " 1.600 · next: tuner export-hf r", "tuner export-hf r"),
+        (None, " 1.600 · next: tuner export-hf r", "tuner export-hf r"),
+    ],
+)
+def test_the_end_of_a_run_names_the_best_step_where_it_is_an_earlier_one(
+    best: int | None, said: str, export: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noted = None if best is None else {"metric": "eval/loss", "step": best, "loss": 1.453}
+    ended = RunResult(Path("r"), "finished", 6, 9, None, {"eval_loss": 1.6, "eval_step": 6, "best": noted})
+    assert outcome_of(ended, Console()).next == export
+    assert capsys.readouterr().err.rstrip().endswith(said)
 
 
 def test_a_run_without_a_final_checkpoint_is_finished_too(workplace: Path) -> None:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from tests.export import runs
 from tests.export.runs import PROMPTS, write_base, write_run
+from tests.rundir import made
 from tuner.api import export_hf
 from tuner.checkpoint.load import open_checkpoint, read_probe, read_tensors
 from tuner.checkpoint.save import CheckpointDir, save
@@ -25,6 +26,7 @@ from tuner.export import frozen, hf, outputs, tensors, verify, weights
 from tuner.export.card import curve
 from tuner.export.hf import ExportOptions, ExportReport, plan_export
 from tuner.export.shards import Output, Shard, Written
+from tuner.export.source import resolve, warn_of_better
 from tuner.export.tensors import OpenFiles, held_tensor
 from tuner.model.adapter import LoraSpec
 
@@ -482,6 +484,14 @@ def test_one_checkpoint_of_several_is_chosen(tmp_path: Path) -> None:
     steps = {step: replaced_step(run, step) for step in (3, 5)}
     for chosen, path in (("newest", run / "checkpoints" / "step-7"), ("best", steps[3]), (5, steps[5])):
         assert plan_export(run, step=chosen).source.checkpoint.path == path  # type: ignore[arg-type]
+    warned: list[str] = []
+    plan_export(run, warn=warned.append)
+    assert warned == [
+        "step 7 is exported, but step 3 has a lower held-out loss (1.000); to export that one, add --step best"
+    ]
+    for chosen in ("best", 5):
+        plan_export(run, warn=pytest.fail, step=chosen)  # type: ignore[arg-type]
+    plan_export(steps[5], warn=pytest.fail)
     assert export_hf(run, step="best").path == run / "exports" / "step-3"
     with pytest.raises(RecipeError, match="one checkpoint: --step"):
         plan_export(steps[5], step="best")
@@ -492,6 +502,19 @@ def test_one_checkpoint_of_several_is_chosen(tmp_path: Path) -> None:
     flip(steps[3], "model/model.norm.weight")
     with pytest.raises(DataError, match="step-3"):
         export_hf(run, tmp_path / "again", step="best")
+
+
+def test_without_a_best_one_the_losses_of_kept_steps_are_compared(tmp_path: Path) -> None:
+    lines = [made.eval_line(3, 1.5), made.eval_line(4, 0.5), made.eval_line(5, 1.75), made.eval_line(7, 2.0)]
+    warned: list[str] = []
+    run = made.run(tmp_path / "run", lines)
+    for step in (3, 5, 7):
+        save(CheckpointDir(run / "checkpoints", "test"), step, {"model/w": torch.zeros(2)}, {"step": step}, {})
+    warn_of_better(resolve(run, step=7), warned.append)
+    assert warned == [
+        "step 7 is exported, but step 3 has a lower held-out loss (1.500); to export that one, add --step 3"
+    ]
+    warn_of_better(resolve(run, step=3), pytest.fail)
 
 
 def replaced_step(run: Path, step: int) -> Path:

@@ -146,10 +146,11 @@ def outcome_of(result: RunResult, console: Console, export: Path | None = None) 
         return Outcome(
             str(result.run_dir), "stopped", 75, artifacts=artifacts, metrics=metrics, next=f"tuner resume {run_dir}"
         )
-    following = f"tuner export-hf {run_dir}"
+    better = _better(result)
+    following = f"tuner export-hf {run_dir}{' --step best' if better else ''}"
     if export is not None:
         artifacts["export"], following = str(export), f"tuner generate {_shown(export)}"
-    console.say("done", f"{result.step} steps{_evaluated(result.metrics)} · next: {following}")
+    console.say("done", f"{result.step} steps{_evaluated(result.metrics)}{better} · next: {following}")
     return Outcome(str(result.run_dir), artifacts=artifacts, metrics=metrics, next=following)
 
 
@@ -161,6 +162,12 @@ def _evaluated(metrics: Mapping[str, Any]) -> str:
         return ""
     earlier = before is not None and first is not None and last is not None and first < last
     return f" · eval loss {before:.3f} -> {after:.3f}" if earlier else f" · eval loss {after:.3f}"
+
+
+def _better(result: RunResult) -> str:
+    """The lowest loss where an earlier step has it, whose checkpoint the recipe kept; else nothing."""
+    best = result.metrics.get("best")
+    return f" · best {best['loss']:.3f} at step {best['step']}" if best and best["step"] != result.step else ""
 
 
 def _shown(path: Path) -> str:

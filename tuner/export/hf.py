@@ -22,7 +22,7 @@ from tuner.export.card import CARD, card, lineage
 from tuner.export.frozen import require_same_frozen
 from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
 from tuner.export.shards import Output, Shard, Written, plan_shards, write_shards
-from tuner.export.source import Source, resolve
+from tuner.export.source import Source, resolve, warn_of_better
 from tuner.export.tensors import OpenFiles
 from tuner.export.weights import DTYPES, load_trained, lora_spec, plain_base, read_config
 from tuner.export.write import (
@@ -149,7 +149,8 @@ def plan_export(
     warn: Warn = ignore_warning,
     step: Which = "newest",
 ) -> ExportPlan:
-    """Find the checkpoint and the target without writing anything; `warn` hears of a run that is not finished.
+    """Find the checkpoint and the target without writing anything; `warn` hears of a run that is not finished,
+    and of a kept checkpoint with a lower held-out loss than the newest one.
 
     The target is `<run>/exports/step-N`, of a kept adapter `<run>/exports/step-N-adapter`, unless `output` is another.
     ``step`` chooses one of a run's checkpoints. Raises RecipeError where the target holds something else, DataError
@@ -157,6 +158,8 @@ def plan_export(
     """
     options.check()
     source = resolve(path, warn, shards=False, step=step)
+    if step == "newest" and source.checkpoint.path != path.absolute():
+        warn_of_better(source, warn)
     is_kept = options.adapter == "keep"
     if is_kept and source.adapter is None:
         raise RecipeError("--adapter keep: the run trained all parameters, it has no adapter to keep")

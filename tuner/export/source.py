@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tuner.checkpoint.manifest import step_dirs
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.model_path import HfDirectory, RunCheckpoint, Warn, Which, ignore_warning, resolve_model_path
+from tuner.rundir.record import read_run
+from tuner.rundir.run_json import is_run
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -74,6 +77,41 @@ def resolve(path: Path, warn: Warn = ignore_warning, shards: bool = True, step: 
     if isinstance(found, HfDirectory):
         raise RecipeError(f"{found.path}: neither a run nor a checkpoint, but a Hugging Face directory already")
     return Source(found.run_dir, found.checkpoint)
+
+
+def warn_of_better(source: Source, warn: Warn) -> None:
+    """Warn where the run keeps a checkpoint with a lower held-out loss than this one.
+
+    It is the best by the recipe's `checkpoint.keep_best`; without that key, the lowest of the steps that were both
+    evaluated and kept.
+    """
+    kept = {step for step, _ in step_dirs(source.checkpoint.path.parent)} - {source.step}
+    best = source.checkpoint.state.get("best")
+    if isinstance(best, Mapping):
+        choice, step, loss = "best", best["step"], best["loss"]
+    else:
+        losses = _losses(source.run_dir)
+        of_kept = {step: loss for step, loss in losses.items() if step in kept}
+        if source.step not in losses or not of_kept:
+            return
+        step = min(of_kept, key=lambda step: of_kept[step])
+        choice, loss = str(step), of_kept[step]
+        if loss >= losses[source.step]:
+            return
+    if step in kept:
+        warn(
+            f"step {source.step} is exported, but step {step} has a lower held-out loss ({loss:.3f}); "
+            f"to export that one, add --step {choice}"
+        )
+
+
+def _losses(run_dir: Path) -> dict[int, float]:
+    """Step -> the held-out loss measured there, of a run whose record can be read."""
+    try:
+        lines = read_run(run_dir).latest.evaluations if is_run(run_dir) else []
+    except DataError:
+        return {}
+    return {line["step"]: line["loss"] for line in lines if isinstance(line.get("loss"), float)}
 
 
 def hub_name(name: str) -> str | None:
