@@ -56,7 +56,7 @@ def test_init_writes_a_recipe_that_checks(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(MESSAGES * 3)
     done = tuner("init", "-m", "owner/name", "-d", "rows.jsonl", cwd=tmp_path)
     assert done.returncode == 0
-    assert "3 rows, messages" in done.stderr
+    assert "3 records, messages" in done.stderr
     (tmp_path / "recipe.yaml").write_text(done.stdout)
     checked = tuner("config", "check", cwd=tmp_path)
     assert checked.stdout == f"{tmp_path / 'recipe.yaml'}\n"

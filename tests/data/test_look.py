@@ -139,6 +139,19 @@ def test_a_tokenizer_without_a_template_is_given_one(tmp_path: Path) -> None:
     assert dict(without.columns) == {"prompt": "question", "completion": "answer"}
 
 
+@pytest.mark.parametrize("keys", [("question", "response", "context"), ("instruction", "output", "context")])
+def test_a_context_is_read_as_input_and_what_is_not_read_is_named(
+    keys: tuple[str, ...], model: str, tmp_path: Path
+) -> None:
+    rows = [{**dict.fromkeys(keys, "hello"), "url": "there", "id": 1}]
+    path = tiny.write_rows(tmp_path / "rows.jsonl", rows)
+    seen = look(model, DataSource(path=str(path)))
+    assert (seen.form, seen.columns["input"], seen.unused) == ("alpaca", "context", ("url",))
+    text = starter(model, "rows.jsonl", seen)
+    assert "# 1 record: alpaca; not used: url" in text
+    assert dict(load_recipe(tmp_file(tmp_path, text)).recipe.data.train[0].columns) == dict(seen.columns)
+
+
 def test_preferences_are_refused_with_the_columns_that_learn_the_chosen(tmp_path: Path) -> None:
     path = tiny.write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
     with pytest.raises(DataError, match="not supported yet") as caught:
@@ -173,11 +186,11 @@ def test_large_sources_are_read_in_part_and_estimated(
     assert (whole.is_all, part.is_all) == (True, False)
     assert part.rows == pytest.approx(whole.rows, rel=0.05) == 400
     assert part.packed_rows == pytest.approx(whole.packed_rows, rel=0.1, abs=1)
-    assert f"about {part.rows:,} rows" in starter(model, "rows", part)
+    assert f"about {part.rows:,} records: messages" in starter(model, "rows", part)
 
 
 def test_plain_text_gets_rows_that_are_short_enough(model: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello world, the answer is forty two\n" * 3000)
     seen = look(model, DataSource(path=str(tmp_path / "a.txt")))
     assert (seen.pretrain, seen.max_length, seen.epochs) == (True, 256, 1)
-    assert seen.whole == 0 and "and split" in starter(model, "a.txt", seen)
+    assert seen.whole == 0 and "; all documents are longer and split" in starter(model, "a.txt", seen)

@@ -22,16 +22,16 @@ def init(
 ) -> Outcome:
     """Look at the first rows and print a commented recipe."""
     from tuner.config.load import load_recipe
-    from tuner.config.starter import starter
+    from tuner.config.starter import counted, not_used, starter
     from tuner.data.look import look
 
     given = load_recipe({"model": {"name_or_path": model}, "data": {"train": data}}).recipe
     seen = look(given.model.name_or_path, given.data.train[0])
     text = starter(model, data, seen)
-    counted = "tokens" if seen.by_tokenizer else "tokens (estimated)"
+    tokens = "tokens" if seen.by_tokenizer else "tokens (estimated)"
     print(
-        f"read      {data}: {'' if seen.is_all else 'about '}{seen.rows:,} rows, {seen.form}; longest {seen.longest:,} "
-        f"{counted} -> data.max_length {seen.max_length}, {seen.steps:,} steps",
+        f"read      {data}: {counted(seen)}, {seen.form}{not_used(seen)}; longest {seen.longest:,} "
+        f"{tokens} -> data.max_length {seen.max_length}, {seen.steps:,} step{'' if seen.steps == 1 else 's'}",
         file=sys.stderr,
     )
     metrics = {

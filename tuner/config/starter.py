@@ -29,6 +29,8 @@ class Look:
     """Whether they are plain text."""
     columns: Mapping[str, str]
     """Where our keys are in a row, where they have other names."""
+    unused: tuple[str, ...]
+    """Keys whose text is neither trained on nor shown to the model."""
     lacks_template: bool
     """Whether they are chats, and the model's tokenizer has no chat template."""
     by_tokenizer: bool
@@ -54,7 +56,7 @@ def starter(model: str, data: str, seen: Look) -> str:
         raise RecipeError(f"got {model!r}; -m takes a hub name or a local directory")
     held_out = ("  eval: 2%", "held out, never trained on; or a file")
     if seen.rows < FEWEST_TO_SPLIT:
-        held_out = ("  # eval: held_out.jsonl", "rows never trained on; there are too few here to split some off")
+        held_out = ("  # eval: held_out.jsonl", "records never trained on; there are too few here to split some off")
     lines = [
         ("model:", ""),
         (f"  name_or_path: {flow(model)}", "hub name or local directory"),
@@ -68,7 +70,7 @@ def starter(model: str, data: str, seen: Look) -> str:
         ("train:", ""),
         (f"  duration: {seen.epochs} epoch{'s' if seen.epochs > 1 else ''}", _duration(seen)),
         (f"  global_batch_size: {seen.global_batch_size}", _batch(seen)),
-        ("  micro_batch_size: 1", "rows at once: raise it while memory lasts"),
+        ("  micro_batch_size: 1", "packed rows at once: raise it while memory lasts"),
         ("# adapter: {kind: lora, r: 16}", "a small adapter instead of all weights"),
         ("# optimizer: {lr: 1e-4}", "auto suits the model's size; tuner config show prints the rest"),
     ]
@@ -85,9 +87,9 @@ def _template(seen: Look) -> list[tuple[str, str]]:
 
 def _method(seen: Look) -> str:
     if seen.pretrain:
-        return f"{seen.form} rows: every token is learned"
+        return f"{seen.form} records: every token is learned"
     plain = ", without a chat template" if seen.form == "prompt_completion" else ""
-    return f"{seen.form} rows: the answers are learned{plain}"
+    return f"{seen.form} records: the answers are learned{plain}"
 
 
 def _source(data: str, seen: Look) -> str:
@@ -98,7 +100,18 @@ def _source(data: str, seen: Look) -> str:
 
 
 def _rows(seen: Look) -> str:
-    return f"{'' if seen.is_all else 'about '}{seen.rows:,} rows: {seen.form}"
+    return f"{counted(seen)}: {seen.form}{not_used(seen)}"
+
+
+def counted(seen: Look) -> str:
+    """How many records there are: `1 record`, `about 4,800 records`."""
+    return f"{'' if seen.is_all else 'about '}{seen.rows:,} record{'' if seen.rows == 1 else 's'}"
+
+
+def not_used(seen: Look) -> str:
+    """The keys whose text is not read: `; not used: context`, or nothing."""
+    names = ", ".join(name if name.isprintable() else repr(name) for name in seen.unused)
+    return f"; not used: {names}" if names else ""
 
 
 def _length(seen: Look) -> str:
@@ -106,12 +119,12 @@ def _length(seen: Look) -> str:
     note = f"tokens of a packed row; longest document: {seen.longest:,} ({counted})"
     if seen.whole == 1:
         return note
-    rest = f"{1 - seen.whole:.1%} of the documents are longer"
+    rest = "all documents are longer" if seen.whole == 0 else f"{1 - seen.whole:.1%} of the documents are longer"
     return f"{note}; {rest} and split" if seen.pretrain else f"{note}; {rest} and dropped: see data.too_long"
 
 
 def _duration(seen: Look) -> str:
-    return "or 500 steps, 2B tokens" if seen.epochs == 1 else "few rows: each is seen several times; or 500 steps"
+    return "or 500 steps, 2B tokens" if seen.epochs == 1 else "few records: each is seen several times; or 500 steps"
 
 
 def _batch(seen: Look) -> str:

@@ -25,7 +25,7 @@ from tuner.data.encoding.tokenizer_files import local_files
 from tuner.data.reading.blocks import blocks, examples_of, lines_in
 from tuner.data.reading.columns import proposed_columns
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, Tokens, form_of
+from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, Tokens, form_of, unused_texts
 from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError
 
@@ -44,8 +44,6 @@ SMALLEST, LARGEST, LARGEST_PRETRAIN = 256, 8192, 2048
 """Row lengths that are chosen are powers of two between these, and the model's positions."""
 WHOLE = 0.99
 """The share of the documents that a chosen row length keeps whole."""
-_OF_CHATS = {"prompt": "instruction", "completion": "output"}
-"""A model that has a chat template gets a question and its answer as one that it writes, and not as plain text."""
 LARGEST_BATCH, USUAL_BATCH = 16, 8
 FEW_ROWS_EPOCHS = 3
 """Epochs where one alone would be too few steps of `USUAL_BATCH` rows."""
@@ -77,13 +75,11 @@ def look(model: str, source: "DataSource") -> Look:
     own, positions = _of_model(model)
     files = expand([source])
     first = _first_record(files)
-    if first is not None and source.format == "auto" and not source.columns and form_of(first) is None:
-        columns = proposed_columns(first)
-        if own is not None and own.has_template:
-            columns = {_OF_CHATS.get(ours, ours): theirs for ours, theirs in columns.items()}
-        source = source.model_copy(update={"columns": columns})
+    has_template = own is not None and own.has_template
+    if first is not None and source.format == "auto" and not source.columns:
+        source = source.model_copy(update={"columns": _columns(first, has_template)})
         files = expand([source])
-    read = _read(files, source.columns)
+    read = _read(files, source.columns, has_template)
     if not read.examples:
         raise DataError(f"{source.path}: no rows")
     pretrain = all(isinstance(example, PlainText) for example in read.examples)
@@ -102,6 +98,7 @@ def look(model: str, source: "DataSource") -> Look:
         is_all=read.is_all,
         pretrain=pretrain,
         columns=dict(source.columns),
+        unused=() if first is None or source.format != "auto" else unused_texts(first, source.columns),
         lacks_template=lacks_template,
         by_tokenizer=lengths is not None,
         longest=int(estimated.max()),
@@ -119,7 +116,16 @@ def _first_record(files: Sequence[SourceFile]) -> Mapping[str, object] | None:
     return None if first is None else first.value
 
 
-def _read(files: Sequence[SourceFile], columns: Mapping[str, str]) -> _Read:
+def _columns(first: Mapping[str, object], has_template: bool) -> Mapping[str, str]:
+    """The `columns` that the keys of the first record need, or that make more of its text count."""
+    form = form_of(first)
+    if form not in (None, "alpaca"):
+        return {}
+    columns = proposed_columns(first, has_template)
+    return columns if form is None else {ours: theirs for ours, theirs in columns.items() if ours == "input"}
+
+
+def _read(files: Sequence[SourceFile], columns: Mapping[str, str], has_template: bool) -> _Read:
     """Read records until there are enough. DataError for a bad one, as preparation has it."""
     read = _Read()
     for file in files:
@@ -130,7 +136,8 @@ def _read(files: Sequence[SourceFile], columns: Mapping[str, str]) -> _Read:
                 return read
             for record, example in examples_of(block):
                 if isinstance(example, RecordProblem):
-                    raise bad_record_error(file.name, bad_record(record, example), before) from example
+                    bad = bad_record(record, example)
+                    raise bad_record_error(file.name, bad, before, has_template) from example
                 read.records += 1
                 if read.sampled < SAMPLE_BYTES and len(read.examples) < SAMPLE_RECORDS:
                     read.examples.append(example)

@@ -434,6 +434,36 @@ def test_rows_without_target_are_dropped_and_counted(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("*/.tmp-*"))
 
 
+def test_plain_text_that_fits_no_row_is_pretraining_first(tmp_path: Path) -> None:
+    path = tiny.write_rows(tmp_path / "r.jsonl", [{"text": "hello world " * 40}])
+    with pytest.raises(DataError, match="nothing is left of 1 document:") as caught:
+        prepare(tiny.request(tmp_path / "cache", path, max_length=8))
+    assert str(caught.value.hint).startswith("write method.kind: pretrain, which splits plain text into rows, or data.")
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"q": "x", "a": "y"}, "columns: {instruction: YOURS, output: YOURS}}, with the row's own keys as YOURS; or "),
+        ({"question": "x", "answer": "y"}, "columns: {instruction: question, output: answer}}; or "),
+    ],
+)
+def test_foreign_keys_are_named_with_columns_for_the_template(
+    row: dict[str, str], columns: str, on_bad_row: str, tmp_path: Path
+) -> None:
+    path = tiny.write_rows(tmp_path / "r.jsonl", [row] * 3)
+    with pytest.raises(DataError, match=f"r.jsonl:1:1: no .*the row has '{next(iter(row))}', ") as caught:
+        prepare(tiny.request(tmp_path / "cache", path, on_bad_row=on_bad_row))
+    assert f"write the source as {{path: r.jsonl, {columns}" in str(caught.value.hint)
+
+
+def test_semicolons_between_fields_are_recognised(tmp_path: Path) -> None:
+    (tmp_path / "r.csv").write_text("question;answer\nx;y\n")
+    with pytest.raises(DataError, match=r"r.csv:1:1: the fields are separated by semicolons: 'question;answer'"):
+        prepare(tiny.request(tmp_path / "cache", tmp_path / "r.csv"))
+
+
 def test_arrow_files_open_with_datasets(tmp_path: Path) -> None:
     import datasets
 

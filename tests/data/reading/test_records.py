@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -11,7 +12,7 @@ from tuner.data.reading.blocks import position_of
 from tuner.data.reading.columns import columns_line, proposed_columns
 from tuner.data.reading.jsonl import parse_json_record
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Conversation, PlainText, PromptCompletion, Tokens, parse_record
+from tuner.data.reading.records import Conversation, PlainText, PromptCompletion, Tokens, parse_record, unused_texts
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 TOOL = {"name": "f", "parameters": {"type": "object"}}
@@ -307,6 +308,52 @@ def test_a_problem_names_the_line_that_helps(
 @pytest.mark.parametrize("row", [{"question": "q"}, {"a": "b", "c": "d"}, {"prompt": 3}, {"messages": []}, {}])
 def test_nothing_is_proposed_where_nothing_is_likely(row: dict[str, Any]) -> None:
     assert proposed_columns(row) == {}
+
+
+ASKED: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({"question": "q", "answer": "a"}, {"instruction": "question", "output": "answer"}),
+    (
+        {"question": "q", "response": "a", "context": "c"},
+        {"instruction": "question", "output": "response", "input": "context"},
+    ),
+    ({"prompt": "q", "response": "a"}, {"instruction": "prompt", "output": "response"}),
+    ({"input": "q", "answer": "a"}, {"instruction": "input", "output": "answer"}),
+]
+
+
+@pytest.mark.parametrize(("row", "columns"), ASKED, ids=[" ".join(row) for row, _ in ASKED])
+def test_for_a_chat_template_questions_and_answers_become_turns(row: dict[str, Any], columns: dict[str, str]) -> None:
+    with pytest.raises(RecordProblem) as caught:
+        parse_record(row)
+    assert copy.copy(caught.value).chat_hint == columns_line(columns)
+    example = parse_record(row, "auto", columns)
+    assert isinstance(example, Conversation)
+    assert [message["role"] for message in example.messages] == ["user", "assistant"]
+    assert unused_texts(row, columns) == ()
+
+
+def test_where_no_key_is_known_the_form_of_columns_is_shown() -> None:
+    for row in ({"q": "x", "a": "y"}, {"question": "x"}):
+        with pytest.raises(RecordProblem) as caught:
+            parse_record(row)
+        assert caught.value.hint == caught.value.chat_hint == "columns: {instruction: YOURS, output: YOURS}"
+    with pytest.raises(RecordProblem) as caught:
+        parse_record({"q": "x"}, "messages")
+    assert caught.value.hint is None
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "unused"),
+    [
+        ({"prompt": "q", "completion": "a", "context": "c", "id": 3, "url": ""}, {}, ("context",)),
+        ({"instruction": "q", "output": "a", "context": "c"}, {}, ("context",)),
+        ({"instruction": "q", "output": "a", "context": "c"}, {"input": "context"}, ()),
+        ({"messages": [user(), answer()], "system": "s"}, {}, ("system",)),
+        ({"text": "t", "title": "u"}, {}, ("title",)),
+    ],
+)
+def test_text_that_is_not_read_is_named(row: dict[str, Any], columns: dict[str, str], unused: tuple[str, ...]) -> None:
+    assert unused_texts(row, columns) == unused
 
 
 def test_sharegpt_by_name_reads_other_names_of_roles_alone() -> None:

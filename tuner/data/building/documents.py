@@ -38,7 +38,7 @@ from tuner.data.encoding.tokenizer_json import Unproven
 from tuner.data.prepared import arrow_bits
 from tuner.data.reading.block import BLOCK_BYTES, Block
 from tuner.data.reading.blocks import blocks
-from tuner.data.reading.columns import yaml_word
+from tuner.data.reading.columns import COLUMNS_FORM, yaml_word
 from tuner.errors import DataError, MachineError
 from tuner.runtime.memory import give_back
 
@@ -169,8 +169,11 @@ def _read(
                 for origin, block in zip(origins, bundle.blocks, strict=False):
                     lines = 0 if origin.block == 0 else lines
                     for bad in block.bad:
-                        if job.stop_at_bad_row:
-                            raise bad_record_error(origin.name, bad, lines)
+                        if job.stop_at_bad_row or origin.split.first_bad is None:
+                            error = bad_record_error(origin.name, bad, lines, job.tokenizer.has_template)
+                            if job.stop_at_bad_row:
+                                raise error
+                            origin.split.first_bad = error
                         rejects.write(_reject(origin.name, bad, lines))
                     lines += block.lines
                     origin.split.counts[origin.source].add(block.counts)
@@ -327,21 +330,28 @@ def _refuse_nothing(split: Split, documents: int) -> None:
         )
     reasons = counts.skipped + counts.dropped
     listed = "; ".join(f"{count:,} {reason}" for reason, count in reasons.most_common(3))
+    if split.first_bad is not None:
+        listed += f"; the first: {split.first_bad.message}"
     rows = f"{counts.records:,} row{'' if counts.records == 1 else 's'}"
-    hint = None
+    hint = None if split.first_bad is None else split.first_bad.hint
     if counts.dropped:
         hint = "a row needs an answer that method.train_on trains; method.kind: pretrain trains plain text"
     raise DataError(f"{names}: nothing to train on in {rows}: {listed}", hint=hint)
 
 
-def bad_record_error(name: str, bad: BadRecord, lines: int) -> DataError:
-    """The error for a bad record, with its position; `lines` are those of its file before its block."""
+def bad_record_error(name: str, bad: BadRecord, lines: int, has_template: bool) -> DataError:
+    """The error for a bad record, with its position; `lines` are those of its file before its block.
+
+    `has_template` says whether the model's tokenizer has a chat template, for which rows may have other columns.
+    """
     where = f"{bad.where}: " if bad.where else ""
     hint = "fix the row, or write data.on_bad_row: skip to leave such rows out"
-    if bad.hint is not None and bad.hint.startswith(("columns:", "format:")):
-        hint = f"write the source as {{path: {yaml_word(Path(name).name)}, {bad.hint}}}; or {hint}"
-    elif bad.hint is not None:
-        hint = f"write {bad.hint}; or {hint}"
+    line = bad.chat_hint if has_template else bad.hint
+    if line is not None and line.startswith(("columns:", "format:")):
+        yours = ", with the row's own keys as YOURS" if line == COLUMNS_FORM else ""
+        hint = f"write the source as {{path: {yaml_word(Path(name).name)}, {line}}}{yours}; or {hint}"
+    elif line is not None:
+        hint = f"write {line}; or {hint}"
     return DataError(f"{name}:{lines + bad.line}:{bad.col}: {where}{bad.reason}", hint=hint)
 
 

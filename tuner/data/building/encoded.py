@@ -51,6 +51,8 @@ class BadRecord(NamedTuple):
     record: str
     hint: str | None = None
     """The line to write in the recipe where one would make the record usable."""
+    chat_hint: str | None = None
+    """That line where the model has a chat template."""
 
 
 class _Summed:
@@ -310,4 +312,4 @@ def bad_record(record: RawRecord, problem: RecordProblem) -> BadRecord:
     line, col = position_of(record, problem)
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem.path).lstrip(".")
     shown = record.raw[:REJECT_BYTES].decode("utf-8", "replace")
-    return BadRecord(line, col, where, problem.reason, shown, problem.hint)
+    return BadRecord(line, col, where, problem.reason, shown, problem.hint, problem.chat_hint)

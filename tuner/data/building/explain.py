@@ -76,7 +76,8 @@ def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
                 except RecordProblem as problem:
                     if spec.data.on_bad_row == "skip":
                         continue
-                    raise bad_record_error(file.name, bad_record(record, problem), before) from problem
+                    bad = bad_record(record, problem)
+                    raise bad_record_error(file.name, bad, before, spec.tokenizer.has_template) from problem
                 line, count = before + record.line, len(placed.documents)
                 yield [
                     DocumentView(

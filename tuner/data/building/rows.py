@@ -25,7 +25,7 @@ from tuner.data.id_probes import ID_PROBES, IdProbe, id_probe, write_probes
 from tuner.data.prepared import ROWS_SCHEMA, view
 from tuner.data.reading.blocks import blocks, examples_of
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Conversation, Example, PromptCompletion, Tokens
+from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, Tokens
 from tuner.errors import DataError, MachineError
 from tuner.runtime.files import sha256_file
 from tuner.runtime.memory import give_back
@@ -58,7 +58,7 @@ def build_rows(
             rows = _write_rows(spec, tmp, split)
             if rows["packed_rows"] == 0:
                 path = tmp / f"{split}.documents.arrow"
-                raise _nothing_left(spec, path, report[split]["documents"], rows["dropped_rows"])
+                raise _nothing_left(spec, keys, path, report[split]["documents"], rows["dropped_rows"])
             report[split] = {**report[split], **rows}
     samples = _samples(tmp / "eval.documents.arrow", spec) if report["eval"] is not None else []
     with jsonlines.open(tmp / "samples.jsonl", "w") as writer:
@@ -112,15 +112,24 @@ def _write_rows(spec: PrepareSpec, tmp: Path, split: str) -> dict[str, Any]:
     }
 
 
-def _nothing_left(spec: PrepareSpec, path: Path, documents: int, dropped: Mapping[str, int]) -> DataError:
+def _nothing_left(spec: PrepareSpec, keys: Keys, path: Path, documents: int, dropped: Mapping[str, int]) -> DataError:
     split = path.name.partition(".")[0]
     reasons = "; ".join(f"{count:,} {why}" for why, count in dropped.items())
     lengths = lengths_that_keep(path, WHOLE)
+    plain = spec.examples.kind != "pretrain" and _is_plain_text(keys)
+    cut_up = "method.kind: pretrain, which splits plain text into rows, or " if plain else ""
     return DataError(
-        f"data.{split}: nothing is left of {documents:,} documents: {reasons} ({spec.max_length:,}); "
-        f"{kept_by(lengths)}",
-        hint=f"write {raised(spec, lengths)}data.too_long: truncate",
+        f"data.{split}: nothing is left of {documents:,} document{'' if documents == 1 else 's'}: {reasons} "
+        f"({spec.max_length:,}); {kept_by(lengths)}",
+        hint=f"write {cut_up}{raised(spec, lengths)}data.too_long: truncate",
     )
+
+
+def _is_plain_text(keys: Keys) -> bool:
+    """Whether the first record of the training data is plain text."""
+    files = (file for source in keys.train for file in source.files)
+    examples = (example for file in files for block in blocks(file) for _, example in examples_of(block))
+    return isinstance(next(examples, None), PlainText)
 
 
 def _samples(path: Path, spec: PrepareSpec) -> list[dict[str, Any]]:

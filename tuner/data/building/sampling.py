@@ -177,6 +177,8 @@ class Split:
     """The tables of all bundles so far, as bytes: they grow in place."""
     tally: Tally = field(default_factory=Tally)
     size: int = 0
+    first_bad: DataError | None = None
+    """What is wrong with the first row that was left out."""
 
     def __post_init__(self) -> None:
         self.counts = [Counts() for _ in self.sources]

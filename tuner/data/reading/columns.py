@@ -16,11 +16,16 @@ _CONTEXTS = ("input", "context")
 _TEXTS = ("text", "content", "body", "document", "article", "passage", "code", "story", "abstract")
 """Names that data sets use, the likeliest first."""
 _MOST_KEYS = 64
+COLUMNS_FORM = "columns: {instruction: YOURS, output: YOURS}"
+"""What to write where no key of a row is known: the row's own keys stand for YOURS."""
 _PLAIN = re.compile(r"[A-Za-z_./][\w./-]*")
 
 
-def proposed_columns(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return the `columns`, ours to theirs, under which a record is likely to be readable; empty where none are."""
+def proposed_columns(record: Mapping[str, Any], chats: bool = False) -> dict[str, str]:
+    """Return the `columns`, ours to theirs, under which a record is likely to be readable; empty where none are.
+
+    With `chats` a question and its answer become turns that the model's chat template writes, and not plain text.
+    """
     keys = list(record)[:_MOST_KEYS]
     for key in keys:
         form = _turns_in(record[key])
@@ -28,10 +33,13 @@ def proposed_columns(record: Mapping[str, Any]) -> dict[str, str]:
             return {} if key == form else {form: key}
     texts = {key.lower(): key for key in keys if isinstance(record[key], str)}
     completion = _first(_COMPLETIONS, texts)
-    if completion is not None and completion != texts.get("output") and "instruction" in texts:
-        found = {"instruction": texts["instruction"], "output": completion, "input": _first(_CONTEXTS, texts)}
-    elif completion is not None and (prompt := _first(_PROMPTS, texts)) not in (None, completion):
-        found = {"prompt": prompt, "completion": completion}
+    prompt = texts.get("instruction") or _first(_PROMPTS, texts)
+    if completion is not None and prompt not in (None, completion):
+        if chats or ("instruction" in texts and completion != texts.get("output")):
+            context = _first([name for name in _CONTEXTS if texts.get(name) != prompt], texts)
+            found = {"instruction": prompt, "output": completion, "input": context}
+        else:
+            found = {"prompt": prompt, "completion": completion}
     else:
         found = {"text": _first(_TEXTS, texts)}
     return {ours: theirs for ours, theirs in found.items() if theirs is not None and ours != theirs}

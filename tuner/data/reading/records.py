@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from tuner.data.reading.columns import columns_line, proposed_columns
+from tuner.data.reading.columns import COLUMNS_FORM, columns_line, proposed_columns
 from tuner.data.reading.jsonl import strict_json
 from tuner.data.reading.messages import (
     ROLES,
@@ -83,7 +83,7 @@ def parse_record(value: Record, format: str = "auto", columns: Mapping[str, str]
     except RecordProblem as problem:
         if problem.path and problem.path[0] in columns:
             path = (*columns[str(problem.path[0])].split("."), *problem.path[1:])
-            raise RecordProblem(problem.reason, problem.col, path, problem.hint) from problem
+            raise RecordProblem(problem.reason, problem.col, path, problem.hint, problem.chat_hint) from problem
         raise
 
 
@@ -149,9 +149,24 @@ def _unknown(value: Record, wanted: list[tuple[str, ...]], columns: Mapping[str,
     matches = {key: get_close_matches(key, known, 1, 0.7) for key in list(value)[:64] if key not in known}
     near = [f"{quoted(key)} (did you mean {match[0]!r}?)" for key, match in matches.items() if match]
     names = ", ".join(near[:8] or [quoted(key) for key in list(value)[:8]]) or "no keys"
-    form, proposed = form_of(value), {} if columns else proposed_columns(value)
-    hint = f"format: {form}" if form is not None else columns_line(proposed) if proposed else None
-    return RecordProblem(f"no {' or '.join(' + '.join(keys) for keys in wanted)}; the row has {names}", 1, hint=hint)
+    reason = f"no {' or '.join(' + '.join(keys) for keys in wanted)}; the row has {names}"
+    form = form_of(value)
+    if form is not None:
+        return RecordProblem(reason, 1, hint=f"format: {form}")
+    fallback = COLUMNS_FORM if len(wanted) > 1 and value and not columns and not near else None
+    plain, chats = ({} if columns else proposed_columns(value, chats) for chats in (False, True))
+    hint, chat_hint = (columns_line(proposed) if proposed else fallback for proposed in (plain, chats))
+    return RecordProblem(reason, 1, hint=hint, chat_hint=chat_hint)
+
+
+def unused_texts(value: Record, columns: Mapping[str, str] = _NO_COLUMNS) -> tuple[str, ...]:
+    """Return the keys of a record whose text is not read: neither trained on nor given to the chat template."""
+    value = _renamed(value, columns) if columns else value
+    form = form_of(value)
+    if form is None or form == "tokens":
+        return ()
+    read = {*_FORMS[form][0], *_ALSO_READ.get(form, ())}
+    return tuple(key for key, text in value.items() if key not in read and isinstance(text, str) and text.strip())
 
 
 def _renamed(value: Record, columns: Mapping[str, str]) -> Record:
@@ -316,6 +331,13 @@ def _check_length(items: list[Any], key: str, length: int) -> None:
 _MASKS = ("loss_mask", "trained", "assistant_masks", "completion_mask")
 _OPTIONAL = frozenset(("system", "tools", "input", "history", "labels", "loss_mask"))
 """Keys that a record may leave out."""
+_ALSO_READ = {
+    "messages": ("tools",),
+    "sharegpt": ("system", "tools"),
+    "prompt_completion": ("tools",),
+    "alpaca": ("input", "history", "system", "tools"),
+}
+"""What a form may read apart from the keys that it needs."""
 _FORMS: dict[str, tuple[tuple[str, ...], Callable[[Record], Example]]] = {
     "messages": (("messages",), lambda value: _conversation(value, _turns(value, "messages"))),
     "sharegpt": (

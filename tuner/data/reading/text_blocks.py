@@ -12,7 +12,7 @@ from typing import BinaryIO
 import orjson
 
 from tuner.data.reading.block import BLOCK_BYTES, BOM, LINE_BYTES, SHOWN_BYTES, Block, RawRecord, open_stream, text_of
-from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.problems import RecordProblem, quoted
 from tuner.data.sources import SourceFile
 from tuner.errors import DataError
 
@@ -138,6 +138,11 @@ def _filled(records: Iterator[list[str]]) -> list[str]:
 def _header(file: SourceFile, names: list[str], line: int) -> tuple[str, ...]:
     if not all(name.strip() and name.isprintable() for name in names) or len(set(names)) != len(names):
         raise DataError(f"{file.name}:{line}:1: the first line names the columns: each once, none empty")
+    if file.kind == "csv" and len(names) == 1 and ";" in names[0]:
+        raise DataError(
+            f"{file.name}:{line}:1: the fields are separated by semicolons: {quoted(names[0])}",
+            hint="separate them by commas, or save the file as .tsv, separated by tabs",
+        )
     return tuple(names)
 
 
