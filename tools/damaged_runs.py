@@ -96,7 +96,7 @@ def judge_looks(state: Sequence[str], code: int, found: Mapping[str, Said]) -> l
         said = found[name]
         if said.code or (seen_by_size or "record gone" in state) != bool(said.document["warnings"]):
             wrong.append(f"{name} says {said.document['warnings']}")
-        if "by manifest and sizes" not in said.stderr:
+        if "last checkpoints checked by size" not in said.stderr:
             wrong.append(f"{name} does not say what it checked")
     damaged = code == 3 and "all checkpoints gone" not in state or state in (("all checkpoints gone",),)
     if found["runs verify"].code != (6 if damaged else 0):

@@ -66,7 +66,7 @@ def test_show(info: PreparedInfo) -> None:
         f"key       {info.key}",
         "train     18 documents",
         "eval      2 documents",
-        "masks     proven on 20 of 20",
+        "masks     verified for all 20",
     ):
         assert line in shown.stdout
     found = document(data(info, "show", "-", "--json", stdin=f"{info.path}\n"))

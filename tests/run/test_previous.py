@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 
 from tests.fixtures import forked, trainings
 from tests.fixtures.trainings import launch
+from tuner.config.load import LoadedRecipe
 from tuner.config.overrides import Override
-from tuner.errors import RecipeError
+from tuner.errors import DataError, RecipeError
 from tuner.run.changes import parse_reset
 from tuner.run.options import LaunchOptions
 from tuner.run.previous import already_finished, resume_source
@@ -29,7 +31,13 @@ print(found.step, "torch" in sys.modules)
 """
 
 
-def test_a_finished_run_is_told_without_torch(tmp_path: Path) -> None:
+def warned_of(loaded: LoadedRecipe, options: LaunchOptions, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert already_finished(loaded, options, Console()) is not None
+    return capsys.readouterr().err
+
+
+def test_a_finished_run_is_told_without_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainings.prepare(tmp_path, 1)
     run = tmp_path / "runs" / "r"
     launch(tmp_path, train__duration="2 steps", train__stop_after="1 step")
@@ -51,6 +59,21 @@ def test_a_finished_run_is_told_without_torch(tmp_path: Path) -> None:
     assert refused.value.hint == (
         "change it in this run: add --resume must --reset schedule      start another run: --name NEW-NAME"
     )
+
+    rows = Path(loaded.recipe.data.train[0].path)
+    before = rows.stat()
+    assert "modified after" not in warned_of(loaded, must, capsys)
+    os.utime(rows, (before.st_atime, before.st_mtime + 3600))
+    assert f"{rows}: modified after this run started; what changed since is not trained on." in " ".join(
+        warned_of(loaded, must, capsys).split()
+    )
+    text = rows.read_bytes()
+    rows.write_bytes(text + text.splitlines(keepends=True)[0].replace(b"a", b"b"))
+    with pytest.raises(DataError, match=f"the data of {rows} changed since this checkpoint was saved") as changed:
+        launch(tmp_path, LaunchOptions("must", reset=parse_reset("schedule")), train__duration="3 steps")
+    assert "--reset schedule,data;" in (changed.value.hint or "")
+    rows.write_bytes(text)
+    os.utime(rows, (before.st_atime, before.st_mtime))
 
     command = [sys.executable, "-c", CODE, str(run)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(forked.ROOT)})

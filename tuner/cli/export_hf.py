@@ -99,7 +99,7 @@ def _reported(report: ExportReport, console: Console) -> Outcome:
         console.say(
             "verified",
             f"{report.proof()}\n"
-            f"{report.id_probes} texts: the same token ids as in training, loaded with AutoTokenizer\n"
+            f"token ids equal those of training for {report.id_probes} texts\n"
             f"{report.weight_files} weight file{'s' if report.weight_files > 1 else ''}, {gib(report.bytes)} "
             f"in {report.seconds:.1f} s",
         )

@@ -159,7 +159,7 @@ def rm(runs: RunsArgument) -> Outcome:
 def _say_what_was_checked() -> None:
     from tuner.runtime.console import Console
 
-    Console().say("checked", "last checkpoints by manifest and sizes; every byte: tuner runs verify RUN")
+    Console().say("checked", "last checkpoints checked by size; tuner runs verify RUN reads every byte")
 
 
 def _open(runs: Sequence[str]) -> tuple[list[Run], list[str]]:

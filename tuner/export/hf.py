@@ -138,7 +138,8 @@ class ExportReport:
             return f"{match}: largest logit difference {self.max_relative_difference:.1e} (limit {exact})"
         return (
             f"{match}: KL {self.kl:.1e} nats (limit {verify.ROUNDED_KL:g}), largest logit difference "
-            f"{self.max_difference:.2g} from {self.dtype} rounding; before rounding, within {exact}"
+            f"{self.max_difference:.2g} from {self.dtype} rounding; before rounding to {self.dtype}, "
+            f"logits agree to {verify.SAME_MODEL:.0e} (relative)"
         )
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.config.dump import flatten
-from tuner.errors import DataError, RecipeError
+from tuner.config.duration import Duration
+from tuner.data.sources import expand
+from tuner.errors import DataError, MachineError, RecipeError
 from tuner.setup.timetable import Starts
 
 if TYPE_CHECKING:
     from tuner.checkpoint.load import CheckpointInfo
+    from tuner.config.recipe import DataSection, DataSource
 
 Effect = Literal["safe", "warn", "refuse"]
 ON_RESUME: dict[str, Effect] = {
@@ -233,3 +238,18 @@ def starts_of(resets: Sequence[Reset]) -> Starts:
 def updates_of(state: Mapping[str, Any]) -> int:
     """How many updates a run had made at a checkpoint: its steps, less those that were left out."""
     return int(state["step"]) - int(state["guard"]["skipped"])
+
+
+def sources_of_eval(data: DataSection) -> Sequence[DataSource]:
+    """The sources of `data.eval`; none where it is a share of the training data."""
+    return () if data.eval is None or isinstance(data.eval, Duration) else data.eval
+
+
+def modified_since(data: DataSection, since: str) -> list[str]:
+    """The local files of the recipe's data that were modified after `since`, a time as `run.json` notes it, UTC."""
+    time = datetime.fromisoformat(since).timestamp() + 1  # the record counts whole seconds
+    local = [source for source in (*data.train, *sources_of_eval(data)) if Path(source.path).exists()]
+    try:
+        return [file.name for file in expand(local) if file.path.stat().st_mtime > time]
+    except (DataError, MachineError, OSError):
+        return []

@@ -11,6 +11,7 @@ from tuner.data.id_probes import ID_PROBES, read_probes, text_probes, write_prob
 from tuner.errors import DataError
 from tuner.model.transformers_private import commit_of
 from tuner.model.vetting import licence_of
+from tuner.run.changes import sources_of_eval
 from tuner.rundir.directory import RunDir
 from tuner.rundir.layout import TOKENIZER
 from tuner.runtime.files import file_entries, fsync_path, json_bytes, machine_error, regular_size, sha256_file
@@ -77,9 +78,14 @@ def require_same_data(found: CheckpointInfo, assembly: Assembly, was_reset: bool
         ("tokenizer_hash", assembly.tokenizer.hash, "tokenizer"),
     ):
         if meta.get(key) != now and not (was_reset and key == "data_key"):
+            of, ways = "", "restore it"
+            if key == "data_key":
+                data = assembly.resolved.recipe.data
+                of = f" of {', '.join(str(source.path) for source in (*data.train, *sources_of_eval(data)))}"
+                ways += "; or add data to --reset, to train on the changed data from here: --reset schedule,data"
             raise DataError(
-                f"{found.path}: the {what} changed since this checkpoint was saved ({meta.get(key)} -> {now})",
-                hint="restore it, or start a new run with --name",
+                f"{found.path}: the {what}{of} changed since this checkpoint was saved ({meta.get(key)} -> {now})",
+                hint=f"{ways}; or start a new run with --name",
             )
 
 

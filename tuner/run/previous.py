@@ -17,7 +17,7 @@ from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import DataError, MachineError, RecipeError
-from tuner.run.changes import Changes, changes, freed_keys, pending, resets_of
+from tuner.run.changes import Changes, changes, freed_keys, modified_since, pending, resets_of
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.rundir.directory import RunDir
 from tuner.rundir.last_checkpoint import last_step, way_to_whole
@@ -84,7 +84,7 @@ def already_finished(loaded: LoadedRecipe, options: LaunchOptions, console: Cons
         return None
     _require_same_recipe(run, record, loaded, options, console)
     steps = int(record["launches"][-1]["step"])
-    _say_finished(run, steps, console)
+    _say_finished(run, record, loaded, steps, console)
     return RunResult(run.path, "finished", int(state["step"]), steps, path, {key: state.get(key) for key in METRICS})
 
 
@@ -124,7 +124,14 @@ def _require_same_recipe(
         _say_changed(changed, console)
 
 
-def _say_finished(run: RunDir, steps: int, console: Console) -> None:
+def _say_finished(run: RunDir, record: Mapping[str, Any], loaded: LoadedRecipe, steps: int, console: Console) -> None:
+    """Say that a run is trained already, and warn where its data were modified after its last launch began."""
+    if changed := modified_since(loaded.recipe.data, record["launches"][-1]["started"]):
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        console.warn(
+            f"{', '.join(changed[:3])}{more}: modified after this run started; what changed since is not trained on. "
+            f"To train on it: {_new_run(run, record, loaded)}"
+        )
     console.say("finished", f"{run.path} is already trained: {steps} steps")
 
 
@@ -197,7 +204,7 @@ def finished_result(
     if not _is_finished(record, found, loaded.recipe.checkpoint.at_end):
         return None
     step = int(record["launches"][-1].get("step") or (found.step if found is not None else 0))
-    _say_finished(run, step, console)
+    _say_finished(run, record, loaded, step, console)
     state = record.get("metrics") or ({"step": step} if found is None else found.state)
     if not options.dry_run:
         _close(run, record, found)

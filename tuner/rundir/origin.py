@@ -71,8 +71,9 @@ def warn_of_changed_file(run_dir: Path, warn: Callable[[str], None]) -> None:
     more = f" and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else ""
     what = f" ({', '.join(keys[:SHOWN_KEYS])}{more})" if keys else ""
     warn(
-        f"{file} has changed since the run was started{what}: the run resumes with its own recipe. To use the file: "
-        f"tuner train {file} --resume must, which says what has to be reset, or {another(file)} for another run"
+        f"{file} has changed since the run was started{what}: the run resumes with its own recipe. To apply the "
+        f"changed file: tuner train {file} --resume must (it names the --reset needed), or {another(file)} for another "
+        "run"
     )
 
 

@@ -58,7 +58,7 @@ def test_chats_and_documents_are_counted(tmp_path: Path) -> None:
     assert train["packed_documents"] == 15
     assert (report["sources"]["train"][0]["rows"], report["sources"]["train"][0]["documents"]) == (8, 15)
     lines = report_lines(report, "sft", 512, True)
-    assert ("masks", "proven on 15 documents of 8 rows") in lines
+    assert ("masks", "verified for 15 documents of 8 rows") in lines
     assert ("answers", "4 chats are 12 documents, one for each answer as it is prompted for") in lines
     assert texts(info, "train")[2].count("<|start|>") == 6  # the chat whole, at its last answer
     assert len(open_prepared(info.path).train) == train["packed_rows"]

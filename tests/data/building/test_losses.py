@@ -112,10 +112,10 @@ def test_rows_without_an_answer_and_repeated_ones_are_warned_of(tmp_path: Path) 
     info = prepare(tiny.request(tmp_path / "cache", path))
     assert info.warnings == (
         "data.train: 3 of 30 rows (10%) have no trained token, such as an answer, and are left out",
-        "data.train: 7 of 27 documents (26%) are the same as others, to the token: each is trained on",
+        "data.train: 7 of 27 documents (26%) are exact duplicates; all copies are trained on",
     )
     masks = dict(report_lines(info.report, "sft", 64, True))["masks"]
-    assert masks == "proven on 27 of 27 rows; 3 other rows without anything to train on, or skipped"
+    assert masks == "verified for all 27 rows used; 3 rows skipped or without an answer"
 
 
 def test_answers_beyond_a_row_are_warned_of(tmp_path: Path) -> None:

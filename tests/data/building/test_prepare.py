@@ -374,7 +374,7 @@ def test_without_the_fast_encoder_the_bytes_are_the_same_and_the_report_names_th
     assert found[0][2] == {"documents": 200, "share": 1.0, "reason": None}
     reason = "gigatoken is not installed: pip install gigatoken==0.10.0"
     assert found[1][2] == {"documents": 0, "share": 0.0, "reason": reason}
-    assert ("fast path", f"0.0% of documents, {reason}") in report_lines(info.report, "sft", 256, True)
+    assert ("encoder", f"fast encoder not used: {reason}") in report_lines(info.report, "sft", 256, True)
 
 
 def test_progress_is_said_now_and_then(tmp_path: Path) -> None:

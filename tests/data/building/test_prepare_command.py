@@ -41,7 +41,7 @@ def test_the_path_goes_to_stdout_and_the_table_to_stderr(recipe: Path) -> None:
     (path,) = first.stdout.splitlines()
     assert (Path(path) / "manifest.json").is_file()
     assert "18 documents" in first.stderr
-    assert "masks     proven on 20 of 20 rows" in first.stderr
+    assert "masks     verified for all 20 rows used" in first.stderr
     again = run(recipe, "recipe.yaml", "--json")
     document = json.loads(again.stdout)
     assert (document["status"], document["artifacts"]["path"], document["artifacts"]["cached"]) == ("ok", path, True)

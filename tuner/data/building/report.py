@@ -29,17 +29,21 @@ def report_lines(report: Mapping[str, Any], method: str, max_length: int, packin
         lines += _mask_lines(report)
     lines += [("note", f"{note} ({count:,})") for note, count in report["notes"].items()]
     fast = report["fast_path"]
-    reason = f", {fast['reason']}" if fast["reason"] else ""
-    lines.append(("fast path", f"{fast['share']:.1%} of documents{reason}"))
+    if fast["share"]:
+        reason = f", {fast['reason']}" if fast["reason"] else ""
+        lines.append(("encoder", f"fast for {fast['share']:.1%} of documents{reason}"))
+    elif fast["reason"]:
+        lines.append(("encoder", f"fast encoder not used: {fast['reason']}"))
     if report["escaped"]:
-        lines.append(("escaped", f"control tokens written out in {report['escaped']:,} documents are plain text"))
+        where = _count(report["escaped"], "document")
+        lines.append(("escaped", f"control tokens that appear literally in {where} are plain text"))
     for split in ("train", "eval"):
         lines += _source_lines(split, report["sources"].get(split, []))
     splits = [split for split in ("train", "eval") if report[split] is not None]
     lines += [(split, _split_text(report[split])) for split in splits]
     for split in splits:
         how = f"{report[split]['fill']:.2%} full" if packing else "one document each"
-        text = f"{report[split]['packed_rows']:,} rows of {max_length:,}, {how}"
+        text = f"{_count(report[split]['packed_rows'], 'row')} of {max_length:,}, {how}"
         lines.append(("packing", text) if split == "train" else ("", f"{text} (eval)"))
     return lines
 
@@ -48,10 +52,11 @@ def _mask_lines(report: Mapping[str, Any]) -> list[Line]:
     masks, chats = report["masks"], by_answer_of(report)
     if not chats["chats"]:
         left = masks["rows"] - masks["proven"]
-        others = f"; {_count(left, 'other row')} without anything to train on, or skipped" if left else ""
-        return [("masks", f"proven on {masks['proven']:,} of {masks['proven']:,} rows{others}")]
+        others = f"; {_count(left, 'row')} skipped or without an answer" if left else ""
+        return [("masks", f"verified for all {_count(masks['proven'], 'row')} used{others}")]
     text = f"{chats['chats']:,} chats are {chats['documents']:,} documents, one for each answer as it is prompted for"
-    return [("masks", f"proven on {masks['proven']:,} documents of {masks['rows']:,} rows"), ("answers", text)]
+    verified = f"verified for {_count(masks['proven'], 'document')} of {_count(masks['rows'], 'row')}"
+    return [("masks", verified), ("answers", text)]
 
 
 def _count(number: int, word: str) -> str:
@@ -101,7 +106,7 @@ def _split_warnings(split: str, counts: Mapping[str, Any], rejects: str) -> list
         warnings.append(f"data.{split}: {what} within data.max_length and are left out: raise it")
     if counts["duplicates"] > MANY_DUPLICATES * documents:
         what = f"{counts['duplicates']:,} of {documents:,} documents ({counts['duplicates'] / documents:.0%})"
-        warnings.append(f"data.{split}: {what} are the same as others, to the token: each is trained on")
+        warnings.append(f"data.{split}: {what} are exact duplicates; all copies are trained on")
     return warnings
 
 
@@ -139,7 +144,7 @@ def _source_lines(split: str, sources: list[dict[str, Any]]) -> list[Line]:
         return []
     lines = []
     for source in sources:
-        text = f"{source['path']}  {source['documents']:,} documents"
+        text = f"{source['path']}  {_count(source['documents'], 'document')}"
         if source["sampled"] < source["documents"]:
             text += f"  {source['sampled']:,} sampled"
         if source["repeated"]:
@@ -151,8 +156,8 @@ def _source_lines(split: str, sources: list[dict[str, Any]]) -> list[Line]:
 def _split_text(counts: Mapping[str, Any]) -> str:
     share = counts["packed_trained"] / max(counts["packed_tokens"], 1)
     parts = [
-        f"{counts['packed_documents']:,} documents",
-        f"{counts['packed_tokens']:,} tokens",
+        _count(counts["packed_documents"], "document"),
+        _count(counts["packed_tokens"], "token"),
         f"{counts['packed_trained']:,} trained ({share:.0%})",
         f"longest {counts['longest']:,}",
     ]

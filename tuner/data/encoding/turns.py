@@ -215,7 +215,7 @@ def _rule(example: Conversation, i: int, message: Mapping[str, Any], wanted: boo
 def _written_out(token: str, path: KeyPath) -> RecordProblem:
     """The problem of a control token in somebody's text. Tools are never escaped: there is no setting for them."""
     hint = None if path[0] == "tools" else "tokenizer.special_tokens_in_text: escape"
-    return RecordProblem(f"the control token {token} is written out in the text", path=path, hint=hint)
+    return RecordProblem(f"the control token {token} appears literally in the text", path=path, hint=hint)
 
 
 def _call_as_text(message: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
