@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
 from tests.rundir import made
-from tuner.cli.named import model_name, run_path
-from tuner.errors import RecipeError
+from tuner.cli.named import HUB_SECONDS, model_name, run_path
+from tuner.errors import MachineError, RecipeError
 
 
 @pytest.fixture
@@ -52,3 +54,31 @@ def test_a_recipe_names_no_run_to_remove(place: Path) -> None:
     assert run_path("m.yaml", recipes=False) == place / "m.yaml"
     with pytest.raises(RecipeError, match="no such directory"):
         run_path("later", recipes=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ConnectionError("down"), "the hub cannot be reached"),
+        (HFValidationError(""), "the hub has none of that name"),
+        (OfflineModeIsEnabled(""), "the hub cannot be reached"),
+    ],
+)
+def test_a_name_that_is_no_run_and_not_on_the_hub_is_said_at_once(
+    error: Exception, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(api: object, name: str, timeout: float) -> None:
+        assert (name, timeout) == ("nope", HUB_SECONDS)
+        raise error
+
+    made.run(tmp_path / "runs" / "first")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", answer)
+    with pytest.raises(MachineError, match=f"nope: no run of that name in ./runs, .*and {why}") as refused:
+        model_name("nope")
+    assert refused.value.hint == "there are: first (tuner runs list)"
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: f"/cache/{name}/{file}")
+    assert model_name("nope") == "nope"
+    monkeypatch.undo()
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda api, name, timeout: None)
+    assert model_name("nope") == "nope"

@@ -34,11 +34,11 @@ def chat(
         from tuner.cli.talk import talk
         from tuner.runtime.console import Console
 
+        name = model_name(model)
         console = Console(level="debug" if verbose else "info")
         with console.doing("loading torch", at_once=True):
             from tuner.generate import Sampling, load_generator
 
-        name = model_name(model)
         sampling = Sampling(max_new_tokens, temperature, seed, top_p, top_k)
         sampling.check()
         with console.doing(f"loading {name}"):

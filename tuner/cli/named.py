@@ -9,12 +9,14 @@ from typing import Annotated
 import typer
 
 from tuner.cli.command import input_path
-from tuner.errors import RecipeError
+from tuner.errors import MachineError, RecipeError
 
 RUNS = "runs"
 """Where recipes put their runs, unless they say otherwise."""
 RECIPES = (".yaml", ".yml")
 SHOWN_NAMES = 8
+HUB_SECONDS = 3.0
+"""How long the hub may take to say whether it has a model."""
 
 RunArgument = Annotated[
     str,
@@ -67,14 +69,42 @@ def run_path(argument: str | Path, recipes: bool = True) -> Path:
 
 
 def model_name(argument: str) -> str:
-    """Return a run's or model's directory, or the hub name that the argument is; `-` reads it from stdin."""
+    """Return a run's or model's directory, or the hub name that the argument is; `-` reads it from stdin.
+
+    Raises MachineError, with the runs that there are, for a name without an owner that is no run, not in the hub's
+    cache, and not to be had from the hub.
+    """
     if argument == "-":
         return str(input_path(argument))
     path = Path(os.path.expanduser(argument))
     if path.is_file() and path.suffix in RECIPES:
         return str(_run_of(path.absolute()))
-    named = None if path.exists() else _named(argument)
+    if path.exists():
+        return str(path)
+    named = _named(argument)
+    if named is None and os.sep not in argument and (why := _not_on_hub(argument)) is not None:
+        raise MachineError(
+            f"{argument}: no run of that name in ./{RUNS}, no model in the hub's cache, and {why}", hint=known_runs()
+        )
     return str(path) if named is None else str(named)
+
+
+def _not_on_hub(name: str) -> str | None:
+    """Why a hub name is not available: neither cached nor there; None where it is. One request, without retries."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    try:
+        if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", "adapter_config.json")):
+            return None
+        HfApi().model_info(name, timeout=HUB_SECONDS)
+    except (RepositoryNotFoundError, HFValidationError):
+        return "the hub has none of that name"
+    except HfHubHTTPError:
+        return None  # it answered: loading says what is wrong
+    except Exception:  # noqa: BLE001 (of the HTTP client, which is another library in other versions of the hub's)
+        return "the hub cannot be reached"
+    return None
 
 
 def known_runs() -> str:
