@@ -72,7 +72,7 @@ def model_name(argument: str) -> str:
     """Return a run's or model's directory, or the hub name that the argument is; `-` reads it from stdin.
 
     Raises MachineError, with the runs that there are, for a name without an owner that is no run, not in the hub's
-    cache, and not to be had from the hub.
+    cache, and not available from the hub.
     """
     if argument == "-":
         return str(input_path(argument))

@@ -21,7 +21,7 @@ from tuner.data.building.encoded import record_batches
 from tuner.data.building.explain import explain
 from tuner.data.building.pool import WorkerPool
 from tuner.data.building.prepare import PreparedInfo, find_prepared, prepare
-from tuner.data.building.report import Pace, report_lines
+from tuner.data.building.report import Pace, report_lines, warnings_of
 from tuner.data.building.spec import keys_of, prepare_spec
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.prepared import PackedRows, open_prepared, open_stream
@@ -398,6 +398,10 @@ def test_an_eval_file_is_read_and_overlap_is_counted(tmp_path: Path) -> None:
     info = prepare(tiny.request(tmp_path / "cache", train, eval=str(held)))
     assert info.report["overlap"] == 2
     assert (info.report["train"]["documents"], info.report["eval"]["documents"]) == (10, 4)
+    assert "data.eval: 2 of its different documents are in data.train too" in warnings_of(info.report, "")
+    tiny.write_rows(train, [*rows(5), *rows(5)])
+    same = prepare(tiny.request(tmp_path / "cache", train, eval=str(train))).report
+    assert "data.eval: all 10 of its documents are in data.train too" in warnings_of(same, "")
 
 
 def test_pretraining_on_text_splits_long_documents(tmp_path: Path) -> None:

@@ -82,7 +82,10 @@ def warnings_of(report: Mapping[str, Any], rejects: str) -> list[str]:
     for reason, count in by_answer_of(report)["left_out"].items():
         warnings.append(f"{count:,} answers of chats with others that are trained are left out: {reason}")
     if report["overlap"]:
-        warnings.append(f"data.eval: {report['overlap']:,} of its documents are in data.train too")
+        documents = report["eval"]["documents"]
+        is_all = report["overlap"] == documents - report["eval"]["duplicates"]
+        of = f"all {documents:,} of its" if is_all else f"{report['overlap']:,} of its different"
+        warnings.append(f"data.eval: {of} documents are in data.train too")
     if others := (report.get("tokenizer") or {}).get("other_versions"):
         now = report["tokenizer"]["transformers"]
         listed = f"transformers {now} gives other ids than {', '.join(others)} did for the same tokenizer files"
