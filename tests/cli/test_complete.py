@@ -61,7 +61,7 @@ def offered(line: str) -> list[str]:
         ("generate --optimizer.l", []),
         ("help opt", ["optimizer"]),
         ("help optimizer.l", ["optimizer.lr"]),
-        ("data ls --cache-dir mo", ["models/"]),
+        ("data list --cache-dir mo", ["models/"]),
         ("nonsense ", []),
     ],
 )

@@ -41,7 +41,7 @@ def document(done: subprocess.CompletedProcess[str], code: int = 0) -> dict[str,
 
 
 def test_ls(info: PreparedInfo, tmp_path: Path) -> None:
-    lines = data(info, "ls").stdout.splitlines()
+    lines = data(info, "list").stdout.splitlines()
     assert lines[0].split() == ["level", "key", "bytes", "documents", "tokens", "rows", "sources"]
     prepared, encoded = (line.split() for line in lines[1:])
     tokens = f"{sum(info.report[split]['tokens'] for split in ('train', 'eval')):,}"
@@ -50,13 +50,13 @@ def test_ls(info: PreparedInfo, tmp_path: Path) -> None:
     assert prepared[3:] == ["20", tokens, rows, "x", "64", str(tmp_path / "r.jsonl")]
     assert encoded[0] == "encoded"
     assert encoded[3:] == ["20", tokens, str(tmp_path / "r.jsonl")]
-    found = document(data(info, "ls", "--json"))
+    found = document(data(info, "list", "--json"))
     assert [entry["level"] for entry in found["artifacts"]["directories"]] == ["prepared", "encoded"]
     assert found["metrics"]["directories"] == 2
-    empty = data(info, "ls", "--cache-dir", str(tmp_path / "none"))
+    empty = data(info, "list", "--cache-dir", str(tmp_path / "none"))
     assert empty.stdout == f"nothing is prepared in {tmp_path / 'none'}\n"
     (info.path / "train.rows.arrow").unlink()
-    assert "damaged" in data(info, "ls").stdout.splitlines()[1]
+    assert "damaged" in data(info, "list").stdout.splitlines()[1]
 
 
 def test_show(info: PreparedInfo) -> None:
@@ -76,7 +76,7 @@ def test_show(info: PreparedInfo) -> None:
     (info.path / "train.rows.arrow").unlink()
     damaged = document(data(info, "show", info.key, "--json"), 3)
     assert "is damaged" in damaged["error"]["message"]
-    assert document(data(info, "show", "0000", "--json"), 3)["error"]["hint"] == "list them: tuner data ls"
+    assert document(data(info, "show", "0000", "--json"), 3)["error"]["hint"] == "list them: tuner data list"
 
 
 def test_verify(info: PreparedInfo) -> None:
@@ -112,4 +112,4 @@ def test_gc(info: PreparedInfo) -> None:
     assert data(info, "gc").stdout == "nothing to remove\n"
     assert str(info.path) in data(info, "gc", "--verify").stdout
     assert data(info, "gc", "--unused").stdout.count("no prepared data was made from it") == 1
-    assert data(info, "ls").stdout.startswith("nothing is prepared")
+    assert data(info, "list").stdout.startswith("nothing is prepared")

@@ -17,7 +17,7 @@ SURFACE = {
     "init": "--model|-m! --data|-d!",
     "import": "FILE --from --processes",
     "prepare-data": "(RECIPE) --explain --check --dry-run",
-    "data ls": "--cache-dir",
+    "data list": "--cache-dir",
     "data show": "ENTRY --cache-dir",
     "data verify": "(WANTED) --cache-dir",
     "data gc": "--unused --verify --dry-run --cache-dir",

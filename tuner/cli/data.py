@@ -19,8 +19,8 @@ CacheOption = Annotated[
 ENTRY_HELP = "Directory, beginning of a key, or - for a path on stdin."
 
 
-@app.command("ls")
-@command("data ls")
+@app.command("list")
+@command("data list")
 def list_directories(cache_dir: CacheOption = None) -> Outcome:
     """List prepared and encoded directories: key, size, documents, tokens, rows and sources."""
     from tuner.data.building.cache import entries

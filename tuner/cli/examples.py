@@ -33,7 +33,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "tuner prepare-data recipe.yaml --explain 3  # what is trained, token by token",
         "tuner prepare-data recipe.yaml --data.max_length 1024 --dry-run",
     ),
-    "data ls": ("tuner data ls",),
+    "data list": ("tuner data list",),
     "data show": ("tuner data show 9f3c",),
     "data verify": ("tuner data verify",),
     "data gc": ("tuner data gc --dry-run", "tuner data gc --unused"),
@@ -94,7 +94,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "recipes list": ("tuner recipes list",),
     "recipes show": ("tuner recipes show smollm2_lora_cpu",),
     "recipes copy": ("tuner recipes copy smollm2_lora_cpu my.yaml",),
-    "data": ("tuner data ls", "tuner data gc --dry-run"),
+    "data": ("tuner data list", "tuner data gc --dry-run"),
     "doctor": ("tuner doctor", "tuner doctor --json"),
     "help": ("tuner help train", "tuner help optimizer", "tuner help optimizer.lr", "tuner help exit-codes"),
 }

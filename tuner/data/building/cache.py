@@ -161,7 +161,7 @@ def find(cache_dir: Path, wanted: str) -> Entry:
         return Entry(level, path.absolute(), valid(path, level))
     matching = [entry for entry in entries(cache_dir) if entry.key.startswith(wanted)]
     if not matching:
-        raise DataError(f"{wanted}: no such directory or key in {cache_dir}", hint="list them: tuner data ls")
+        raise DataError(f"{wanted}: no such directory or key in {cache_dir}", hint="list them: tuner data list")
     if len(matching) > 1:
         listed = ", ".join(f"{entry.level}/{entry.key}" for entry in matching[:5])
         raise RecipeError(f"{wanted} names {len(matching)} directories: {listed}", hint="give more of the key")
