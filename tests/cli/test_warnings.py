@@ -112,7 +112,7 @@ def test_preparation_warns_of_rows_that_it_skips(place: Place) -> None:
 # Where a warning begins: what is called, as it is written. Each is the console's, or a parameter that is given it.
 CONSOLES = {"console", "self.console", "self._console"}
 PARAMETERS = {
-    "warn": {"checkpoint/load.py", "rundir/model_path.py", "rundir/origin.py"},
+    "warn": {"checkpoint/load.py", "rundir/model_path.py", "rundir/origin.py", "export/source.py"},
     "self.warn": {"run/tasks/export_process.py"},
     "self._warn": {"run/tasks/trackers/outbox.py", "profile/watch.py"},
 }

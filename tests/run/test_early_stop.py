@@ -11,9 +11,7 @@ import pytest
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch
 from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
 from tuner.errors import RecipeError
-from tuner.run import launch as run_launch
 from tuner.run.options import LaunchOptions
 from tuner.train.plan import Plan
 from tuner.train.progress import EarlyStop, Progress
@@ -81,15 +79,6 @@ def test_a_run_ends_early_at_the_same_step_however_often_it_was_stopped(tmp_path
     ended = launch(tmp_path, LaunchOptions("must"), **parts)
     assert (ended.status, ended.step) == ("finished", 2)
     assert trainings.outcome(ended.run_dir) == expected
-
-
-def test_two_processes_end_at_the_same_step(tmp_path: Path) -> None:
-    trainings.prepare(tmp_path, 1)
-    flags = FLAGS | {"parallel__processes": "2", "train__device": "cpu", "output_dir": str(tmp_path / "run")}
-    overrides = [Override(key.replace("__", "."), text) for key, text in flags.items()]
-    ended = run_launch.launch(load_recipe(tmp_path / "r.yaml", overrides), LaunchOptions("never", level="error"))
-    assert (ended.status, ended.step, ended.total_steps) == ("finished", 2, 5)
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["launches"][-1]["world_size"] == 2
 
 
 def test_patience_needs_held_out_rows(tmp_path: Path) -> None:

@@ -126,7 +126,8 @@ def _require_same_recipe(
 
 def _say_finished(run: RunDir, record: Mapping[str, Any], loaded: LoadedRecipe, steps: int, console: Console) -> None:
     """Say that a run is trained already, and warn where its data were modified after its last launch began."""
-    if changed := modified_since(loaded.recipe.data, record["launches"][-1]["started"]):
+    started = record["launches"][-1].get("started")  # not in a record that was made again from the checkpoints
+    if started is not None and (changed := modified_since(loaded.recipe.data, started)):
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         console.warn(
             f"{', '.join(changed[:3])}{more}: modified after this run started; what changed since is not trained on. "
