@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
-
-import typer
 
 from tuner.cli.command import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, run_command
-from tuner.cli.generate import BaseOption, NewTokensOption, SeedOption, SystemOption, TopKOption, TopPOption
+from tuner.cli.generate import (
+    BaseOption,
+    NewTokensOption,
+    SeedOption,
+    SystemOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+)
 from tuner.cli.named import ModelArgument, model_name
 
 
@@ -16,9 +21,7 @@ def chat(
     model: ModelArgument,
     system: SystemOption = None,
     max_new_tokens: NewTokensOption = 1024,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the most likely token; above, tokens are drawn.")
-    ] = 0.7,
+    temperature: TemperatureOption = 0.7,
     top_p: TopPOption = 1.0,
     top_k: TopKOption = 0,
     seed: SeedOption = 42,

@@ -31,6 +31,9 @@ BaseOption = Annotated[str | None, typer.Option(help="The base model, where the 
 NewTokensOption = Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of drawn tokens.")]
 SystemOption = Annotated[str | None, typer.Option(help="System message before each prompt.")]
+TemperatureOption = Annotated[
+    float, typer.Option(min=0.0, help="0 takes the most likely token; above, tokens are drawn.")
+]
 TopPOption = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="Draw from the fewest tokens whose probabilities add up to this much.")
 ]
@@ -49,9 +52,7 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter for each option
     ] = None,
     base: BaseOption = None,
     max_new_tokens: NewTokensOption = 256,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the most likely token; above, tokens are drawn.")
-    ] = 0.0,
+    temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     top_k: TopKOption = 0,
     seed: SeedOption = 42,
@@ -62,6 +63,7 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter for each option
     debug: DebugOption = False,
 ) -> None:
     """Answer prompts with a model, greedily unless a temperature is given."""
+
     def body() -> Outcome:
         name = model_name(model)
         texts = _prompts(prompt or [], file, system, raw)

@@ -72,7 +72,7 @@ def find_export(path: Path) -> Path:
 def plan_push(directory: Path, repo: str) -> Upload:
     """Check every byte of an export, and write its card and `tuner.json` for the repository; uploads nothing.
 
-    Files that the export did not write are left behind. Raises RecipeError for a name that is none, and for an adapter
+    Files that the export did not write are not uploaded. Raises RecipeError for a name that is none, and for an adapter
     of a base model that only this machine has; DataError for an export that is not as it was written.
     """
     if not REPO.fullmatch(repo):

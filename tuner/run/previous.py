@@ -1,6 +1,6 @@
 """What earlier launches of a run left: the checkpoint to resume from, or the result of a run that is finished.
 
-Importing it needs no torch: a run of which nothing is left to train is told before that is loaded.
+Importing it needs no torch: a run with nothing left to train is reported before that is loaded.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def already_finished(loaded: LoadedRecipe, options: LaunchOptions, console: Cons
     record = run.read_record()
     if record is None:
         return None
-    _require_same_recipe(run, record, loaded, options, Console(main=False))  # what may change is told by who resumes
+    _require_same_recipe(run, record, loaded, options, Console(main=False))  # whoever resumes reports what may change
     state = record.get("metrics")
     if options.reset or record["status"] != "finished" or state is None or run.leftovers():
         return None

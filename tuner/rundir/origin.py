@@ -64,7 +64,7 @@ def warn_of_changed_file(run_dir: Path, warn: Callable[[str], None]) -> None:
         record = read_record(run_dir) if is_run(run_dir) else None
         keys = None if record is None else changed_keys(run_dir, record)
     except TunerError:
-        return  # what is wrong with the record is told by whoever needs it
+        return  # whoever needs the record reports what is wrong with it
     file = None if record is None else origin(record)
     if file is None or keys is None:
         return

@@ -63,7 +63,7 @@ def run_ranks(work: Work, job: Mapping[str, Any], processes: int, logs: Path, sa
 
     Each rank is a fresh interpreter that imports `work` by its name. All ranks but the first write stderr to
     `logs/rankN.log`; the first one speaks for all, on this process's stderr, and while it starts it `says` so. The
-    first stop signal goes on to every rank; the second one kills them and ends this process with 130.
+    first stop signal is passed to every rank; the second one kills them and ends this process with 130.
 
     Raises the first failing rank's error, MachineError naming a rank that was killed or stopped answering, and
     KeyboardInterrupt where a stop signal came before the ranks could heed it.

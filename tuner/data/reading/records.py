@@ -138,7 +138,7 @@ def _parse(value: Record, format: str, columns: Mapping[str, str]) -> Example:  
 
 
 def form_of(value: Record, columns: Mapping[str, str] = _NO_COLUMNS) -> str | None:
-    """Return the form that a record is told to have by its keys; None for one of no form. RecordProblem."""
+    """Return the form of a record by its keys; None for one of no form. RecordProblem."""
     value = _renamed(value, columns) if columns else value
     matching = (form for form, (keys, _) in _FORMS.items() if all(value.get(key) is not None for key in keys))
     return next(matching, None)

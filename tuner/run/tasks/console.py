@@ -17,7 +17,7 @@ HEADER = f"{'step':>6} {'loss':>8} {'eval':>8} {'grad':>8} {'lr':>10} {'tok/s':>
 class ConsoleTask(Task):
     """Prints a line of the newest step, and writes the records so far, whenever ``refresh_s`` seconds have passed.
 
-    An evaluation or a save is told of after the line of the step that it follows.
+    An evaluation or a save is printed after the line of the step that it follows.
     """
 
     def __init__(
