@@ -64,6 +64,7 @@ CAMPAIGNS = (
     Campaign("mistakes", ("mistakes",), "120 mistakes in recipes: place and line to write in the error"),
     Campaign("flaws", ("flawed_recipes", "--launch"), "recipes with one flaw each: config check or a dry run finds it"),
     Campaign("import", ("import_campaign",), "the configurations that other tools ship, converted and trained"),
+    Campaign("templates", ("template_campaign",), "built-in chat templates against those that others publish"),
     Campaign("tutorial", ("tutorial_campaign",), "docs/tutorial.md as it is written, on a real model"),
     Campaign("package", ("package_campaign",), "wheel and sdist in fresh environments, outside the tree"),
     Campaign("mutants", ("mutants",), "planted faults, of which tests catch at least nine in ten"),

@@ -3,14 +3,15 @@
 python tools/import_campaign.py [--sources DIRECTORY] [--train N] [--left]
 
 Fetches axolotl, LLaMA-Factory, torchtune, TRL and ms-swift from the package index (about 15 MB, nothing is installed),
-converts every training configuration in them, and trains two steps of some with a tiny model and rows of ours in place
-of theirs.
+converts every training configuration in them, and the training commands that the READMEs of TRL and ms-swift show,
+and trains two steps of some with a tiny model and rows of ours in place of theirs.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -26,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 from tools.flawed_recipes import prepare  # noqa: E402
 from tuner.config.imported import Imported, import_text  # noqa: E402
 from tuner.config.load import Override, RecipeText, load_recipe  # noqa: E402
+from tuner.config.other_commands import is_script  # noqa: E402
 from tuner.config.other_configs import Tool  # noqa: E402
 from tuner.errors import TunerError  # noqa: E402
 
@@ -33,7 +35,11 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "axolotl==0.19.0": ("--no-build-isolation", "--no-binary", "axolotl"),
     "llamafactory==0.9.5": ("--no-binary", "llamafactory"),
     "torchtune==0.6.1": (),
+    "trl==1.16.0": ("--no-binary", "trl"),
+    "ms-swift==4.6.0": ("--no-binary", "ms-swift"),
 }
+READMES: tuple[tuple[Tool, str], ...] = (("trl", "trl-*/README.md"), ("ms-swift", "ms_swift-*/README.md"))
+"""Pages that show commands: these packages hold no file of a configuration."""
 CONFIGS: tuple[tuple[Tool, str], ...] = (
     ("axolotl", "axolotl-*/examples/**/*.y*ml"),
     ("llama-factory", "llamafactory-*/examples/train_*/*.yaml"),
@@ -59,11 +65,12 @@ def fetch(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for package, options in PACKAGES.items():
         name = package.partition("==")[0]
-        if any(path.is_dir() for path in directory.glob(f"{name}-*")):
+        files = f"{name.replace('-', '_')}-*"
+        if any(path.is_dir() for path in directory.glob(files)):
             continue
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *options, package, "-d", str(directory)]
         subprocess.run(command, check=True)
-        for path in directory.glob(f"{name}-*"):
+        for path in directory.glob(files):
             if path.suffix == ".whl":
                 zipfile.ZipFile(path).extractall(directory / path.stem)
             elif path.name.endswith(".tar.gz"):
@@ -71,8 +78,21 @@ def fetch(directory: Path) -> None:
                     archive.extractall(directory, filter="data")
 
 
+def commands(directory: Path) -> Iterator[tuple[Tool, Path]]:
+    """Every block of a README that runs a training, saved as a script beside it."""
+    for tool, pattern in READMES:
+        for page in sorted(directory.glob(pattern)):
+            blocks = re.findall(r"^```(?:bash|shell)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+            for number, block in enumerate(blocks):
+                if is_script(block, page.name):
+                    path = page.with_name(f"README-{number}.sh")
+                    path.write_text(block, encoding="utf-8")
+                    yield tool, path
+
+
 def configs(directory: Path) -> Iterator[tuple[Tool, Path]]:
     """Every training configuration."""
+    yield from commands(directory)
     for tool, pattern in CONFIGS:
         for path in sorted(directory.glob(pattern)):
             if path.is_file() and not any(word in str(path.relative_to(directory)) for word in NOT_TRAINING):

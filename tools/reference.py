@@ -32,7 +32,7 @@ commented recipe, and lists what it did not carry over. Below is what each of th
 has. What has no counterpart is on the page [What tuner does not do](not-supported.md).
 
 ```console
-$ tuner import config.yaml > recipe.yaml
+$ tuner import config.yaml > recipe.yaml   # or train.sh: the flags of its training command
 $ tuner config check recipe.yaml
 ```
 

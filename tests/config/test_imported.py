@@ -306,3 +306,89 @@ def test_a_configuration_that_is_taken_for_a_recipe_is_answered_with_import(tmp_
     with pytest.raises(RecipeError) as caught:
         load_recipe(tmp_path / "c.yaml", cwd=tmp_path)
     assert caught.value.hint is None
+
+
+SCRIPT = """\
+#!/bin/bash
+# two cards
+export MODEL=./base
+NPROC_PER_NODE=2 CUDA_VISIBLE_DEVICES=0,1 \\
+swift sft \\
+    --model ${MODEL} \\
+    --tuner_type full --learning_rate 2e-5 \\
+    --dataset 'owner/first#500' \\
+              own.jsonl \\
+    --max_length=512 --packing true \\
+    --output_dir "${OUT:-out}/run" 2>&1 | tee log.txt
+swift infer --adapters out
+"""
+"""Variables, a default of one, values on several lines, `--key=value`, a pipe, and a command of another kind."""
+
+
+def test_the_command_of_a_script_is_read() -> None:
+    found = import_text(SCRIPT, "train.sh")
+    assert found.tool == "ms-swift" and 'name_or_path: "./base" ' in found.text and "output_dir: out/run " in found.text
+    own = flatten(recipe_dict(found.recipe))
+    expected = {
+        "adapter.kind": "none", "optimizer.lr": 2e-5, "data.max_length": 512, "data.packing": True,
+        "train.micro_batch_size": 1, "train.global_batch_size": 16,
+    }  # fmt: skip
+    assert {key: own[key] for key in expected} == expected
+    assert [Path(source.path).name for source in found.recipe.data.train] == ["first:train", "own.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("text", "tool", "line"),
+    [
+        ("trl sft --model_name_or_path a/b --dataset_name c/d --use_peft", "trl", "kind: lora"),
+        ("accelerate launch --num_processes 4 scripts/sft.py --model_name_or_path a/b --dataset_name c/d "
+         "--per_device_train_batch_size 2", "trl", "global_batch_size: 8"),
+        ("torchrun --nproc_per_node=2 examples/sft.py --model_name_or_path a/b --dataset_name c/d --bf16",
+         "trl", "precision: bf16"),
+        ("llamafactory-cli train --stage sft --model_name_or_path a/b --dataset own.json --cutoff_len 128",
+         "llama-factory", "max_length: 128"),
+        ("swift pt --model a/b --dataset c/d", "ms-swift", "kind: pretrain"),
+    ],
+)  # fmt: skip
+def test_a_command_line_is_a_configuration(text: str, tool: str, line: str) -> None:
+    found = import_text(text, "stdin")
+    assert found.tool == tool and line in found.text
+
+
+def test_a_commands_flags_come_on_top_of_the_file_that_it_names(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("model_name_or_path: a/b\ndataset_name: c/d\nlearning_rate: 1e-4\n")
+    found = import_text("trl sft --config own.yaml --learning_rate 3e-4\n", "run.sh", directory=tmp_path)
+    assert (found.recipe.optimizer.lr, found.recipe.model.name_or_path) == (3e-4, "a/b")
+    with pytest.raises(RecipeError, match=r"gone\.yaml: the file that the command reads: No such file"):
+        import_text("trl sft --config gone.yaml\n", "run.sh", directory=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trl dpo --model_name_or_path a/b\n", "trl dpo: dpo: not supported: preference training"),
+        ("swift rlhf --rlhf_type grpo --model a/b\n", "swift rlhf: grpo: not supported: reinforcement learning"),
+        ("echo nothing\n", "no training command of a tool that is known"),
+    ],
+)
+def test_a_script_without_a_supervised_training_is_refused(text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        import_text(text, "run.sh")
+
+
+def test_a_mixture_of_trl_names_its_data_sets_and_what_is_lost() -> None:
+    text = """\
+model_name_or_path: a/b
+dataset_mixture:
+  datasets:
+    - {id: c/d, config: default, split: train_sft, columns: [messages], weight: 1.0}
+    - {id: e/f, split: train, weight: 0.5}
+  test_split_size: 1000
+  seed: 0
+chat_template: "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+assistant_only_loss: true
+"""
+    found = import_text(text, "mixture.yaml")
+    assert [source.path for source in found.recipe.data.train] == ["c/d:train_sft", "e/f:train"]
+    left = {item.partition(": ")[0] for item in found.left}
+    assert left == {"chat_template", "dataset_mixture.datasets.1.weight", "dataset_mixture.test_split_size"}

@@ -16,14 +16,17 @@ MOST_BYTES = 1 << 20
 
 @command("import")
 def import_config(
-    file: Annotated[str, typer.Argument(help="A YAML or JSON file of another tool, or - for stdin.")],
+    file: Annotated[
+        str, typer.Argument(help="A YAML or JSON file of another tool, or a script with its command; - is stdin.")
+    ],
     tool: Annotated[
         str | None,
         typer.Option("--from", metavar="TOOL", help="Whose it is; by default its keys say that."),
     ] = None,
     processes: Annotated[
-        int, typer.Option("--processes", min=1, help="On how many GPUs it ran, which its batch depends on.")
-    ] = 1,
+        int | None,
+        typer.Option("--processes", min=1, help="On how many GPUs it ran, which its batch depends on; default: 1."),
+    ] = None,
 ) -> Outcome:
     """Convert a configuration of axolotl, LLaMA-Factory, TRL, torchtune, ms-swift or Unsloth to a commented recipe."""
     from tuner.config.dump import recipe_dict

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,13 @@ from tuner.config.load import RecipeText, load_recipe
 from tuner.config.not_supported import absent
 from tuner.config.other_configs import DIALECTS, Dialect, Tool, detect
 from tuner.config.other_data import unread
+from tuner.config.other_input import dataset_info, read_given
 from tuner.config.other_rules import PER_DEVICE, number
 from tuner.config.other_tools import THEIRS
 from tuner.config.other_values import of_value
 from tuner.config.recipe import Recipe
-from tuner.config.tree import Node, Problems
-from tuner.config.yaml import read_yaml
 from tuner.errors import RecipeError
 
-_SINGLE = ("datasets", "dataset", "test_datasets", "val_dataset", "eval_dataset", "special_tokens", "tokens",
-           "lora_target_modules", "target_modules", "lr_scheduler_kwargs", "lora_modules_to_save")  # fmt: skip
-"""Keys whose mapping or list is one value."""
 _FIRST = ("max_steps", "max_steps_per_epoch", "warmup_steps", "num_warmup_steps", "save_strategy", "eval_strategy",
           "evaluation_strategy", "gradient_accumulation_steps")  # fmt: skip
 """Keys that win over others which become the same key of ours."""
@@ -79,29 +76,25 @@ class _Draft:
 
 
 def import_text(
-    text: str, name: str, tool: Tool | None = None, processes: int = 1, directory: Path = Path()
+    text: str, name: str, tool: Tool | None = None, processes: int | None = None, directory: Path = Path()
 ) -> Imported:
-    """Convert the YAML or JSON text of a configuration, called `name` in messages.
+    """Convert the YAML or JSON text of a configuration, or a script with a training command, called `name` in messages.
 
-    `processes` is on how many it ran, which its batch depends on; `directory` where its own paths start from.
-    Raises RecipeError where it cannot be read or is of no tool that is known.
+    `processes` is on how many it ran, which its batch depends on; None is what a command says, or one. `directory` is
+    where its own paths start from. Raises RecipeError where it cannot be read or is of no tool that is known.
     """
-    problems = Problems()
-    tree = read_yaml(text, name, directory, problems)
-    if problems.found:
-        raise RecipeError.of(problems.found)
-    given = _given(tree, processes)
+    given, named = read_given(text, name, processes, directory)
     if "data.train" in given and "model.name_or_path" in given:
         raise RecipeError(f"{name} is a recipe already", hint=f"check it: tuner config check {name}")
     keys = frozenset(part for key in given for part in (key, key.rpartition(".")[2]))
-    found = tool or detect(keys)
+    found = tool or named or detect(keys)
     if found is None:
         raise RecipeError(f"{name}: of no tool that is known", hint=f"say which: --from {' | '.join(DIALECTS)}")
     dialect = DIALECTS[found]
     _require_supervised(given, f"{dialect.title}'s {name}")
     if found == "llama-factory":
-        named = str(given.get("dataset_dir") or "data")
-        given["dataset_info"] = _dataset_info(directory, named) or _dataset_info(Path.cwd(), named)
+        own = str(given.get("dataset_dir") or "data")
+        given["dataset_info"] = dataset_info(directory, own) or dataset_info(Path.cwd(), own)
     context = {key.rpartition(".")[2]: value for key, value in given.items()} | given
     draft = _Draft({}, {}, [])
     draft.put(dialect.defaults, f"{dialect.title}'s default")
@@ -122,37 +115,6 @@ def _require_supervised(given: Mapping[str, Any], origin: str) -> None:
         if key.endswith("_component_") and ".rlhf." in str(value):
             feature = absent("rl")
             raise RecipeError(f"{origin}: {key}: {value}: {feature.sentence if feature else ''}")
-
-
-def _given(tree: Node, processes: int) -> dict[str, Any]:
-    """Every value that is written, by its dotted key; `${key}` in a text is that key's value."""
-    found: dict[str, Any] = {"processes": processes}
-
-    def walk(node: Node, path: tuple[str, ...]) -> None:
-        name = ".".join(path)
-        is_component = isinstance(node.value, dict) and "_component_" in node.value
-        whole = bool(path) and (path[-1] in _SINGLE or absent(path[-1]) is not None)
-        if path and (whole or not isinstance(node.value, dict)):
-            found[name] = node.plain()
-        if isinstance(node.value, dict) and (not whole or is_component):
-            for key, child in node.value.items():
-                walk(child, (*path, key))
-
-    walk(tree, ())
-    texts = {key: value for key, value in found.items() if isinstance(value, str)}
-    for key, value in texts.items():
-        found[key] = re.sub(r"\$\{(\w+)\}", lambda match: str(found.get(match[1], match[0])), value)
-    return found
-
-
-def _dataset_info(directory: Path, name: str) -> dict[str, Any]:
-    """LLaMA-Factory's table of data sets; empty where it is not there."""
-    path = directory / name / "dataset_info.json"
-    if not path.is_file():
-        return {}
-    tree = read_yaml(path.read_text(encoding="utf-8"), path.name, directory, Problems())
-    plain = tree.plain()
-    return plain if isinstance(plain, dict) else {}
 
 
 def _carry(key: str, value: Any, given: Mapping[str, Any], dialect: Dialect, draft: _Draft) -> None:
@@ -197,12 +159,16 @@ def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     values = draft.values
     micro = next((found for name in PER_DEVICE if (found := number(given.get(name)))), None)
     micro = micro or number(values.get("train.micro_batch_size"))
-    steps = number(given.get("gradient_accumulation_steps")) or 1
+    steps = number(given.get("gradient_accumulation_steps"))
+    processes = number(given.get("processes")) or Fraction(1)
+    if steps is None and micro and tool == "ms-swift":  # its default fills a batch of 16
+        steps = Fraction(ceil(16 / (micro * processes)))
+    steps = max(steps or Fraction(1), Fraction(1))
     if micro is not None:
-        rows = int(micro * max(steps, 1) * (number(given.get("processes")) or 1))
+        rows = int(micro * steps * processes)
         shown = (
             _counted(micro, "row", " per process"),
-            _counted(max(steps, 1), "accumulation step"),
+            _counted(steps, "accumulation step"),
             _counted(given["processes"], "process"),
         )
         draft.put({"train.global_batch_size": rows}, " x ".join(shown))
@@ -213,6 +179,8 @@ def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     if str(given.get("full_finetuning", "")).lower() == "true" or values.get("adapter.kind", "none") == "none":
         for key in [key for key in values if key.startswith("adapter.") and key != "adapter.kind"]:
             draft.drop(key, "there is no adapter")
+    if tool == "ms-swift" and values.get("adapter.kind") == "none" and "learning_rate" not in given:
+        draft.put({"optimizer.lr": 1e-5}, "ms-swift's default")
     if tool == "llama-factory" and "lora_alpha" not in given and "adapter.r" in values:
         draft.put({"adapter.alpha": 2 * values["adapter.r"]}, "LLaMA-Factory's default")
     _settle_method(draft, tool)

@@ -222,8 +222,10 @@ DIALECTS: dict[Tool, Dialect] = {
             "pad_token": note("padding is masked here, whatever its token"),
             "dataset_config": note("not supported: one of a data set's configurations; instead a path of its files"),
             "chat_template_path": text_of("tokenizer.chat_template"),
+            "chat_template": chat_template,
+            "test_split_size": note("write data.eval: a share of the rows, such as 1%"),
         },
-        _keys("dataset_train_split dataset_test_split"),
+        _keys("dataset_train_split dataset_test_split dataset_mixture.seed"),
     ),
     "torchtune": Dialect(
         "torchtune",
@@ -283,6 +285,7 @@ DIALECTS: dict[Tool, Dialect] = {
             "schedule.warmup": "never",
             "optimizer.lr": 1e-4,
             "train.duration": "3 epochs",
+            "train.micro_batch_size": 1,
             "data.packing": False,
         },
         {

@@ -35,9 +35,10 @@ def located(name: str, split: Any = None) -> str:
 
 
 def entry(found: Mapping[str, Any]) -> dict[str, Any]:
-    """An item of axolotl's `datasets`, as one of ours."""
+    """An item of axolotl's or of TRL's `datasets`, as one of ours."""
     files = found.get("data_files")
-    path = files[0] if isinstance(files, list) and files else files if isinstance(files, str) else found.get("path")
+    named = found.get("path") or found.get("id") or "rows.jsonl"
+    path = files[0] if isinstance(files, list) and files else files if isinstance(files, str) else named
     source: dict[str, Any] = {"path": located(str(path), found.get("split"))}
     kind = found.get("type")
     columns = _columns(found)
@@ -62,15 +63,23 @@ def unread(value: Any) -> dict[str, Any]:
     for index, item in enumerate(items):
         if not isinstance(item, Mapping) or "_component_" in item:
             continue
-        left |= {f"{index}.{key}": found for key, found in item.items() if key not in _READ and found is not None}
+        said = {key: found for key, found in item.items() if key not in _READ and not _says_nothing(key, found)}
+        left |= {f"{index}.{key}": found for key, found in said.items()}
         kind = item.get("type")
         if isinstance(kind, Mapping):
             left |= {f"{index}.type.{key}": found for key, found in kind.items() if key not in _READ_OF_TYPE and found}
     return left
 
 
-_READ = {"path", "data_files", "split", "type", "field_messages", "message_property_mappings", "message_field_role",
-         "message_field_content", "field", "ds_type"}  # fmt: skip
+def _says_nothing(key: str, value: Any) -> bool:
+    """Whether a key of an item is as it would be without it: TRL's mixtures name every column and weigh each alike."""
+    if key == "columns":
+        return isinstance(value, list)
+    return value is None or (key == "weight" and value == 1) or (key in {"config", "name"} and value == "default")
+
+
+_READ = {"path", "id", "data_files", "split", "type", "field_messages", "message_property_mappings",
+         "message_field_role", "message_field_content", "field", "ds_type"}  # fmt: skip
 _READ_OF_TYPE = {"field_instruction", "field_input", "field_output"}
 
 

@@ -89,7 +89,7 @@ def chat_template(value: Any, given: Given) -> Lines | str | None:
     fallback = _TEMPLATES.get(last := word.removeprefix("tokenizer_default_fallback_"), last)
     if fallback in CHAT_TEMPLATES:
         return f"the tokenizer's own template is used; where it has none, write tokenizer.chat_template: {fallback}"
-    if word == "jinja":
+    if word == "jinja" or "{%" in word or "{{" in word:
         return "write the template to a file, and tokenizer.chat_template: FILE.jinja"
     return (
         "no chat template has this name here, so the tokenizer's own is used; instead tokenizer.chat_template: "

@@ -1,0 +1,182 @@
+"""The built-in chat templates against those that other projects publish: the same text for the same messages.
+
+    python tools/template_campaign.py [--sources DIRECTORY]
+
+Fetches TRL, axolotl and FastChat from the package index (about 5 MB, nothing is installed). Every prefix of a
+conversation is rendered by ours and by theirs, with and without a system message. Exits with 1 where a difference is
+found that is not in the table below. Tokenizers' own templates are in tests/data/encoding/test_named_templates.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tuner.data.encoding.named_templates import named_template  # noqa: E402
+from tuner.data.encoding.template import ChatTemplate  # noqa: E402
+
+PACKAGES = {"trl==1.16.0": "trl", "axolotl==0.19.0": "axolotl", "fschat==0.2.36": None}
+"""What is fetched, and what is built from source: axolotl's wheels are of another platform."""
+TURNS = [
+    {"role": "user", "content": "What is it?"},
+    {"role": "assistant", "content": "An answer."},
+    {"role": "user", "content": "And\n\nnow?"},
+    {"role": "assistant", "content": "Two."},
+]
+SYSTEM = {"role": "system", "content": "Be brief."}
+Messages = Sequence[dict[str, str]]
+Render = Callable[[Messages, bool], str]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A template of another project."""
+
+    ours: str
+    where: str
+    """`trl/NAME`, `axolotl/NAME` (files) or `fastchat/NAME` (a conversation)."""
+    compared: str = "both"
+    """`both`; `plain` or `system`: only without, or only with, a system message."""
+    eos: str = "</s>"
+    trailing: str = ""
+    """What theirs writes after a conversation's last answer and ours does not."""
+    why: str = ""
+
+
+TABLE = (
+    Published("chatml", "axolotl/chatml"),
+    Published("chatml", "fastchat/OpenHermes-2.5-Mistral-7B", "system", why="it has a default system message"),
+    Published("command-r", "trl/cohere"),
+    Published("command-r", "axolotl/cohere"),
+    Published("deepseek", "axolotl/deepseek_v3", eos="<｜end▁of▁sentence｜>"),
+    Published("gemma", "trl/gemma3"),
+    Published("gemma", "trl/gemma", "plain", why="Gemma 2's refuses system messages"),
+    Published("llama2", "fastchat/llama-2", trailing="<s>", why="the next turn's beginning"),
+    Published("llama3", "trl/llama3"),
+    Published("llama3", "axolotl/llama3"),
+    Published("mistral", "axolotl/mistral_v2v3", "plain", why="it moves a system message to the last question"),
+    Published("mistral-nemo", "axolotl/mistral_v3_tekken", "plain", why="as mistral"),
+    Published("phi3", "trl/phi3", trailing="</s>", why="eos after the last turn"),
+    Published("phi3", "trl/phi3_5", trailing="</s>", why="eos after the last turn"),
+    Published("phi4", "axolotl/phi_4", "system", why="of the reasoning model, which has a default system message"),
+    Published("qwen", "trl/qwen2_5"),
+    Published("qwen", "axolotl/qwen_25"),
+    Published("qwen3", "trl/qwen3"),
+    Published("vicuna", "fastchat/vicuna_v1.1"),
+    Published("zephyr", "fastchat/zephyr", "system", why="it writes an empty system turn where there is none"),
+)
+
+
+def fetch(directory: Path) -> None:
+    """Download and unpack the packages that are not there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for package, source in PACKAGES.items():
+        files = f"{package.partition('==')[0]}-*"
+        if any(path.is_dir() for path in directory.glob(files)):
+            continue
+        options = ["--no-build-isolation", "--no-binary", source] if source else []
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *options, package, "-d", str(directory)]
+        subprocess.run(command, check=True)
+        for path in directory.glob(files):
+            if path.suffix == ".whl":
+                zipfile.ZipFile(path).extractall(directory / path.stem)
+            elif path.name.endswith(".tar.gz"):
+                with tarfile.open(path) as archive:
+                    archive.extractall(directory, filter="data")
+
+
+def theirs(published: Published, directory: Path) -> Render:
+    """Their template as a function of messages and of whether an answer is asked for."""
+    project, _, name = published.where.partition("/")
+    if project == "fastchat":
+        return _conversation(_module(next(directory.glob("fschat-*/fastchat/conversation.py"))), name)
+    pattern = {"trl": "trl-*/trl/chat_templates", "axolotl": "axolotl-*/src/axolotl/utils/chat_templates/templates"}
+    path = next(directory.glob(f"{pattern[project]}/{name}.jinja"))
+    return ChatTemplate(path.read_text(encoding="utf-8"), _tokens(published)).render
+
+
+def _tokens(published: Published) -> dict[str, str]:
+    return {"bos_token": "<s>", "eos_token": published.eos}
+
+
+def _module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fastchat_conversation", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["fastchat_conversation"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _conversation(module: Any, name: str) -> Render:
+    """FastChat's prompt; it leaves the beginning of the text to the tokenizer."""
+
+    def render(messages: Messages, asks: bool) -> str:
+        chat = module.get_conv_template(name)
+        for message in messages:
+            if message["role"] == "system":
+                chat.set_system_message(message["content"])
+            else:
+                chat.append_message(chat.roles[message["role"] == "assistant"], message["content"])
+        if asks:
+            chat.append_message(chat.roles[1], None)
+        return str(chat.get_prompt())
+
+    return render
+
+
+def conversations(compared: str) -> Iterator[tuple[Messages, bool]]:
+    """Every prefix of the conversations, and whether an answer is asked for at its end."""
+    kinds = {"both": ([], [SYSTEM]), "plain": ([],), "system": ([SYSTEM],)}[compared]
+    for before in kinds:
+        for stop in range(1, len(TURNS) + 1):
+            yield [*before, *TURNS[:stop]], TURNS[stop - 1]["role"] == "user"
+
+
+def differences(published: Published, directory: Path) -> Iterator[tuple[str, str]]:
+    """Texts of ours and of theirs that are not the same."""
+    named = named_template(published.ours)
+    assert named is not None
+    own, other = ChatTemplate(named.source, _tokens(published)), theirs(published, directory)
+    for messages, asks in conversations(published.compared):
+        mine, yours = own.render(messages, asks), other(messages, asks)
+        if published.where.startswith("fastchat"):
+            mine = mine.removeprefix("<s>")
+        if not asks:
+            yours = yours.removesuffix(published.trailing)
+        if mine != yours:
+            yield mine, yours
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print each comparison; 1 where a text differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where they are unpacked")
+    given = parser.parse_args(words)
+    fetch(given.sources)
+    failed = 0
+    for published in TABLE:
+        found = list(differences(published, given.sources))
+        failed += bool(found)
+        note = f"  ({published.why})" if published.why else ""
+        print(f"{'differs' if found else 'equal':8} {published.ours:13} {published.where}, {published.compared}{note}")
+        for mine, yours in found[:1]:
+            print(f"  ours   {mine!r}\n  theirs {yours!r}")
+    names = {published.ours for published in TABLE}
+    print(f"{len(TABLE) - failed} of {len(TABLE)} equal, {len(names)} templates")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
