@@ -244,7 +244,7 @@ def recipe_text(values: Mapping[str, Any]) -> str:
 
 def found(flaw: Flaw, directory: Path, finder: Finder | Literal["launch"]) -> list[str]:
     """What `config check`, a dry run or a launch of two steps says of a flawed recipe; empty where it finds nothing."""
-    from tuner.config.load import load_recipe
+    from tuner.config.load import ReadRecipe, load_recipe
     from tuner.errors import RecipeError, TunerError
     from tuner.run.main import train
     from tuner.run.options import LaunchOptions
@@ -257,7 +257,7 @@ def found(flaw: Flaw, directory: Path, finder: Finder | Literal["launch"]) -> li
     try:
         loaded = load_recipe(directory / "r.yaml", cwd=directory)
         if finder == "check":
-            check_recipe(loaded)
+            check_recipe(ReadRecipe(loaded, ()))
         else:
             processes = loaded.recipe.parallel.processes
             rank_info = RankInfo(0, processes, 0, processes) if isinstance(processes, int) else RankInfo()

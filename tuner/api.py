@@ -42,9 +42,15 @@ ResumeMode = Literal["auto", "must", "never"] | Path
 
 
 def check_recipe(recipe: RecipeSource) -> tuple[Any, ...]:
-    """Every problem of a recipe, as RecipeError's ``problems`` hold them; empty where there is none."""
+    """Every problem of a recipe, as RecipeError's ``problems`` hold them; empty where there is none.
+
+    Looked at are keys, files, templates, code and names of layers, as `tuner config check` does.
+    """
+    from tuner.config.load import ReadRecipe, read_recipe
+    from tuner.setup.check import check_recipe as check_all
+
     try:
-        _loaded(recipe)
+        check_all(ReadRecipe(recipe, ()) if isinstance(recipe, LoadedRecipe) else read_recipe(recipe))
     except RecipeError as error:
         return tuple(error.problems)
     return ()

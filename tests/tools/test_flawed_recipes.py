@@ -11,7 +11,7 @@ import pytest
 
 from tests.fixtures import forked
 from tools.flawed_recipes import FLAWS, Flaw, found, prepare, recipe_text
-from tuner.config.load import load_recipe
+from tuner.config.load import read_recipe
 from tuner.errors import RecipeError
 from tuner.setup.check import check_recipe
 
@@ -49,13 +49,13 @@ def test_all_problems_are_said_at_once_and_a_sound_recipe_has_none(sound: Path, 
     values = {"adapter.kind": "lora", "adapter.target_modules": ["qq", "k_proj", "vv"], "hooks": ["own.py:N"]}
     (copy / "r.yaml").write_text(recipe_text(values | {"data.train": "nowhere.jsonl", "parallel.processes": 3}))
     with pytest.raises(RecipeError) as caught:
-        check_recipe(load_recipe(copy / "r.yaml", cwd=copy))
+        check_recipe(read_recipe(copy / "r.yaml", cwd=copy))
     keys = [problem.key for problem in caught.value.problems]
     assert sorted(keys) == sorted(
         ["data.train.0.path", *["adapter.target_modules"] * 2, "parallel.processes", "hooks.0.use"]
     )
     (copy / "r.yaml").write_text(recipe_text({"adapter.kind": "dora", "adapter.target_modules": "q_proj"}))
-    assert "layer names in model" in check_recipe(load_recipe(copy / "r.yaml", cwd=copy))
+    assert "layer names in model" in check_recipe(read_recipe(copy / "r.yaml", cwd=copy))
 
 
 def test_without_the_model_files_alone_are_checked_and_torch_is_not_loaded(sound: Path, tmp_path: Path) -> None:

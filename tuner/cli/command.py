@@ -35,7 +35,7 @@ from tuner.runtime.stop import is_ignored
 from tuner.runtime.warned import Warned, collected
 
 if TYPE_CHECKING:
-    from tuner.config.load import LoadedRecipe, RecipeText
+    from tuner.config.load import LoadedRecipe, ReadRecipe, RecipeText, Source
     from tuner.config.overrides import Override
 
 __all__ = [
@@ -102,23 +102,32 @@ def load_for_command(argument: str | None, overrides: Sequence[Override] = (), c
     """
     from tuner.rundir.base_model import require_base_model
 
-    loaded = _loaded(argument, overrides, cwd or Path.cwd())
+    loaded = read_for_command(argument, overrides, cwd).whole()
     require_base_model(loaded.recipe.model.name_or_path, loaded.origins.get("model.name_or_path", "recipe"))
     return loaded
 
 
-def _loaded(argument: str | None, overrides: Sequence[Override], cwd: Path) -> LoadedRecipe:
-    from tuner.config.load import load_recipe
+def read_for_command(argument: str | None, overrides: Sequence[Override] = (), cwd: Path | None = None) -> ReadRecipe:
+    """The same as far as it can be read, with its problems, whatever its model is.
 
+    Raises RecipeError where there is no recipe.
+    """
+    from tuner.config.load import read_recipe
+
+    cwd = cwd or Path.cwd()
+    return read_recipe(_source(argument, overrides, cwd), overrides, cwd)
+
+
+def _source(argument: str | None, overrides: Sequence[Override], cwd: Path) -> Source:
     if argument == "-":
-        return load_recipe(_recipe_on_stdin(), overrides, cwd)
+        return _recipe_on_stdin()
     if argument is not None:
-        return load_recipe(argument, overrides, cwd)
+        return argument
     if (cwd / "recipe.yaml").is_file():
-        return load_recipe(cwd / "recipe.yaml", overrides, cwd)
+        return cwd / "recipe.yaml"
     keys = {override.key for override in overrides}
     if "model.name_or_path" in keys and any(key.startswith("data.train") for key in keys):
-        return load_recipe(None, overrides, cwd)
+        return None
     raise RecipeError(
         "no recipe given and no ./recipe.yaml here",
         hint="write one with: tuner init -m MODEL -d FILE > recipe.yaml   or see: tuner recipes list",

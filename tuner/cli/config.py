@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.cli.command import Outcome, RecipeArgument, command, load_for_command, overrides_of
+from tuner.cli.command import Outcome, RecipeArgument, command, load_for_command, overrides_of, read_for_command
 from tuner.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -25,17 +25,11 @@ def check(ctx: typer.Context, recipe: RecipeArgument = None) -> Outcome:
     """Say everything that is wrong with a recipe - keys, files, templates, code, layers; else print its path."""
     from tuner.setup.check import check_recipe
 
-    try:
-        loaded = load_for_command(recipe, overrides_of(ctx))
-    except RecipeError as error:
-        if not error.problems:
-            raise
-        later = "model, data and layer names are checked once these are fixed"
-        hint = later if error.hint is None else f"{error.hint}; {later}"
-        raise RecipeError(error.message, hint, error.problems) from None
-    print(f"checked   {check_recipe(loaded)}", file=sys.stderr)
-    result = str(loaded.path) if loaded.path else "ok"
-    return Outcome(result, next=f"tuner prepare-data {result}" if loaded.path else None)
+    read = read_for_command(recipe, overrides_of(ctx))
+    print(f"checked   {check_recipe(read)}", file=sys.stderr)
+    path = read.whole().path
+    result = str(path) if path else "ok"
+    return Outcome(result, next=f"tuner prepare-data {result}" if path else None)
 
 
 @app.command()

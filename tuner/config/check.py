@@ -17,7 +17,10 @@ PLACEHOLDERS: dict[str, dict[str, Any]] = {"model": {"name_or_path": "x"}, "data
 
 
 def check(tree: Node, problems: Problems) -> Recipe | None:
-    """Return the typed recipe, or None when `problems` has got something; every rule that can be checked is."""
+    """Return the typed recipe, and add to `problems` what is wrong; every rule that can be checked is.
+
+    Where something is, it is the recipe without the wrong keys; None where none can be made without them.
+    """
     for name in ("model", "data", *Recipe.model_fields):
         child = tree.value.get(name)
         if _is_section(name) and (child is None or child.value is None):
@@ -35,12 +38,9 @@ def check(tree: Node, problems: Problems) -> Recipe | None:
         blamed = {dotted(path) for path in bad}
     else:
         repaired, blamed = recipe, set()
-        if not problems.found:
-            _rules(tree, recipe, blamed, problems)
-            return None if problems.found else recipe
     if repaired is not None:
         _rules(tree, repaired, blamed | {f"{section}.kind" for section in guessed}, problems)
-    return None
+    return repaired
 
 
 def _is_section(name: str) -> bool:

@@ -16,9 +16,9 @@ from tuner.config.recipe import NAME, Recipe
 from tuner.config.shipped import recipes_dir, shipped_recipes
 from tuner.config.tree import Node, Problems, dotted, tree_of
 from tuner.config.yaml import MAX_BYTES, read_yaml
-from tuner.errors import RecipeError
+from tuner.errors import Problem, RecipeError
 
-__all__ = ["LoadedRecipe", "Override", "RecipeText", "load_recipe"]
+__all__ = ["LoadedRecipe", "Override", "ReadRecipe", "RecipeText", "Source", "load_recipe", "read_recipe"]
 
 
 MARKS = 3
@@ -57,15 +57,39 @@ class RecipeText:
     name: str = "stdin"
 
 
-def load_recipe(
-    source: Path | str | RecipeText | Mapping[str, Any] | None = None,
-    overrides: Sequence[Override] = (),
-    cwd: Path | None = None,
-) -> LoadedRecipe:
+Source = Path | str | RecipeText | Mapping[str, Any] | None
+"""A file, a shipped recipe's name, a text, a mapping, or None for overrides alone."""
+
+
+@dataclass(frozen=True)
+class ReadRecipe:
+    """A recipe as far as it could be read: where there are problems, without the keys that have them."""
+
+    loaded: LoadedRecipe | None
+    """None where nothing could be made of it."""
+    problems: tuple[Problem, ...]
+    hint: str | None = None
+
+    def whole(self) -> LoadedRecipe:
+        """The recipe. Raises RecipeError with all problems, one line each, in `.problems`, where there is one."""
+        if self.loaded is None or self.problems:
+            raise RecipeError.of(self.problems, self.hint)
+        return self.loaded
+
+
+def load_recipe(source: Source = None, overrides: Sequence[Override] = (), cwd: Path | None = None) -> LoadedRecipe:
     """Load a recipe from a file, a shipped recipe's name, its text, a mapping, or (None) from overrides alone.
 
     Relative paths start from the file's directory, those of texts, overrides and mappings from `cwd`.
     Raises RecipeError with all problems, one line each, in `.problems`.
+    """
+    return read_recipe(source, overrides, cwd).whole()
+
+
+def read_recipe(source: Source = None, overrides: Sequence[Override] = (), cwd: Path | None = None) -> ReadRecipe:
+    """Read a recipe as :func:`load_recipe` does, and return its problems with what is right of it.
+
+    Raises RecipeError where there is no such file.
     """
     cwd = Path(os.path.abspath(cwd or Path.cwd()))
     problems = Problems()
@@ -87,14 +111,16 @@ def load_recipe(
         _output_dir(tree, cwd)
         resolve_paths(tree, problems)
     recipe = None if unreadable else check(tree, problems)
-    if recipe is None or problems.found:
-        raise RecipeError.of(problems.found, _of_other_tool(tree, path, cwd))
+    hint = _of_other_tool(tree, path, cwd) if problems.found else None
+    if recipe is None:
+        return ReadRecipe(None, tuple(problems.found), hint)
     origins = {dotted(key): node.where for key, node in tree.leaves() if node.where != "default"}
     if not text:
         from tuner.config.dump import recipe_yaml
 
         text = recipe_yaml(recipe)
-    return LoadedRecipe(recipe, path, path.parent if path else cwd, text, origins)
+    loaded = LoadedRecipe(recipe, path, path.parent if path else cwd, text, origins)
+    return ReadRecipe(loaded, tuple(problems.found), hint)
 
 
 def _of_other_tool(tree: Node, path: Path | None, cwd: Path) -> str | None:

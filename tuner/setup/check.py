@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from tuner.config.load import LoadedRecipe
+from tuner.config.load import ReadRecipe
 from tuner.config.optimizers import CustomOptimizer
 from tuner.config.recipe import CustomMethod, DataSource, Recipe
 from tuner.config.schedules import CustomSchedule
@@ -25,12 +25,14 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt")
 
 
-def check_recipe(loaded: LoadedRecipe) -> str:
+def check_recipe(read: ReadRecipe) -> str:
     """Check everything that can be; return in words what was checked. Raises RecipeError with all problems.
 
-    torch is imported only where the model's config is on this machine and has no problem so far.
+    What is right of a recipe is checked even where some of its keys are wrong. torch is imported only where the model's
+    config is on this machine and has no problem so far.
     """
-    found = Findings(loaded)
+    loaded = read.whole() if read.loaded is None else read.loaded
+    found = Findings(loaded, read.problems, read.hint)
     recipe = loaded.recipe
     _check_values(recipe, found)
     check_files(recipe, found)
@@ -50,16 +52,18 @@ def check_recipe(loaded: LoadedRecipe) -> str:
 def _check_values(recipe: Recipe, found: Findings) -> None:
     """Check values that a launch refuses, on any machine, once every `auto` is resolved."""
     model, train, frozen = recipe.model, recipe.train, recipe.adapter.kind != "none"
-    if model.dtype == "bf16" and not frozen:
+    kinds = found.sound("adapter", "model.dtype")
+    if model.dtype == "bf16" and not frozen and kinds:
         found.add(
             "model.dtype", "trained weights are kept in fp32", "write dtype: auto; train.precision: bf16 computes"
         )
-    if model.dtype == "bf16" and frozen and train.precision == "fp32":
+    if model.dtype == "bf16" and frozen and train.precision == "fp32" and kinds:
         found.add("model.dtype", "bf16 weights cannot be computed with in train.precision: fp32", "write dtype: auto")
     if (model.kernels, train.device) in {("liger", "cpu"), ("native", "cuda")}:
         found.add("model.kernels", f"{model.kernels} kernels are not for train.device: {train.device}", "write auto")
     processes, rows = recipe.parallel.processes, train.global_batch_size // train.micro_batch_size
-    if isinstance(processes, int) and rows % processes:
+    sizes = found.sound("train.global_batch_size", "train.micro_batch_size")
+    if isinstance(processes, int) and rows % processes and sizes:
         good = ", ".join(str(count) for count in range(1, min(rows, 64) + 1) if rows % count == 0)
         text = f"{train.global_batch_size} rows do not divide into {processes} processes of {train.micro_batch_size}"
         found.add("parallel.processes", text, f"numbers that divide it: {good}")

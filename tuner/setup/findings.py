@@ -18,14 +18,25 @@ class Findings:
     """The problems of one recipe, each at the place where its key is written."""
 
     loaded: LoadedRecipe
+    known: tuple[Problem, ...] = ()
+    """Those of its keys, which the recipe was loaded without."""
+    hint: str | None = None
+    """What helps with those."""
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, key: str, message: str, hint: str | None = None) -> None:
-        """Note a problem of a key."""
+        """Note a problem of a key, but where one of the key itself is known."""
+        if not self.sound(key):
+            return
         text = f"{message}; {hint}" if hint else message
         problem = Problem.at(self.where(key), key, " ".join(text.split()))
         if problem not in self.problems:
             self.problems.append(problem)
+
+    def sound(self, *keys: str) -> bool:
+        """Whether no problem of the keys themselves, of what is in them or around them, is known."""
+        bad = [f"{problem.key}." for problem in self.known if problem.key]
+        return not any(one.startswith(f"{key}.") or f"{key}.".startswith(one) for key in keys for one in bad)
 
     def where(self, key: str) -> str:
         """Where a key is written, or else the nearest key around it."""
@@ -53,5 +64,5 @@ class Findings:
 
     def raise_any(self) -> None:
         """Raise RecipeError with all problems, where there is one."""
-        if self.problems:
-            raise RecipeError.of(self.problems)
+        if self.known or self.problems:
+            raise RecipeError.of([*self.known, *self.problems], self.hint)
