@@ -9,8 +9,7 @@ model is built as `tuner train` builds it, and forward and backward of the first
 ``several`` (the same, three rows to a micro-batch). A type that is trained packed, or else single, is trained so with
 a LoRA adapter too (``lora``): its loss is the plain model's, and its gradients follow from those of the plain weights.
 Each is ``equal`` (loss, all gradients together and each tensor within 1e-5, and a later token moves no earlier logit)
-or ``refused``, with the reason that `tuner train` ends with; with an adapter also ``limited``, for a reason that is
-known.
+or ``refused``, with the reason that `tuner train` ends with.
 What no type may be is ``wrong`` or ``crashed``; then the exit code is 1. A type whose class cannot be built, or cannot
 run on a row of token ids, in transformers alone is shown with that reason.
 """
@@ -37,7 +36,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.causal_cases import ADAPTER_LIMITS, DECODERS, TYPES, VOCAB, tiny_config  # noqa: E402
+from tools.causal_cases import DECODERS, TYPES, VOCAB, tiny_config  # noqa: E402
 from tuner.config.load import load_recipe  # noqa: E402
 from tuner.data.batches import StepBatches, collate  # noqa: E402
 from tuner.data.prepared import Row  # noqa: E402
@@ -237,16 +236,6 @@ def compare(directory: Path, reference: Reference, mode: str, with_lora: bool = 
     return Outcome("equal" if right else "wrong", "", off, squares**0.5 / whole, worst, moved)
 
 
-def limited(model_type: str, found: Outcome) -> Outcome:
-    """What was found with an adapter, or the known limit of the type; one that is no limit any more is wrong."""
-    known = ADAPTER_LIMITS.get(model_type)
-    if known is None:
-        return found
-    if found.verdict in ("wrong", "crashed"):
-        return Outcome("limited", known)
-    return Outcome("wrong", f"{found.verdict}: take it out of ADAPTER_LIMITS")
-
-
 def examine(model_type: str, decoder: bool = False, with_lora: bool = True) -> Finding:
     """One type in every mode; with ``decoder`` an encoder as the decoder that its config can make of it."""
     finding, started = Finding(f"{model_type}, is_decoder" if decoder else model_type), time.perf_counter()
@@ -265,8 +254,7 @@ def examine(model_type: str, decoder: bool = False, with_lora: bool = True) -> F
                 finding.modes[mode] = compare(directory, reference, mode)
             if with_lora:
                 trained = (mode for mode in MODES if finding.modes[mode].verdict == "equal")
-                found = compare(directory, reference, next(trained, "single"), with_lora=True)
-                finding.modes[LORA] = limited(model_type, found)
+                finding.modes[LORA] = compare(directory, reference, next(trained, "single"), with_lora=True)
     finding.seconds = round(time.perf_counter() - started, 2)
     return finding
 

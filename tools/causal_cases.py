@@ -167,10 +167,3 @@ DECODERS = (
     "roberta", "roberta-prelayernorm", "roformer", "xlm-roberta", "xlm-roberta-xl",
 )  # fmt: skip
 """Encoders as their config comes, which `is_decoder: true` makes causal."""
-
-_USED_DIRECTLY = "an adapter learns nothing on layers whose weight its forward uses directly: "
-ADAPTER_LIMITS = {
-    "gemma3n_text": f"{_USED_DIRECTLY}`altup.correction_coefs`",
-    "reformer": "its reversible layers give an adapter no gradients: `tuner train` ends with an error of torch",
-}
-"""Types whose LoRA gradients are not those that follow from the plain weights, and why."""

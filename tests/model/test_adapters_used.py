@@ -47,6 +47,30 @@ def test_a_weight_that_is_read_without_a_call() -> None:
     assert torch.equal(layer.get_base_layer().weight, before)
 
 
+def test_a_weight_that_is_read_in_training_alone() -> None:
+    model = adapted()
+    attention = model.get_submodule("model.layers.0.self_attn")
+    layer = attention.q_proj
+
+    class Read(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, layer.get_base_layer().weight) if self.training else layer(x)
+
+    attention.q_proj = Read()
+    attention.kept = layer
+    with pytest.raises(RecipeError, match=r"layers\.0\.self_attn\.kept cannot be adapted: its weight is read"):
+        check(model)
+    assert not model.training
+
+
+def test_a_model_that_gives_an_adapter_no_gradients() -> None:
+    model = adapted()
+    for block in model.get_submodule("model.layers"):  # as reversible layers do whose input needs none
+        block.register_forward_hook(lambda module, inputs, output: output.detach())
+    with pytest.raises(RecipeError, match="a llama model gives an adapter no gradients"):
+        check(model)
+
+
 def test_a_layer_that_nothing_reads_is_fine() -> None:
     """An expert that no token is routed to."""
     model = adapted()

@@ -7,7 +7,7 @@ https://arxiv.org/abs/2402.09353) trains the length of every row of the sum on i
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,31 +106,55 @@ def _require_adapted(model: PreTrainedModel, targets: Sequence[str]) -> None:
         )
 
 
-@torch.no_grad()
 def require_used(model: PreTrainedModel, logits: Callable[[], torch.Tensor]) -> None:
     """Check that each adapter is part of what the model computes, and of that alone; ``logits`` runs the model.
 
     A weight that its block reads without calling the layer leaves an adapter on it untrained; layers whose weight
-    several blocks share get one adapter each, which no merged weight can hold. Raises RecipeError with those to leave
-    out.
+    several blocks share get one adapter each, which no merged weight can hold. Looked at are training and evaluation:
+    Gemma 3n reads a weight in training alone. Raises RecipeError with those to leave out.
     """
     layers = dict(lora_layers(model))
+    shared = Counter(layer.get_base_layer().weight.data_ptr() for layer in layers.values())
+    for name, layer in layers.items():
+        if shared[layer.get_base_layer().weight.data_ptr()] > 1:
+            raise _not_adaptable(layers, name, "blocks share its weight, and their adapters cannot be merged")
+    for training in (True, False) if layers else ():
+        model.train(training)
+        try:
+            with torch.set_grad_enabled(training):
+                found = _require_called(layers, logits)
+        finally:
+            model.eval()
+        if training and not found.requires_grad:
+            name = model.config.model_type
+            raise RecipeError(
+                f"adapter.kind: a {name} model gives an adapter no gradients where its embeddings are not trained",
+                hint="train the model in full: adapter.kind: none",
+            )
+
+
+def _require_called(layers: Mapping[str, Any], logits: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Check that each layer is called, or that nothing reads its weight; returns the logits. Raises RecipeError."""
+
+    def seeded() -> torch.Tensor:
+        with torch.random.fork_rng(devices=()):  # where there is dropout
+            torch.manual_seed(0)
+            return logits()
+
     called: set[str] = set()
     hooks = [layer.register_forward_hook(lambda *_, name=name: called.add(name)) for name, layer in layers.items()]
     try:
-        before = logits()
+        before = seeded()
     finally:
         for hook in hooks:
             hook.remove()
-    shared = Counter(layer.get_base_layer().weight.data_ptr() for layer in layers.values())
     for name, layer in layers.items():
-        weight = layer.get_base_layer().weight
-        if shared[weight.data_ptr()] > 1:
-            raise _not_adaptable(layers, name, "blocks share its weight, and their adapters cannot be merged")
-        if name not in called and _is_read(weight, before, logits):
+        if name not in called and _is_read(layer.get_base_layer().weight, before, seeded):
             raise _not_adaptable(layers, name, "its weight is read without a call: an adapter learns nothing")
+    return before
 
 
+@torch.no_grad()
 def _is_read(weight: torch.Tensor, before: torch.Tensor, logits: Callable[[], torch.Tensor]) -> bool:
     """Whether the logits depend on a weight; an expert that no token is routed to is not called, and not read."""
     kept = weight.clone()
