@@ -10,7 +10,7 @@ from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe
 from tuner.config.optimizers import CustomOptimizer
 from tuner.config.recipe import Recipe
-from tuner.data.building.prepare import find_prepared, prepare_to_use, prepared_path
+from tuner.data.building.prepare import check_to_use, find_prepared, prepare_to_use, prepared_path
 from tuner.data.building.spec import PrepareSpec, prepare_spec
 from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, RecipeError
@@ -139,6 +139,7 @@ def _data_dir(spec: PrepareSpec, options: LaunchOptions, console: Console) -> Pa
                 f"{options.prepared}: was not prepared by this recipe (key {data.key}, the recipe's is {wanted})",
                 hint="prepare it: tuner prepare-data RECIPE",
             )
+        check_to_use(spec, options.prepared, console)
         return options.prepared
     if options.no_prepare and find_prepared(spec) is None:
         raise DataError("the data is not prepared", hint="run tuner prepare-data first, or leave out --no-prepare")

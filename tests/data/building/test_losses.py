@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.data import tiny
 from tuner.data.building.cache import valid
 from tuner.data.building.losses import WHOLE, lengths_that_keep
-from tuner.data.building.prepare import PreparedInfo, check_prepared, prepare, prepare_to_use
+from tuner.data.building.prepare import PreparedInfo, check_prepared, check_to_use, prepare, prepare_to_use
 from tuner.data.building.report import report_lines
 from tuner.errors import DataError
 from tuner.runtime.console import Console
@@ -142,3 +142,29 @@ def test_a_cached_report_has_the_names_of_this_recipe(tmp_path: Path) -> None:
     assert sources(here) == [(here[0], 3), (here[1], 3)]
     assert sources(there) == [(there[0], 3), (there[1], 3)]
     assert sources(tmp_path / "there") == [(str(tmp_path / "there"), 6)]
+
+
+def test_a_directory_that_is_named_is_judged_like_one_that_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`train --prepared DIR` gets the warnings, and the refusal, that preparing it gave."""
+    info = prepared(tmp_path, 90, 10)
+    request = tiny.request(tmp_path / "cache", tmp_path / "rows.jsonl", max_length=64)
+    said: list[str] = []
+    monkeypatch.setattr(Console, "warn", lambda self, text: said.append(text))
+    check_to_use(request, info.path, Console())
+    assert tuple(said) == info.warnings != ()
+    with pytest.raises(DataError) as caught:
+        prepared(tmp_path, 40, 60)
+    lost = tmp_path / "cache" / "prepared"
+    (other,) = (path for path in lost.iterdir() if path.is_dir() and path != info.path)
+    with pytest.raises(DataError) as again:
+        check_to_use(request, other, Console())
+    assert again.value.message == caught.value.message
+
+
+def test_rows_that_are_all_bad_are_not_answered_with_leaving_them_out(tmp_path: Path) -> None:
+    path = tiny.write_rows(tmp_path / "rows.jsonl", [{"ask": "a", "reply": "b"}])
+    with pytest.raises(DataError, match="nothing to train on in 1 row") as caught:
+        prepare(tiny.request(tmp_path / "cache", path, on_bad_row="skip"))
+    assert "columns: {" in str(caught.value.hint) and "skip" not in str(caught.value.hint)

@@ -333,10 +333,18 @@ def _refuse_nothing(split: Split, documents: int) -> None:
     if split.first_bad is not None:
         listed += f"; the first: {split.first_bad.message}"
     rows = f"{counts.records:,} row{'' if counts.records == 1 else 's'}"
-    hint = None if split.first_bad is None else split.first_bad.hint
+    hint = None if split.first_bad is None else _without_skipping(split.first_bad.hint)
     if counts.dropped:
         hint = "a row needs an answer that method.train_on trains; method.kind: pretrain trains plain text"
     raise DataError(f"{names}: nothing to train on in {rows}: {listed}", hint=hint)
+
+
+def _without_skipping(hint: str | None) -> str | None:
+    """What to do about bad rows where leaving them out is what left nothing."""
+    return None if hint is None else hint.removesuffix(_FIX_OR_SKIP).removesuffix("; or ") or "fix the rows"
+
+
+_FIX_OR_SKIP = "fix the row, or write data.on_bad_row: skip to leave such rows out"
 
 
 def bad_record_error(name: str, bad: BadRecord, lines: int, has_template: bool) -> DataError:
@@ -345,7 +353,7 @@ def bad_record_error(name: str, bad: BadRecord, lines: int, has_template: bool) 
     `has_template` says whether the model's tokenizer has a chat template, for which rows may have other columns.
     """
     where = f"{bad.where}: " if bad.where else ""
-    hint = "fix the row, or write data.on_bad_row: skip to leave such rows out"
+    hint = _FIX_OR_SKIP
     line = bad.chat_hint if has_template else bad.hint
     if line is not None and line.startswith(("columns:", "format:")):
         yours = ", with the row's own keys as YOURS" if line == COLUMNS_FORM else ""

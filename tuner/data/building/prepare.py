@@ -75,6 +75,16 @@ def prepare_to_use(spec: PrepareSpec, console: "Console") -> Path:
     return info.path
 
 
+def check_to_use(spec: PrepareSpec, directory: Path, console: "Console") -> None:
+    """Say the warnings of a directory that was prepared for `spec`, wherever it lies.
+
+    Raises DataError where most documents of a split are lost to their length though the recipe does not say so.
+    """
+    manifest = valid(directory, "prepared")
+    for warning in () if manifest is None else _warnings(spec, manifest["report"], directory):
+        console.warn(warning)
+
+
 def find_prepared(spec: PrepareSpec) -> Path | None:
     """Return the prepared directory for `spec` where it exists already; builds nothing."""
     final = prepared_path(spec)
