@@ -63,7 +63,7 @@ COMMANDS = [
     ["config", "show", "--plot-schedule", "tiny_pretrain_cpu"],
     ["config", "show", "--plot-schedule", "tiny_pretrain_cpu", "--train.duration", "50 steps"],
     ["config", "schema"],
-    ["config", "check", "tiny_pretrain_cpu", "--optimizer.lrr", "1"],
+    ["config", "show", "tiny_pretrain_cpu", "--optimizer.lrr", "1"],
     ["recipes", "list"],
     ["init", "--help"],
     ["train", "--help"],
