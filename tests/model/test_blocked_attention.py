@@ -1,4 +1,4 @@
-"""Blocks of documents give plain masked attention, in value and gradients; the GPU's kernel gets the same documents."""
+"""Blocks of documents give plain masked attention, in value and gradients."""
 
 from typing import Any
 
@@ -85,29 +85,6 @@ def test_one_operation_for_any_documents_under_compile() -> None:
             found.sum().backward()
             torch.testing.assert_close(found[0], 2 * plain(*leaves, lengths, 0, 8**-0.5), rtol=0, atol=1e-12)
     assert counter.frame_count <= 2
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-def test_the_gpus_kernel_gets_documents_window_and_scale(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both signatures of torch's kernel, computed here by plain attention."""
-    lengths, calls = (5, 40, 1), []
-
-    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *bounds: Any, **options: Any) -> torch.Tensor:
-        calls.append((bounds, options))
-        assert options.pop("enable_gqa", False) is grouped
-        assert grouped or q.shape[1] == k.shape[1]
-        window = options["window_size"][0] + 1
-        return plain(*(t.transpose(0, 1) for t in (q, k, v)), lengths, window, options["scale"])
-
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "_VARLEN_GROUPS", grouped)
-    leaves, documents = inputs(lengths), Documents.of(lengths, CPU)
-    for window in (None, 8):
-        found = attention._varlen(*leaves, documents, window, 0.3)
-        torch.testing.assert_close(found, plain(*leaves, lengths, window or 0, 0.3), rtol=0, atol=1e-12)
-    (q_bounds, k_bounds, *longest), options = calls[-1]
-    assert q_bounds.tolist() == k_bounds.tolist() == [0, 5, 45, 46]
-    assert longest == [40, 40] and options["window_size"] == (7, 0)
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (4, 1), (2, 2)])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.model.cuda_branch import config_of
 from tests.model.tiny import tiny_config
 from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe
@@ -75,6 +76,24 @@ def test_answers_to_samples_are_counted_at_their_longest(tmp_path: Path) -> None
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * head * 4
     assert evaluations[1].total - evaluations[0].total > 16 * 127 * token * 0.8
     assert few.peak_of("backward") == many.peak_of("backward")
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "said"),
+    [
+        ("deepseek", "bf16", "flash attention 2"),
+        ("narrow", "bf16", "flash attention 2"),
+        ("gemma2", "bf16", "our Triton kernel: scores have a soft cap"),
+        ("gemma3", "fp32", "our Triton kernel: heads are float32"),
+    ],
+)
+def test_every_kind_of_heads_is_predicted_on_a_gpu(kind: str, precision: str, said: str, tmp_path: Path) -> None:
+    """Values narrower than keys, widths that are no multiple of 8, capped scores and float32."""
+    config_of(kind).save_pretrained(tmp_path / "model")
+    recipe = wish(tmp_path, model={"name_or_path": str(tmp_path / "model")}, train={"precision": precision})
+    found = predicted(recipe, "h100-80g", 80 << 30)
+    assert found.verdict == "fits"
+    assert f"attention is computed by {said}" in found.assumptions
 
 
 def test_rows_of_added_tokens_are_counted(tmp_path: Path) -> None:

@@ -5,17 +5,16 @@ A microbatch is one flat sequence of T tokens made of whole documents. Where the
 Without the argument the function is plain causal attention (decoding with a cache).
 """
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
 
+from tuner.model import cuda_attention
 from tuner.model.blocked_attention import attend_documents, band, plan_blocks
 from tuner.model.documents import Documents, GrowingDocuments
 from tuner.model.native.attention import document_bounds, native_attention
@@ -28,10 +27,6 @@ NATIVE = "tuner_native"
 """The same with our compiled kernel where it serves: on the CPU, without a soft bound."""
 # Keyword arguments of other attention functions that change the result. Ignoring one would be silently wrong.
 _CHANGES_RESULT = {"s_aux": "attention sinks (s_aux)", "position_bias": "a position bias", "cache": "cache"}
-_VARLEN_HEAD_DIM = 256
-"""The widest head that the GPU's kernel takes."""
-_VARLEN_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether it takes fewer key heads than query heads: not in torch 2.11."""
 
 
 class Unsupported(ValueError):
@@ -97,17 +92,16 @@ def compiled_attention(*given: Any, **options: Any) -> tuple[torch.Tensor, None]
 
 
 def _packed(tensors: tuple[torch.Tensor, ...], documents: Documents, asked: _Asked, native: bool) -> torch.Tensor:
-    """Query, key and value ``[heads, T, d]`` to ``[T, heads, d]``: by the compiled or the GPU's kernel, else blocks."""
+    """Query, key and value ``[heads, T, d]`` to ``[T, heads, d]``: by what the device has for it."""
     query, key, value = tensors
     scale = query.shape[-1] ** -0.5 if asked.scaling is None else asked.scaling
-    on_gpu = target(query) == "cuda" and query.dtype in (torch.bfloat16, torch.float16)
-    output: torch.Tensor
-    if native and not (query.is_cuda or asked.cap or any(tensor.dtype not in TYPES for tensor in tensors)):
-        output = native_attention(query, key, value, documents.host, asked.window or 0, scale)[0]
-    elif on_gpu and query.shape[-1] <= _VARLEN_HEAD_DIM and not asked.cap:
-        output = _varlen(query, key, value, documents, asked.window, scale)
+    window, output = asked.window or 0, query
+    if target(query) == "cuda":
+        output = cuda_attention.attend(query, key, value, documents, window, scale, asked.cap)
+    elif native and not asked.cap and all(tensor.dtype in TYPES for tensor in tensors):
+        output = native_attention(query, key, value, documents.host, window, scale)[0]
     else:
-        output = attend_documents(query, key, value, documents.host, asked.window or 0, scale, asked.cap)
+        output = attend_documents(query, key, value, documents.host, window, scale, asked.cap)
     return output
 
 
@@ -117,27 +111,6 @@ def _as_computed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
-
-
-def _varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: Documents,
-    window: int | None,
-    scale: float,
-) -> torch.Tensor:
-    """Torch's variable-length kernel (flash attention) on ``[heads, T, d]``; result ``[T, heads, d]``."""
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
-    groups = query.shape[0] // key.shape[0]
-    if groups > 1 and _VARLEN_GROUPS:
-        options["enable_gqa"] = True
-    elif groups > 1:
-        key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
-    bounds, longest = documents.device, documents.longest
-    q, k, v = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-    output: torch.Tensor = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)  # type: ignore[assignment]
-    return output
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

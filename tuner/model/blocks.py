@@ -27,7 +27,9 @@ BACKEND = "inductor"
 Level = Literal["selective", "full"]
 _KEPT = {
     "tuner::attend_documents",
+    "tuner::flash_attention",
     "tuner::native_attention",
+    "tuner::triton_attention",
     "torch_attn::_varlen_attn",
     "aten::mm",
     "aten::addmm",

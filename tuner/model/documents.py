@@ -33,20 +33,23 @@ class Documents:
     """int32 [documents + 1] on the CPU: 0, the end of each document, the last of them T."""
     device: torch.Tensor
     """The same on the device of the tokens, for kernels that take it (`cu_seqlens`)."""
-    longest: int
-    """No document has more tokens."""
+    longest: torch.Tensor
+    """int32 [1] on the CPU: the tokens of the longest. A tensor, for compiled layers would be made for a number."""
+    bound: int
+    """No document of any microbatch has more tokens: what compiled layers may take for a constant."""
 
     @staticmethod
-    def of(lengths: Sequence[int], device: torch.device, longest: int | None = None) -> "Documents":
+    def of(lengths: Sequence[int], device: torch.device, bound: int | None = None) -> "Documents":
         """The documents of these lengths, in order; one copy to the device that nothing waits for.
 
-        ``longest`` is a bound that holds for other microbatches too, where compiled layers must not see it change.
+        Without a ``bound`` there is that of these documents alone.
         """
         host = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         on_device = to_device(host, device)
         for bounds in (host, on_device):  # a compiled block is the same one for any number of documents
             mark_dynamic(bounds, 0)
-        return Documents(host, on_device, max(lengths) if longest is None else longest)
+        longest = max(lengths)
+        return Documents(host, on_device, torch.tensor([longest], dtype=torch.int32), bound or longest)
 
 
 @dataclass(frozen=True)

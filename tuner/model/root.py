@@ -114,12 +114,12 @@ class CausalLM(nn.Module):
     def _hidden(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, document_lengths: tuple[int, ...]
     ) -> torch.Tensor:
-        n_tokens, longest = input_ids.shape[0], None
+        n_tokens, bound = input_ids.shape[0], None
         if self.padding is not None and self.training:
             input_ids, position_ids, document_lengths = self.padding.fill(input_ids, position_ids, document_lengths)
-            longest = self.padding.longest
+            bound = self.padding.longest
         self._rotation.expect(document_lengths, document_lengths)
-        where = self._where(position_ids, Documents.of(document_lengths, input_ids.device, longest))
+        where = self._where(position_ids, Documents.of(document_lengths, input_ids.device, bound))
         output = decoder_of(self.model)(input_ids=input_ids[None], use_cache=False, **where)
         hidden: torch.Tensor = output.last_hidden_state[0, :n_tokens]
         return hidden

@@ -14,7 +14,7 @@ from typing import Literal
 
 from tuner.config.numbers import parse_bytes
 from tuner.errors import RecipeError
-from tuner.runtime.device import DeviceFacts, device_facts
+from tuner.runtime.device import AMPERE, DeviceFacts, device_facts
 
 MIB = 1 << 20
 
@@ -28,31 +28,36 @@ class Device:
     memory_bytes: int
     flops: float | None
     shown: str
+    generation: int = 0
+    """As in the facts of a device that is here."""
 
     def facts(self, threads: int = 1) -> DeviceFacts:
         """The device as a resolved recipe sees one that is here, all its memory free."""
-        return DeviceFacts(self.kind, self.shown, self.memory_bytes, self.memory_bytes, True, threads)
+        bf16_fast = self.kind == "cpu" or self.generation >= AMPERE
+        return DeviceFacts(
+            self.kind, self.shown, self.memory_bytes, self.memory_bytes, bf16_fast, threads, self.generation
+        )
 
 
-def _card(name: str, mebibytes: int, teraflops: float, shown: str) -> Device:
-    return Device(name, "cuda", mebibytes * MIB, teraflops * 1e12, f"NVIDIA {shown}")
+def _card(name: str, mebibytes: int, teraflops: float, shown: str, generation: int) -> Device:
+    return Device(name, "cuda", mebibytes * MIB, teraflops * 1e12, f"NVIDIA {shown}", generation)
 
 
 DEVICES = {
     device.name: device
     for device in (
-        _card("b200-180g", 183_359, 2250.0, "B200"),
-        _card("h200-141g", 143_771, 989.4, "H200"),
-        _card("h100-80g", 81_559, 989.4, "H100 SXM"),
-        _card("h100-pcie-80g", 81_559, 756.0, "H100 PCIe"),
-        _card("a100-80g", 81_920, 312.0, "A100 80GB"),
-        _card("a100-40g", 40_960, 312.0, "A100 40GB"),
-        _card("l40s-48g", 46_068, 362.0, "L40S"),
-        _card("a10-24g", 23_028, 125.0, "A10"),
-        _card("l4-24g", 23_034, 121.0, "L4"),
-        _card("rtx5090-32g", 32_607, 209.5, "GeForce RTX 5090"),
-        _card("rtx4090-24g", 24_564, 165.2, "GeForce RTX 4090"),
-        _card("rtx3090-24g", 24_576, 71.0, "GeForce RTX 3090"),
+        _card("b200-180g", 183_359, 2250.0, "B200", 10),
+        _card("h200-141g", 143_771, 989.4, "H200", 9),
+        _card("h100-80g", 81_559, 989.4, "H100 SXM", 9),
+        _card("h100-pcie-80g", 81_559, 756.0, "H100 PCIe", 9),
+        _card("a100-80g", 81_920, 312.0, "A100 80GB", 8),
+        _card("a100-40g", 40_960, 312.0, "A100 40GB", 8),
+        _card("l40s-48g", 46_068, 362.0, "L40S", 8),
+        _card("a10-24g", 23_028, 125.0, "A10", 8),
+        _card("l4-24g", 23_034, 121.0, "L4", 8),
+        _card("rtx5090-32g", 32_607, 209.5, "GeForce RTX 5090", 12),
+        _card("rtx4090-24g", 24_564, 165.2, "GeForce RTX 4090", 8),
+        _card("rtx3090-24g", 24_576, 71.0, "GeForce RTX 3090", 8),
     )
 }
 """By the name that ``--device`` takes."""
@@ -61,7 +66,7 @@ DEVICES = {
 def present_device(kind: Literal["auto", "cuda", "cpu"]) -> Device:
     """The device that is here, with what is free of its memory; its rate, where the table has it."""
     facts = device_facts(kind)
-    return Device(facts.kind, facts.kind, facts.free_bytes, data_sheet_rate(facts.name), facts.name)
+    return Device(facts.kind, facts.kind, facts.free_bytes, data_sheet_rate(facts.name), facts.name, facts.generation)
 
 
 def data_sheet_rate(name: str) -> float | None:

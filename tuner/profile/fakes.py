@@ -17,7 +17,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from tuner.runtime.device import traced_for
+from tuner.model import triton_attention
+from tuner.runtime.device import HOPPER, traced_for
 
 
 def give_storage(root: nn.Module, device: torch.device) -> None:
@@ -71,14 +72,15 @@ class Properties:
 
 
 @contextmanager
-def cuda_stand_in() -> Iterator[None]:
-    """Within, kernels are chosen as on CUDA, and no Triton kernel runs."""
+def cuda_stand_in(*, generation: int = HOPPER) -> Iterator[None]:
+    """Within, kernels are chosen as on such a CUDA device, and no Triton kernel runs."""
     answers: dict[str, Any] = {
         "get_device_capability": lambda device=None: (Properties.major, Properties.minor),
         "get_device_properties": lambda device=None: Properties,
     }
     with ExitStack() as stack:
-        stack.enter_context(traced_for("cuda"))
+        stack.enter_context(traced_for("cuda", generation=generation))
+        stack.enter_context(patch.object(triton_attention, "launch", lambda *args, **kwargs: None))
         for name, answer in answers.items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
         stack.enter_context(_no_kernels())
@@ -100,9 +102,12 @@ def unchanged_modules(root: nn.Module) -> Iterator[None]:
 @contextmanager
 def _no_kernels() -> Iterator[None]:
     try:
+        from triton.runtime.autotuner import Autotuner
         from triton.runtime.jit import JITFunction
     except ImportError:
         yield
         return
-    with patch.object(JITFunction, "run", lambda *args, **kwargs: None):
+    with ExitStack() as stack:
+        for kind in (JITFunction, Autotuner):  # the latter times kernels before it runs one
+            stack.enter_context(patch.object(kind, "run", lambda *args, **kwargs: None))
         yield

@@ -150,7 +150,7 @@ def predicted_peak(assembly: Assembly) -> dict[Part, int]:
     from tuner.profile.predict import Target, predict
 
     facts = assembly.resolved.facts
-    here = Device("here", facts.kind, facts.free_bytes, None, facts.name)
+    here = Device("here", facts.kind, facts.free_bytes, None, facts.name, facts.generation)
     target = Target(here, assembly.rank_info, facts.free_bytes)
     return predict(assembly.resolved.recipe, target).memory.counted_peak()
 

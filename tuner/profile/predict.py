@@ -82,6 +82,8 @@ def resolved_for(recipe: Recipe, target: Target) -> tuple[Resolved, tuple[str, .
     if new_ids:
         resolved = resolve(there, max_length, rank_info, new_ids, facts)
     assumptions = [*assumed]
+    if (attention := resolved.reasons.get("attention")) is not None:
+        assumptions.append(f"attention is computed by {attention}")
     if wants_compiled(recipe, target.device):
         assumptions.append("compiled layers are assumed to keep as much as liger's kernels do")
     if kind == "cuda" and not has_liger(resolved.config.model_type):

@@ -200,6 +200,8 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info:
     )
     micro, row = recipe.train.micro_batch_size, "packed row" if recipe.data.packing else "row"
     accumulated = -(-plan.global_batch_size // (micro * mesh_of(recipe, rank_info).data_size))
+    if "attention" in resolved.reasons:
+        console.say("attention", resolved.reasons["attention"])
     console.say(
         "plan",
         f"{plan.derivation(recipe.train.duration, row)} · micro-batch {micro} x {accumulated} x {processes} · "

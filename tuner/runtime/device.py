@@ -27,6 +27,9 @@ ROUNDS, MOST_ROUNDS, MEASURED_S = 4, 40, 0.25
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _traced: str | None = None
 """Process-wide, and no context variable: compiled layers read it."""
+_traced_generation = 0
+AMPERE, HOPPER = 8, 9
+"""Generations of CUDA devices; the former is the first whose arithmetic units take bf16."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class DeviceFacts:
     free_bytes: int
     bf16_fast: bool
     threads: int
+    generation: int = 0
+    """The first number of CUDA's compute capability, such as 8 for Ampere and Ada, 9 for Hopper; 0 on a CPU."""
 
 
 def device_facts(kind: Literal["auto", "cuda", "cpu"], index: int = 0) -> DeviceFacts:
@@ -59,7 +64,8 @@ def device_facts(kind: Literal["auto", "cuda", "cpu"], index: int = 0) -> Device
         raise MachineError(f"local rank {index} has no CUDA device: there are {torch.cuda.device_count()}")
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
-    return DeviceFacts("cuda", properties.name, total, free, properties.major >= 8, torch.get_num_threads())
+    major, threads = properties.major, torch.get_num_threads()
+    return DeviceFacts("cuda", properties.name, total, free, major >= AMPERE, threads, major)
 
 
 def _processor() -> tuple[str, frozenset[str]]:
@@ -150,12 +156,29 @@ def target(tensor: torch.Tensor) -> str:
     return _traced or tensor.device.type
 
 
+def generation(index: int | None) -> int:
+    """The first number of the compute capability of CUDA device ``index``, or of the one that is traced for."""
+    import torch
+
+    if _traced:
+        return _traced_generation
+    return torch.cuda.get_device_capability(index)[0] if torch.cuda.is_available() else 0
+
+
+def is_traced() -> bool:
+    """Whether tensors stand for ones on a device that need not be here."""
+    return _traced is not None
+
+
 @contextmanager
-def traced_for(kind: str) -> Iterator[None]:
-    """Within, every tensor counts as one on this kind of device, which need not be here: for fake tensors alone."""
-    global _traced  # noqa: PLW0603
-    before, _traced = _traced, kind
+def traced_for(kind: str, *, generation: int = HOPPER) -> Iterator[None]:
+    """Within, every tensor counts as one on this kind and generation of device, which need not be here.
+
+    For fake tensors, and for tests whose kernels are stand-ins.
+    """
+    global _traced, _traced_generation  # noqa: PLW0603
+    before, (_traced, _traced_generation) = (_traced, _traced_generation), (kind, generation)
     try:
         yield
     finally:
-        _traced = before
+        _traced, _traced_generation = before

@@ -125,6 +125,14 @@ def operation(name: str) -> Any:
     return private_attribute(torch.ops.aten, name, _PREDICTION).default
 
 
+def varlen_backward() -> Callable[..., Any] | None:
+    """The backward pass of torch's flash attention over documents; without the name its own autograd differentiates."""
+    import torch.nn.attention.varlen
+
+    found: Callable[..., Any] | None = getattr(torch.ops.torch_attn, "_varlen_attn_backward", None)
+    return found
+
+
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     """Tell the compiler that a side changes from step to step; without the name it finds out and compiles once more."""
     if mark := getattr(sys.modules.get("torch._dynamo"), "maybe_mark_dynamic", None):

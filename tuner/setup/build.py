@@ -16,6 +16,7 @@ from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
 from tuner.errors import RecipeError
 from tuner.model.build import build_model, meta_model
+from tuner.model.cuda_attention import use_flash_version
 from tuner.model.documents import Padding
 from tuner.model.flops import training_flops
 from tuner.model.freeze import frozen_hash
@@ -124,6 +125,8 @@ def assemble_model(resolved: Resolved, rank_info: RankInfo, mesh: Mesh) -> tuple
     spec, device = assembly_spec(resolved), _device(resolved.facts, rank_info)
     if device.type == "cpu":
         keep_freed_memory(resolved.facts.free_bytes // 2)
+    else:
+        use_flash_version(resolved.config, device)
     if mesh.size == 1:
         inspect, to_device = partial(_inspect, resolved), lambda root: root.to(device)
         root = assemble(spec, _whole_model(resolved), inspect=inspect, give_values=to_device)

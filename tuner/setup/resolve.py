@@ -11,6 +11,7 @@ from tuner.config.optimizers import MuonOptimizer
 from tuner.config.recipe import Recipe
 from tuner.errors import MachineError, RecipeError
 from tuner.model.build import ModelSpec, generation_config, meta_model, model_config
+from tuner.model.cuda_attention import kernel_and_reason
 from tuner.model.kernels import has_liger
 from tuner.model.native.library import native_problem
 from tuner.runtime.device import DeviceFacts, compiler_problem, device_facts, host_memory
@@ -21,7 +22,10 @@ SMALL_MODEL_PARAMETERS = 500_000_000
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe without `auto`, the facts that decided, and the reason for each decision by key path."""
+    """A recipe without `auto`, the facts that decided, and the reason for each decision by key path.
+
+    On CUDA there is one more reason, that of the kernel of `attention`.
+    """
 
     recipe: Recipe
     facts: DeviceFacts
@@ -41,6 +45,7 @@ def resolve(
     ``new_ids`` are those that the tokenizer gave to the tokens that the recipe adds: the config has room for them. With
     ``facts`` it is resolved for a device that need not be here.
     """
+    is_here = facts is None
     facts = facts or device_facts(recipe.train.device, rank_info.local_rank)
     spec = model_spec(recipe, new_ids)
     config = model_config(spec)
@@ -65,6 +70,8 @@ def resolve(
     settle("train", "compile", *_compiled(recipe, facts))
     if recipe.model.kernels == "auto":
         settle("model", "kernels", *_kernels(config.model_type, facts))
+    if facts.kind == "cuda":
+        reasons["attention"] = kernel_and_reason(config, facts.generation, precision, is_here)
     settle("optimizer", "lr", *_default_lr(recipe, n_parameters))
     if isinstance(recipe.optimizer, MuonOptimizer):
         lr = values.get("optimizer", {}).get("lr", recipe.optimizer.lr)

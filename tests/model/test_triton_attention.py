@@ -1,0 +1,78 @@
+"""The Triton kernels give plain attention and its gradients, in Triton's interpreter without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Heads of queries and of keys, channels of keys and of values, documents, window, cap. Documents end inside a block and
+# at its end; windows are shorter than a block, as long as one, and longer than a document.
+CASES = [
+    (4, 2, 8, 6, (5, 40, 1, 23), 0, 0.0),
+    (3, 1, 24, 24, (5, 130, 1), 8, 3.0),
+    (2, 2, 16, 40, (64, 64, 3), 64, 5.0),
+    (2, 1, 80, 16, (70, 20), 40, 0.0),
+]
+COMPARE = """
+import json, sys, torch
+from tuner.model.blocked_attention import attend_documents
+from tuner.model.documents import Documents
+from tuner.model.triton_attention import triton_attention
+device, names, cases = sys.argv[1], sys.argv[2].split(","), json.loads(sys.argv[3])
+torch.set_num_threads(1)
+found = {}
+for name in names:
+    dtype = getattr(torch, name)
+    for heads, keys, width, value_width, lengths, window, cap in cases:
+        generator, tokens = torch.Generator().manual_seed(0), sum(lengths)
+        shapes = ((heads, width), (keys, width), (keys, value_width))
+        made = [torch.randn(tokens, *shape, generator=generator).to(device, dtype) for shape in shapes]
+        leaves = [one.transpose(0, 1).requires_grad_() for one in made]
+        exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+        documents = Documents.of(lengths, torch.device(device))
+        output, _ = triton_attention(*leaves, documents.device, documents.longest, window, 0.7, cap)
+        expected = attend_documents(*exact, documents.host, window, 0.7, cap)
+        upstream = torch.randn(output.shape, generator=generator).to(device, dtype)
+        pairs = [(output, expected)]
+        pairs += zip(
+            torch.autograd.grad(output, leaves, upstream),
+            torch.autograd.grad(expected, exact, upstream.double()),
+            strict=True,
+        )
+        far = [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
+        found[f"{name} {lengths} {window} {cap}"] = max(far)
+print(json.dumps(found))
+"""
+
+
+def differences(device: str, types: str, **env: str) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPARE, device, types, json.dumps(CASES)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_the_kernels_equal_the_blocks_in_the_interpreter() -> None:
+    """In fp16 for what is 16 bits wide: the interpreter has no products of bf16."""
+    pytest.importorskip("triton")
+    found = differences("cpu", "float32,float16", TRITON_INTERPRET="1")
+    assert len(found) == 2 * len(CASES)
+    for case, far in found.items():
+        assert far < (2e-6 if case.startswith("float32") else 2e-3), found
+
+
+@pytest.mark.gpu
+def test_the_kernels_equal_the_blocks_on_a_gpu() -> None:
+    found = differences("cuda", "float32,float16,bfloat16")
+    for case, far in found.items():
+        assert far < (2e-6 if case.startswith("float32") else 2e-2), found

@@ -1,0 +1,102 @@
+"""Attention inside documents on CUDA where flash attention does not serve: one opaque operation over Triton kernels.
+
+That is for scores with a soft cap, heads wider than 256, and float32. Where documents lie, and how long the longest
+is, are data to the operation: nothing waits for the device, and one compiled layer serves every packing.
+"""
+
+from typing import Any
+
+import torch
+
+WIDEST = {torch.bfloat16: 512, torch.float16: 512, torch.float32: 256}
+"""The widest head of each type that the kernels take: blocks of it fit the shared memory of every GPU since sm_80."""
+
+
+def launch(name: str, tensors: dict[str, torch.Tensor], longest: torch.Tensor, **numbers: Any) -> None:
+    """Run one of the launching functions of the kernels, which need Triton: predictions do without."""
+    from tuner.model import triton_kernels
+
+    getattr(triton_kernels, name)(tensors, int(longest), **numbers)
+
+
+def _dense(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
+
+
+@torch.library.custom_op("tuner::triton_attention", mutates_args=())
+def triton_attention(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: torch.Tensor,
+    window: int,
+    scale: float,
+    cap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention ``[T, heads, d_value]`` of query ``[heads, T, d]`` to key ``[kv_heads, T, d]`` and value.
+
+    All are of one type of :data:`WIDEST`. ``bounds`` int32 ``[documents + 1]`` lies on their device, ``longest`` int32
+    ``[1]`` on the CPU: no document has more tokens. A query sees ``window`` tokens, all before it for 0. A ``cap``
+    above 0 bends scores s to cap·tanh(s/cap). The second result, float32 ``[heads, T]``, is for the backward pass:
+    the binary logarithm of the normaliser.
+    """
+    query, key, value = _dense(query, key, value)
+    output, normaliser = _results(query, key, value)
+    tensors = {"query": query, "key": key, "value": value, "bounds": bounds}
+    tensors |= {"output": output, "normaliser": normaliser}
+    launch("launch_forward", tensors, longest, WINDOW=window, SCALE=scale, CAP=cap)
+    return output, normaliser
+
+
+@triton_attention.register_fake
+def _results(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    heads, n_tokens, _ = query.shape
+    return value.new_empty(n_tokens, heads, value.shape[2]), query.new_empty(heads, n_tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op("tuner::triton_attention_backward", mutates_args=())
+def _backward(  # noqa: PLR0913, PLR0917
+    upstream: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    normaliser: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: torch.Tensor,
+    window: int,
+    scale: float,
+    cap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value; tokens are their outer dimension in memory, as projections want them."""
+    query, key, value = _dense(query, key, value)
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _gradients(upstream, query, key, value)
+    tensors = {"query": query, "key": key, "value": value, "bounds": bounds, "output": output.contiguous()}
+    tensors |= {"normaliser": normaliser, "upstream": upstream.to(value.dtype).contiguous()}
+    tensors |= dict(zip(("grad_query", "grad_key", "grad_value"), grads, strict=True))
+    launch("launch_backward", tensors, longest, WINDOW=window, SCALE=scale, CAP=cap)
+    return grads
+
+
+@_backward.register_fake
+def _gradients(
+    upstream: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grads = [tensor.new_empty(query.shape[1], len(tensor), tensor.shape[2]) for tensor in (query, key, value)]
+    return grads[0].transpose(0, 1), grads[1].transpose(0, 1), grads[2].transpose(0, 1)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, bounds, longest, ctx.window, ctx.scale, ctx.cap = inputs
+    ctx.save_for_backward(query, key, value, *output, bounds, longest)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return *_backward(upstream, *ctx.saved_tensors, ctx.window, ctx.scale, ctx.cap), None, None, None, None, None
+
+
+triton_attention.register_autograd(_differentiate, setup_context=_remember)
