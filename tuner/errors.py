@@ -148,10 +148,33 @@ MACHINE_ERRORS = frozenset(
 )
 
 
+# Near a full card the first allocation that fails is often not one of torch's allocator, which has a class for it, but
+# one of a library that torch calls: each has words of its own, in a bare RuntimeError or a child of it.
+_NO_MEMORY = re.compile(
+    "|".join(
+        (
+            r"can't allocate memory|not enough memory: you tried to allocate",  # torch, of the host's
+            r"CUDA out of memory|CUDA(?: driver)? error: out of memory",
+            r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation",
+            r"CU(?:BLAS|SOLVER|SPARSE|DNN)_STATUS_\w*ALLOC(?:ATION)?_FAILED|CUFFT_ALLOC_FAILED",
+            r"Triton Error \[CUDA\]: out of memory",
+            r"Failed to CUDA (?:host )?\w*alloc|Cuda failure (?:\d+ )?'out of memory'",  # NCCL
+        )
+    )
+)
+_NO_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception is a failed allocation: Python's, or one of torch on any device."""
+    """Whether an exception is a failed allocation: Python's, torch's on any device, or one of a library it calls."""
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    return named or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
+
+
+def memory_line(error: BaseException) -> str:
+    """The line in which a failed allocation says so, as a person reads it; libraries bury it among others."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next(filter(_NO_MEMORY.search, lines), lines[0] if lines else type(error).__name__)
 
 
 def as_tuner_error(error: BaseException) -> TunerError:
@@ -163,7 +186,12 @@ def as_tuner_error(error: BaseException) -> TunerError:
     kind, first = type(error).__name__, (str(error).strip().splitlines() or [""])[0]
     if is_out_of_memory(error):
         hint = "lower train.micro_batch_size or data.max_length"
-        return MemoryLimitError(f"out of memory: {first or kind}", hint=hint)
+        return MemoryLimitError(f"out of memory: {memory_line(error)}", hint=hint)
+    if isinstance(error, RuntimeError) and (found := _NO_DETERMINISTIC.search(str(error))):
+        return MachineError(
+            f"train.deterministic: {found[1]} has no deterministic kernel on this device",
+            hint="write train.deterministic: false, or train on the CPU",
+        )
     if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
         return MachineError(f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror))
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("tuner"):

@@ -11,7 +11,7 @@ import torch
 from tests.checkpoint.states import equal, full_state
 from tuner.checkpoint.load import content_sha256, open_checkpoint, read_tensors
 from tuner.checkpoint.save import CheckpointDir, save
-from tuner.checkpoint.staging import Staging
+from tuner.checkpoint.staging import Staging, forget_cuda_error
 from tuner.errors import MachineError
 
 
@@ -65,10 +65,21 @@ def test_a_device_copies_beside_its_work_and_changes_nothing_before() -> None:
         for number, tensor in enumerate(state.values()):
             tensor.fill_(number)
         staged = staging.stage(state)
-        staged.fence()
+        torch.cuda.current_stream().wait_event(staged.copied)
         for tensor in state.values():
             tensor.zero_()
         staged.wait()
         assert all(bool((staged.tensors[f"model/{number}"] == number).all()) for number in range(8))
         assert staged.tensors["model/0"].is_pinned()
     staging.release()
+
+
+@pytest.mark.gpu
+def test_a_refused_call_leaves_no_error_for_the_next_kernel() -> None:
+    block, device = torch.empty(1 << 20, dtype=torch.uint8), torch.device("cuda", 0)
+    cudart: Any = torch.cuda.cudart()
+    assert int(cudart.cudaHostRegister(block.data_ptr(), block.numel(), 1)) == 0
+    assert int(cudart.cudaHostRegister(block.data_ptr(), block.numel(), 1)) != 0, "it is registered already"
+    forget_cuda_error(device)
+    assert torch.zeros(8, device=device).add_(1).sum().item() == 8
+    cudart.cudaHostUnregister(block.data_ptr())

@@ -16,7 +16,7 @@ from tuner.model.blocks import apply_recompute, compile_blocks
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.documents import Padding
 from tuner.model.root import CausalLM
-from tuner.runtime.device import compiler_problem
+from tuner.runtime.device import compiler_problem, triton_problem
 
 # Both come from the tracer itself, for the user's own sake.
 pytestmark = [
@@ -127,9 +127,21 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     compiler.touch()
     os.chmod(compiler, 0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": str(tmp_path)})
     assert compiler_problem("cpu") == "Python's headers are not installed (Python.h)"
+    assert compiler_problem("cuda") == "Python's headers are not installed (Python.h)"
+    assert triton_problem() == "Python's headers are not installed (Python.h)"
     (tmp_path / "Python.h").touch()
     assert compiler_problem("cpu") is None
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert triton_problem() == compiler_problem("cuda") == "there is no C compiler (no-such-compiler)"
+    assert compiler_problem("cpu") is None, "which takes the C++ compiler alone"
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert triton_problem() == "there is no C compiler (gcc, clang)"
+    compiler.rename(tmp_path / "clang")
+    assert triton_problem() is None
+    monkeypatch.setenv("CXX", str(tmp_path / "clang"))
+    assert compiler_problem("cuda") is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert compiler_problem("cuda") == "triton is not installed"
+    assert triton_problem() == compiler_problem("cuda") == "triton is not installed"

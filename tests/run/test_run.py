@@ -283,18 +283,20 @@ def test_a_mock_batch_that_does_not_fit_ends_the_launch_before_the_first_step(
 
 
 def test_deterministic_kernels_are_asked_for_and_let_go(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
+    from torch.utils import deterministic
+
+    seen: list[tuple[bool, Any]] = []
     real = GlobalBatches.step
 
     def look(self: GlobalBatches, i: int) -> Any:
-        seen.append(torch.are_deterministic_algorithms_enabled())
+        seen.append((torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory))
         return real(self, i)
 
     monkeypatch.setattr(GlobalBatches, "step", look)
     launch(workplace, train__deterministic="true", train__stop_after="2 steps")
-    assert seen
-    assert all(seen)
+    assert set(seen) == {(True, False)}, "no tensor is filled before it is written to"
     assert not torch.are_deterministic_algorithms_enabled()
+    assert deterministic.fill_uninitialized_memory
 
 
 def nan_at(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.fixtures import trainings
 from tests.fixtures.trainings import launch
 from tuner.errors import MachineError, RecipeError, VerificationError
 from tuner.run import main as run_module
+from tuner.run import verify
 from tuner.run.options import LaunchOptions
 from tuner.run.state import LaunchContext
 from tuner.run.verify import ResumeProof, verify_resume
@@ -86,3 +88,34 @@ def test_what_cannot_be_compared_is_refused(finished: Path, monkeypatch: pytest.
         monkeypatch.setenv(name, value)
     with pytest.raises(RecipeError, match="starts its processes itself"):
         proof(finished, 1)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_on_cuda_the_steps_are_compared_with_deterministic_kernels(
+    device: str, finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real_source, real_launch, asked = verify.resume_source, verify.launch, []
+
+    def placed(loaded: Any, where: str) -> Any:
+        train = loaded.recipe.train.model_copy(update={"device": where})
+        return replace(loaded, recipe=loaded.recipe.model_copy(update={"train": train}))
+
+    def here(loaded: Any, options: LaunchOptions, own_process: bool) -> Any:
+        asked.append(loaded.recipe.train.deterministic)
+        return real_launch(placed(loaded, "cpu"), options, own_process)
+
+    monkeypatch.setattr(verify, "resume_source", lambda run: placed(real_source(run), device))
+    monkeypatch.setattr(verify, "launch", here)
+    found = verify_resume(finished, 1, Console(), own_process=False)
+    assert asked == [device == "cuda"] * 3 and found.steps == 2
+    assert ("with train.deterministic: true" in capsys.readouterr().err) == (device == "cuda")
+    real = run_module.restore
+
+    def miscounts(context: LaunchContext, found: Any) -> None:
+        real(context, found)
+        context.progress.trained_tokens += 1
+
+    monkeypatch.setattr(run_module, "restore", miscounts)
+    with pytest.raises(VerificationError) as raised:
+        proof(finished, 1)
+    assert ("train.deterministic" in str(raised.value.hint)) == (device == "cpu"), "a hint names nothing that is set"

@@ -10,11 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.fixtures import forked
-from tuner.errors import MachineError
+from tests.fixtures.processes import run_ranks
+from tests.test_errors import NCCL, UNHANDLED
+from tuner.errors import ExitCode, LostRankError, MachineError
+from tuner.runtime import process
 from tuner.runtime.dist import RankInfo
-from tuner.runtime.process import any_rank, gloo_group, process_group
+from tuner.runtime.process import any_rank, device_index, gloo_group, process_group
 
 SCRIPT = """
 import os, sys
@@ -130,3 +135,68 @@ def test_a_rank_that_fails_or_is_silent_ends_the_others_wait(
         for process in processes:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize(
+    ("visible", "rank_info", "index"),
+    [
+        (8, RankInfo(11, 16, 3, 8), 3),
+        (1, RankInfo(11, 16, 3, 8), 0),  # --gpus-per-task=1, or --gpu-bind=single:1
+        (1, RankInfo(1, 2, 0, 1), 0),
+        (2, RankInfo(3, 4, 3, 4), 3),  # there is none: as an error, not as another process's
+        (0, RankInfo(1, 2, 1, 2), 1),
+    ],
+)
+def test_a_process_that_sees_one_device_of_its_own_takes_it(
+    visible: int, rank_info: RankInfo, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tuner.runtime.device import DeviceFacts
+    from tuner.setup.build import _device
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    assert device_index(rank_info) == index
+    assert _device(DeviceFacts("cuda", "a device", 1, 1, True, 1), rank_info) == torch.device("cuda", index)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("shared", [False, True])
+def test_two_processes_on_one_device_are_told_so(shared: bool, tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        class Properties:
+            uuid = "GPU-1" if shared else f"GPU-{rank}"
+
+        torch.cuda.get_device_properties = lambda device: Properties()  # type: ignore[assignment,return-value]
+        try:
+            process._require_own_devices(torch.device("cuda", 0), gloo_group(20.0))
+        except MachineError as error:
+            assert shared and error.message.startswith("ranks 0 and 1 have one CUDA device between them, on ")
+        else:
+            assert not shared
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (NCCL.format("remote process exited or there was a network error") + ", NCCL version 2.29.3\nncclRemoteError: "
+         "A call failed possibly due to a network error or a remote process exiting prematurely.\nLast error:\n"
+         "socketPoll: Connection reset by peer", "socketPoll: Connection reset by peer"),
+        ("NCCL communicator was aborted on rank 1.", "NCCL communicator was aborted on rank 1."),
+    ],
+)  # fmt: skip
+def test_nccl_s_errors_are_another_process_s_end(text: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "init_process_group", lambda **options: None)
+    monkeypatch.setattr(process, "_meet", lambda *args: None)
+    rank_info = RankInfo(1, 2, 1, 2)
+    with pytest.raises(LostRankError, match="rank 1 lost another") as raised, process_group(rank_info, "cpu", 1.0):
+        raise dist.DistBackendError(text)
+    assert raised.value.exit_code == ExitCode.ENVIRONMENT
+    assert raised.value.message.endswith(f"(NCCL: {said})")
+
+
+def test_nccl_without_memory_is_no_lost_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "init_process_group", lambda **options: None)
+    monkeypatch.setattr(process, "_meet", lambda *args: None)
+    with pytest.raises(dist.DistBackendError, match="calloc"), process_group(RankInfo(1, 2, 1, 2), "cpu", 1.0):
+        raise dist.DistBackendError(UNHANDLED + "Failed to CUDA calloc 8 bytes")

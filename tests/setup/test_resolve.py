@@ -13,6 +13,9 @@ from tuner.runtime.dist import RankInfo
 from tuner.setup.resolve import Resolved, resolve
 
 GIB = 2**30
+NO_CXX = "there is no C++ compiler (g++)"
+NO_CC = "there is no C compiler (gcc, clang)"
+NO_HEADERS = "Python's headers are not installed (Python.h)"
 
 
 @pytest.fixture
@@ -24,9 +27,12 @@ def model(tmp_path: Path) -> Path:
 def resolved_on(
     kind: Any, directory: Path, monkeypatch: pytest.MonkeyPatch, problem: str | None = None, **sections: dict[str, Any]
 ) -> Resolved:
+    """Resolved on a device, where there is a ``problem`` with the C++ compiler, or with more than that."""
     facts = DeviceFacts(kind, "a device", 8 * GIB, 8 * GIB, True, 1)
     monkeypatch.setattr("tuner.setup.resolve.device_facts", lambda *_: facts)
     monkeypatch.setattr("tuner.setup.resolve.compiler_problem", lambda kind: problem)
+    more = None if problem == NO_CXX else problem
+    monkeypatch.setattr("tuner.setup.resolve.triton_problem", lambda: more)
     monkeypatch.setattr("tuner.setup.resolve.has_liger", lambda kind: True)
     sections["train"] = {"device": "auto", **sections.get("train", {})}
     return resolve(recipe_for(directory, **sections), MAX_LENGTH, RankInfo())
@@ -37,7 +43,10 @@ def resolved_on(
     [
         ("cpu", None, {}, False, "native", "cpu"),
         ("cuda", None, {}, True, "liger", "cuda"),
-        ("cuda", "there is no C++ compiler (g++)", {}, False, "liger", "there is no C++ compiler (g++)"),
+        ("cuda", NO_CXX, {}, False, "liger", NO_CXX),
+        ("cuda", NO_CC, {}, False, "torch", NO_CC),
+        ("cuda", NO_HEADERS, {}, False, "torch", NO_HEADERS),
+        ("cuda", NO_HEADERS, {"model": {"kernels": "torch"}}, False, "torch", NO_HEADERS),
         ("cuda", None, {"data": {"packing": False}}, False, "liger", "rows of many lengths"),
         ("cuda", None, {"train": {"compile": False}}, False, "liger", None),
         ("cpu", None, {"train": {"compile": True}}, True, "native", None),
@@ -56,6 +65,26 @@ def test_layers_are_compiled_where_that_can_be(
     found = resolved_on(kind, model, monkeypatch, problem, **sections)
     assert (found.recipe.train.compile, found.recipe.model.kernels) == (compiled, kernels)
     assert found.reasons.get("train.compile") == why
+    if kernels == "torch" and "model" not in sections:
+        assert found.reasons["model.kernels"] == f"no liger: {problem}"
+
+
+@pytest.mark.parametrize("problem", [NO_CC, NO_HEADERS])
+def test_liger_that_was_asked_for_and_cannot_be_compiled_is_refused(
+    problem: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(MachineError) as caught:
+        resolved_on("cuda", model, monkeypatch, problem, model={"kernels": "liger"})
+    assert caught.value.message == f"model.kernels: liger: {problem}"
+    assert caught.value.hint == "apt install g++ python3-dev; pip install triton, or write kernels: torch"
+
+
+def test_what_this_machine_lacks_says_nothing_of_another(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuner.setup.resolve.triton_problem", lambda: NO_CC)
+    monkeypatch.setattr("tuner.setup.resolve.has_liger", lambda kind: True)
+    there = DeviceFacts("cuda", "another's device", 8 * GIB, 8 * GIB, True, 1)
+    recipe = recipe_for(model, train={"device": "auto", "compile": False})
+    assert resolve(recipe, MAX_LENGTH, RankInfo(), facts=there).recipe.model.kernels == "liger"
 
 
 def test_a_missing_compiler_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

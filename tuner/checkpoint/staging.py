@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -36,7 +38,8 @@ class Staged:
 class Staging:
     """One block of host memory that every save uses again; page-locked where the tensors are on a CUDA device.
 
-    A staged state is overwritten by the next one: write it first.
+    Where the system refuses to lock so much (WSL, small containers), the block stays as it is, with a warning: a copy
+    into it is right too, but training waits for it. A staged state is overwritten by the next one: write it first.
     """
 
     def __init__(self) -> None:
@@ -57,15 +60,14 @@ class Staging:
         self.release()
         try:
             block = torch.empty(needed, dtype=torch.uint8)
-        except RuntimeError as error:  # torch's word for a full memory on the CPU
+        except (RuntimeError, MemoryError) as error:  # the first is torch's word for a full memory on the CPU
             raise MachineError(
                 f"no memory for a copy of the state to save ({needed:,} bytes)",
                 hint="write checkpoint.async_save: false",
             ) from error
-        if any(_local(tensor).is_cuda for tensor in tensors.values()):
-            _pin(block)
-            self._pinned = True
-        else:
+        device = device_of(tensors)
+        self._pinned = device is not None and _pin(block, device)
+        if not self._pinned:
             block.zero_()  # now, rather than page by page in the first save
         self._block = block
 
@@ -82,7 +84,7 @@ class Staging:
             size = part.numel() * part.element_size()
             views[name] = self._block[start : start + size].view(part.dtype).view(part.shape)
             start += _padded(part)
-        on_device = next((part.device for part in parts.values() if part.is_cuda), None)
+        on_device = device_of(parts)
         if on_device is None:
             for name, part in parts.items():
                 views[name].copy_(part)
@@ -114,11 +116,37 @@ def _padded(part: torch.Tensor) -> int:
     return -(-part.numel() * part.element_size() // ALIGNMENT) * ALIGNMENT
 
 
-def _pin(block: torch.Tensor) -> None:
-    """Page-lock a block as it is: torch's own allocator of such memory rounds up to a power of two."""
-    code = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), _PORTABLE)
-    if int(code) != 0:
-        raise MachineError(f"CUDA cannot page-lock {block.numel():,} bytes of memory (error {int(code)})")
+def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
+    """The CUDA device on which this process holds its part of a state; None for one in the host's memory."""
+    return next((part.device for part in map(_local, tensors.values()) if part.is_cuda), None)
+
+
+def _pin(block: torch.Tensor, device: torch.device) -> bool:
+    """Page-lock a block as it is: torch's own allocator of such memory rounds up to a power of two.
+
+    Whether CUDA did; it says a refusal in a warning. The calling thread must have made ``device`` its own: the call
+    makes a context on whatever device is the thread's.
+    """
+    code = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), _PORTABLE))
+    if code == 0:
+        return True
+    forget_cuda_error(device)
+    warnings.warn(
+        f"CUDA cannot page-lock {block.numel():,} bytes of host memory (error {code}): training waits a little longer "
+        "for the copy of each save; raise the limit (ulimit -l, or the container's), or write checkpoint.async_save: "
+        "false",
+        stacklevel=2,
+    )
+    return False
+
+
+def forget_cuda_error(device: torch.device) -> None:
+    """Take back what a refused call left behind: CUDA keeps it, and the thread's next kernel would report it.
+
+    Torch has no function that asks for it, but every launch does, and clears it: this one is made for that.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device).add_(1)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,11 +157,12 @@ class Background(Generic[T]):
     """At most one piece of work in a thread. What it raised is raised where its end is waited for.
 
     The thread does not keep the process from ending, as one of a pool would: one that waits for a rank that is gone
-    could never be joined.
+    could never be joined. A new thread's CUDA device is the first one, whatever this process computes on: with a
+    ``device``, the thread makes that its own before anything else, so that no process has a context on another's.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, device: torch.device | None = None) -> None:
+        self._name, self._device = name, device
         self._work: Future[T] | None = None
 
     @property
@@ -149,6 +178,8 @@ class Background(Generic[T]):
 
         def run() -> None:
             try:
+                if self._device is not None:
+                    torch.cuda.set_device(self._device)
                 future.set_result(work())
             except BaseException as error:  # noqa: BLE001 - raised again by `finish`
                 future.set_exception(error)

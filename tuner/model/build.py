@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from tuner.errors import DataError, MachineError, RecipeError
+from tuner.errors import DataError, MachineError, RecipeError, is_out_of_memory
 from tuner.model import attention
 from tuner.model.tokens import resize_embeddings, resize_vocabulary
 from tuner.model.transformers_private import (
@@ -253,12 +253,14 @@ def _clear_errors(spec: ModelSpec) -> Iterator[None]:
         raise RecipeError(f"{where}: no such directory", hint="give a hub name or a directory with config.json")
     try:
         yield
-    except (RecipeError, DataError, torch.OutOfMemoryError):
+    except (RecipeError, DataError):
         raise
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = _reason(error)
         if isinstance(error, SafetensorError):
             reason = f"{_broken_weights(path)}: {reason}"
+        if is_out_of_memory(error):
+            raise
         if "can't allocate memory" in reason:
             raise MemoryError(reason) from error
         if path.is_dir() and not (path / "config.json").is_file():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from tuner.errors import RecipeError
+from tuner.errors import RecipeError, is_out_of_memory
 from tuner.model import transformers_private
 from tuner.model.adapter import require_used
 from tuner.model.attention import Unsupported
@@ -112,12 +112,10 @@ def _refusing(name: str, what: str) -> Iterator[None]:
     """Turn what a model's own code raises for inputs that it does not take into a refusal."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except Unsupported as error:
         raise RecipeError(f"{name} cannot be trained: {error}", hint="choose another model") from error
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError, RuntimeError) as error:
-        if "memory" in str(error):
+        if is_out_of_memory(error):
             raise
         reason = f"{what} ({type(error).__name__}: {error})"
         raise RecipeError(f"{name} cannot be trained: {reason}", hint="choose another model") from error

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
-
-import torch
 
 from tuner.checkpoint.load import newest
 from tuner.checkpoint.manifest import step_name
 from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import EvalSection
-from tuner.errors import DivergedError, MachineError, MemoryLimitError
+from tuner.errors import DivergedError, MachineError, as_tuner_error, is_out_of_memory
 from tuner.run.begin import begin_launch
 from tuner.run.changes import pending, starts_of
 from tuner.run.meta import require_same_data
@@ -28,6 +24,7 @@ from tuner.rundir.directory import RunDir
 from tuner.rundir.run_json import hold
 from tuner.runtime import phase
 from tuner.runtime.console import Console
+from tuner.runtime.deterministic import deterministic
 from tuner.runtime.dist import RankInfo, log_name
 from tuner.runtime.files import make_dirs
 from tuner.runtime.lock import FileLock
@@ -183,37 +180,7 @@ def _main_holds(lock: FileLock, run: RunDir, rank_info: RankInfo) -> Iterator[No
 def _memory_errors() -> Iterator[None]:
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise MemoryLimitError(
-            f"out of memory: {str(error).splitlines()[0]}", hint="lower train.micro_batch_size or data.max_length"
-        ) from error
-
-
-_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-
-
-@contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Refuse kernels whose result depends on the order of threads, where that is ``wanted``.
-
-    cuBLAS needs a fixed workspace for it, which it reads when it is first used: enter before any CUDA work.
-    """
-    if not wanted:
-        yield
-        return
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.backends.cudnn.benchmark,
-        os.environ.get(_CUBLAS),
-    )
-    os.environ.setdefault(_CUBLAS, ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.benchmark = before[2]
-        if before[3] is None:
-            os.environ.pop(_CUBLAS, None)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise as_tuner_error(error) from error

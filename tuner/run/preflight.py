@@ -20,6 +20,7 @@ from tuner.run.options import HandedOver, LaunchOptions, RunResult
 from tuner.run.previous import find_checkpoint, finished_result, require_recipe_of, warn_of_changes
 from tuner.rundir.directory import RunDir
 from tuner.runtime.console import Console
+from tuner.runtime.device import TO_COMPILE, compiler_problem, triton_problem
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective
 from tuner.setup.build import mesh_of, trained_count
@@ -211,7 +212,22 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info:
     for ignored in (ignored_code(resolved.config), ignored_losses(resolved.config)):
         if ignored is not None:
             console.warn(f"{recipe.model.name_or_path}: {ignored}")
+    if (slower := _slower(resolved)) is not None:
+        console.warn(slower)
     console.say("run", recipe.output_dir)
+
+
+def _slower(resolved: Resolved) -> str | None:
+    """What a training on CUDA does without because this machine cannot compile it, and how it could; None: nothing."""
+    if resolved.facts.kind != "cuda":
+        return None
+    lacking = {"train.compile": compiler_problem("cuda"), "model.kernels": triton_problem()}
+    found = [key for key, problem in lacking.items() if problem and problem in resolved.reasons.get(key, "")]
+    if not found:
+        return None
+    what = {"train.compile": "the decoder layers are not compiled", "model.kernels": "liger's kernels are not used"}
+    problem = next(filter(None, (lacking[key] for key in found)))
+    return f"{problem}: {' and '.join(what[key] for key in found)}; slower, with more memory (to mend it: {TO_COMPILE})"
 
 
 def _trained(resolved: Resolved) -> str:

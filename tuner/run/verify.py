@@ -14,6 +14,7 @@ from tuner.checkpoint.load import CheckpointInfo, content_sha256, newest, open_c
 from tuner.checkpoint.manifest import step_dirs
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.config.recipe import Recipe
 from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.run.changes import resets_of
 from tuner.run.launch import launch
@@ -60,8 +61,9 @@ def verify_resume(run_dir: Path, steps: int, console: Console, own_process: bool
 
     Both begin at the newest valid checkpoint with that many steps after it, else at the run's beginning, in a temporary
     directory next to the checkpoints; the run itself is only read, and locked meanwhile. ``own_process`` gives every
-    launch processes of its own. Raises VerificationError with the first difference in the log, the state or the
-    tensors.
+    launch processes of its own. A run on CUDA is compared with deterministic kernels, whatever its recipe says: by
+    default flash attention adds gradients up in no fixed order there. Raises VerificationError with the first
+    difference in the log, the state or the tensors.
     """
     if RankInfo.is_given():
         raise RecipeError(
@@ -74,7 +76,10 @@ def verify_resume(run_dir: Path, steps: int, console: Console, own_process: bool
         sweep(run.checkpoints)
         start = _start(run, steps, console)
         last = start.step + 2 * steps
-        console.say("verify", f"steps {start.step + 1} to {last} of {run.path}, without a break and with one")
+        compared = f"steps {start.step + 1} to {last} of {run.path}, without a break and with one"
+        asked = loaded.recipe.train.deterministic
+        added = is_made_deterministic(loaded.recipe) and not asked
+        console.say("verify", compared + (", with train.deterministic: true" if added else ""))
         place = Path(tempfile.mkdtemp(prefix=f"{TMP_PREFIX}verify-", dir=run.checkpoints))
         try:
             with console.doing("training without a break"):
@@ -85,9 +90,25 @@ def verify_resume(run_dir: Path, steps: int, console: Console, own_process: bool
                 broken.train(start.resume, steps, last - steps)
             with console.doing("training after the break"):
                 broken.train("must", steps, last)
-            return _compared(run.path, start.step, whole.result(), broken.result())
+            hint = _hint(is_made_deterministic(loaded.recipe) or asked)
+            return _compared(run.path, start.step, whole.result(), broken.result(), hint)
         finally:
             shutil.rmtree(place)
+
+
+def is_made_deterministic(recipe: Recipe) -> bool:
+    """Whether a run's steps are compared with deterministic kernels: on CUDA others need not give equal bits twice."""
+    device = recipe.train.device
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+
+def _hint(is_deterministic: bool) -> str:
+    """What may be behind a difference; kernels only where they were not the deterministic ones."""
+    if is_deterministic:
+        return "code of your own that keeps state (a method, an optimizer, a schedule)?"
+    return (
+        "code of your own that keeps state, or kernels that are not deterministic? try train.deterministic: true"
+    )
 
 
 def _start(run: RunDir, steps: int, console: Console) -> _Start:
@@ -132,6 +153,8 @@ class _Trained:
         for section, values in QUIET.items():
             plain[section] = {**plain[section], **values}
         plain["train"] = {**plain["train"], "stop_after": f"{steps} steps"}
+        if is_made_deterministic(self._loaded.recipe):
+            plain["train"]["deterministic"] = True
         plain |= {"output_dir": str(self.path), "name": self.path.name, "hooks": []}
         quiet = replace(self._loaded, recipe=load_recipe(plain).recipe)
         result = launch(quiet, LaunchOptions(resume, level="warning"), own_process=self._own_process)
@@ -147,13 +170,12 @@ class _Trained:
         return _TrainedSteps(determined, found)
 
 
-def _compared(run_dir: Path, first: int, whole: _TrainedSteps, broken: _TrainedSteps) -> ResumeProof:
+def _compared(run_dir: Path, first: int, whole: _TrainedSteps, broken: _TrainedSteps, hint: str) -> ResumeProof:
     difference = next(_differences(whole, broken), None)
     if difference is not None:
         raise VerificationError(
             f"{run_dir}: steps with a stop between them are not the steps without: {difference}",
-            hint="code of your own that keeps state, or kernels that are not deterministic? "
-            "try train.deterministic: true",
+            hint=hint,
         )
     info = whole.checkpoint
     return ResumeProof(run_dir, first, len(whole.lines), len(info.index()), content_sha256(info))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 ROUNDS, MOST_ROUNDS, MEASURED_S = 4, 40, 0.25
 """Products that are timed at least and at most, and the seconds after which no further one is begun."""
+TO_COMPILE = "apt install g++ python3-dev; pip install triton"
+"""What brings whatever :func:`compiler_problem` or :func:`triton_problem` finds missing."""
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _traced: str | None = None
 """Process-wide, and no context variable: compiled layers read it."""
@@ -61,7 +63,10 @@ def device_facts(kind: Literal["auto", "cuda", "cpu"], index: int = 0) -> Device
         name, flags = _processor()
         return DeviceFacts("cpu", name, total, free, bool(flags & _BF16_FLAGS), torch.get_num_threads())
     if index >= torch.cuda.device_count():
-        raise MachineError(f"local rank {index} has no CUDA device: there are {torch.cuda.device_count()}")
+        raise MachineError(
+            f"local rank {index} has no CUDA device: there are {torch.cuda.device_count()}",
+            hint="start as many processes as there are GPUs (parallel.processes, or the launcher's number)",
+        )
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
     major, threads = properties.major, torch.get_num_threads()
@@ -132,15 +137,32 @@ def side_of(kind: Literal["cuda", "cpu"], threads: int) -> int:
 
 
 def compiler_problem(device: str) -> str | None:
-    """What is missing on this machine to compile for a kind of device, ``cpu`` or ``cuda``; None where nothing is."""
+    """What torch.compile lacks on this machine for a kind of device, ``cpu`` or ``cuda``; None where nothing."""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler) is None:
         return f"there is no C++ compiler ({compiler})"
-    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
-        return "Python's headers are not installed (Python.h)"
-    if device == "cuda" and importlib.util.find_spec("triton") is None:
+    return triton_problem() if device == "cuda" else _headers_problem()
+
+
+def triton_problem() -> str | None:
+    """What kernels in Triton, such as liger's, lack on this machine; None where nothing.
+
+    Before its first kernel Triton compiles the stub through which it calls the driver, in C and with Python's headers:
+    with ``CC``, else with the first of gcc and clang that is there (``triton/runtime/build.py``).
+    """
+    if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    return None
+    chosen = os.environ.get("CC")
+    if not any(map(shutil.which, ("gcc", "clang") if chosen is None else (chosen,))):
+        return f"there is no C compiler ({'gcc, clang' if chosen is None else chosen})"
+    return _headers_problem()
+
+
+def _headers_problem() -> str | None:
+    scheme = sysconfig.get_default_scheme()
+    # Debian's own scheme puts them where its Python does not have them; both compilers' users know it.
+    include = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
+    return None if Path(include, "Python.h").is_file() else "Python's headers are not installed (Python.h)"
 
 
 def to_device(array: object, device: torch.device) -> torch.Tensor:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from tuner.errors import PluginError
+from tuner.errors import PluginError, is_out_of_memory
 
 Group = Literal["tuner.hooks", "tuner.optimizers", "tuner.schedules", "tuner.methods"]
 Plugin = Callable[..., Any]
@@ -78,12 +78,14 @@ def failure(what: str, error: BaseException, path: Path | None = None) -> Plugin
 
 @contextmanager
 def naming(what: str, file: Path | None, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Within, what user code raises becomes a PluginError (:func:`failure`), but for what is `passing`."""
+    """Within, what user code raises becomes a PluginError (:func:`failure`), but for what is `passing`, and memory."""
     try:
         yield
     except passing:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise failure(what, error, file) from error
 
 

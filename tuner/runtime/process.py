@@ -8,16 +8,18 @@ from __future__ import annotations
 import gc
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from tuner.errors import LostRankError, MachineError, MemoryLimitError, TunerError
+from tuner.errors import LostRankError, MachineError, MemoryLimitError, TunerError, is_out_of_memory, memory_line
 from tuner.runtime import phase
 from tuner.runtime.dist import RankInfo
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
@@ -42,8 +44,9 @@ def process_group(rank_info: RankInfo, device: str, timeout_s: float) -> Iterato
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_per_rank(rank_info))
-    if device == "cuda":
-        torch.cuda.set_device(rank_info.local_rank)
+    own = torch.device("cuda", device_index(rank_info)) if device == "cuda" else None
+    if own is not None:
+        torch.cuda.set_device(own)
     try:
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
@@ -52,10 +55,17 @@ def process_group(rank_info: RankInfo, device: str, timeout_s: float) -> Iterato
             world_size=rank_info.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
-        gloo_group(timeout_s)
+        group = gloo_group(timeout_s)
+        if own is not None:
+            _require_own_devices(own, group)
+            # NCCL connects in the first collective: here, where what keeps it from that is named as such.
+            dist.all_reduce(torch.zeros(1, device=own))
+            torch.cuda.synchronize(own)
     except (RuntimeError, ValueError, OSError) as error:
+        if is_out_of_memory(error):
+            raise
         raise MachineError(
-            f"rank {rank_info.rank} of {rank_info.world_size} could not join the others: {error}",
+            f"rank {rank_info.rank} of {rank_info.world_size} could not join the others: {_nccl_words(error) or error}",
             hint="check MASTER_ADDR and MASTER_PORT, and that every process was started",
         ) from error
     try:
@@ -65,13 +75,43 @@ def process_group(rank_info: RankInfo, device: str, timeout_s: float) -> Iterato
         if device != "cuda":
             _leave()
         if _is_lost_rank(error):
+            said = _nccl_words(error)
             raise LostRankError(
                 f"rank {rank_info.rank} lost another process of the run{phase.at()}: it ended, or was silent for "
-                "longer than parallel.timeout",
+                "longer than parallel.timeout" + (f" (NCCL: {said})" if said else ""),
                 hint="that process says why, or the log of its rank does",
             ) from error
         raise
     _leave()
+
+
+def device_index(rank_info: RankInfo) -> int:
+    """The CUDA device of this process, among those that it sees: the one place where a rank becomes a device.
+
+    It is the local rank, but 0 where the launcher shows each process one device of its own, as SLURM does with
+    ``--gpus-per-task`` and ``--gpu-bind``. That two processes share none is checked where they meet.
+    """
+    import torch
+
+    return 0 if torch.cuda.device_count() == 1 < rank_info.local_world_size else rank_info.local_rank
+
+
+def _require_own_devices(own: torch.device, group: ProcessGroup | None) -> None:
+    """Check that no two processes compute on one device, which NCCL refuses in other words. Collective.
+
+    Raises MachineError on every rank.
+    """
+    import torch
+
+    mine = (socket.gethostname(), str(torch.cuda.get_device_properties(own).uuid))
+    seen: dict[tuple[str, str], int] = {}
+    for rank, theirs in enumerate(Collective(group).on_all_ranks(lambda: mine)):
+        if theirs in seen:
+            raise MachineError(
+                f"ranks {seen[theirs]} and {rank} have one CUDA device between them, on {theirs[0]}",
+                hint="start as many processes as there are GPUs (parallel.processes, or the launcher's number)",
+            )
+        seen[theirs] = rank
 
 
 def _meet(rank_info: RankInfo, timeout_s: float) -> Store:
@@ -135,8 +175,8 @@ def of_rank(rank: int, error: BaseException) -> Exception:
     """What other ranks raise for an exception of `rank`; one that is not the user's to mend becomes a RuntimeError."""
     if isinstance(error, TunerError):
         return type(error)(f"rank {rank}: {error.message}", error.hint)
-    if isinstance(error, MemoryError):
-        return MemoryLimitError(f"rank {rank}: out of memory")
+    if is_out_of_memory(error):
+        return MemoryLimitError(f"rank {rank}: out of memory: {memory_line(error)}")
     return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
 
 
@@ -182,9 +222,22 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 def _is_lost_rank(error: BaseException) -> bool:
     import torch.distributed as dist
 
-    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+    if is_out_of_memory(error):
+        return False
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError | dist.DistBackendError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
+
+
+def _nccl_words(error: BaseException) -> str:
+    """What NCCL says of an error of its own, without where in its sources it says so; empty for other errors."""
+    import torch.distributed as dist
+
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not isinstance(error, dist.DistBackendError) or not lines:
+        return ""
+    last = lines.index("Last error:") + 1 if "Last error:" in lines else len(lines)
+    return lines[last] if last < len(lines) else lines[-1]
 
 
 def cores() -> int:

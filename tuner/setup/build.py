@@ -32,7 +32,7 @@ from tuner.rundir.layout import MODEL_PREFIX
 from tuner.runtime.device import DeviceFacts, measured_peak
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.memory import keep_freed_memory
-from tuner.runtime.process import Collective, gloo_group
+from tuner.runtime.process import Collective, device_index, gloo_group
 from tuner.setup.probes import probe_inputs
 from tuner.setup.resolve import Resolved, check_division, model_spec
 from tuner.setup.timetable import Starts, Timetable, timetable
@@ -81,7 +81,8 @@ def build(
     check_division(recipe.train.global_batch_size, recipe.train.micro_batch_size, mesh.data_size)
     table, held = timetable(recipe, prepared, starts), held_out_rows(recipe, prepared)
     check_metric(recipe.checkpoint.keep_best, held)
-    peak = measured_peak(resolved.facts.kind, recipe.train.precision, rank_info.local_rank)  # while the memory is free
+    index = device_index(rank_info)
+    peak = measured_peak(resolved.facts.kind, recipe.train.precision, index)  # while the memory is free
     root, step_config = assemble_model(resolved, rank_info, mesh)
     train_state = build_train_state(recipe, root, step_config)
     train_state.rng_start = starts.rng
@@ -267,7 +268,7 @@ def _inspect(resolved: Resolved, root: CausalLM) -> None:
 
 
 def _device(facts: DeviceFacts, rank_info: RankInfo) -> torch.device:
-    return torch.device("cuda", rank_info.local_rank) if facts.kind == "cuda" else torch.device("cpu")
+    return torch.device("cuda", device_index(rank_info)) if facts.kind == "cuda" else torch.device("cpu")
 
 
 def _autocast(device: torch.device, precision: str) -> Callable[[], AbstractContextManager[object]]:

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from tuner.data.batches import Batch, StepBatches
-from tuner.errors import MemoryLimitError
+from tuner.errors import MemoryLimitError, is_out_of_memory
 from tuner.runtime.console import Console
 from tuner.setup.build import Assembly
 from tuner.train.step import forward_backward
@@ -22,7 +22,9 @@ def mock_batch(assembly: Assembly, console: Console) -> None:
         forward_backward(train_state, 0, batches)
         if train_state.step_config.device.type == "cuda":
             torch.cuda.synchronize(train_state.step_config.device)
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise MemoryLimitError(
             f"a micro-batch of {n_tokens:,} tokens does not fit into memory",
             hint="lower train.micro_batch_size or data.max_length, or train an adapter (--adapter.kind lora)",

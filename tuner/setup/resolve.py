@@ -14,8 +14,16 @@ from tuner.model.build import ModelSpec, generation_config, meta_model, model_co
 from tuner.model.cuda_attention import kernel_and_reason
 from tuner.model.kernels import has_liger
 from tuner.model.native.library import native_problem
-from tuner.runtime.device import DeviceFacts, compiler_problem, device_facts, host_memory
+from tuner.runtime.device import (
+    TO_COMPILE,
+    DeviceFacts,
+    compiler_problem,
+    device_facts,
+    host_memory,
+    triton_problem,
+)
 from tuner.runtime.dist import RankInfo
+from tuner.runtime.process import device_index
 
 SMALL_MODEL_PARAMETERS = 500_000_000
 
@@ -46,7 +54,7 @@ def resolve(
     ``facts`` it is resolved for a device that need not be here.
     """
     is_here = facts is None
-    facts = facts or device_facts(recipe.train.device, rank_info.local_rank)
+    facts = facts or device_facts(recipe.train.device, device_index(rank_info))
     spec = model_spec(recipe, new_ids)
     config = model_config(spec)
     n_parameters = sum(p.numel() for p in meta_model(config, torch.float32).parameters())
@@ -69,7 +77,7 @@ def resolve(
     settle("model", "dtype", precision if frozen else "fp32", "frozen weights" if frozen else "trained weights")
     settle("train", "compile", *_compiled(recipe, facts))
     if recipe.model.kernels == "auto":
-        settle("model", "kernels", *_kernels(config.model_type, facts))
+        settle("model", "kernels", *_kernels(config.model_type, facts, is_here))
     if facts.kind == "cuda":
         reasons["attention"] = kernel_and_reason(config, facts.generation, precision, is_here)
     settle("optimizer", "lr", *_default_lr(recipe, n_parameters))
@@ -85,6 +93,8 @@ def resolve(
     changed = {section: getattr(recipe, section).model_copy(update=update) for section, update in values.items()}
     done = recipe.model_copy(update=changed)
     _check_numerics(done, facts)
+    if is_here and recipe.model.kernels == "liger" and (problem := triton_problem()) is not None:
+        raise MachineError(f"model.kernels: liger: {problem}", hint=f"{TO_COMPILE}, or write kernels: torch")
     return Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons, new_ids)
 
 
@@ -94,10 +104,13 @@ def model_spec(recipe: Recipe, new_ids: range) -> ModelSpec:
     return ModelSpec(model.name_or_path, model.revision, model.init == "random", model.config, new_ids)
 
 
-def _kernels(model_type: str, facts: DeviceFacts) -> tuple[str, str]:
-    """Whose kernels compute, and why."""
+def _kernels(model_type: str, facts: DeviceFacts, is_here: bool) -> tuple[str, str]:
+    """Whose kernels compute, and why; what this machine lacks to make them counts where the device ``is_here``."""
     if facts.kind == "cuda":
-        return "liger" if has_liger(model_type) else "torch", f"{model_type} on {facts.kind}"
+        if not has_liger(model_type):
+            return "torch", f"{model_type} on {facts.kind}"
+        problem = triton_problem() if is_here else None
+        return ("liger", f"{model_type} on {facts.kind}") if problem is None else ("torch", f"no liger: {problem}")
     problem = native_problem()
     return ("native", "compiled for this CPU") if problem is None else ("torch", problem)
 

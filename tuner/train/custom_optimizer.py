@@ -37,8 +37,7 @@ class OwnOptimizer:
 
     def step(self) -> None:
         """Let it take a step. Raises PluginError for what it raises."""
-        passing = (TunerError, torch.OutOfMemoryError, MemoryError)
-        with naming(f"optimizer.use {self._use} failed in a step", self._file, passing):
+        with naming(f"optimizer.use {self._use} failed in a step", self._file, (TunerError,)):
             self._inner.step()
 
     def _require_saveable(self, parameter: torch.Tensor, name: str, value: object) -> None:

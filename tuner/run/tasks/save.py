@@ -1,6 +1,7 @@
 """The tasks that save checkpoints: at once, or in the background of the steps that follow, one at a time."""
 
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from tuner.checkpoint.manifest import step_name
 from tuner.checkpoint.save import CheckpointDir, prune, require_room, save
 from tuner.checkpoint.staging import Background, Staged, Staging
+from tuner.errors import MachineError
 from tuner.run.state import LaunchContext, run_state
 from tuner.run.tasks.log import LogTask
 from tuner.run.tasks.time_left import TimeLeft
@@ -38,7 +40,8 @@ class Saver(Task):
     """Commits snapshots of an assembly, and prunes older ones.
 
     In the background a save copies the tensors and is written by a thread while training continues. Its ranks agree
-    over a group that no other thread uses. Making one is collective then.
+    over a group that no other thread uses. Making one is collective then. Where nobody asked for that and a rank lacks
+    the memory for copies, they are saved at once, with a warning.
     """
 
     def __init__(
@@ -48,8 +51,14 @@ class Saver(Task):
         self.checkpoints = checkpoints
         self._assembly, self._meta, self._records = assembly, meta, records
         self._keep = recipe.checkpoint.keep
-        self._staging, self._thread = Staging(), Background[Snapshot | None]("save")
+        device = assembly.train_state.step_config.device
+        self._on_cuda = device.type == "cuda"
+        self._staging = Staging()
+        self._thread = Background[Snapshot | None]("save", device if self._on_cuda else None)
         self._in_background = all(Collective(gloo_group()).on_all_ranks(lambda: recipe.checkpoint.async_save is True))
+        self._is_auto = "checkpoint.async_save" in assembly.resolved.reasons
+        self._no_room: str | None = None
+        """Why there is no memory for copies, on any rank; found by the thread, heeded when it was waited for."""
         if self._in_background:
             self._thread_ranks = Collective(another_gloo_group(recipe.parallel.timeout.seconds))
 
@@ -70,8 +79,14 @@ class Saver(Task):
         return ()
 
     def save(self, snapshot: Snapshot) -> Snapshot:
-        """Commit a snapshot of the tensors as they are. Collective; raises what any rank raises."""
-        return self._commit(snapshot, run_tensors(self._assembly.train_state), None, Collective(gloo_group()))
+        """Commit a snapshot of the tensors as they are. Collective; raises what any rank raises.
+
+        From a device through the memory for copies, where there is some: page-locked, it takes them several times as
+        fast as memory that is fresh for each tensor.
+        """
+        tensors = run_tensors(self._assembly.train_state)
+        staged = self._staging.stage(tensors) if self._on_cuda and self._in_background else None
+        return self._commit(snapshot, tensors, staged, Collective(gloo_group()))
 
     def begin(self, snapshot: Snapshot) -> bool:
         """Begin to commit a snapshot of the tensors as they are; False where it is to be saved at once.
@@ -88,10 +103,27 @@ class Saver(Task):
 
     def wait(self) -> Snapshot | None:
         """Wait for the save in the background; None where there was none. Raises what any rank raised in it."""
-        return self._thread.finish()
+        snapshot = self._thread.finish()
+        if self._no_room is not None:
+            if self._assembly.rank_info.is_main:
+                warnings.warn(f"{self._no_room}: training waits for each save", stacklevel=2)
+            self._in_background, self._no_room = False, None
+            self._staging.release()
+        return snapshot
 
     def _reserve(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._thread_ranks.on_all_ranks(lambda: self._staging.reserve(tensors))
+        """Have the memory for copies on every rank, or on none. Raises MachineError where it was asked for."""
+
+        def reserve() -> str | None:
+            try:
+                self._staging.reserve(tensors)
+            except MachineError as error:
+                if not self._is_auto:
+                    raise
+                return error.message
+            return None
+
+        self._no_room = next(filter(None, self._thread_ranks.on_all_ranks(reserve)), None)
 
     def _sync_records(self) -> None:
         for records in self._records:

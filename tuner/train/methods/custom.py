@@ -82,7 +82,7 @@ class Checked:
         return Terms(losses, {name: Sum(one.value.detach(), one.per) for name, one in found.figures.items()})
 
     def _named(self) -> AbstractContextManager[None]:
-        return naming(f"{self._name} failed", self._file, (TunerError, torch.OutOfMemoryError, MemoryError))
+        return naming(f"{self._name} failed", self._file, (TunerError,))
 
     def _check_sums(self, found: Terms) -> None:
         for name, one in {**found.figures, **found.losses}.items():
