@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.numbers import parse_bytes
 from tuner.errors import RecipeError
-from tuner.runtime.openmp import limit_spinning
+from tuner.runtime.before_torch import prepare_environment
 
 if TYPE_CHECKING:
     from tuner.config.overrides import Override
@@ -82,7 +82,7 @@ def train(
     `prepared` is a directory that `prepare_data` returned; `reset` names parts of a resumed run to reset, such as
     ``"schedule"``. Raises TunerError's children as `tuner train` reports them.
     """
-    limit_spinning(os.environ)  # before torch is imported
+    prepare_environment(os.environ)  # before torch is imported
     loaded = _loaded(recipe)
     start = _path(resume) if isinstance(resume, Path) else resume
     return _launched(loaded, start, None if prepared is None else _path(prepared), dry_run, reset, quiet)
@@ -99,7 +99,7 @@ def resume(
 
     `overrides` are keys that may change, such as ``{"train.stop_after": "100 steps"}``; `reset` allows more of them.
     """
-    limit_spinning(os.environ)
+    prepare_environment(os.environ)
     from tuner.run.previous import resume_source
 
     return _launched(resume_source(_path(run), _overrides(overrides)), "must", None, dry_run, reset, quiet)
@@ -115,7 +115,7 @@ def evaluate(
 
     The rows are those of `recipe`, by default of the run's own.
     """
-    limit_spinning(os.environ)
+    prepare_environment(os.environ)
     from tuner.run.score import find_trained, run_recipe, score
     from tuner.runtime.dist import RankInfo
 
@@ -129,7 +129,7 @@ def evaluate(
 
 def load_generator(model: str | Path, base: str | None = None, quiet: bool = False) -> Generator:
     """Load a run, a checkpoint, a Hugging Face directory or a hub name once, to answer many prompts."""
-    limit_spinning(os.environ)
+    prepare_environment(os.environ)
     from tuner.generate import load_generator as load
 
     name = str(_path(model)) if Path(model).expanduser().exists() else str(model)
@@ -145,7 +145,7 @@ def generate(
     quiet: bool = False,
 ) -> list[Answer]:
     """Answer prompts, each a text or a list of messages, through the chat template of a model's tokenizer."""
-    limit_spinning(os.environ)
+    prepare_environment(os.environ)
     from tuner.generate import Generator, Prompt, Sampling
 
     generator = model if isinstance(model, Generator) else load_generator(model, quiet=quiet)
@@ -180,7 +180,7 @@ def fit(
 
 def verify_resume(run: str | Path, steps: int = 2, quiet: bool = False) -> ResumeProof:
     """Prove that a run resumes exactly on this machine. Raises VerificationError with the first difference."""
-    limit_spinning(os.environ)
+    prepare_environment(os.environ)
     from tuner.run.verify import verify_resume as prove
 
     return prove(_path(run), steps, _console("info", quiet))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,31 @@ from tests.fixtures import forked, trainings
 from tuner.config.shipped import shipped_scripts
 
 SCRIPT = shipped_scripts()["train.sbatch"]
-STANDS_IN = """#!/bin/bash
-printf '%s' "$(basename "$0")" >> "$CALLS"
+# Notes how it was called, and starts a task for each of $CODES, with which its `tuner` ends. Like srun it ends those
+# that are left where one fails, and ends with the largest code.
+TASKS = """#!/bin/bash
+printf '%s' "srun [$1] [$2] $3" >> "$CALLS"
+shift 2
+echo >> "$CALLS"
+largest=0
+for code in $CODES; do
+    if [ "$largest" -ne 0 ]; then largest=143; break; fi
+    CODE=$code "$@"
+    code=$?
+    [ "$code" -gt "$largest" ] && largest=$code
+done
+exit "$largest"
+"""
+TUNER = """#!/bin/bash
+printf 'tuner' >> "$CALLS"
 printf ' [%s]' "$@" >> "$CALLS"
 echo >> "$CALLS"
-exit "${CODE_OF_SRUN:-0}"
+exit "$CODE"
+"""
+SCONTROL = """#!/bin/bash
+printf 'scontrol' >> "$CALLS"
+printf ' [%s]' "$@" >> "$CALLS"
+echo >> "$CALLS"
 """
 # Two tasks on one node, as srun starts them; its exit code is the largest of theirs.
 SRUN = """#!/bin/bash
@@ -40,36 +62,66 @@ exit "$largest"
 
 
 def put_on_path(directory: Path, **programs: str) -> None:
-    programs["scontrol"] = STANDS_IN.replace("${CODE_OF_SRUN:-0}", "0")
+    programs["scontrol"] = SCONTROL
     for name, script in programs.items():
         (directory / name).write_text(script)
         (directory / name).chmod(0o755)
 
 
-def submit(directory: Path, code: int, *words: str) -> tuple[int, list[str]]:
-    """Run the script where `srun` ends with `code`; its own exit code and the commands that it ran."""
-    put_on_path(directory, srun=STANDS_IN)
-    calls = directory / "calls"
-    calls.touch()
-    env = {
+def surroundings(directory: Path) -> dict[str, str]:
+    (directory / "calls").touch()
+    return {
         "PATH": f"{directory}:{os.environ['PATH']}",
-        "CALLS": str(calls),
-        "CODE_OF_SRUN": str(code),
+        "CALLS": str(directory / "calls"),
         "SLURM_JOB_ID": "4711",
         "SLURM_CPUS_PER_TASK": "8",
     }
-    done = subprocess.run(["bash", str(SCRIPT), *words], env=env, check=False, capture_output=True, text=True)
-    assert done.stderr == ""
-    return done.returncode, calls.read_text().splitlines()
 
 
-@pytest.mark.parametrize("code", [0, 1, 3, 5, 7, 75, 130])
-def test_only_a_run_that_saved_is_requeued(tmp_path: Path, code: int) -> None:
-    returned, calls = submit(tmp_path, code, "my recipe.yaml", "--optimizer.lr", "3e-4")
-    train = "[tuner] [train] [my recipe.yaml] [--optimizer.lr] [3e-4] [--resume] [auto]"
-    assert returned == code
-    assert calls[0] == f"srun [--kill-on-bad-exit=0] [--cpus-per-task=8] {train}"
-    assert calls[1:] == (["scontrol [requeue] [4711]"] if code == 75 else [])
+@pytest.mark.parametrize(
+    ("codes", "ends"),
+    [
+        ("0 0", 0),
+        ("75 75", 75),
+        ("5 0", 5),  # the others are ended, and srun says 143
+        ("137 75", 137),
+        ("3", 3),
+        ("75 7", 7),
+        ("0 75", 75),  # rank 0 of a run that is complete knows no more of a signal
+    ],
+)
+def test_only_a_run_that_saved_is_requeued_and_a_failed_task_ends_the_others(
+    tmp_path: Path, codes: str, ends: int
+) -> None:
+    put_on_path(tmp_path, srun=TASKS, tuner=TUNER)
+    words = ["my recipe.yaml", "--optimizer.lr", "3e-4"]
+    env = surroundings(tmp_path) | {"CODES": codes}
+    done = subprocess.run(
+        ["bash", str(SCRIPT), *words], cwd=tmp_path, env=env, check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (ends, "")
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[0] == "srun [--kill-on-bad-exit=1] [--cpus-per-task=8] bash"
+    started = [line for line in calls if line.startswith("tuner")]
+    assert set(started) == {"tuner [train] [my recipe.yaml] [--optimizer.lr] [3e-4] [--resume] [auto]"}
+    assert [line for line in calls if line.startswith("scontrol")] == (
+        ["scontrol [requeue] [4711]"] if ends == 75 else []
+    )
+    assert not list(tmp_path.glob(".tuner-job-*")), "nothing is left for the job's next start"
+
+
+def test_the_signal_reaches_the_training_and_not_the_shell_around_it(tmp_path: Path) -> None:
+    step = '#!/bin/bash\nshift 2\nsetsid --wait "$@" &\nwait $!\n'
+    waits = '#!/bin/bash\ntrap "exit 75" TERM\necho $$ > at\nwhile :; do sleep 0.02; done\n'
+    put_on_path(tmp_path, srun=step, tuner=waits)
+    job = subprocess.Popen(["bash", str(SCRIPT), "r.yaml"], cwd=tmp_path, env=surroundings(tmp_path))
+    at = tmp_path / "at"
+    while not (at.is_file() and at.read_text()):
+        assert job.poll() is None
+        time.sleep(0.01)
+    os.killpg(os.getpgid(int(at.read_text())), signal.SIGTERM)  # every process of the step, as SLURM does
+    assert job.wait(30) == 75
+    assert (tmp_path / "calls").read_text() == "scontrol [requeue] [4711]\n"
 
 
 def test_the_job_asks_for_its_signal_and_may_be_requeued() -> None:

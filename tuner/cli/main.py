@@ -16,7 +16,7 @@ from tuner.cli.argv import split
 from tuner.cli.complete import ASKED
 from tuner.cli.examples import MEANT, NOT_HERE
 from tuner.errors import ExitCode, RecipeError
-from tuner.runtime.openmp import limit_spinning
+from tuner.runtime.before_torch import prepare_environment
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == [ASKED]:
         _complete(given[1:])
-    limit_spinning(os.environ)
+    prepare_environment(os.environ)
     raise SystemExit(run(given))
 
 
