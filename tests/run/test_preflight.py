@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import EntryNotFoundError
 
 from tests.checkpoint.states import full_state
 from tests.fixtures import trainings
@@ -20,6 +22,9 @@ from tuner.checkpoint.save import CheckpointDir, save
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import DataError, RecipeError
+from tuner.model.build import ModelSpec, fetch_weights
+from tuner.run import main
+from tuner.run import preflight as preflight_module
 from tuner.run.options import LaunchOptions
 from tuner.run.preflight import Preflight, _trained, agreed, preflight
 from tuner.rundir.directory import RunDir
@@ -97,3 +102,57 @@ def test_the_plan_counts_what_is_trained(tmp_path: Path) -> None:
     assert announced(adapter__kind="lora", adapter__r="2") == f"{size(low_rank)}: lora, r 2"
     with pytest.raises(RecipeError, match="'q_projj' matches nothing"):
         announced(adapter__kind="lora", adapter__target_modules="[q_projj]")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_are_fetched_in_the_files_that_are_loaded(
+    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def one(name: str, file: str, revision: str | None) -> str:
+        asked.append(file)
+        if sharded and file == "model.safetensors":
+            raise EntryNotFoundError("404")
+        return str(tmp_path / file)
+
+    def several(name: str, revision: str | None, allow_patterns: list[str]) -> None:
+        asked.extend(allow_patterns)
+
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    index = {"weight_map": {"a": shards[0], "b": shards[1], "c": shards[0]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", one)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", several)
+    fetch_weights(ModelSpec("owner/name"))
+    assert asked == [], "without the network nothing is asked for"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    fetch_weights(ModelSpec("owner/name", random_init=True))
+    fetch_weights(ModelSpec(str(tmp_path)))
+    assert asked == []
+    fetch_weights(ModelSpec("owner/name", "v1"))
+    rest = ["model.safetensors.index.json", *shards] if sharded else []
+    assert asked == ["model.safetensors", *rest]
+
+
+def test_weights_and_data_are_there_before_the_processes_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainings.prepare(tmp_path, 1)
+    done: list[str] = []
+
+    def noting(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            done.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    for module, name in [
+        (preflight_module, "fetch_weights"), (preflight_module, "prepare_to_use"), (main, "process_group"),
+    ]:  # fmt: skip
+        noting(module, name)
+    launch(tmp_path, LaunchOptions(dry_run=True))
+    assert done == ["prepare_to_use"], "a plan downloads no weights"
+    launch(tmp_path, train__stop_after="1 step")
+    assert done[1:] == ["fetch_weights", "prepare_to_use", "process_group"]

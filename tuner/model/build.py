@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from tuner.errors import DataError, MachineError, RecipeError, is_out_of_memory
 from tuner.model import attention
@@ -116,6 +117,27 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
     _require_complete(spec, report)
     resize_embeddings(model, grown.get_text_config().vocab_size)
     return _finished(model)
+
+
+def fetch_weights(spec: ModelSpec) -> None:
+    """Have the weights of a hub model in the cache, in the files that :func:`build_model` reads; else nothing to do.
+
+    For processes that have not met yet: in the middle of a launch the others would wait for the one that loads, and a
+    download of 100 GB takes longer than they may. Files that are there already cost a request. Raises MachineError.
+    """
+    from huggingface_hub import constants, hf_hub_download, snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    name = spec.name_or_path
+    if spec.random_init or constants.HF_HUB_OFFLINE or Path(name).is_dir() or os.path.isabs(name):
+        return
+    with _clear_errors(spec), _without_progress(), contextlib.suppress(EntryNotFoundError):  # which the loader explains
+        try:
+            hf_hub_download(name, SAFE_WEIGHTS_NAME, revision=spec.revision)
+        except EntryNotFoundError:
+            index = Path(hf_hub_download(name, SAFE_WEIGHTS_INDEX_NAME, revision=spec.revision))
+            shards = {str(shard) for shard in read_json(index)["weight_map"].values()}
+            snapshot_download(name, revision=spec.revision, allow_patterns=sorted(shards))
 
 
 def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -14,6 +14,7 @@ from tuner.data.building.prepare import check_to_use, find_prepared, prepare_to_
 from tuner.data.building.spec import PrepareSpec, prepare_spec
 from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, RecipeError
+from tuner.model.build import fetch_weights
 from tuner.model.vetting import ignored_code, ignored_losses
 from tuner.run.changes import Reset, changes, freed_keys, resets_for, starts_of
 from tuner.run.options import HandedOver, LaunchOptions, RunResult
@@ -24,7 +25,7 @@ from tuner.runtime.device import TO_COMPILE, compiler_problem, triton_problem
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective
 from tuner.setup.build import mesh_of, trained_count
-from tuner.setup.resolve import Resolved, resolve
+from tuner.setup.resolve import Resolved, model_spec, resolve
 from tuner.setup.timetable import Timetable, few_steps, timetable
 from tuner.train.methods.method import check_method
 from tuner.train.schedule import check_schedule
@@ -47,7 +48,7 @@ class Preflight:
 def preflight(
     loaded: LoadedRecipe, options: LaunchOptions, console: Console, hashes: bool = True
 ) -> Preflight | RunResult:
-    """Look at the run directory and prepare the data: what needs no device and no other process.
+    """Look at the run directory, fetch the weights and prepare the data: what needs no device and no other process.
 
     Without `hashes` the checkpoint's tensors are left to another rank to check. The result of a run that is finished
     already. Raises TunerError children; only prepared data is written.
@@ -66,6 +67,9 @@ def preflight(
         if result is not None:
             return result
     _check_user_code(recipe)
+    if not options.dry_run:
+        with console.doing(f"fetching the weights of {recipe.model.name_or_path}"):
+            fetch_weights(model_spec(recipe, range(0)))
     spec = _spec(loaded)
     directory = _data_dir(spec, options, console)
     return Preflight(run, record, found, resets, spec, open_prepared(directory), directory)
