@@ -32,6 +32,7 @@ from tuner.runtime.memory import calm_collector
 from tuner.runtime.process import Collective, gloo_group, process_group
 from tuner.runtime.stop import StopSignals
 from tuner.setup.build import build
+from tuner.setup.first_kernels import build_runnable
 from tuner.setup.resolve import Resolved
 from tuner.train.loop import train_loop
 from tuner.train.prefetcher import Prefetcher
@@ -74,8 +75,10 @@ def train(
     ):
         ready = agreed(ready, options, Collective(gloo_group()))
         phase.enter("set-up of the model")
-        with console.doing("loading model"):
-            assembly = build(resolved, ready.data, ready.spec.tokenizer, rank_info, starts_of(ready.resets))
+        starts = starts_of(ready.resets)
+        assembly = build_runnable(
+            resolved, lambda found: build(found, ready.data, ready.spec.tokenizer, rank_info, starts), console
+        )
         if ready.found is not None:
             require_same_data(ready.found, assembly, "data" in pending(ready.resets, ready.found.step))
         record = Collective(gloo_group()).on_rank0(lambda: begin_launch(ready, loaded, assembly, options))

@@ -74,7 +74,7 @@ def process_group(rank_info: RankInfo, device: str, timeout_s: float) -> Iterato
         # With NCCL, an orderly end would wait for collectives that the failed rank never joins.
         if device != "cuda":
             _leave()
-        if _is_lost_rank(error):
+        if is_lost_rank(error):
             said = _nccl_words(error)
             raise LostRankError(
                 f"rank {rank_info.rank} lost another process of the run{phase.at()}: it ended, or was silent for "
@@ -219,7 +219,8 @@ class Collective:
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "imed out waiting", "imeout caused")
 
 
-def _is_lost_rank(error: BaseException) -> bool:
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether an exception says that another process is gone or silent, in torch's, gloo's or NCCL's words."""
     import torch.distributed as dist
 
     if is_out_of_memory(error):

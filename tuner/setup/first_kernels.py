@@ -1,0 +1,117 @@
+"""Kernels that nobody asked for by name, tried before training: what cannot be compiled here is done without.
+
+That a compiler is there does not say that it works: it may lack the C library's headers, or meet its own limits in a
+model's layers. The first forward and backward pass, on the largest micro-batch, is where that shows.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from tuner.errors import MemoryLimitError, TunerError
+from tuner.runtime.console import Console
+from tuner.runtime.process import another_gloo_group, any_rank, gloo_group, is_lost_rank
+from tuner.setup.build import Assembly
+from tuner.setup.mock import mock_batch
+from tuner.setup.resolve import Resolved
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+WAIT_S = 120.0
+"""What processes whose kernels failed wait for each other: all of them fail at one place, or it is not the kernels."""
+COMPILING = "compiling the decoder layers, a minute or two"
+
+
+def build_runnable(resolved: Resolved, make: Callable[[Resolved], Assembly], console: Console) -> Assembly:
+    """What ``make`` builds of a resolved recipe, with kernels that run; else the same without them, and a warning.
+
+    Compiled layers and liger's kernels are tried where ``auto`` chose them, and left out one after the other. What
+    fails without them, too, is raised then, where it belongs. Collective where there are several processes; raises what
+    a single one of them raises, since the others then wait inside their own collectives.
+    """
+    while True:
+        with console.doing("loading model"):
+            assembly = make(resolved)
+        key, compiles = _chosen(resolved), resolved.recipe.train.compile is True
+        if not _everywhere(key is not None):
+            if compiles:
+                console.say("compile", f"the first step is spent {COMPILING}")
+            return assembly
+        assert key is not None
+        with console.doing(COMPILING if compiles else "compiling kernels", at_once=compiles):
+            problem = _problem(assembly, console)
+        if problem is None:
+            return assembly
+        del assembly
+        _let_go()
+        console.warn(f"{key}: auto: {problem}; the run goes on without, slower and with more memory")
+        resolved = _without(resolved, key, problem)
+
+
+def _everywhere(flag: bool) -> bool:
+    """Whether ``flag`` is true on all ranks. Collective."""
+    return not any_rank(not flag, gloo_group())
+
+
+def _chosen(resolved: Resolved) -> str | None:
+    """Which of the choices of ``auto`` is tried, and left out first; None where there is none."""
+    recipe, chosen = resolved.recipe, resolved.reasons
+    if recipe.train.compile is True and "train.compile" in chosen:
+        return "train.compile"
+    return "model.kernels" if recipe.model.kernels == "liger" and "model.kernels" in chosen else None
+
+
+def _without(resolved: Resolved, key: str, problem: str) -> Resolved:
+    """The recipe with one choice of ``auto`` less, and the reason."""
+    section, _, name = key.partition(".")
+    instead = {"train.compile": False, "model.kernels": "torch"}[key]
+    changed = getattr(resolved.recipe, section).model_copy(update={name: instead})
+    recipe = resolved.recipe.model_copy(update={section: changed})
+    return replace(resolved, recipe=recipe, reasons={**resolved.reasons, key: problem})
+
+
+def _problem(assembly: Assembly, console: Console) -> str | None:
+    """What keeps the largest micro-batch from being computed, in words; None where nothing or memory does."""
+    alone = assembly.rank_info.world_size == 1
+    group = another_gloo_group(WAIT_S)
+    try:
+        mock_batch(assembly, console)
+    except MemoryLimitError:
+        if not alone:
+            raise
+        return None  # that is found again, and explained, once there are tasks to do so
+    except Exception as error:
+        if isinstance(error, TunerError) or is_lost_rank(error) or not _on_all_ranks(group):
+            raise
+        words = " ".join(line.strip() for line in str(error).splitlines()[:2])
+        return f"{type(error).__name__}: {words}"
+    finally:
+        if group is not None:
+            dist.destroy_process_group(group)
+    return None
+
+
+def _on_all_ranks(group: ProcessGroup | None) -> bool:
+    """Whether every process comes here within `WAIT_S`; one that goes on with the pass never does."""
+    if group is None:
+        return True
+    try:
+        dist.barrier(group)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _let_go() -> None:
+    """Give the memory of what was built back, before it is built again."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
