@@ -101,6 +101,16 @@ def host_memory() -> tuple[int, int]:
     return min(total, limit), max(0, min(free, limit - used))
 
 
+def room_on(device: torch.device, processes: int) -> int:
+    """Bytes that this process can still take: on CUDA with what its allocator keeps; else its share of the host's."""
+    import torch
+
+    if device.type != "cuda":
+        return host_memory()[1] // processes
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
 @cache
 def measured_peak(kind: Literal["cuda", "cpu"], precision: str, index: int = 0) -> float:
     """Operations per second in one large product of random bf16 or fp32 matrices: the best of some, once a process.

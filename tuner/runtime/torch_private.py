@@ -30,6 +30,7 @@ class Need:
 
 _PREDICTION = Need("predicting memory (`tuner profile` without --measure)", "training works without it")
 _RECORDING = Need("recording a step (`tuner profile --measure`, `profile.steps`)", "training works without it")
+_SAMPLES = Need("answering samples on several processes (`eval.samples`)", "`eval.samples: 0` trains without it")
 _SELECTIVE = Need("`train.gradient_checkpointing: selective`", "`none` and `full` train without it")
 NAMES = {
     "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", _PREDICTION),
@@ -104,6 +105,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def node_number(node: Any) -> int:
     """The number that autograd gave to one of its nodes, in the order of the forward pass."""
     return int(private_attribute(node, "_sequence_nr", _PREDICTION)())
+
+
+def fsdp_groups(unit: Any) -> list[Any]:
+    """The groups of parameters that a unit of FSDP2 gathers, of which each says where they lie after a forward.
+
+    What is set there (``post_forward_mesh_info``) can be written by `set_reshard_after_forward`, and read nowhere else.
+    """
+    state = private_attribute(unit, "_get_fsdp_state", _SAMPLES)()
+    return list(private_attribute(state, "_fsdp_param_groups", _SAMPLES))
 
 
 def schema(function: Any) -> Any:

@@ -1,8 +1,12 @@
 """What a launch says beside its figures."""
 
+from pathlib import Path
+
 import pytest
 
-from tuner.runtime.console import one_line
+from tests.fixtures import trainings
+from tuner.run.tasks import evaluate as evaluate_task
+from tuner.runtime.console import Console, one_line
 
 WIDTH = 140
 
@@ -20,3 +24,18 @@ WIDTH = 140
 )
 def test_a_sample_in_one_line(text: str, shown: str) -> None:
     assert one_line(text, WIDTH) == shown
+
+
+@pytest.mark.parametrize(("free", "answered"), [(1300, True), (1100, False)])
+def test_answers_need_room_for_the_whole_model(
+    free: int, answered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainings.prepare(tmp_path, 1)
+    said: list[str] = []
+    monkeypatch.setattr(evaluate_task, "whole_bytes", lambda root: 1000)
+    monkeypatch.setattr(evaluate_task, "room_on", lambda device, processes: free)
+    monkeypatch.setattr(Console, "warn", lambda console, text: said.append(text))
+    flags = {"data__eval": "7 documents", "eval__every": "2 steps", "eval__samples_at": "all"}
+    run = trainings.launch(tmp_path, train__duration="4 steps", **flags).run_dir
+    assert (run / "samples.jsonl").is_file() == answered
+    assert [text.split(":")[0] for text in said if "samples" in text] == ([] if answered else ["eval.samples"])

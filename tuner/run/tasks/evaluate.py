@@ -5,16 +5,22 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 from tuner.data.prepared import Sample
+from tuner.parallel.gathered import gathered, whole_bytes
 from tuner.run.state import LaunchContext
 from tuner.run.tasks.log import LogTask
 from tuner.rundir.layout import SAMPLES
 from tuner.rundir.records import Records
 from tuner.runtime import phase
 from tuner.runtime.console import LABEL_WIDTH, Updates, one_line
+from tuner.runtime.device import room_on
+from tuner.runtime.files import gib
 from tuner.runtime.process import any_rank, gloo_group
 from tuner.train.evaluate import Evaluation, EvaluationCutError, HeldOut, answer_samples, evaluate
 from tuner.train.progress import best_after, finite
 from tuner.train.tasks import Event, Request, Task
+
+ROOM_FOR_SAMPLES = 1.2
+"""Bytes that are to be free for each byte of the model: a unit lies there twice while it is gathered."""
 
 
 class EvaluateTask(Task):
@@ -26,6 +32,7 @@ class EvaluateTask(Task):
         self._log, self._samples = log, samples
         self._settings = self._assembly.resolved.recipe.eval
         self._directory = context.run.path
+        self._has_warned = False
 
     def start(self) -> Iterator[Event]:
         """Evaluate where that is owed, or before the first step of a run."""
@@ -103,7 +110,7 @@ class EvaluateTask(Task):
     def _answer_samples(self) -> list[tuple[Sample, str]]:
         assembly = self._assembly
         samples = assembly.prepared.samples[: self._settings.samples]
-        if not samples:
+        if not samples or not self._has_room():
             return []
 
         def words(tokens: int) -> str:
@@ -111,8 +118,29 @@ class EvaluateTask(Task):
 
         with self._console.doing(words(0)) as doing:
             heed = self._heeding(doing, words)
-            answers = answer_samples(assembly.train_state, samples, assembly.tokenizer, heed)
+            with gathered(assembly.train_state.root):
+                answers = answer_samples(assembly.train_state, samples, assembly.tokenizer, heed)
         return list(zip(samples, answers, strict=True))
+
+    def _has_room(self) -> bool:
+        """Whether each process has room for the whole model, with a warning where one has not. Collective.
+
+        Without it every token of every answer would have all processes gather the model once more.
+        """
+        assembly = self._assembly
+        needed = whole_bytes(assembly.train_state.root)
+        if needed == 0:
+            return True
+        free = room_on(assembly.train_state.step_config.device, assembly.rank_info.local_world_size)
+        if not any_rank(needed * ROOM_FOR_SAMPLES > free, gloo_group()):
+            return True
+        if not self._has_warned:
+            self._console.warn(
+                f"eval.samples: no answers, for which each process would need the whole model ({gib(needed)}) beside "
+                f"its part of the run, and {gib(free)} are free; export a checkpoint and ask that one: tuner generate"
+            )
+        self._has_warned = True
+        return False
 
     def _keep(self, answers: list[tuple[Sample, str]]) -> None:
         for sample, answer in answers:

@@ -1,0 +1,71 @@
+"""Answers to samples gather a sharded model once, and leave it as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tests.fixtures.processes import run_ranks
+from tests.model.test_decode import CPU, LIMITS, PROMPTS
+from tests.parallel.test_fsdp import gradients, loss_of, sharded, tiny_model, whole
+from tuner.model.decode import greedy
+from tuner.parallel.fsdp import sync_gradients
+from tuner.parallel.gathered import gathered, whole_bytes
+from tuner.runtime import torch_private
+
+
+class Gathers(torch_private.TorchDispatchMode):  # type: ignore[misc,name-defined]
+    """Counts the collectives that gather weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "allgather" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("processes_to_a_copy", [2, 1])
+def test_the_model_is_gathered_once_and_not_for_each_token(processes_to_a_copy: int, tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        plain, root = tiny_model(), sharded(rank, processes_to_a_copy=processes_to_a_copy)
+        size = sum(p.numel() * p.element_size() for p in plain.parameters())
+        assert (whole_bytes(plain), whole_bytes(root)) == (0, size)
+        units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        answers = greedy(plain, PROMPTS, (), LIMITS, CPU)
+        with Gathers() as evaluating, torch.no_grad():
+            loss_of(root, 5)
+        with Gathers() as alone:
+            assert greedy(root, PROMPTS, (), LIMITS, CPU) == answers
+        if processes_to_a_copy == 2:
+            assert evaluating.count == len(units)
+            # This model's prompts are decoded one by one; the root's unit stays gathered.
+            assert alone.count == sum(LIMITS) * (len(units) - 1), "each token gathers the blocks"
+        with Gathers() as together, gathered(root):
+            assert greedy(root, PROMPTS, (), LIMITS, CPU) == answers
+        assert together.count <= (len(units) if processes_to_a_copy == 2 else 0)
+        assert all(isinstance(parameter, DTensor) for parameter in root.parameters()), "nothing stays gathered"
+        for seed in (0, 1):
+            loss_of(plain, seed).backward()
+        sync_gradients(root, True)
+        loss = loss_of(root, rank)
+        after = [isinstance(next(unit.parameters()), DTensor) for unit in units]
+        assert after == [unit is not root for unit in units], "blocks are freed after their forward, as before"
+        loss.backward()
+        for name, gradient in gradients(root).items():
+            torch.testing.assert_close(whole(gradient), gradients(plain)[name], rtol=1e-4, atol=1e-5)
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]
+
+
+def test_a_model_that_is_whole_is_left_alone() -> None:
+    root = tiny_model()
+    with gathered(root):
+        assert greedy(root, [[5, 9]], (), [3], CPU) == greedy(tiny_model(), [[5, 9]], (), [3], CPU)
