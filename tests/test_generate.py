@@ -35,6 +35,22 @@ def generator(export: Path) -> Generator:
     return load_generator(str(export))
 
 
+def test_a_run_is_rounded_on_its_way_to_a_device_and_what_it_computes_is_not(
+    export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = export.parents[1]
+    wide = load_generator(str(run)).model
+    assert {parameter.dtype for parameter in wide.parameters()} == {torch.float32}
+    monkeypatch.setattr("tuner.generate._device", lambda: (torch.device("cpu"), torch.bfloat16))
+    narrow, exported = load_generator(str(run)).model, load_generator(str(export)).model
+    assert {parameter.dtype for parameter in narrow.parameters()} == {torch.bfloat16}
+    buffers = dict(wide.named_buffers())
+    assert buffers and all(torch.equal(buffer, buffers[name]) for name, buffer in narrow.named_buffers())
+    assert narrow.get_output_embeddings().weight is narrow.get_input_embeddings().weight
+    there = dict(exported.named_parameters())
+    assert all(torch.equal(parameter, there[name]) for name, parameter in narrow.named_parameters())
+
+
 def test_template_is_applied_unless_the_prompt_is_plain_text(generator: Generator) -> None:
     assert generator.tokenizer.decode(generator.encode(CHAT)) == "user w10 w11 assistant"
     assert generator.tokenizer.decode(generator.encode(PLAIN)) == "w10 w11"

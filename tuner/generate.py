@@ -175,9 +175,10 @@ def load_generator(
 ) -> Generator:
     """Load a run, a checkpoint, a Hugging Face directory or a hub name, on CUDA (bf16) or else the CPU (float32).
 
-    An adapter directory goes onto `base` or the model that it names; a run is loaded in float32, and `warn` is told
-    where it is not finished. Raises RecipeError for a directory that holds no model, DataError for one that does not
-    load, MachineError for a name that cannot be fetched.
+    An adapter directory goes onto `base` or the model that it names. A run is read in float32, into the host's memory,
+    and rounded as its export would be on the way to CUDA; `warn` is told where it is not finished. Raises RecipeError
+    for a directory that holds no model, DataError for one that does not load, MachineError for a name that cannot be
+    fetched.
     """
     path = Path(name_or_path)
     if path.is_dir() or path.is_absolute() or name_or_path.startswith(("./", "../", "~")):
@@ -209,14 +210,27 @@ def make_generator(
 
 
 def _from_run(source: Source) -> Generator:
+    device, dtype = _device()
     with quiet():
         model = load_trained(source)
+        _place(model, device, dtype)
         model.set_attn_implementation("sdpa")
         tokenizer = AutoTokenizer.from_pretrained(
             source.run_dir / TOKENIZER, local_files_only=True, trust_remote_code=False
         )
         defaults = _generation_defaults(str(source.run_dir / MODEL_CONFIG), None)
-    return make_generator(model, tokenizer, defaults, _device()[0])
+    return make_generator(model, tokenizer, defaults, device)
+
+
+@torch.no_grad()
+def _place(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Round parameters and take them to the device one by one, so that it never holds a wide copy of the model.
+
+    Buffers stay as they are: what a model computes itself, such as the frequencies of its rotations, is not rounded.
+    """
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype).to(device)
 
 
 def _with_adapter(path: Path, base: str | None, dtype: torch.dtype) -> Any:

@@ -21,7 +21,7 @@ from tests.rundir import made
 from tuner.api import export_hf
 from tuner.checkpoint.load import open_checkpoint, read_probe, read_tensors
 from tuner.checkpoint.save import CheckpointDir, save
-from tuner.errors import DataError, RecipeError, VerificationError
+from tuner.errors import DataError, MemoryLimitError, RecipeError, VerificationError
 from tuner.export import frozen, hf, outputs, tensors, verify, weights
 from tuner.export.card import curve
 from tuner.export.hf import ExportOptions, ExportReport, plan_export
@@ -606,3 +606,18 @@ def test_the_proof_says_how_close_and_how_close_it_had_to_be(dtype: str, recorde
     compared = ExportReport(Path("x"), 4, dtype, "merge", 9, 1, 100, 12, recorded, *figures)
     assert compared.proof() == said
     assert replace(compared, max_difference=None).proof() == ""
+
+
+@pytest.mark.parametrize(("total", "free"), [(100, 100), (1 << 40, 100)])
+def test_verification_that_the_machine_has_no_memory_for(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, total: int, free: int
+) -> None:
+    run = make_run("llama-tied")
+    monkeypatch.setattr(verify, "host_memory", lambda: (total, free))
+    if total == free:
+        with pytest.raises(MemoryLimitError, match="to verify it, which takes .* of the host's memory; this"):
+            export_hf(run)
+        assert not (run / "exports").exists()
+    else:
+        with pytest.warns(UserWarning, match="100 bytes are free now"):
+            assert export_hf(run).path.is_dir()

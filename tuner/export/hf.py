@@ -197,6 +197,7 @@ def run_export(plan: ExportPlan) -> ExportReport:
 def _written_and_proven(plan: ExportPlan, started: float) -> ExportReport:
     with quiet():
         trained = trained_skeleton(plan.source)
+    verify.require_memory(trained.plain)
     with CheckpointHold(plan.source.checkpoint.path), _temporary(plan.output) as directory:
         with quiet():
             verify.require_same_tokenizer(plan.source)

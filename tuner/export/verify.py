@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tuner.checkpoint.index import DTYPE_NAMES
 from tuner.checkpoint.storage import tensor_bytes
-from tuner.errors import DataError, VerificationError
+from tuner.errors import DataError, MemoryLimitError, VerificationError
 from tuner.export.published import state_names
 from tuner.export.shards import Output, Written, sha256_of_same
 from tuner.export.source import Source
@@ -25,7 +26,8 @@ from tuner.export.tensors import TensorSource
 from tuner.export.write import ADAPTER_WEIGHTS
 from tuner.model.attention import withdrawn
 from tuner.rundir.layout import ID_PROBES, TOKENIZER
-from tuner.runtime.files import file_entries, verify_entries
+from tuner.runtime.device import host_memory
+from tuner.runtime.files import file_entries, gib, verify_entries
 
 SAME_MODEL = 1e-5  # float32, the same operations: only the order of sums differs
 ROUNDED_KL = 0.02  # nats, weights rounded to bf16
@@ -55,6 +57,22 @@ class Difference:
     absolute: float
     relative: float
     kl: float
+
+
+def require_memory(model: PreTrainedModel) -> None:
+    """Check that there is memory to verify an export of a model, which loads it in float32, before it is written.
+
+    Raises MemoryLimitError where this machine is too small, and warns where others use what it takes.
+    """
+    needed = 4 * sum(parameter.numel() for parameter in model.parameters())
+    total, free = host_memory()
+    said = f"an export is loaded in float32 to verify it, which takes {gib(needed)} of the host's memory"
+    if needed > total:
+        raise MemoryLimitError(
+            f"{said}; this machine has {gib(total)}", hint="export the run on a machine with more"
+        )
+    if needed > free:
+        warnings.warn(f"{said}; {gib(free)} are free now", stacklevel=2)
 
 
 def read_probes(tensors: Mapping[str, torch.Tensor]) -> Probes | None:
