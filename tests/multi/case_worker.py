@@ -99,7 +99,11 @@ def run_steps(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
             "gradient_checkpointing": case["recompute"],
         },
         data={"shuffle": False, "train": str(model / "rows.jsonl")},
-        parallel={"shard": case["shard"], "reshard_after_forward": case["reshard"]},
+        parallel={
+            "shard": case["shard"],
+            "reshard_after_forward": case["reshard"],
+            "accumulate": case["accumulate"],
+        },
         method=case["method"],
     )
     gradients: dict[str, torch.Tensor] = {}

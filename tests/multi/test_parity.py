@@ -23,7 +23,8 @@ UNITS = 3  # two blocks and the root
 TRAINED = [1, 29, 3, 15, 30, 7, 5, 2, 0, 0, 0, 0, 20, 7, 25, 2, 9, 24]
 ADAPTERS: dict[str, dict[str, Any]] = {"full": {"kind": "none"}, "lora": {"kind": "lora", "r": 4}}
 ONE: dict[str, Any] = {
-    "adapter": "full", "world": 1, "local": 1, "shard": "auto", "reshard": True, "packed": True, "precision": "fp32",
+    "adapter": "full", "world": 1, "local": 1, "shard": "auto", "reshard": True, "accumulate": "auto",
+    "packed": True, "precision": "fp32",
     "recompute": "none", "global": 8, "micro": 8, "steps": 3, "factor": 0.0, "trained": TRAINED, "method": {},
 }  # fmt: skip
 # Each case beside the one that it must equal. With factor 0 the weights stay, so that every step's gradient counts.
@@ -35,10 +36,13 @@ CASES: dict[str, dict[str, Any]] = {
     "two": {"world": 2, "local": 2, "micro": 4},
     "two, 4 micro-batches, gathered once": {"world": 2, "local": 2, "micro": 1, "reshard": False},
     "two, a document to a row": {"world": 2, "local": 2, "packed": False, "global": 16, "micro": 2},
+    "two, 4 micro-batches, whole": {"world": 2, "local": 2, "micro": 1, "accumulate": "whole"},
+    "two, 4 micro-batches": {"world": 2, "local": 2, "micro": 1},
     "four": {"world": 4, "local": 4, "micro": 2},
     "four, 2 micro-batches": {"world": 4, "local": 4, "micro": 1},
     "2 x 2": {"world": 4, "local": 2, "micro": 2},  # two machines: auto is hybrid
     "2 x 2, 2 micro-batches": {"world": 4, "local": 2, "micro": 1, "shard": "hybrid"},
+    "2 x 2, 2 micro-batches, whole": {"world": 4, "local": 2, "micro": 1, "shard": "hybrid", "accumulate": "whole"},
     "four replicas": {"world": 4, "local": 4, "micro": 1, "shard": "none"},
     "one, selective": {"recompute": "selective"},
     "one, full": {"recompute": "full"},
@@ -151,12 +155,12 @@ def test_the_same_loss_and_gradients(found: Path, name: str, like: str) -> None:
 @pytest.mark.multi
 @pytest.mark.parametrize(("name", "case"), WHOLE.items())
 def test_a_step_of_a_run_talks_no_more_than_fsdp_does(found: Path, name: str, case: dict[str, Any]) -> None:
-    """Beyond FSDP's own: one sum of gradient norm and loss, and one flag. Nothing more with several micro-batches."""
+    """Beyond FSDP's own: one sum of gradient norm and loss, and one flag. Replicas are added up once a step."""
     micro_batches = 8 // case["world"] // int(case["flags"]["train.micro_batch_size"])
     replicated = UNITS if case["flags"]["parallel.shard"] == "hybrid" else 0
     assert facts(found, name)["collectives"] == {
         "allgather_base": micro_batches * (2 * UNITS - 1),  # the root's weights stay until its backward pass
-        "reduce_scatter_base": UNITS,
+        "reduce_scatter_base": micro_batches * UNITS,
         "allreduce": replicated + 2,
     }
 
@@ -164,8 +168,18 @@ def test_a_step_of_a_run_talks_no_more_than_fsdp_does(found: Path, name: str, ca
 @pytest.mark.multi
 def test_weights_that_are_kept_are_gathered_once_a_micro_batch(found: Path) -> None:
     assert facts(found, "two, 4 micro-batches, gathered once")["collectives"] == {
-        "allgather_base": 4 * UNITS, "reduce_scatter_base": UNITS, "allreduce": 1,
+        "allgather_base": 4 * UNITS, "reduce_scatter_base": 4 * UNITS, "allreduce": 1,
     }  # fmt: skip
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("name", "micro_batches", "replicated"), [("two, 4 micro-batches", 4, 0), ("2 x 2, 2 micro-batches", 2, UNITS)]
+)
+def test_whole_gradients_are_reduced_once_a_step(found: Path, name: str, micro_batches: int, replicated: int) -> None:
+    whole, sharded = (facts(found, each)["collectives"] for each in (f"{name}, whole", name))
+    assert (whole["reduce_scatter_base"], whole["allreduce"]) == (UNITS, replicated + 1)
+    assert (sharded["reduce_scatter_base"], sharded["allreduce"]) == (micro_batches * UNITS, replicated + 1)
 
 
 @pytest.mark.multi

@@ -120,6 +120,7 @@ _NAMES: dict[str, str] = {
     "parallel.processes": "nproc_per_node num_processes num_gpus n_gpus gpus num_devices",
     "parallel.shard": "fsdp_sharding_strategy sharding_strategy data_parallel_shard_degree "
     "dp_shard hsdp_shard_dim",
+    "parallel.accumulate": "sync_each_batch no_sync",
     "parallel.reshard_after_forward": "fsdp_reshard_after_forward",
     "parallel.timeout": "ddp_timeout dist_timeout nccl_timeout timeout_seconds",
     "profile.steps": "profiler_steps profile_step profile_steps profile_start_step profiling_steps profile_freq",

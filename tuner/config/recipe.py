@@ -407,6 +407,8 @@ class ParallelSection(Section):
     """Processes that tuner train starts on this machine; auto: one for each GPU. torchrun and srun start their own."""
     shard: Word[Literal["auto", "full", "hybrid", "none"]] = "auto"
     """Processes over which weights, gradients and moments are sharded; auto: hybrid on several machines, else full."""
+    accumulate: Word[Literal["auto", "sharded", "whole"]] = "auto"
+    """Gradients between micro-batches: sharded, reduced in each, or whole: more memory, less to send."""
     reshard_after_forward: Bool = True
     """Free gathered weights after each forward: less memory, more communication."""
     timeout: Annotated[Duration, Span(units=TIMES)] = Duration.parse("30 min")

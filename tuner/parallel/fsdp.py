@@ -65,10 +65,15 @@ def materialise(root: CausalLM, source: CausalLM | None, device: torch.device) -
                 target.copy_(whole)
 
 
-def sync_gradients(root: nn.Module, sync: bool) -> None:
-    """Whether the next backward reduces gradients over processes; off until a step's last microbatch."""
+def sync_gradients(root: nn.Module, last: bool, whole: bool = False) -> None:
+    """How the next backward reduces gradients over processes; ``last`` is a step's last microbatch.
+
+    Each one adds to the shards of the gradients, and replicas are added up in the last one. With ``whole``, nothing is
+    sent before that, and every process keeps the gradients of the whole model until then.
+    """
     if isinstance(root, FSDPModule):
-        root.set_requires_gradient_sync(sync)
+        root.set_requires_gradient_sync(last or not whole)
+        root.set_requires_all_reduce(last)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,7 @@ ON_RESUME: dict[str, Effect] = {
     "parallel.": "safe",
     "parallel.processes": "warn",
     "parallel.shard": "warn",
+    "parallel.accumulate": "warn",
     "profile.": "safe",
     "logging.": "safe",
     "hooks": "safe",

@@ -144,7 +144,8 @@ def mesh_of(recipe: Recipe, rank_info: RankInfo) -> Mesh:
 def step_config_of(recipe: Recipe, device: torch.device, mesh: Mesh) -> StepConfig:
     """How a resolved recipe computes on a device."""
     autocast = _autocast(device, recipe.train.precision)
-    return StepConfig(device, autocast, recipe.train.max_grad_norm, recipe.seed, mesh)
+    whole = recipe.parallel.accumulate == "whole"
+    return StepConfig(device, autocast, recipe.train.max_grad_norm, recipe.seed, mesh, whole)
 
 
 def held_out_rows(recipe: Recipe, prepared: PreparedData) -> HeldOut | None:

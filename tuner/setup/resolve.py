@@ -87,6 +87,7 @@ def resolve(
     settle("parallel", "processes", rank_info.world_size, "as started")
     machines = rank_info.world_size > rank_info.local_world_size
     settle("parallel", "shard", "hybrid" if machines else "full", "several machines" if machines else "one machine")
+    settle("parallel", "accumulate", *_accumulated())
     settle("data", "max_length", max_length, "as prepared")
     examples = recipe.method.examples
     settle("data", "too_long", examples.too_long, examples.kind)
@@ -134,6 +135,11 @@ def _compiled(recipe: Recipe, facts: DeviceFacts) -> tuple[bool, str]:
     if recipe.train.compile and problem is not None:
         raise MachineError(f"train.compile: {problem}", hint="install what is missing, or write compile: false")
     return recipe.train.compile, "as written"
+
+
+def _accumulated() -> tuple[str, str]:
+    """How gradients lie between micro-batches, and why: whole ones take what the unsharded model does, in float32."""
+    return "sharded", "least memory"
 
 
 def _default_lr(recipe: Recipe, n_parameters: int) -> tuple[float, str]:

@@ -30,6 +30,8 @@ class StepConfig:
     max_grad_norm: float | None
     seed: int
     mesh: Mesh
+    accumulate_whole: bool = False
+    """Whether gradients stay whole until the last micro-batch of a step, in place of being reduced in each."""
 
 
 @dataclass
@@ -129,7 +131,7 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
     counts, sums = state.method.counts(batches), None
     root.train()
     for number, batch in enumerate(batches.micro):
-        sync_gradients(root, number == len(batches.micro) - 1)
+        sync_gradients(root, number == len(batches.micro) - 1, step_config.accumulate_whole)
         # Dropout depends on the position in the run alone, so a resumed run needs no generator state.
         torch.manual_seed(_mixed(step_config.seed, index - state.rng_start, number, step_config.mesh.data_rank))
         phase.enter_part(index + 1, "forward")
