@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -34,6 +35,8 @@ class AssemblySpec:
     padding: Padding | None = None
     """Where decoder layers are compiled: the size of microbatches that they are compiled for."""
     reshard_after_forward: bool = True
+    rounded_to: torch.dtype | None = None
+    """The type that autocast rounds weights to, where shards may be gathered in it."""
 
     def for_values(self) -> "AssemblySpec":
         """The same for a model that gives its values to another and never trains itself: nothing is wrapped."""
@@ -71,7 +74,7 @@ def assemble(
 
         compile_blocks(root, spec.padding)
     if device_mesh is not None:
-        shard(root, device_mesh, spec.reshard_after_forward)
+        shard(root, device_mesh, spec.reshard_after_forward, spec.rounded_to)
     give_values(root)
     return root
 

@@ -5,8 +5,11 @@ And arithmetic over tensors that lie so: sums over their rows, norms, and whole 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,20 +20,30 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tuner.model.build import decoder_blocks
 from tuner.model.root import FORWARD_METHODS, CausalLM
+from tuner.parallel.gathers import SMALL, policy, rounded_weights
+from tuner.parallel.mesh import Mesh
 from tuner.runtime.torch_private import each_norm
 
 _NORM_CHUNK = 4096
 
 
-def shard(root: CausalLM, mesh: DeviceMesh, reshard_after_forward: bool) -> None:
+def shard(
+    root: CausalLM, mesh: DeviceMesh, reshard_after_forward: bool, rounded_to: torch.dtype | None = None
+) -> None:
     """Shard a model on the meta device, in place: each decoder block a unit, the rest in the root's unit.
 
     With ``reshard_after_forward`` a block's weights are gathered again for its backward pass. Gradients are summed, not
-    averaged, over processes: the loss is already divided by the global count. No mixed precision policy is set, since
-    autocast inside gives one meaning of bf16 at every world size.
+    averaged, over processes: the loss is already divided by the global count. Where autocast rounds weights,
+    ``rounded_to`` is the type in which they are gathered (:mod:`tuner.parallel.gathers`).
     """
     for block in decoder_blocks(root.model):
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        rounded = set() if rounded_to is None else rounded_weights(block)
+        if rounded_to is not None and rounded:
+            kept = set(block.parameters()) - rounded
+            unit: dict[str, Any] = {"mp_policy": policy(rounded_to), "ignored_params": kept}
+        else:
+            unit = {}
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, **unit)
     # Embeddings and head are what the backward pass begins with: they stay gathered between the two.
     fully_shard(root, mesh=mesh, reshard_after_forward=False)
     for module in root.modules():
@@ -74,6 +87,35 @@ def sync_gradients(root: nn.Module, last: bool, whole: bool = False) -> None:
     if isinstance(root, FSDPModule):
         root.set_requires_gradient_sync(last or not whole)
         root.set_requires_all_reduce(last)
+
+
+def sum_whole_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Add up, over all processes, the gradients of parameters that each of them holds whole. Collective.
+
+    Large ones in place, one collective each; the others become parts of one tensor. A parameter without a gradient on
+    this process counts as zeros, since another process may have one.
+    """
+    whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+    for parameter in whole:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    small = [parameter for parameter in whole if parameter.numel() <= SMALL]
+    for parameter in whole:
+        if parameter.numel() > SMALL:
+            dist.all_reduce(parameter.grad)
+    if small:
+        flat = torch.cat([parameter.grad.reshape(-1) for parameter in small if parameter.grad is not None])
+        dist.all_reduce(flat)
+        for parameter, part in zip(small, flat.split([each.numel() for each in small]), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+
+def squared_norm(gradients: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    """This process's share of the square of all gradients' norm: the sum of all shares counts each element once."""
+    sharded = [local(gradient) for gradient in gradients if isinstance(gradient, DTensor)]
+    whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+    shares = [sum_of_squares(own) / held for own, held in ((sharded, mesh.copies), (whole, mesh.size)) if own]
+    return functools.reduce(operator.add, shares)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -194,6 +194,7 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
         recomputed_layers=train.gradient_checkpointing_layers,
         padding=Padding(longest * train.micro_batch_size, longest) if train.compile is True else None,
         reshard_after_forward=recipe.parallel.reshard_after_forward,
+        rounded_to=torch.bfloat16 if train.precision == "bf16" and recipe.adapter.kind == "none" else None,
     )
 
 

@@ -8,6 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 from tuner.data.prepared import PackedRows
 from tuner.model.root import CausalLM
+from tuner.parallel.gathers import as_trained
 
 MAX_PROBES = 20
 MAX_TOKENS = 64
@@ -63,7 +64,7 @@ def record_probes(root: CausalLM, probes: list[torch.Tensor], device: torch.devi
     """
     root.eval()
     lengths = torch.tensor([len(p) for p in probes])
-    with _Float32Products():
+    with as_trained(root), _Float32Products():
         logits = torch.cat([_last_logits(root, probe.to(device)) for probe in probes])
     padded = torch.nn.utils.rnn.pad_sequence(probes, batch_first=True)
     return {"input_ids": padded, "lengths": lengths, "logits": logits.float().cpu()}

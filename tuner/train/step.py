@@ -12,7 +12,7 @@ from torch import nn
 
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.root import CausalLM
-from tuner.parallel.fsdp import local, sum_of_squares, sync_gradients
+from tuner.parallel.fsdp import squared_norm, sum_whole_gradients, sync_gradients
 from tuner.parallel.mesh import Mesh
 from tuner.runtime import phase
 from tuner.runtime.device import to_device
@@ -100,8 +100,8 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     """
     sums, counts = forward_backward(state, index, batches)
     phase.enter_part(index + 1, "optimizer")
-    gradients = [local(p.grad) for p in state.parameters.values() if p.grad is not None]
-    squares = sum_of_squares(gradients) / state.step_config.mesh.copies
+    gradients = [p.grad for p in state.parameters.values() if p.grad is not None]
+    squares = squared_norm(gradients, state.step_config.mesh)
     terms = [*sums.losses.values(), *sums.figures.values()]
     totals = torch.stack([tensor.double() for tensor in (squares, *(term.value for term in terms))])
     if dist.is_initialized():
@@ -139,6 +139,8 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
         sums = terms.plus(sums)
         phase.enter_part(index + 1, "backward")
         terms.loss(counts).backward()
+    if step_config.mesh.size > 1:
+        sum_whole_gradients(state.parameters.values())
     assert sums is not None, "a step has at least one micro-batch"
     return sums, counts
 

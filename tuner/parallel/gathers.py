@@ -1,0 +1,75 @@
+"""What a unit of FSDP2 gathers in bfloat16: the weights that autocast would round to it anyway.
+
+Autocast multiplies by a float32 weight rounded to bfloat16; whether it is rounded before it is sent or after changes no
+bit of a loss, and halves what is sent and what is gathered. Its gradient is bfloat16 in both cases, as it leaves the
+product, and is added up over processes and micro-batches in float32. bf16 so has one meaning at every world size.
+
+The rule: a decoder layer gathers the float32 weights of its linear layers in bfloat16. What autocast leaves in float32
+(norms, biases that are read elsewhere, the states of recurrent layers) is never rounded: it is small, so every process
+keeps it whole. A layer in which it is not small, such as one whose experts are multiplied without autocast, gathers all
+of its weights in float32. So does every layer with an adapter, whose large weights are bfloat16 on every process
+already, and whose own ones are dropped out in the type of its weights.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+SMALL = 1 << 18
+"""Elements of a parameter that every process may keep whole: a mebibyte in float32."""
+_MULTIPLIED = ("Linear", "Conv1D")
+"""Types of module that do nothing with their weight but multiply by it. Subclasses may do more."""
+
+
+def policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Gathered in ``dtype``, reduced in float32; autocast takes care of everything else."""
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def rounded_weights(unit: nn.Module) -> set[nn.Parameter]:
+    """The weights of a unit that autocast rounds in every use; none where something else of it is large."""
+    found = set(_multiplied(unit.modules()))
+    rest = [parameter for parameter in unit.parameters() if parameter not in found]
+    return set() if any(parameter.numel() > SMALL for parameter in rest) else found
+
+
+def _multiplied(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    for module in modules:
+        weight = getattr(module, "weight", None)
+        if type(module).__name__ in _MULTIPLIED and isinstance(weight, nn.Parameter) and weight.dtype == torch.float32:
+            yield weight
+
+
+@contextmanager
+def as_trained(root: nn.Module) -> Iterator[None]:
+    """Within, units compute with their weights as they are trained, in float32; for forward passes without autocast.
+
+    Each gathers its own for the length of its forward. Collective wherever the model runs.
+    """
+    with ExitStack() as stack:
+        for unit in (module for module in root.modules() if isinstance(module, FSDPModule)):
+            unit.reshard()
+            stack.callback(unit.register_forward_pre_hook(_Widened(unit)).remove)
+            stack.callback(unit.register_forward_hook(lambda unit, *_: unit.reshard()).remove)
+        yield
+
+
+class _Widened:
+    """Puts the weights of a unit as they are trained in the place of those that it has gathered in another type."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        self._own = [
+            (module, name, parameter)
+            for module in unit.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if isinstance(parameter, DTensor)
+        ]
+
+    def __call__(self, unit: nn.Module, inputs: object) -> None:
+        for module, name, sharded in self._own:
+            if getattr(module, name).dtype != sharded.dtype:
+                setattr(module, name, nn.Parameter(sharded.full_tensor(), requires_grad=False))
