@@ -52,7 +52,7 @@ def own_losses(root: CausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_loss_and_gradients_are_the_models_own(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_LOGITS", 13 * 97)
+    monkeypatch.setattr(module, "CHUNK_LOGITS", {"cpu": 13 * 97})
     root, ids = root_for(kind, tmp_path), random_ids(97)
     assert root.logit_transform == CONFIGS[kind][1]
     require_isolation(root, 97)

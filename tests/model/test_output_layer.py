@@ -1,5 +1,7 @@
 """The chunked loss equals plain cross-entropy, in value and gradients."""
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -8,11 +10,13 @@ import torch
 from tuner.model import output_layer as module
 from tuner.model.kernels import native_into_gradient
 from tuner.model.output_layer import LogitTransform, OutputLayer, softmax_into_gradient
+from tuner.runtime.device import traced_for
+from tuner.runtime.torch_private import TorchDispatchMode
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_LOGITS", 5 * 11)
+    monkeypatch.setattr(module, "CHUNK_LOGITS", {"cpu": 5 * 11})
     monkeypatch.setattr(module, "BLOCK_LOGITS", {"cpu": 2 * 11})
     monkeypatch.setattr(module, "BLOCK_VOCABULARY", {"cpu": 4})
 
@@ -93,3 +97,97 @@ def test_blocks_of_the_vocabulary_change_no_sum_that_counts(trained: bool, monke
     assert torch.equal(found[0][0], found[1][0])
     assert not trained or torch.equal(found[0][2], found[1][2])
     torch.testing.assert_close(found[0][1], found[1][1], rtol=2e-2, atol=2e-2)
+
+
+ODD = 50257
+"""GPT-2's vocabulary: no multiple of anything."""
+
+
+def gpu_of(rows: int, vocabulary: int = ODD) -> Any:
+    """Within, sizes are chosen as on a GPU whose memory has room for so many rows of logits in a chunk."""
+    return traced_for("cuda", module.CHUNK_MEMORY * rows * (-(-vocabulary // module.ALIGNED) * module.ALIGNED))
+
+
+class Operations(TorchDispatchMode):  # type: ignore[misc]  # its type is not known
+    """Counts operations by name, conversions of tensors of ``size`` elements, and the row strides of products."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.converted, self.strides, self.names = size, 0, set[int](), Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        self.names[func.name()] += 1
+        self.converted += func is torch.ops.aten._to_copy.default and args[0].numel() == self.size
+        if func is torch.ops.aten.mm.out:
+            self.strides.add((kwargs or {})["out"].stride(0))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [LogitTransform(), LogitTransform(0.5, 2.0)])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_on_a_gpu_it_equals_plain_torch(with_bias: bool, weighted: bool, shape: LogitTransform) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(ODD, 4, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(ODD, dtype=torch.float64, requires_grad=True) if with_bias else None
+    targets, weights = torch.randint(0, ODD, (7,)), torch.rand(7, dtype=torch.float64) if weighted else None
+    leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
+    with gpu_of(rows=3):
+        loss = OutputLayer(weight, bias, shape).cross_entropy(hidden, targets, weights)
+        found = torch.autograd.grad(3 * loss, leaves)
+        losses = OutputLayer(weight, bias, shape).losses(hidden, targets)
+        by_position = torch.autograd.grad((losses**2).sum(), leaves)
+    logits = torch.nn.functional.linear(hidden, weight, bias) * shape.scale
+    logits = logits if shape.cap is None else shape.cap * torch.tanh(logits / shape.cap)
+    plain = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    expected = plain.sum() if weights is None else (plain * weights).sum()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(losses, plain, rtol=1e-12, atol=0)
+    wanted = torch.autograd.grad(3 * expected, leaves, retain_graph=True)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    for a, b in zip(by_position, torch.autograd.grad((plain**2).sum(), leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_on_a_gpu_the_weight_is_converted_once_and_rows_are_aligned(trained: bool) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(8, 4, requires_grad=True), torch.randn(ODD, 4, requires_grad=trained)
+    targets, blocks = torch.randint(0, ODD, (8,)), -(-ODD // module.BLOCK_VOCABULARY["cuda"])
+    with gpu_of(rows=3), torch.autocast("cpu", torch.bfloat16), Operations(weight.numel()) as seen:
+        OutputLayer(weight).cross_entropy(hidden, targets)
+    assert seen.converted == 1 and seen.strides == {50304}
+    assert seen.names["aten::mm.out"] == seen.names["aten::mm"] - 3 * blocks * trained == 3  # of three chunks
+    frozen = weight.detach().bfloat16()
+    with gpu_of(rows=3), torch.autocast("cpu", torch.bfloat16), Operations(weight.numel()) as seen:
+        OutputLayer(frozen).cross_entropy(hidden, targets)
+    assert seen.converted == 0 and seen.names["aten::mm"] == 3
+    with gpu_of(rows=100), torch.autocast("cpu", torch.bfloat16), Operations(weight.numel()) as seen:
+        OutputLayer(weight).cross_entropy(hidden, targets)
+    assert seen.names["aten::mm.out"] == 1
+
+
+def test_on_a_gpu_a_chunk_has_no_more_logits_than_fit_its_memory_or_fill_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows_of(memory: int | None) -> int:
+        with traced_for("cuda", memory):
+            return module._most(module.CHUNK_LOGITS, torch.empty(1), module.CHUNK_MEMORY)
+
+    assert rows_of(None) == rows_of(80 << 30) == 1 << 29
+    assert rows_of(24 << 30) == 24 << 24  # 768 MiB in bf16
+    assert module._most(module.CHUNK_LOGITS, torch.empty(1), module.CHUNK_MEMORY) == 1 << 27
+
+
+def test_on_a_gpu_the_weights_gradient_is_added_up_in_float32_whatever_its_type() -> None:
+    """A gathered weight is bfloat16, and so is its gradient: the float32 one, rounded once."""
+    torch.manual_seed(0)
+    rounded = torch.randn(300, 4).bfloat16()
+    hidden, targets, found = torch.randn(256, 4).bfloat16(), torch.randint(0, 300, (256,)), []
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = rounded.to(dtype, copy=True).requires_grad_()
+        with gpu_of(rows=2, vocabulary=300), torch.autocast("cpu", torch.bfloat16):
+            loss = OutputLayer(weight).cross_entropy(hidden, targets)
+            found += torch.autograd.grad(0.3 * loss, [weight])
+    assert [gradient.dtype for gradient in found] == [torch.float32, torch.bfloat16]
+    assert torch.equal(found[0].bfloat16(), found[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,17 @@ def test_kernels_of_another_device_are_chosen_within_the_stand_in_alone() -> Non
     with cuda_stand_in():
         assert target(tensor) == "cuda"
     assert target(tensor) == "cpu"
+
+
+def test_the_logits_of_a_gpu_are_bounded_by_its_memory(tmp_path: Path) -> None:
+    resolved, rank_info, step = resolved_case(Case("llama"), tmp_path)
+
+    def largest(total_bytes: int) -> int:
+        """Of the storages that the loss makes."""
+        facts = replace(resolved.facts, kind="cuda", total_bytes=total_bytes)
+        trace = trace_step(replace(resolved, facts=facts), rank_info, step)
+        return max(storage.size for storage in trace.storages if storage.phase == "forward" and not storage.module)
+
+    row = 4 * 128  # bytes of the logits of 97 tokens, filled up
+    assert largest(80 << 30) == len(step.micro[0].trained_positions) * row
+    assert largest(64 * 128 * 30) == 30 * row  # chunks of thirty positions

@@ -2,28 +2,37 @@
 
 Each chunk of positions makes its logits in the type of the products, turns them into their gradient in place, and
 forgets them before the next chunk starts (the method of Liger Kernel, https://arxiv.org/abs/2410.10989, in plain torch
-operations). Normaliser, loss and the step from logits to gradient are float32, a few rows at a time. The weight is
-converted, and its gradient added up, a block of the vocabulary at a time: neither has a second copy of its size.
+operations). Normaliser, loss and the step from logits to gradient are float32, a few rows at a time.
+
+On a CPU the weight is converted, and its gradient added up, a block of the vocabulary at a time: both stay in the
+cache, and neither has a second copy of its size. On a GPU the weight is converted once for all chunks, which are few
+and large, the rows of the logits begin at multiples of 128 bytes whatever the vocabulary, as its matrix units want
+them, and the weight's gradient is added up in float32 whatever its type.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from transformers import PretrainedConfig
 
-from tuner.runtime.device import target
+from tuner.runtime.device import gpu_memory, target
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, bool, torch.Tensor | None], torch.Tensor]
 """From logits ``[N, V]``, targets ``[N]``, whether the logits become their gradient in place, and weights float32
 ``[N]`` of the positions, or None for ones, to the summed loss."""
-CHUNK_LOGITS = 1 << 27
+CHUNK_LOGITS = {"cpu": 1 << 27, "cuda": 1 << 29}
 """Logits of one chunk, at most: what bounds memory. Large, since every chunk adds to the gradient of the weight."""
 BLOCK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 28}
 """Logits in float32 at one time: what fits a processor's cache, or fills a GPU."""
+CHUNK_MEMORY, BLOCK_MEMORY = 64, 256
+"""Bytes of a GPU's memory for each logit of a chunk, and for each in float32: in bf16 a chunk takes a 32nd of it."""
 BLOCK_VOCABULARY = {"cpu": 1 << 12, "cuda": 1 << 14}
-"""Rows of the weight in one product: on a processor its converted rows, and their gradient, stay in the cache."""
+"""Rows of the weight in one product: on a processor its converted rows, and their gradient, stay in the cache; on a GPU
+of the product alone that is added to the weight's gradient."""
+ALIGNED = 64
+"""Columns to which the logits' rows are filled up on a GPU."""
 _MULTIPLIED = ("hyperclovax",)
 """Types of model that multiply by what others of the same key divide by."""
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -78,7 +87,7 @@ def softmax_into_gradient(
     """Summed loss, a float32 scalar; ``logits`` become its gradient where that is wanted. A few rows at a time."""
     exact_dtype = torch.promote_types(logits.dtype, torch.float32)
     total = torch.zeros((), dtype=exact_dtype, device=logits.device)
-    for block in _spans(len(logits), max(1, BLOCK_LOGITS[target(logits)] // logits.shape[1])):
+    for block in _spans(len(logits), max(1, _block_logits(logits) // logits.shape[1])):
         exact = logits[block].to(exact_dtype)
         wanted = targets[block, None]
         share = torch.softmax(exact, -1)
@@ -157,36 +166,79 @@ def summed_cross_entropy(hidden: torch.Tensor, head: OutputLayer, targets: torch
 
 @dataclass(frozen=True)
 class _Head:
-    """An output layer and its input: hidden ``[N, D]``, weight ``[V, D]``, bias ``[V]``, the type of the products."""
+    """An output layer and its input: hidden ``[N, D]``, weight ``[V, D]``, bias ``[V]``, the type of the products.
+
+    On a GPU the weight is in that type already, once for all chunks.
+    """
 
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     dtype: torch.dtype
+    on_gpu: bool
+
+    @staticmethod
+    def of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> "_Head":
+        on_gpu = target(weight) == "cuda"
+        return _Head(hidden, weight.to(dtype) if on_gpu else weight, bias, dtype, on_gpu)
+
+    def chunks(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """The positions of each chunk, their hidden states in the type of the products, and their products."""
+        logits = _most(CHUNK_LOGITS, self.weight, CHUNK_MEMORY)
+        for span in _spans(len(self.hidden), max(1, logits // self._row_length())):
+            rows = self.hidden[span].to(self.dtype)
+            yield span, rows, self._products(rows)
 
     def sweep(
         self, targets: torch.Tensor, weights: torch.Tensor | None, kernel: Kernel, wanted: Sequence[bool]
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """The summed loss, and its gradients by hidden, weight and bias, None where not ``wanted``; chunk by chunk."""
+        """The summed loss, and its gradients by hidden, weight and bias, None where not ``wanted``; chunk by chunk.
+
+        On a GPU those of weight and bias are float32, or the type of the products where that is wider.
+        """
         hidden, weight, exact_dtype = self.hidden, self.weight, torch.promote_types(self.dtype, torch.float32)
-        grad_hidden = torch.zeros_like(hidden, dtype=exact_dtype) if wanted[0] else None
-        grad_weight = (torch.empty_like if len(hidden) else torch.zeros_like)(weight) if wanted[1] else None
-        grad_bias = torch.zeros_like(self.bias) if wanted[2] and self.bias is not None else None
+        hidden_dtype = hidden.dtype if self.on_gpu else exact_dtype
+        grad_hidden = torch.zeros_like(hidden, dtype=hidden_dtype) if wanted[0] else None
+        make = torch.empty_like if len(hidden) else torch.zeros_like
+        grad_weight = make(weight, dtype=self._summed_in(weight)) if wanted[1] else None
+        grad_bias = None
+        if wanted[2] and self.bias is not None:
+            grad_bias = torch.zeros_like(self.bias, dtype=self._summed_in(self.bias))
         loss = torch.zeros((), dtype=exact_dtype, device=hidden.device)
-        for span in _spans(len(hidden), max(1, CHUNK_LOGITS // len(weight))):
-            rows = hidden[span].to(self.dtype)
-            logits = _products(rows, weight, self.bias)
+        for span, rows, logits in self.chunks():
             loss += kernel(logits, targets[span], any(wanted), None if weights is None else weights[span])
             if grad_bias is not None:
                 grad_bias += logits.sum(0, dtype=exact_dtype)
+            if grad_hidden is not None and self.on_gpu:
+                grad_hidden[span] = logits @ weight
             for block in _blocks(weight):
                 share = logits[:, block]
-                if grad_hidden is not None:
+                if grad_hidden is not None and not self.on_gpu:
                     grad_hidden[span] += share @ weight[block].to(self.dtype)
                 if grad_weight is not None:
                     product = share.T @ rows
                     grad_weight[block].copy_(product) if span.start == 0 else grad_weight[block].add_(product)
         return loss, [None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias]
+
+    def _summed_in(self, parameter: torch.Tensor) -> torch.dtype:
+        """The type in which the gradient of weight or bias is added up."""
+        return torch.promote_types(self.dtype, torch.float32) if self.on_gpu else parameter.dtype
+
+    def _row_length(self) -> int:
+        """Elements from one row of the logits to the next."""
+        return -(-len(self.weight) // ALIGNED) * ALIGNED if self.on_gpu else len(self.weight)
+
+    def _products(self, rows: torch.Tensor) -> torch.Tensor:
+        """The output layer of rows ``[N, D]``, in their type: ``[N, V]``."""
+        products = rows.new_empty(len(rows), self._row_length())[:, : len(self.weight)]
+        if self.on_gpu:
+            torch.mm(rows, self.weight.T, out=products)
+        else:
+            for block in _blocks(self.weight):
+                torch.mm(rows, self.weight[block].to(rows.dtype).T, out=products[:, block])
+        if self.bias is not None:
+            products += self.bias
+        return products
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -200,16 +252,17 @@ class _CrossEntropy(torch.autograd.Function):
         weights: torch.Tensor | None,
         kernel: Kernel,
     ) -> torch.Tensor:
-        head = _Head(hidden, weight, bias, _dtype(hidden))
+        head = _Head.of(hidden, weight, bias, _dtype(hidden))
         loss, gradients = head.sweep(targets, weights, kernel, ctx.needs_input_grad[:3])
         ctx.save_for_backward(*gradients)
+        ctx.dtypes = _types(hidden, weight, bias)
         return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # In place: a second backward through the same loss is refused by autograd.
         scaled = [None if g is None else g.mul_(upstream) for g in ctx.saved_tensors]
-        return (*scaled, None, None, None)
+        return (*_in_types(scaled, ctx.dtypes), None, None, None)
 
 
 class _PositionLosses(torch.autograd.Function):
@@ -227,10 +280,10 @@ class _PositionLosses(torch.autograd.Function):
     ) -> torch.Tensor:
         dtype = _dtype(hidden)
         losses = torch.empty(len(targets), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
-        for span in _spans(len(hidden), max(1, CHUNK_LOGITS // len(weight))):
-            logits, wanted, found = _products(hidden[span].to(dtype), weight, bias), targets[span], losses[span]
+        for span, _, logits in _Head.of(hidden, weight, bias, dtype).chunks():
+            wanted, found = targets[span], losses[span]
             transform.apply_(logits)
-            for block in _spans(len(logits), max(1, BLOCK_LOGITS[target(logits)] // len(weight))):
+            for block in _spans(len(logits), max(1, _block_logits(logits) // len(weight))):
                 exact = logits[block].to(losses.dtype)
                 found[block] = torch.logsumexp(exact, -1) - exact.gather(1, wanted[block, None])[:, 0]
         ctx.save_for_backward(hidden, weight, bias, targets)
@@ -240,9 +293,9 @@ class _PositionLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
-        head = _Head(hidden, weight, bias, ctx.dtype)
+        head = _Head.of(hidden, weight, bias, ctx.dtype)
         _, gradients = head.sweep(targets, upstream, ctx.kernel, ctx.needs_input_grad[:3])
-        return (*gradients, None, None, None)
+        return (*_in_types(gradients, _types(hidden, weight, bias)), None, None, None)
 
 
 def _dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -251,19 +304,31 @@ def _dtype(hidden: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
+def _types(*tensors: torch.Tensor | None) -> list[torch.dtype | None]:
+    return [None if tensor is None else tensor.dtype for tensor in tensors]
+
+
+def _in_types(
+    gradients: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype | None]
+) -> list[torch.Tensor | None]:
+    """Each gradient in the type of what it is the gradient of."""
+    return [None if g is None else g.to(dtype) for g, dtype in zip(gradients, dtypes, strict=True)]
+
+
+def _most(logits: Mapping[str, int], tensor: torch.Tensor, memory: int) -> int:
+    """Logits at one time on the device of a tensor; of a GPU's memory each takes a share of so many bytes."""
+    there = gpu_memory(tensor)
+    most = logits[target(tensor)]
+    return most if there is None else min(most, there // memory)
+
+
+def _block_logits(logits: torch.Tensor) -> int:
+    return _most(BLOCK_LOGITS, logits, BLOCK_MEMORY)
+
+
 def _spans(count: int, size: int) -> Iterator[slice]:
     return (slice(start, min(count, start + size)) for start in range(0, count, size))
 
 
 def _blocks(weight: torch.Tensor) -> Iterator[slice]:
     return _spans(len(weight), BLOCK_VOCABULARY[target(weight)])
-
-
-def _products(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The output layer of rows ``[N, D]``, in their type: ``[N, V]``."""
-    products = rows.new_empty(len(rows), len(weight))
-    for block in _blocks(weight):
-        torch.mm(rows, weight[block].to(rows.dtype).T, out=products[:, block])
-    if bias is not None:
-        products += bias
-    return products

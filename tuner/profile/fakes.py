@@ -72,14 +72,14 @@ class Properties:
 
 
 @contextmanager
-def cuda_stand_in(*, generation: int = HOPPER) -> Iterator[None]:
-    """Within, kernels are chosen as on such a CUDA device, and no Triton kernel runs."""
+def cuda_stand_in(memory_bytes: int | None = None, *, generation: int = HOPPER) -> Iterator[None]:
+    """Within, kernels and their sizes are chosen as on such a GPU of so much memory, and no Triton kernel runs."""
     answers: dict[str, Any] = {
         "get_device_capability": lambda device=None: (Properties.major, Properties.minor),
         "get_device_properties": lambda device=None: Properties,
     }
     with ExitStack() as stack:
-        stack.enter_context(traced_for("cuda", generation=generation))
+        stack.enter_context(traced_for("cuda", memory_bytes, generation=generation))
         stack.enter_context(patch.object(triton_attention, "launch", lambda *args, **kwargs: None))
         for name, answer in answers.items():
             stack.enter_context(patch.object(torch.cuda, name, answer))

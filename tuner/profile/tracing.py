@@ -73,7 +73,8 @@ def trace_step(
     blocks = _blocks(model)
     with ExitStack() as stack:
         if resolved.facts.kind == "cuda":
-            stack.enter_context(cuda_stand_in(generation=resolved.facts.generation))
+            facts = resolved.facts
+            stack.enter_context(cuda_stand_in(facts.total_bytes, generation=facts.generation))
             stack.enter_context(unchanged_modules(model))
         if rank_info.world_size > 1:
             stack.enter_context(_fake_group(rank_info))

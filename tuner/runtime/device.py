@@ -29,6 +29,7 @@ TO_COMPILE = "apt install g++ python3-dev; pip install triton"
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _traced: str | None = None
 """Process-wide, and no context variable: compiled layers read it."""
+_traced_memory: int | None = None
 _traced_generation = 0
 AMPERE, HOPPER = 8, 9
 """Generations of CUDA devices; the former is the first whose arithmetic units take bf16."""
@@ -202,15 +203,29 @@ def is_traced() -> bool:
     return _traced is not None
 
 
+def gpu_memory(tensor: torch.Tensor) -> int | None:
+    """Bytes of memory, free or not, of the GPU that operations on this tensor run on; None where it is not known.
+
+    That is on a CPU, and where a GPU is traced for whose memory nobody told.
+    """
+    import torch
+
+    if _traced is not None:
+        return _traced_memory
+    return int(torch.cuda.get_device_properties(tensor.device).total_memory) if tensor.is_cuda else None
+
+
 @contextmanager
-def traced_for(kind: str, *, generation: int = HOPPER) -> Iterator[None]:
+def traced_for(kind: str, memory_bytes: int | None = None, *, generation: int = HOPPER) -> Iterator[None]:
     """Within, every tensor counts as one on this kind and generation of device, which need not be here.
 
-    For fake tensors, and for tests whose kernels are stand-ins.
+    For fake tensors, and for tests whose kernels are stand-ins. Where something chooses sizes by a GPU's memory it
+    takes ``memory_bytes``.
     """
-    global _traced, _traced_generation  # noqa: PLW0603
-    before, (_traced, _traced_generation) = (_traced, _traced_generation), (kind, generation)
+    global _traced, _traced_memory, _traced_generation  # noqa: PLW0603
+    before = _traced, _traced_memory, _traced_generation
+    _traced, _traced_memory, _traced_generation = kind, memory_bytes, generation
     try:
         yield
     finally:
-        _traced, _traced_generation = before
+        _traced, _traced_memory, _traced_generation = before
