@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 
-from tuner.profile.cuda_allocator import CachingAllocator
+import pytest
+
+from tuner.profile.cuda_allocator import Allocator, CachingAllocator, ExpandableAllocator, expands_segments
 
 MIB = 1 << 20
 
@@ -39,8 +41,57 @@ def test_the_smallest_block_that_is_large_enough_is_taken_whole_where_little_is_
     assert allocator.allocate(13 * MIB).segment == blocks[2].segment
 
 
-def test_nothing_is_lost_over_many_turns() -> None:
-    generator, allocator = random.Random(0), CachingAllocator()
+def test_an_expandable_segment_grows_at_its_end_by_pages() -> None:
+    for size, held in ((1, 2), (MIB, 2), (MIB + 1, 20), (11 * MIB + 1, 20), (20 * MIB, 20), (41 * MIB, 60)):
+        allocator = ExpandableAllocator()
+        assert allocator.allocate(size).start == 0 and allocator.held == held * MIB, size
+    allocator = ExpandableAllocator()
+    first, second = allocator.allocate(15 * MIB), allocator.allocate(15 * MIB)
+    assert (second.start, allocator.held) == (15 * MIB, 40 * MIB)  # over the end of a page
+    third = allocator.allocate(512 * 1024)
+    assert third.segment != first.segment and allocator.held == 42 * MIB
+    allocator.free(first)
+    assert allocator.held == 42 * MIB  # the page has some of the second
+    grown = allocator.allocate(16 * MIB)
+    assert (grown.start, allocator.held) == (30 * MIB, 62 * MIB)  # the gap is too small: the end grows
+    allocator.free(second)
+    assert allocator.allocate(30 * MIB).start == 0
+
+
+def test_the_end_of_an_expandable_segment_is_taken_last() -> None:
+    allocator = ExpandableAllocator()
+    blocks = [allocator.allocate(size * MIB) for size in (8, 2, 6)]  # four are left at the end of the page
+    allocator.free(blocks[0])
+    taken = allocator.allocate(3 * MIB)
+    assert (taken.start, taken.size) == (0, 3 * MIB)  # though the last four fit it better
+    assert allocator.allocate(6 * MIB).start == 16 * MIB and allocator.held == 40 * MIB
+
+
+def test_pages_without_a_block_are_not_held() -> None:
+    allocator = ExpandableAllocator()
+    large, small = allocator.allocate(100 * MIB), allocator.allocate(2 * MIB)
+    assert allocator.held == 120 * MIB
+    allocator.free(large)
+    assert allocator.held == 20 * MIB
+    allocator.free(small)
+    assert allocator.held == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "expands"),
+    [
+        ({}, True), ({"PYTORCH_ALLOC_CONF": ""}, True), ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,backend:native"}, True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, False),
+    ],
+)  # fmt: skip
+def test_what_is_set_for_the_allocator_is_honoured(settings: dict[str, str], expands: bool) -> None:
+    assert expands_segments(settings) is expands
+
+
+@pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
+def test_nothing_is_lost_over_many_turns(kind: type[Allocator]) -> None:
+    generator, allocator = random.Random(0), kind()
     living = []
     for _ in range(3000):
         if living and generator.random() < 0.5:

@@ -52,6 +52,12 @@ def test_where_it_is_tight_layers_are_computed_again(tmp_path: Path) -> None:
     assert caught.value.exit_code == 5
 
 
+def test_where_predictions_are_unverified_the_closest_is_found(tmp_path: Path) -> None:
+    target = Target(find_device("rtx4090-24g"), RankInfo(), 1 << 20)
+    found = fit(wish(tmp_path), target)
+    assert len(found) == 1 and not found[0].fits and found[0].prediction.warnings
+
+
 def test_shorter_rows_keep_the_tokens_of_a_step(tmp_path: Path) -> None:
     model = {"config": {"max_position_embeddings": 1024}}
     again = {"gradient_checkpointing": "full"}
@@ -113,4 +119,8 @@ def test_prediction_and_choice_as_documents(recipe: Path) -> None:  # noqa: F811
     code, document = run("--device", "h100-80g", "--processes", "2", "--train.precision", "bf16")
     assert code == 0 and document["metrics"]["verdict"] == "fits" and document["metrics"]["processes"] == 2
     assert document["metrics"]["memory"]["peak"]["parts"]["parameters"] > 0
+    code, document = run("--device", "h100-80g", "--memory", "600MiB", "--output", "page")
+    assert code == 0 and document["metrics"]["verdict"] == "does not fit" and not document["metrics"]["verified"]
+    assert any("unverified" in warning for warning in document["warnings"])
+    assert json.loads((recipe.parent / "page" / "report.json").read_text())["predicted"]["verified"] is False
     assert run("--measure", "1", "--processes", "2")[0] == 2

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
+from tests.fixtures.predict_cases import BF16, Case
+from tests.fixtures.predict_counted import resolved_case
+from tuner.profile.fakes import cuda_stand_in
 from tuner.profile.kernels import grouped_product, keeps_number, scratch_bytes
+from tuner.profile.tracing import trace_step
 
 MM = torch.ops.aten.mm.default
 
@@ -48,3 +55,35 @@ def test_numbers_are_kept_for_the_backward_pass(trained: bool, number: float | N
     assert keeps_number(torch.ops.aten.mul.Tensor, (tensor, torch.ones(2) if number is None else number)) is kept
     with torch.no_grad():
         assert not keeps_number(torch.ops.aten.mul.Tensor, (tensor, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "deterministic", "expected"),
+    [
+        (4, 4, 64, False, 4 * (10 + 3 * 128) * 4 * (64 + 1)),
+        (4, 2, 64, False, 4 * (10 + 3 * 128) * 4 * (64 + 1) + 2 * 10 * 4 * 64 * 2),  # for each head a bf16 of its own
+        (4, 4, 40, False, 4 * (10 + 3 * 128) * 4 * (64 + 1)),
+        (4, 4, 136, False, 4 * (10 + 3 * 128) * 4 * (192 + 1)),
+        (4, 4, 64, True, 4 * (10 + 3 * 128) * 4 * (11 * 64 + 1)),  # 132 multiprocessors, 12 heads of documents
+    ],
+)
+def test_the_backward_pass_of_attention_adds_up_in_float32_on_cuda(
+    heads: int, kv_heads: int, width: int, deterministic: bool, expected: int
+) -> None:
+    query, key = (torch.empty(10, n, width, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads))
+    bounds = torch.tensor([0, 3, 7, 10], dtype=torch.int32)
+    given = (query, query, key, key, query, torch.empty(heads, 10, device="meta"), bounds, bounds, 4, 4)
+    backward = torch.ops.torch_attn._varlen_attn_backward.default
+    with cuda_stand_in():
+        assert scratch_bytes(backward, given, "cuda", deterministic) == expected
+    assert scratch_bytes(torch.ops.aten.mm.default, (query[0], query[0].T), "cuda", deterministic) == 0
+
+
+def test_the_scratch_space_of_attention_is_part_of_a_prediction_for_cuda(tmp_path: Path) -> None:
+    resolved, rank_info, step = resolved_case(Case("llama", {**BF16, "model.kernels": "torch"}), tmp_path)
+    on_cuda = replace(resolved, facts=replace(resolved.facts, kind="cuda"))
+    trace = trace_step(on_cuda, rank_info, step)
+    heads, width, (tokens, documents) = 4, 32, (90, 3)  # of eight columns
+    sums = (tokens + 128 * documents) * heads * (width + 1) * 4 + 2 * tokens * heads * 8 * 2
+    found = [storage for storage in trace.storages if storage.size == sums and storage.phase == "backward"]
+    assert len(found) == 2 and {storage.part for storage in found} == {"other"}  # in each layer

@@ -49,7 +49,7 @@ def figures(predicted: bool = True, measured: bool = True) -> dict[str, Any]:
         },
         "predicted": None if not predicted else {
             "peak_bytes": peak + (10 << 20), "tensor_bytes": peak, "process_bytes": 10 << 20, "error": 0.02,
-            "verdict": "does not fit", "parts": PARTS,
+            "verdict": "does not fit", "parts": PARTS, "verified": False,
             "counted": PARTS, "counted_bytes": peak,
             "course": moments, "assumptions": ["Rows are full."], "time": time,
         },
@@ -72,6 +72,7 @@ def test_the_page_in_a_browser(tmp_path: Path, predicted: bool, measured: bool) 
             assert "✕ Does not fit" in text and "this fits: --train.micro_batch_size 1" in text
             assert ("Time of a step" in text, "Largest at the peak" in text) == (True, measured)
             assert ("Assumptions" in text) == predicted
+            assert ("unverified" in text) == (predicted and not measured)
             labels = browser.run("[...document.querySelectorAll('svg')].map(one => one.getAttribute('aria-label'))")
             assert len(labels) == predicted + measured and all("highest 460 MiB" in label for label in labels)
             shown = browser.run("[...document.querySelectorAll('path')].map(one => one.getBBox().height)")

@@ -111,11 +111,10 @@ def _predicted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) 
     console.say("memory", fitted(lines, console.width - LABEL_WIDTH, right=range(1, len(lines[0]))))
     console.say("assumed", "\n".join(found.assumptions))
     artifacts = _report(loaded, options, console, None, found)
-    if found.verdict == "does not fit":
+    if found.refuses:
         raise MemoryLimitError(f"predicted {sentence(found)}", hint=HINT)
-    warnings = ["the peak is below the limit by less than the stated error"] if found.verdict == "tight" else []
     said = _lines(f"predicted {sentence(found)}")
-    return Outcome(said, artifacts=artifacts, metrics=plain(found), warnings=warnings, is_text=True)
+    return Outcome(said, artifacts=artifacts, metrics=plain(found), warnings=list(found.warnings), is_text=True)
 
 
 def _lines(said: str) -> str:
@@ -139,7 +138,8 @@ def _fitted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> 
     best, *others = found[:SHOWN]
     runners_up = [{"overrides": choice.overrides, **plain(choice.prediction)} for choice in others]
     metrics = {**plain(best.prediction), "runners_up": runners_up}
-    return Outcome(flags(best), artifacts={"overrides": best.overrides}, metrics=metrics, is_text=True)
+    warnings, artifacts = list(best.prediction.warnings), {"overrides": best.overrides}
+    return Outcome(flags(best), artifacts=artifacts, metrics=metrics, warnings=warnings, is_text=True)
 
 
 def _measured(loaded: LoadedRecipe, options: ProfileOptions, console: Console, level: Level) -> Outcome:

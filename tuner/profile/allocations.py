@@ -66,11 +66,12 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
 
     ``target`` is the kind of device that they stand for; ``phase`` is set by who drives the step. Host tensors of whole
     numbers (where documents lie, token ids) stay real, so that code that reads them works as it does in training.
+    ``deterministic`` is whether the kernels are.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, deterministic: bool = False) -> None:
         super().__init__()
-        self.target = target
+        self.target, self.deterministic = target, deterministic
         self.phase: Phase = "build"
         self.storages: list[Storage] = []
         self.changes: list[Change] = []
@@ -115,7 +116,7 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
             for number in map(self._enter, given):
                 if number is not None and self.storages[number].part is None:
                     self.storages[number].part = part
-        if (scratch := scratch_bytes(func, args, self.target)) and given:
+        if (scratch := scratch_bytes(func, args, self.target, self.deterministic)) and given:
             number = self._new(scratch, "other")
             self._change(number, scratch)
             self._change(number, -scratch)

@@ -1,20 +1,25 @@
 """Torch's caching allocator of CUDA memory, replayed: what it holds of the device for the storages that a step makes.
 
-After ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.13 with its default settings: sizes are rounded up to 512 bytes;
-blocks up to 1 MiB are cut from segments of 2 MiB, others from segments of 20 MiB or, from 10 MiB on, of their own size
-rounded up to 2 MiB. The smallest free block that is large enough is taken, and split where enough is left; neighbours
-that are free become one. All on one stream.
+After ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.13: sizes are rounded up to 512 bytes, and blocks up to 1 MiB are
+kept apart from others. The smallest free block that is large enough is taken, and split where enough is left;
+neighbours that are free become one. All on one stream.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, insort
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 ROUNDED = 512
 SMALL, SMALL_SEGMENT = 1 << 20, 2 << 20
 OWN_SEGMENT, LARGE_SEGMENT = 10 << 20, 20 << 20
 SEGMENT_ROUNDED = 2 << 20
+PAGES = {True: SMALL_SEGMENT, False: LARGE_SEGMENT}
+"""Bytes by which an expandable segment of small blocks grows, and one of others."""
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Block(NamedTuple):
@@ -25,42 +30,82 @@ class Block(NamedTuple):
     start: int
 
 
+class Allocator(Protocol):
+    """``held`` bytes of the device cannot be given back to it."""
+
+    held: int
+
+    def allocate(self, size: int) -> Block:
+        """A block of at least so many bytes."""
+
+    def free(self, block: Block) -> None:
+        """Take a block back."""
+
+
+class _FreeBlocks:
+    """Free blocks of one kind, found by size and by their neighbours."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._by_start: dict[tuple[int, int], Block] = {}  # by segment and address
+        self._by_end: dict[tuple[int, int], Block] = {}
+
+    def add(self, block: Block) -> None:
+        insort(self.blocks, block)
+        self._by_start[block.segment, block.start] = self._by_end[block.segment, block.start + block.size] = block
+
+    def remove(self, block: Block) -> Block:
+        self.blocks.pop(bisect_left(self.blocks, block))
+        del self._by_start[block.segment, block.start], self._by_end[block.segment, block.start + block.size]
+        return block
+
+    def ending_at(self, segment: int, address: int) -> Block | None:
+        return self._by_end.get((segment, address))
+
+    def joined(self, block: Block) -> Block:
+        """A block that becomes free, with its free neighbours, which are free blocks of their own no more."""
+        size, segment, start = block
+        if (before := self._by_end.get((segment, start))) is not None:
+            size, start = size + self.remove(before).size, before.start
+        if (after := self._by_start.get((segment, start + size))) is not None:
+            size += self.remove(after).size
+        return Block(size, segment, start)
+
+
 class CachingAllocator:
-    """``held`` bytes of segments have at least one block given out."""
+    """The allocator by its default settings; segments count with at least one block given out.
+
+    Small blocks are cut from segments of 2 MiB, others from segments of 20 MiB or, from 10 MiB on, of their own size
+    rounded up to 2 MiB.
+    """
 
     def __init__(self) -> None:
         self.held = 0
         self._segments: list[tuple[int, bool]] = []  # their sizes, and whether small blocks are cut from them
-        self._free: dict[bool, list[Block]] = {True: [], False: []}
-        self._by_start: dict[tuple[int, int], Block] = {}  # free ones, by segment and address
-        self._by_end: dict[tuple[int, int], Block] = {}
+        self._free = {True: _FreeBlocks(), False: _FreeBlocks()}
 
     def allocate(self, size: int) -> Block:
         """A block of at least so many bytes."""
-        wanted = max(ROUNDED, -(-size // ROUNDED) * ROUNDED)
+        wanted = _rounded(size)
         is_small = wanted <= SMALL
         free = self._free[is_small]
-        at = bisect_left(free, (wanted,))
-        block = self._remove(free[at]) if at < len(free) else self._new_segment(wanted, is_small)
+        at = bisect_left(free.blocks, (wanted,))
+        block = free.remove(free.blocks[at]) if at < len(free.blocks) else self._new_segment(wanted, is_small)
         if self._is_whole(block):
             self.held += block.size
         rest = block.size - wanted
         if rest >= ROUNDED if is_small else rest > SMALL:
-            self._add(Block(rest, block.segment, block.start + wanted))
+            free.add(Block(rest, block.segment, block.start + wanted))
             block = block._replace(size=wanted)
         return block
 
     def free(self, block: Block) -> None:
         """Take a block back."""
-        size, segment, start = block
-        if (before := self._by_end.get((segment, start))) is not None:
-            size, start = size + self._remove(before).size, before.start
-        if (after := self._by_start.get((segment, start + size))) is not None:
-            size += self._remove(after).size
-        whole = Block(size, segment, start)
+        free = self._free[self._segments[block.segment][1]]
+        whole = free.joined(block)
         if self._is_whole(whole):
-            self.held -= size
-        self._add(whole)
+            self.held -= whole.size
+        free.add(whole)
 
     def _new_segment(self, wanted: int, is_small: bool) -> Block:
         size = -(-wanted // SEGMENT_ROUNDED) * SEGMENT_ROUNDED
@@ -75,12 +120,70 @@ class CachingAllocator:
         """Whether a block is its segment."""
         return block.size == self._segments[block.segment][0]
 
-    def _add(self, block: Block) -> None:
-        insort(self._free[self._segments[block.segment][1]], block)
-        self._by_start[block.segment, block.start] = self._by_end[block.segment, block.start + block.size] = block
 
-    def _remove(self, block: Block) -> Block:
-        free = self._free[self._segments[block.segment][1]]
-        free.pop(bisect_left(free, block))
-        del self._by_start[block.segment, block.start], self._by_end[block.segment, block.start + block.size]
+class ExpandableAllocator:
+    """The allocator with ``expandable_segments``: a segment of small blocks and one of others, which grow at their end.
+
+    They grow by whole pages, of 2 and of 20 MiB; pages count that hold at least one block. The free block at the end of
+    a segment is taken last, since it can grow. That addresses in the middle are mapped anew, after pages were given
+    back for want of memory, is not replayed: it takes no more pages.
+    """
+
+    def __init__(self) -> None:
+        self.held = 0
+        self._ends = {True: 0, False: 0}
+        self._free = {True: _FreeBlocks(), False: _FreeBlocks()}
+        self._on_page: Counter[tuple[int, int]] = Counter()  # blocks by segment and page
+
+    def allocate(self, size: int) -> Block:
+        """A block of at least so many bytes."""
+        wanted = _rounded(size)
+        is_small = wanted <= SMALL
+        free = self._free[is_small]
+        at = bisect_left(free.blocks, (wanted,))
+        if at + 1 < len(free.blocks) and self._is_last(free.blocks[at]):
+            at += 1
+        block = free.remove(free.blocks[at]) if at < len(free.blocks) else self._grown(wanted, is_small)
+        if block.size > wanted:
+            free.add(Block(block.size - wanted, block.segment, block.start + wanted))
+            block = block._replace(size=wanted)
+        for page in self._pages(block):
+            self._on_page[page] += 1
+            self.held += PAGES[is_small] * (self._on_page[page] == 1)
         return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back."""
+        is_small = bool(block.segment)
+        for page in self._pages(block):
+            self._on_page[page] -= 1
+            self.held -= PAGES[is_small] * (self._on_page[page] == 0)
+        self._free[is_small].add(self._free[is_small].joined(block))
+
+    def _grown(self, wanted: int, is_small: bool) -> Block:
+        """The last stretch of the segment, with as many new pages as it takes."""
+        free, end, page = self._free[is_small], self._ends[is_small], PAGES[is_small]
+        last = free.ending_at(int(is_small), end)
+        start = end if last is None else free.remove(last).start
+        self._ends[is_small] = -(-(start + wanted) // page) * page
+        return Block(self._ends[is_small] - start, int(is_small), start)
+
+    def _is_last(self, block: Block) -> bool:
+        return block.start + block.size == self._ends[bool(block.segment)]
+
+    @staticmethod
+    def _pages(block: Block) -> list[tuple[int, int]]:
+        size = PAGES[bool(block.segment)]
+        last = (block.start + block.size - 1) // size
+        return [(block.segment, page) for page in range(block.start // size, last + 1)]
+
+
+def expands_segments(environment: Mapping[str, str]) -> bool:
+    """Whether a training's allocator has expandable segments: unless the environment sets the allocator otherwise."""
+    settings = next((environment[name] for name in _SETTINGS if environment.get(name)), "expandable_segments:True")
+    found = re.search(r"expandable_segments\s*:\s*(\w+)", settings)
+    return found is not None and found[1].lower() in {"true", "1"}
+
+
+def _rounded(size: int) -> int:
+    return max(ROUNDED, -(-size // ROUNDED) * ROUNDED)

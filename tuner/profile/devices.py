@@ -63,6 +63,19 @@ DEVICES = {
 """By the name that ``--device`` takes."""
 
 
+MEASURED: dict[str, str] = {"cpu": "docs/memory.md#predicted-and-counted"}
+"""What predictions were held against: a kind of device, or a GPU's name as in ``shown``; and where the figures are.
+
+The one place that says so. Predictions for all other devices are shown as unverified, and no command ends because of
+one.
+"""
+
+
+def is_verified(kind: str, name: str) -> bool:
+    """Whether predictions were held against measurements on a device of this kind, or of this name."""
+    return kind in MEASURED or any(name.startswith(known) for known in MEASURED)
+
+
 def present_device(kind: Literal["auto", "cuda", "cpu"]) -> Device:
     """The device that is here, with what is free of its memory; its rate, where the table has it."""
     facts = device_facts(kind)

@@ -40,11 +40,12 @@ class Choice:
 def fit(recipe: Recipe, target: Target, notify: Callable[[str], None] = lambda line: None) -> list[Choice]:
     """What fits, the fastest first; there is at least one.
 
-    Tried are micro-batch sizes, levels of recomputing and ways of sharding, shorter rows only where nothing else fits.
+    Where predictions are unverified and nothing fits by them, it is what comes closest. Tried are micro-batch sizes,
+    levels of recomputing and ways of sharding, shorter rows only where nothing else fits.
 
     Rows that are half as long come with twice as many of them to a step, so that its tokens stay. For each way of
     sharding and level the largest micro-batch is searched, from the smallest one on: memory grows with it. Raises
-    MemoryLimitError, naming what comes closest, where nothing fits.
+    MemoryLimitError, naming what comes closest, where nothing fits and predictions are verified.
     """
     tried: list[Choice] = []
     for changes in _rows(recipe, target):
@@ -55,6 +56,8 @@ def fit(recipe: Recipe, target: Target, notify: Callable[[str], None] = lambda l
         if found:
             return sorted(found, key=lambda choice: (choice.step_s, len(choice.overrides)))
     closest = min(tried, key=lambda choice: choice.prediction.peak_bytes)
+    if not closest.prediction.verified:
+        return [closest]
     raise MemoryLimitError(
         f"nothing fits in {gib(target.limit_bytes)}: {_described(closest.overrides)} comes closest, "
         f"with a predicted peak of {gib(closest.prediction.peak_bytes)}",

@@ -39,20 +39,24 @@ _MATRIX_PRODUCTS = {
 _GROUPED = torch_private.operation("_grouped_mm")
 _COPIED_BY_GLOO = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}
 """Which of the tensors given to an operation gloo has a second one of while it is at work."""
+_ATTENTION_BACKWARD = {"torch_attn::_varlen_attn_backward", "aten::_flash_attention_backward"}
+"""Both are given the gradient, query, key, value, output, normaliser and the bounds of the documents first."""
+_NARROW, _BLOCK_ROWS = 128, 128
 _LONGEST, _ASKED = (8192, 4096, 2048), 1 << 33
 """Sides of the products that are asked for: scratch space holds blocks of the matrices, and hardly grows with longer
 ones. The first with no more operations is taken."""
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
+def scratch_bytes(func: Any, args: tuple[Any, ...], device: str, deterministic: bool = False) -> int:
     """Bytes that the kernel of an operation holds at its fullest besides its inputs and results.
 
     On a CPU oneDNN's bf16 products have some, by rules of its own for each processor: it is asked. Where types
     are mixed, numbers of a lesser one are converted first. Gloo gathers into a buffer of its own, and reduces a copy.
+    On CUDA the backward pass of attention has some, the more where it is ``deterministic``.
     """
     if device != "cpu":
-        return 0
+        return _attention_bytes(args, deterministic) if func.name() in _ATTENTION_BACKWARD else 0
     if torch.Tag.pointwise in func.tags:
         return _converted_bytes([arg for arg in args if isinstance(arg, torch.Tensor)])
     if (number := _COPIED_BY_GLOO.get(func.name())) is not None:
@@ -67,6 +71,27 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
         func, tensors = torch.ops.aten.mm.default, [one[0] if one.dim() == 3 else one for one in tensors[:2]]
     asked = [tuple(_layout(tensor, longest) for tensor in tensors) for longest in _LONGEST]
     return _asked(func, next((layouts for layouts in asked if _operations(layouts) <= _ASKED), asked[-1]))
+
+
+def _attention_bytes(args: tuple[Any, ...], deterministic: bool) -> int:
+    """Of the backward pass of FlashAttention 2 over documents, after ``mha_varlen_bwd`` of torch's ``flash_api.cpp``.
+
+    The gradient of the queries is added up in float32, in rows of whole 32 or 64 columns and with 128 rows between
+    documents; so are the products of output and its gradient, one number a row. Deterministic ones keep as many
+    sums as there are multiprocessors for each head of a document. Keys and values that several heads share have a
+    gradient for each of them first.
+    """
+    query, key, bounds = args[1], args[2], args[6]
+    (tokens, heads, width), documents = query.shape, len(bounds) - 1
+    step = 32 if width <= _NARROW else 64
+    rows = tokens + _BLOCK_ROWS * documents
+    splits = 1
+    if deterministic:
+        count = torch.cuda.get_device_properties(0).multi_processor_count
+        splits = (count + documents * heads - 1) // (documents * heads)
+    sums = rows * heads * (splits * -(-width // step) * step + 1) * 4
+    shared = 0 if key.shape[1] == heads else 2 * key.shape[0] * heads * width * key.element_size()
+    return int(sums + shared)
 
 
 def _converted_bytes(tensors: list[torch.Tensor]) -> int:

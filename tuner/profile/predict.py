@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from tuner.config.recipe import Recipe
 from tuner.data.building.spec import resolve_max_length
 from tuner.model.flops import FROZEN, TRAINED, Flops
 from tuner.model.kernels import has_liger
+from tuner.profile.cuda_allocator import expands_segments
 from tuner.profile.devices import Device
 from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Phase, Prediction, TimeEstimate
 from tuner.profile.timeline import memory_timeline
@@ -55,7 +57,7 @@ def predict(recipe: Recipe, target: Target) -> Prediction:
     work = workload(recipe, int(resolved.recipe.data.max_length), rank_info, resolved.config)
     trace = trace_step(resolved, rank_info, work.batches, work.held_out, work.samples)
     always, constants = _constants(resolved, trace, rank_info)
-    timeline = memory_timeline(trace, always)
+    timeline = memory_timeline(trace, always, device.kind == "cuda" and expands_segments(os.environ))
     total_steps = _total_steps(resolved.recipe, work)
     return Prediction(
         device=device.shown,

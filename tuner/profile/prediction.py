@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from tuner.profile.devices import is_verified
+
 Part = Literal[
     "parameters",
     "gradients",
@@ -155,3 +157,25 @@ class Prediction:
         if self.margin_bytes < 0:
             return "does not fit"
         return "fits" if self.margin_bytes >= self.error * self.peak_bytes else "tight"
+
+    @property
+    def verified(self) -> bool:
+        """Whether predictions for this device were ever held against measurements on one."""
+        return is_verified(self.device_kind, self.device)
+
+    @property
+    def refuses(self) -> bool:
+        """Whether a command may end because of it: it does not fit, and such predictions are verified."""
+        return self.verified and self.verdict == "does not fit"
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is to be known of its verdict, each in a sentence."""
+        if self.verdict == "tight":
+            return ("the peak is below the limit by less than the stated error",)
+        if self.verdict == "does not fit" and not self.verified:
+            return (
+                f"it is predicted not to fit, but predictions for {self.device} are unverified: no command ends "
+                "because of one, and training may go through",
+            )
+        return ()

@@ -24,6 +24,7 @@ MARK = b"<!doctype html><!-- tuner profile -->"
 _TEMPLATE = Path(__file__).with_name("report.html")
 PROCESS = {"cpu": "the process itself", "cuda": "CUDA context and communicators"}
 """What is no tensor of a prediction, by the kind of device."""
+UNVERIFIED = "unverified: never compared with such a device"
 
 
 def check_output(directory: Path) -> None:
@@ -106,6 +107,7 @@ def _prediction(found: Prediction) -> dict[str, Any]:
         "tensor_bytes": found.tensor_bytes,
         "process_bytes": found.process_bytes,
         "error": found.error,
+        "verified": found.verified,
         "verdict": found.verdict,
         "parts": dict(found.memory.peak.parts),
         "course": [asdict(moment) for moment in found.memory.moments],
@@ -119,7 +121,8 @@ def sentence(prediction: Prediction) -> str:
     of = f" in each of {prediction.processes} processes" if prediction.processes > 1 else ""
     tensors = f"tensors {gib(prediction.tensor_bytes)} ({largest_first(prediction.memory.peak.parts, TENSORS)})"
     process = f"{PROCESS[prediction.device_kind]} {gib(prediction.process_bytes)}"
-    fits = f"{prediction.verdict} in {gib(prediction.limit_bytes)} (stated error {prediction.error:.0%})"
+    error = f"stated error {prediction.error:.0%}" + ("" if prediction.verified else f", {UNVERIFIED}")
+    fits = f"{prediction.verdict} in {gib(prediction.limit_bytes)} ({error})"
     return f"peak {gib(prediction.peak_bytes)}{of}: {tensors}, {process} · {fits}{_time(prediction)}"
 
 
@@ -171,6 +174,7 @@ def plain(prediction: Prediction) -> dict[str, Any]:
     return {
         **tree,
         "verdict": prediction.verdict,
+        "verified": prediction.verified,
         "peak_bytes": prediction.peak_bytes,
         "tensor_bytes": prediction.tensor_bytes,
         "process_bytes": prediction.process_bytes,

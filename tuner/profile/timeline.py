@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tuner.profile.cuda_allocator import Block, CachingAllocator
+from tuner.profile.cuda_allocator import Allocator, Block, CachingAllocator, ExpandableAllocator
 from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part
 from tuner.profile.tracing import Trace
 
@@ -16,10 +16,14 @@ ROOT = "model."
 """The model's name in the module that is trained, which is left out."""
 
 
-def memory_timeline(trace: Trace, always: Mapping[Part, int]) -> MemoryTimeline:
-    """The timeline of a trace, with bytes that are ``always`` there added to it."""
+def memory_timeline(trace: Trace, always: Mapping[Part, int], expandable: bool = False) -> MemoryTimeline:
+    """The timeline of a trace, with bytes that are ``always`` there added to it.
+
+    On CUDA it is what the allocator holds, with ``expandable`` segments or without.
+    """
     parts, names = parts_of(trace), _names(trace)
-    held = _held(trace.changes) if trace.target == "cuda" else None
+    allocator: Allocator = ExpandableAllocator() if expandable else CachingAllocator()
+    held = _held(trace.changes, allocator) if trace.target == "cuda" else None
     now: dict[Part, int] = {**dict.fromkeys(PARTS, 0), **always}
     moments: list[Moment] = []
     for number, change in enumerate(trace.changes):
@@ -88,9 +92,8 @@ def _kept(trace: Trace, parts: Sequence[Part], names: Mapping[str, str]) -> dict
     return found
 
 
-def _held(changes: Sequence[Change]) -> list[int]:
-    """Bytes of the caching allocator's segments in use after each change."""
-    allocator = CachingAllocator()
+def _held(changes: Sequence[Change], allocator: Allocator) -> list[int]:
+    """Bytes of the device that the allocator holds after each change."""
     sizes: dict[int, int] = {}
     blocks: dict[int, Block] = {}
     held = []

@@ -82,7 +82,7 @@ def trace_step(
         largest = max(parameter.numel() * parameter.element_size() for parameter in root.parameters())
         flops = training_flops(root.model)
         stack.enter_context(_fakes())
-        tracker = AllocationTracker(resolved.facts.kind)
+        tracker = AllocationTracker(resolved.facts.kind, resolved.recipe.train.deterministic)
         give_storage(root, device)
         tracker.assign([*root.parameters(), *root.buffers()], "parameters")
         with tracker:
