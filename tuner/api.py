@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from tuner.export.hf import ExportReport
     from tuner.export.hub import PushReport
     from tuner.generate import Answer, Generator, Message, Sampling
-    from tuner.profile.fit import Choice
     from tuner.profile.predict import Target
     from tuner.profile.prediction import Prediction
+    from tuner.profile.search import Choice
     from tuner.run.options import RunResult
     from tuner.run.score import Score
     from tuner.run.verify import ResumeProof
@@ -162,10 +162,12 @@ def profile(
     recipe: RecipeSource, device: str | None = None, processes: str | None = None, memory: str | None = None
 ) -> Prediction:
     """Predict the memory and time of a recipe, as `tuner profile` does: for `device`, such as ``"h100-80g"``."""
+    from tuner.profile.choose import chosen
     from tuner.profile.predict import predict
 
     found = _loaded(recipe)
-    return predict(found.recipe, _target(found, device, processes, memory))
+    target = _target(found, device, processes, memory)
+    return predict(chosen(found, target)[0], target)
 
 
 def fit(
@@ -173,9 +175,12 @@ def fit(
 ) -> list[Choice]:
     """Find settings that fit into so much memory for each process, such as ``"24GiB"``, the fastest first."""
     from tuner.profile.fit import fit as find
+    from tuner.setup.settled import with_whole_batches
 
     found, console = _loaded(recipe), _console("info", quiet)
-    return list(find(found.recipe, _target(found, device, processes, memory), lambda line: console.say("tried", line)))
+    target = _target(found, device, processes, memory)
+    whole = with_whole_batches(found, target.rank_info.world_size).recipe
+    return list(find(whole, target, lambda line: console.say("tried", line)))
 
 
 def verify_resume(run: str | Path, steps: int = 2, quiet: bool = False) -> ResumeProof:

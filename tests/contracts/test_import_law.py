@@ -48,7 +48,12 @@ SEES_RECIPE = {"config", "setup", "profile", "cli", "api"}
 RESOLVED_IN = ("run.preflight", "run.launch", "run.measure", "run.score", "run.tasks.export")
 SEES_RECIPE_FILES = {f"tuner.{name}" for name in RESOLVED_IN}
 # What of a launch knows an instrument: modules that are imported, or import it, only where a recipe or command asks.
-INSTRUMENTS = {"tuner.run.tasks.record": "profile", "tuner.run.measure": "profile", "tuner.run.tasks.export": "export"}
+INSTRUMENTS = {
+    "tuner.run.tasks.record": "profile",
+    "tuner.run.measure": "profile",
+    "tuner.run.settle": "profile",
+    "tuner.run.tasks.export": "export",
+}
 
 
 def modules() -> dict[str, Path]:

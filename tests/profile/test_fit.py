@@ -16,15 +16,18 @@ from tests.profile.test_measure import recipe  # noqa: F401 - a fixture
 from tests.profile.test_predict import predicted, wish
 from tuner.errors import MemoryLimitError
 from tuner.profile.devices import find_device
-from tuner.profile.fit import Choice, changed, fit
+from tuner.profile.fit import fit
 from tuner.profile.predict import Target
 from tuner.profile.report import choices_table, flags, sentence, table
+from tuner.profile.search import Choice
 from tuner.runtime.dist import RankInfo
+from tuner.setup.settled import changed
 
 ROOMY = 16 << 30
 
 
 def fitted(directory: Path, limit: int, processes: int = 1, **sections: dict[str, Any]) -> list[Choice]:
+    sections["train"] = {"micro_batch_size": 1, "gradient_checkpointing": "none", **sections.get("train", {})}
     target = Target(find_device("cpu"), RankInfo(0, processes, 0, processes), limit)
     return fit(wish(directory, **sections), target)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tuner.profile.prediction import Prediction
     from tuner.runtime.console import Console, Level
 
-HINT = "let it choose: tuner profile RECIPE --fit SIZE; or train an adapter: --adapter.kind lora"
+HINT, ADAPTER = "let it choose: tuner profile RECIPE --fit SIZE", "; or train an adapter: --adapter.kind lora"
 
 
 @dataclass(frozen=True)
@@ -103,18 +103,27 @@ def _predicted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) 
     from tuner.runtime.console import LABEL_WIDTH
 
     with console.doing("tracing a step on tensors without memory"):
+        from tuner.profile.choose import chosen
         from tuner.profile.predict import predict
         from tuner.profile.report import plain, sentence, table
 
-        found = predict(loaded.recipe, _target(loaded, options, options.memory, "--memory"))
+        target = _target(loaded, options, options.memory, "--memory")
+        recipe, settled = chosen(loaded, target)
+        found = predict(recipe, target)
+    for key, reason in settled.reasons.items():
+        console.say("settled", f"{key} {settled.values[key]}: {reason}")
     lines = table(found)
     console.say("memory", fitted(lines, console.width - LABEL_WIDTH, right=range(1, len(lines[0]))))
     console.say("assumed", "\n".join(found.assumptions))
     artifacts = _report(loaded, options, console, None, found)
     if found.refuses:
-        raise MemoryLimitError(f"predicted {sentence(found)}", hint=HINT)
+        raise MemoryLimitError(f"predicted {sentence(found)}", hint=_hint(loaded))
     said = _lines(f"predicted {sentence(found)}")
     return Outcome(said, artifacts=artifacts, metrics=plain(found), warnings=list(found.warnings), is_text=True)
+
+
+def _hint(loaded: LoadedRecipe) -> str:
+    return HINT + (ADAPTER if loaded.recipe.adapter.kind == "none" else "")
 
 
 def _lines(said: str) -> str:
@@ -131,9 +140,11 @@ def _fitted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> 
     with console.doing("tracing steps on tensors without memory"):
         from tuner.profile.fit import SHOWN, fit
         from tuner.profile.report import choices_table, flags, plain
+        from tuner.setup.settled import with_whole_batches
 
         target = _target(loaded, options, options.fit, "--fit")
-        found = fit(loaded.recipe, target, lambda line: console.say("tried", line))
+        whole = with_whole_batches(loaded, target.rank_info.world_size).recipe
+        found = fit(whole, target, lambda line: console.say("tried", line))
     console.say("fit", columns(choices_table(found), right=(1, 2)))
     best, *others = found[:SHOWN]
     runners_up = [{"overrides": choice.overrides, **plain(choice.prediction)} for choice in others]
@@ -170,7 +181,7 @@ def _measured(loaded: LoadedRecipe, options: ProfileOptions, console: Console, l
         console.say("held", found.shortage.table(), "warning")
         raise MemoryLimitError(found.shortage.line(), hint=found.shortage.hint())
     if not found.fits:
-        raise MemoryLimitError(f"measured {found.text()}", hint=HINT)
+        raise MemoryLimitError(f"measured {found.text()}", hint=_hint(loaded))
     return Outcome(_lines(f"measured {found.text()}"), artifacts=artifacts, metrics=found.as_json(), is_text=True)
 
 

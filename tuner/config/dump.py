@@ -33,10 +33,13 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def recipe_yaml(recipe: Recipe, origins: Mapping[str, str] | None = None) -> str:
+def recipe_yaml(
+    recipe: Recipe, origins: Mapping[str, str] | None = None, notes: Mapping[str, str] | None = None
+) -> str:
     """Return the whole recipe, defaults included, as YAML that loads to the same recipe.
 
-    With `origins`, where each written key comes from, every line ends with that as a comment.
+    With `origins`, where each written key comes from, every line ends with that as a comment; with `notes`, by dotted
+    key, those lines do that have one.
     """
     lines: list[tuple[str, str]] = []
     for key, value in recipe_dict(recipe).items():
@@ -46,9 +49,15 @@ def recipe_yaml(recipe: Recipe, origins: Mapping[str, str] | None = None) -> str
         else:
             lines.append((f"{key}: {flow(value)}", key))
     if origins is None:
-        return "".join(f"{text}\n" for text, _ in lines)
+        noted = {key: f"  # {_comment(note)}" for key, note in (notes or {}).items()}
+        return "".join(f"{text}{noted.get(key, '')}\n" for text, key in lines)
     width = min(60, max(len(text) for text, _ in lines))
     return "".join(f"{text.ljust(width)}  # {_origin(key, origins)}\n" if key else f"{text}\n" for text, key in lines)
+
+
+def _comment(text: str) -> str:
+    """A text on one line, without what is no plain character."""
+    return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str:

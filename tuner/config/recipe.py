@@ -315,15 +315,15 @@ class TrainSection(Section):
     stop_after: Annotated[Duration | None, Span(units=(*COUNTS, *TIMES), aliases=NEVER)] = None
     """Save and stop this launch after this long (exit code 75); the run can be resumed."""
     global_batch_size: Annotated[int, Whole(ge=1, le=2**20)] = 16
-    """Rows per optimizer step, on any number of processes."""
-    micro_batch_size: Annotated[int, Whole(ge=1, le=2**20)] = 1
-    """Rows per forward and process: the memory knob; without dropout it changes nothing but rounding."""
+    """Rows per optimizer step, on any number of processes; the default gives way to the nearest that they divide."""
+    micro_batch_size: Annotated[int | Auto, Whole(ge=1, le=2**20)] = "auto"
+    """Rows per forward and process; auto: on CUDA as many as fit and pay, by prediction, else 1. Changes rounding."""
     precision: Word[Literal["auto", "fp32", "bf16"]] = "auto"
     """Type of the computation; auto is bf16 where the device is fast at it, else fp32."""
     device: Word[Literal["auto", "cuda", "cpu"]] = "auto"
     """Where to train; auto takes CUDA when there is one."""
-    gradient_checkpointing: Word[Literal["none", "selective", "full"]] = "none"
-    """Recompute decoder layers in the backward pass: full keeps only their inputs, selective also matrix products."""
+    gradient_checkpointing: Word[Literal["auto", "none", "selective", "full"]] = "auto"
+    """Recompute decoder layers: full keeps only their inputs, selective also matrix products; auto: what is needed."""
     gradient_checkpointing_layers: Annotated[Duration, Span(units=("%", "layers"))] = Duration.parse("100%")
     """How many layers are recomputed, evenly spaced, such as 50% or 12 layers."""
     compile: Annotated[bool | Auto, Switch()] = "auto"
@@ -406,7 +406,7 @@ class ParallelSection(Section):
     processes: Annotated[int | Auto, Whole(ge=1, le=1024)] = "auto"
     """Processes that tuner train starts on this machine; auto: one for each GPU. torchrun and srun start their own."""
     shard: Word[Literal["auto", "full", "hybrid", "none"]] = "auto"
-    """Processes over which weights, gradients and moments are sharded; auto: hybrid on several machines, else full."""
+    """Processes over which weights and their state are sharded; auto: none for adapters that fit, hybrid, else full."""
     accumulate: Word[Literal["auto", "sharded", "whole"]] = "auto"
     """Gradients between micro-batches: sharded, reduced in each, or whole: more memory, less to send."""
     reshard_after_forward: Bool = True

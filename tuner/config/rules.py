@@ -43,7 +43,7 @@ def _patience_needs_rows(recipe: Recipe, given: Set[str]) -> str | None:
 
 def _micro_divides_global(recipe: Recipe, given: Set[str]) -> str | None:
     train = recipe.train
-    if train.global_batch_size % train.micro_batch_size == 0:
+    if train.micro_batch_size == "auto" or train.global_batch_size % train.micro_batch_size == 0:
         return None
     got, whole = train.micro_batch_size, train.global_batch_size
     return f"got {got}; allowed: a divisor of train.global_batch_size, which is {whole}"
@@ -86,7 +86,8 @@ def _freeze_needs_full(recipe: Recipe, given: Set[str]) -> str | None:
 
 
 def _layers_need_recompute(recipe: Recipe, given: Set[str]) -> str | None:
-    if recipe.train.gradient_checkpointing != "none" or str(recipe.train.gradient_checkpointing_layers) == "100%":
+    train = recipe.train
+    if train.gradient_checkpointing in {"selective", "full"} or str(train.gradient_checkpointing_layers) == "100%":
         return None
     return "needs train.gradient_checkpointing: selective or full"
 

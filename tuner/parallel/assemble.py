@@ -19,6 +19,7 @@ from tuner.model.trainable import TrainableSpec
 from tuner.parallel.fsdp import shard
 
 Kernels = Literal["torch", "native", "liger"]
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class AssemblySpec:
     seed: int
     """Of the weights that are drawn here: an adapter's."""
     kernels: Kernels = "torch"
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     recomputed_layers: Duration = Duration.parse("100%")
     """A share of the decoder layers, or a number of them."""
     padding: Padding | None = None

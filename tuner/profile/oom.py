@@ -26,6 +26,7 @@ from tuner.profile.words import NAMES, largest_first, unit_of
 from tuner.runtime.files import gib
 from tuner.setup.build import Assembly
 from tuner.setup.mock import full_batches
+from tuner.setup.settled import rows_at_once
 from tuner.train.step import forward_backward, optimizer_step
 
 BETWEEN = "between steps"
@@ -131,7 +132,7 @@ def with_fix(assembly: Assembly, report: OomReport, limit: int | None = None) ->
     It fits where the device can do it and, where there is one, within ``limit`` bytes of tensors.
     """
     train = assembly.resolved.recipe.train
-    size = train.micro_batch_size
+    size = rows_at_once(assembly.resolved.recipe)
     for smaller in (n for n in range(size - 1, 0, -1) if size % n == 0):
         if (peak := _peak_of(assembly, smaller, limit)) is not None:
             return replace(report, overrides={"train.micro_batch_size": str(smaller)}, override_peak_bytes=peak)

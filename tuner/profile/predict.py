@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from tuner.config.recipe import Recipe
 from tuner.data.building.spec import resolve_max_length
@@ -20,6 +21,7 @@ from tuner.runtime.device import measured_peak
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
 from tuner.setup.resolve import Resolved, check_division, resolve
+from tuner.setup.settled import rows_at_once, without_prediction
 from tuner.setup.timetable import timetable
 
 MIB = 1 << 20
@@ -49,12 +51,17 @@ class Target:
     limit_bytes: int
 
 
-def predict(recipe: Recipe, target: Target) -> Prediction:
-    """Predict a recipe. Raises RecipeError where it cannot be trained at all, whatever the memory."""
+def predict(recipe: Recipe, target: Target, prepared: Path | None = None) -> Prediction:
+    """Predict a recipe; what is left to a prediction itself is taken as where there is none.
+
+    Its prepared data are looked for, unless a directory of them is given. Raises RecipeError where it cannot be trained
+    at all, whatever the memory.
+    """
     rank_info, device = target.rank_info, target.device
-    check_division(recipe.train.global_batch_size, recipe.train.micro_batch_size, rank_info.world_size)
+    recipe = without_prediction(recipe)
+    check_division(recipe.train.global_batch_size, rows_at_once(recipe), rank_info.world_size)
     resolved, assumptions = resolved_for(recipe, target)
-    work = workload(recipe, int(resolved.recipe.data.max_length), rank_info, resolved.config)
+    work = workload(recipe, int(resolved.recipe.data.max_length), rank_info, resolved.config, prepared)
     trace = trace_step(resolved, rank_info, work.batches, work.held_out, work.samples)
     always, constants = _constants(resolved, trace, rank_info)
     timeline = memory_timeline(trace, always, device.kind == "cuda" and expands_segments(os.environ))
@@ -162,9 +169,9 @@ def estimate(
     """The time of a step of mean rows, from the first microbatch of its workload."""
     batch, tokens_per_row = work.batches.micro[0], work.tokens_per_row
     lengths, trained = batch.lengths, len(batch.trained_positions)
-    train, tokens = recipe.train, sum(lengths)
-    micro = max(1.0, train.global_batch_size / (train.micro_batch_size * rank_info.world_size))
-    share = train.micro_batch_size * tokens_per_row / tokens
+    train, tokens, rows = recipe.train, sum(lengths), rows_at_once(recipe)
+    micro = max(1.0, train.global_batch_size / (rows * rank_info.world_size))
+    share = rows * tokens_per_row / tokens
     parts = {name: value * share for name, value in flops.parts(lengths, trained).items()}
     again = AGAIN[train.gradient_checkpointing] * _forward_share(recipe) * _layers_share(recipe)
     parts["again"] = again * (parts["layers"] + parts["attention"])

@@ -11,9 +11,10 @@ from typing import Any
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError
 from tuner.profile.blocks import alike
-from tuner.profile.fit import SHOWN, Choice
+from tuner.profile.fit import SHOWN
 from tuner.profile.measurement import Measurement, duration_text
 from tuner.profile.prediction import Moment, Prediction
+from tuner.profile.search import Choice
 from tuner.profile.words import MIB, NAMES, TENSORS, largest_first, unit_of
 from tuner.rundir.page import filled
 from tuner.runtime.files import gib, write_atomic

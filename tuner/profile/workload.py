@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from transformers import PretrainedConfig
@@ -16,6 +17,7 @@ from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PackedRows, PreparedData, open_prepared
 from tuner.errors import TunerError
 from tuner.runtime.dist import RankInfo
+from tuner.setup.settled import rows_at_once
 from tuner.train.evaluate import MAX_ANSWER_TOKENS, answer_limits
 
 TRACED = 2
@@ -36,11 +38,16 @@ class Workload:
     assumptions: tuple[str, ...]
 
 
-def workload(recipe: Recipe, max_length: int, rank_info: RankInfo, config: PretrainedConfig) -> Workload:
-    """What a recipe's step is made of; data that are prepared are looked at, and nothing is prepared."""
-    n_rows = recipe.train.micro_batch_size
+def workload(
+    recipe: Recipe, max_length: int, rank_info: RankInfo, config: PretrainedConfig, directory: Path | None = None
+) -> Workload:
+    """What a recipe's step is made of; data that are prepared are looked at, and nothing is prepared.
+
+    They are in `directory`, where that is known; else their place follows from the sources, which are hashed.
+    """
+    n_rows = rows_at_once(recipe)
     count = min(TRACED, -(-recipe.train.global_batch_size // (n_rows * rank_info.world_size)))
-    found = _prepared_for(recipe)
+    found = _prepared_for(recipe, directory)
     if found is None:
         batch = full_rows(max_length, n_rows)
         held_out = None if recipe.data.eval is None else batch
@@ -83,11 +90,11 @@ def _assumed_samples(recipe: Recipe, max_length: int) -> tuple[tuple[int, int], 
     return ((max(1, max_length - answer), answer),) * recipe.eval.samples
 
 
-def _prepared_for(recipe: Recipe) -> tuple[PreparedData, TextTokenizer] | None:
+def _prepared_for(recipe: Recipe, directory: Path | None) -> tuple[PreparedData, TextTokenizer] | None:
     """The prepared data of a recipe where they are there; None too where the sources or the tokenizer are not."""
     try:
         spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
-        found = find_prepared(spec)
+        found = directory or find_prepared(spec)
     except (TunerError, OSError):
         return None
     return None if found is None else (open_prepared(found), spec.tokenizer)

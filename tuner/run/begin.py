@@ -16,6 +16,7 @@ from tuner.rundir.origin import noted
 from tuner.runtime.files import fsync_path, machine_error, write_atomic, write_json
 from tuner.setup.build import Assembly
 from tuner.setup.resolve import Resolved
+from tuner.setup.settled import value_of
 
 
 def begin_launch(ready: Preflight, loaded: LoadedRecipe, assembly: Assembly, options: LaunchOptions) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def begin_launch(ready: Preflight, loaded: LoadedRecipe, assembly: Assembly, opt
     kept = resolved.recipe.model_copy(update=of_run)
     begins = found is None or record is None
     if begins or not run.resolved_recipe.is_file():
-        run.write_recipe(loaded.text, recipe_yaml(kept))
+        run.write_recipe(loaded.text, recipe_yaml(kept, notes=_notes(resolved)))
     if begins or not (run.path / TOKENIZER).is_dir():
         write_tokenizer(run, assembly)
     if begins or not (run.path / MODEL_CONFIG).is_dir():
@@ -52,6 +53,15 @@ def begin_launch(ready: Preflight, loaded: LoadedRecipe, assembly: Assembly, opt
     if "recipe" in record:  # for people and other commands; launches read the record
         write_atomic(run.resolved_recipe, recipe_yaml(load_recipe(record["recipe"]).recipe).encode())
     return record
+
+
+def _notes(resolved: Resolved) -> dict[str, str]:
+    """Why each value is what it is that was left open, for whoever reads the recipe; a launch's own with its value."""
+    notes = {}
+    for key, reason in resolved.reasons.items():
+        own = f"{value_of(resolved.recipe, key)} here, " if key.startswith("parallel.") else ""
+        notes[key] = f"{own}auto: {reason}"
+    return notes
 
 
 def _facts(
@@ -68,6 +78,7 @@ def _facts(
         "from_step": 0 if found is None else found.step,
         "began_from": str(found.path) if found is not None and ready.record is None else None,
         "total_steps": assembly.timetable.plan.total_steps,
+        **({"settled": dict(assembly.resolved.settled)} if assembly.resolved.settled else {}),
         **({} if given is None else {"command": list(given.command)}),
     }
 

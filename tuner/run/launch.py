@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +16,13 @@ from tuner.config.recipe import ParallelSection, Recipe
 from tuner.errors import MachineError
 from tuner.run.main import train
 from tuner.run.options import JOB, RESULT, HandedOver, Job, LaunchOptions, RunResult
-from tuner.run.preflight import preflight
+from tuner.run.preflight import preflight, settled_for
+from tuner.rundir.directory import RunDir
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.environment import command_line
 from tuner.setup.resolve import check_division
+from tuner.setup.settled import reopened, rows_at_once, with_batch_of, with_whole_batches
 
 if TYPE_CHECKING:
     from tuner.run.tasks.export import Exporter
@@ -34,21 +37,21 @@ class Placement:
 
     @staticmethod
     def of(recipe: Recipe) -> Placement:
-        """This process's part among those of torchrun or srun; else as many local ranks as the recipe asks for.
-
-        Raises RecipeError where the global batch does not divide into them.
-        """
+        """This process's part among those of torchrun or srun; else as many local ranks as the recipe asks for."""
         if RankInfo.is_given():
             return Placement(RankInfo.from_environment())
-        processes = local_processes(recipe.parallel, recipe.train.device)
-        if processes > 1:
-            check_division(recipe.train.global_batch_size, recipe.train.micro_batch_size, processes)
-        return Placement(RankInfo(), processes)
+        return Placement(RankInfo(), local_processes(recipe.parallel, recipe.train.device))
 
     @property
     def planned(self) -> RankInfo:
         """The first of the processes, for what is only planned here."""
         return self.rank_info if self.local == 1 else RankInfo(0, self.local, 0, self.local)
+
+    def check(self, loaded: LoadedRecipe) -> None:
+        """Raise RecipeError where the global batch does not divide into the ranks that are to be started here."""
+        if self.local > 1:
+            recipe = with_whole_batches(loaded, self.local).recipe
+            check_division(recipe.train.global_batch_size, rows_at_once(recipe), self.local)
 
 
 def launch(loaded: LoadedRecipe, options: LaunchOptions, own_process: bool = False) -> RunResult:
@@ -60,6 +63,8 @@ def launch(loaded: LoadedRecipe, options: LaunchOptions, own_process: bool = Fal
     KeyboardInterrupt.
     """
     place = Placement.of(loaded.recipe)
+    loaded = _as_resumed(loaded, place.planned.world_size)
+    place.check(loaded)
     main = place.rank_info.is_main
     console = Console(main, options.level)
     if options.dry_run:
@@ -68,15 +73,24 @@ def launch(loaded: LoadedRecipe, options: LaunchOptions, own_process: bool = Fal
         if place.local == 1 and not own_process:
             result = train(loaded, options, place.rank_info, console, exporter)
         else:
-            result = _train_in_ranks(loaded, options, place.local, console)
+            result = _train_in_ranks(loaded, options, place.planned, console)
         if exporter is not None and main:
             exporter.finish(result)
     return result
 
 
-def _train_in_ranks(loaded: LoadedRecipe, options: LaunchOptions, processes: int, console: Console) -> RunResult:
+def _as_resumed(loaded: LoadedRecipe, processes: int) -> LoadedRecipe:
+    """The recipe with what its run settled, as far as these processes can keep to it."""
+    record = RunDir(Path(loaded.recipe.output_dir)).read_record()
+    return reopened(record, with_batch_of(record, loaded), processes)
+
+
+def _train_in_ranks(
+    loaded: LoadedRecipe, options: LaunchOptions, planned: RankInfo, console: Console
+) -> RunResult:
     from tuner.runtime.spawn import run_ranks
 
+    processes = planned.world_size
     with console.doing("checking the run directory and the data"):
         ready = preflight(loaded, options, console)
     if isinstance(ready, RunResult):
@@ -87,7 +101,8 @@ def _train_in_ranks(loaded: LoadedRecipe, options: LaunchOptions, processes: int
     except OSError as error:
         raise MachineError(f"{logs}: {error.strerror}", hint="choose an output_dir that can be written") from error
     checkpoint = None if ready.found is None else ready.found.path
-    given = HandedOver(ready.data_dir.absolute(), checkpoint, tuple(command_line()))
+    settled = settled_for(ready, loaded, options, planned, console)
+    given = HandedOver(ready.data_dir.absolute(), checkpoint, tuple(command_line()), settled)
     job = JOB.dump_python(Job.of(loaded, replace(options, handed_over=given)), mode="json")
     says = f"starting {processes} process{'es' if processes > 1 else ''}" if console.is_heard else ""
     return RESULT.validate_python(run_ranks(train_rank, job, processes, logs, says))

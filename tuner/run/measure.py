@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tuner.profile.measurement import Measurement
 from tuner.profile.predict import Target
 from tuner.run.launch import Placement, local_processes
 from tuner.run.options import HandedOver, Job, LaunchOptions
+from tuner.run.settle import Place, settle
 from tuner.runtime.console import Console, Level
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
@@ -73,10 +74,15 @@ def measure_recipe(loaded: LoadedRecipe, options: MeasureOptions, level: Level) 
     """
     recipe, place = loaded.recipe, Placement.of(loaded.recipe)
     console = Console(place.rank_info.is_main, level)
+    place.check(loaded)
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     directory = prepare_to_use(spec, console)
+    settled = settle(loaded, {}, place.planned, Place(directory.absolute(), spec.cache_dir, options.dry_run), console)
+    for key, reason in settled.reasons.items():
+        console.say("settled", f"{key} {settled.values[key]}: {reason}")
+    loaded = replace(loaded, recipe=settled.of(recipe))
     if place.local == 1 or options.dry_run:
-        return _measured(recipe, directory, options, place.planned, console)
+        return _measured(loaded.recipe, directory, options, place.planned, console)
     given = HandedOver(directory.absolute(), None, ())
     job = MeasureJob(Job.of(loaded, LaunchOptions(level=level, handed_over=given)), options)
     logs = Path(tempfile.mkdtemp(prefix="tuner-profile-"))

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.runtime.console import Level
+from tuner.setup.settled import Settled
 
 Resume = Literal["auto", "must", "never"] | Path
 
@@ -24,6 +25,8 @@ class HandedOver:
     """The checkpoint to resume from, whose files it hashed."""
     command: tuple[str, ...]
     """Its command line, which the run records."""
+    settled: Settled = Settled()
+    """What it settled for all ranks."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from tuner.model.vetting import ignored_code, ignored_losses
 from tuner.run.changes import Reset, changes, freed_keys, resets_for, starts_of
 from tuner.run.options import HandedOver, LaunchOptions, RunResult
 from tuner.run.previous import find_checkpoint, finished_result, require_recipe_of, warn_of_changes
+from tuner.run.settle import Place, run_before, settle
 from tuner.rundir.directory import RunDir
 from tuner.runtime.console import Console
 from tuner.runtime.device import TO_COMPILE, compiler_problem, triton_problem
@@ -26,6 +27,7 @@ from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective
 from tuner.setup.build import mesh_of, trained_count
 from tuner.setup.resolve import Resolved, model_spec, resolve
+from tuner.setup.settled import Settled, rows_at_once
 from tuner.setup.timetable import Timetable, few_steps, timetable
 from tuner.train.methods.method import check_method
 from tuner.train.schedule import check_schedule
@@ -151,15 +153,37 @@ def _data_dir(spec: PrepareSpec, options: LaunchOptions, console: Console) -> Pa
     return prepare_to_use(spec, console)
 
 
-def plan_launch(
+def settled_for(
     ready: Preflight, loaded: LoadedRecipe, options: LaunchOptions, rank_info: RankInfo, console: Console
+) -> Settled:
+    """What is settled once for all ranks of a launch: handed over, as the run had it, or predicted.
+
+    Where torchrun or srun started them, rank 0 settles it, and the others wait for it.
+    """
+    if options.handed_over is not None:
+        return options.handed_over.settled
+    before = run_before(ready.run.recipe(ready.record), ready.record, rank_info.world_size)
+    place = Place(ready.data_dir.absolute(), ready.spec.cache_dir, options.dry_run)
+    return settle(loaded, before, rank_info, place, console)
+
+
+def plan_launch(
+    ready: Preflight,
+    loaded: LoadedRecipe,
+    options: LaunchOptions,
+    rank_info: RankInfo,
+    console: Console,
 ) -> tuple[Resolved, int]:
     """The resolved recipe of a launch and the steps of the whole run, which are announced.
 
     Raises RecipeError where this machine resolves the recipe to another run than the one that is resumed.
     """
     run, record, found = ready.run, ready.record, ready.found
-    resolved = resolve(loaded.recipe, ready.spec.max_length, rank_info, ready.spec.tokenizer.new_ids)
+    settled = settled_for(ready, loaded, options, rank_info, console)
+    recipe = settled.of(loaded.recipe)
+    resolved = resolve(recipe, ready.spec.max_length, rank_info, ready.spec.tokenizer.new_ids)
+    reasons = {**resolved.reasons, **settled.reasons}
+    resolved = replace(resolved, reasons=reasons, settled=dict(settled.values))
     before = run.recipe(record)
     if record is not None and before is not None:
         _require_same_choices(run.path, before.recipe, loaded.recipe, resolved.recipe, options, console)
@@ -170,7 +194,7 @@ def plan_launch(
     if record is None and found is not None and found.step >= total_steps:
         raise RecipeError(f"{found.path}: no steps are left to train", hint="give an earlier checkpoint of its run")
     _announce(console, resolved, table, rank_info)
-    if found is None and (few := few_steps(resolved.recipe, table.plan)) is not None:
+    if found is None and (few := few_steps(loaded.recipe, table.plan)) is not None:
         console.warn(few)
     return resolved, total_steps
 
@@ -203,7 +227,7 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info:
         f"{facts.kind}, {recipe.train.precision} compute, {recipe.model.dtype} weights, "
         f"{facts.threads} thread{'s' if facts.threads != 1 else ''}",
     )
-    micro, row = recipe.train.micro_batch_size, "packed row" if recipe.data.packing else "row"
+    micro, row = rows_at_once(recipe), "packed row" if recipe.data.packing else "row"
     accumulated = -(-plan.global_batch_size // (micro * mesh_of(recipe, rank_info).data_size))
     if "attention" in resolved.reasons:
         console.say("attention", resolved.reasons["attention"])
@@ -213,6 +237,8 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info:
         f"lr {table.peak_lr:g}"
         + (f" (auto: {resolved.reasons['optimizer.lr']})" if "optimizer.lr" in resolved.reasons else ""),
     )
+    if resolved.settled:
+        console.say("settled", "\n".join(f"{k} {v}: {resolved.reasons[k]}" for k, v in resolved.settled.items()))
     for ignored in (ignored_code(resolved.config), ignored_losses(resolved.config)):
         if ignored is not None:
             console.warn(f"{recipe.model.name_or_path}: {ignored}")

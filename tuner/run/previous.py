@@ -26,6 +26,7 @@ from tuner.rundir.run_json import hold
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import read_json
+from tuner.setup.settled import with_batch_of
 from tuner.train.progress import METRICS
 
 if TYPE_CHECKING:
@@ -116,8 +117,9 @@ def _require_same_recipe(
     before = run.recipe(record)
     if before is None:
         return
-    freed = freed_keys(options.reset, before.recipe.optimizer.kind, loaded.recipe.optimizer.kind)
-    changed = changes(recipe_dict(before.recipe), recipe_dict(loaded.recipe), freed)
+    recipe = with_batch_of(record, loaded).recipe
+    freed = freed_keys(options.reset, before.recipe.optimizer.kind, recipe.optimizer.kind)
+    changed = changes(recipe_dict(before.recipe), recipe_dict(recipe), freed)
     if changed.refuse:
         raise _another_recipe(run, record, loaded, options, changed)
     if options.resume != "never":

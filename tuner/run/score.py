@@ -20,6 +20,7 @@ from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
 from tuner.setup.build import assemble_model, check_fits, held_out_rows, mesh_of
 from tuner.setup.resolve import resolve
+from tuner.setup.settled import rows_at_once
 from tuner.train.evaluate import Evaluation, evaluate
 
 Trained = RunCheckpoint | HfDirectory
@@ -79,7 +80,7 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
                 tensors = {f"{MODEL_PREFIX}{name}": p.data for name, p in trained_parameters(root).items()}
                 load_into(trained.checkpoint, tensors, prefix=MODEL_PREFIX)
         started = time.monotonic()
-        micro_batch_size, max_rows = resolved.recipe.train.micro_batch_size, resolved.recipe.eval.max_rows
+        micro_batch_size, max_rows = rows_at_once(resolved.recipe), resolved.recipe.eval.max_rows
         rows = len(held.rows) if max_rows is None else min(max_rows, len(held.rows))
         with console.doing(f"evaluating {rows:,} rows"):
             result = evaluate(root, step_config, held, micro_batch_size, max_rows)
@@ -107,8 +108,9 @@ def _recipe(trained: Trained, loaded: LoadedRecipe) -> Recipe:
         tokenizer = recipe.tokenizer.model_copy(update={"add_tokens": ()})  # what was added is in its own by now
         return recipe.model_copy(update={"model": model, "adapter": NoAdapter(), "tokenizer": tokenizer})
     own = load_recipe(run_recipe(trained)).recipe
-    precision = own.train.precision if recipe.train.precision == "auto" else recipe.train.precision
-    train = recipe.train.model_copy(update={"precision": precision})
+    had = {key: getattr(own.train, key) for key in ("precision", "micro_batch_size")}
+    update = {key: value for key, value in had.items() if getattr(recipe.train, key) == "auto"}
+    train = recipe.train.model_copy(update=update)
     # The seed too: frozen weights may have been drawn from it.
     sections = {"model": own.model, "adapter": own.adapter, "tokenizer": own.tokenizer, "seed": own.seed}
     return recipe.model_copy(update={**sections, "train": train})

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
+_met: tuple[tuple[str, int, int], Store] | None = None
+"""Where this process's run meets, until its group is made: the first rank may host it, and can do so once."""
 _gloo: tuple[object, ProcessGroup | None] | None = None
 """The default group and the gloo group made for it, so that a second default group gets one of its own."""
 
@@ -39,6 +41,7 @@ def process_group(rank_info: RankInfo, device: str, timeout_s: float) -> Iterato
     if rank_info.world_size == 1:
         yield
         return
+    global _met  # noqa: PLW0603
     import torch
     import torch.distributed as dist
 
@@ -56,6 +59,7 @@ def process_group(rank_info: RankInfo, device: str, timeout_s: float) -> Iterato
             timeout=timedelta(seconds=timeout_s),
         )
         group = gloo_group(timeout_s)
+        _met = None  # a further group of this process meets anew
         if own is not None:
             _require_own_devices(own, group)
             # NCCL connects in the first collective: here, where what keeps it from that is named as such.
@@ -114,18 +118,46 @@ def _require_own_devices(own: torch.device, group: ProcessGroup | None) -> None:
         seen[theirs] = rank
 
 
+def from_rank0(rank_info: RankInfo, timeout_s: float, name: str, work: Callable[[], str]) -> str:
+    """What `work` gives on rank 0, on every rank, before there is a process group; `name` tells it from others.
+
+    The others wait for at most `timeout_s` seconds. Raises MachineError where the processes cannot meet, or rank 0 ends
+    without an answer.
+    """
+    if rank_info.world_size == 1:
+        return work()
+    try:
+        store = _meet(rank_info, timeout_s)
+        if rank_info.is_main:
+            store.set(name, work())
+        answer: bytes = store.get(name)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise MachineError(
+            f"rank {rank_info.rank} of {rank_info.world_size} could not agree with the others: {error}",
+            hint="check MASTER_ADDR and MASTER_PORT, and that every process was started",
+        ) from error
+    return answer.decode()
+
+
 def _meet(rank_info: RankInfo, timeout_s: float) -> Store:
     """Find the store through which the processes meet, within `timeout_s` seconds.
 
     Where nobody listens, torch tries twice to connect, each time for as long as it is given.
     """
+    global _met  # noqa: PLW0603 - as process-wide as the group that is made with it
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous as meetings
 
+    address = rendezvous(os.environ)
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if address == "env://" else address
+    place = (where, rank_info.rank, rank_info.world_size)
+    if _met is not None and _met[0] == place:
+        return _met[1]
     half = timedelta(seconds=timeout_s / 2)
-    store: Store = next(meetings(rendezvous(os.environ), rank_info.rank, rank_info.world_size, timeout=half))[0]
+    store: Store = next(meetings(address, rank_info.rank, rank_info.world_size, timeout=half))[0]
     store.set_timeout(timedelta(seconds=timeout_s))
-    return PrefixStore("default_pg", store)
+    _met = (place, PrefixStore("default_pg", store))
+    return _met[1]
 
 
 def gloo_group(timeout_s: float | None = None) -> ProcessGroup | None:

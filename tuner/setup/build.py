@@ -25,7 +25,7 @@ from tuner.model.output_layer import LogitTransform
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM, outer_parameters, trained_parameters
 from tuner.model.trainable import TrainableSpec
-from tuner.parallel.assemble import AssemblySpec, Kernels, assemble
+from tuner.parallel.assemble import AssemblySpec, Kernels, Recompute, assemble
 from tuner.parallel.fsdp import materialise
 from tuner.parallel.mesh import Mesh
 from tuner.rundir.layout import MODEL_PREFIX
@@ -35,6 +35,7 @@ from tuner.runtime.memory import keep_freed_memory
 from tuner.runtime.process import Collective, device_index, gloo_group
 from tuner.setup.probes import probe_inputs
 from tuner.setup.resolve import Resolved, check_division, model_spec
+from tuner.setup.settled import rows_at_once
 from tuner.setup.timetable import Starts, Timetable, timetable
 from tuner.train.evaluate import HeldOut, check_metric, held_out
 from tuner.train.guard import Guard
@@ -78,7 +79,8 @@ def build(
     mesh = mesh_of(recipe, rank_info)
     check_fits(tokenizer, resolved.config, prepared)
     check_logits(recipe.method, LogitTransform.of(resolved.config))
-    check_division(recipe.train.global_batch_size, recipe.train.micro_batch_size, mesh.data_size)
+    rows = rows_at_once(recipe)
+    check_division(recipe.train.global_batch_size, rows, mesh.data_size)
     table, held = timetable(recipe, prepared, starts), held_out_rows(recipe, prepared)
     check_metric(recipe.checkpoint.keep_best, held)
     index = device_index(rank_info)
@@ -91,7 +93,7 @@ def build(
         seed=recipe.seed,
         shuffle=recipe.data.shuffle,
         global_batch_size=recipe.train.global_batch_size,
-        micro_batch_size=recipe.train.micro_batch_size,
+        micro_batch_size=rows,
         rank=mesh.data_rank,
         world_size=mesh.data_size,
         by_document=train_state.method.by_document,
@@ -190,9 +192,9 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
         trainable=trainable_of(recipe, resolved.new_ids),
         seed=recipe.seed,
         kernels=cast("Kernels", recipe.model.kernels),
-        recompute=train.gradient_checkpointing,
+        recompute=cast("Recompute", train.gradient_checkpointing),
         recomputed_layers=train.gradient_checkpointing_layers,
-        padding=Padding(longest * train.micro_batch_size, longest) if train.compile is True else None,
+        padding=Padding(longest * rows_at_once(recipe), longest) if train.compile is True else None,
         reshard_after_forward=recipe.parallel.reshard_after_forward,
         rounded_to=torch.bfloat16 if train.precision == "bf16" and recipe.adapter.kind == "none" else None,
     )
@@ -262,10 +264,10 @@ def _sharded(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.d
 
 def _inspect(resolved: Resolved, root: CausalLM) -> None:
     """Check that documents of a row do not see each other, and note the hash of what is not trained."""
-    recipe = resolved.recipe
-    packed = recipe.data.packing or recipe.train.micro_batch_size > 1
+    recipe, rows = resolved.recipe, rows_at_once(resolved.recipe)
+    packed = recipe.data.packing or rows > 1
     vocab_size, longest = resolved.config.get_text_config().vocab_size, int(recipe.data.max_length)
-    require_isolation(root, vocab_size, packed, longest, recipe.train.micro_batch_size)
+    require_isolation(root, vocab_size, packed, longest, rows)
     root.frozen_hash = frozen_hash(root.model)
 
 

@@ -20,6 +20,7 @@ from tuner.errors import DataError, RecipeError
 from tuner.rundir.layout import RECORD
 from tuner.runtime.files import read_json
 from tuner.setup.findings import Findings
+from tuner.setup.settled import rows_at_once, with_whole_batches
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt")
@@ -34,7 +35,8 @@ def check_recipe(read: ReadRecipe) -> str:
     loaded = read.whole() if read.loaded is None else read.loaded
     found = Findings(loaded, read.problems, read.hint)
     recipe = loaded.recipe
-    _check_values(recipe, found)
+    of_batch = with_whole_batches(loaded, recipe.parallel.processes) if recipe.parallel.processes != "auto" else loaded
+    _check_values(of_batch.recipe, found)
     check_files(recipe, found)
     directory = local_model(recipe)
     checked = "keys, files, templates, code"
@@ -61,11 +63,12 @@ def _check_values(recipe: Recipe, found: Findings) -> None:
         found.add("model.dtype", "bf16 weights cannot be computed with in train.precision: fp32", "write dtype: auto")
     if (model.kernels, train.device) in {("liger", "cpu"), ("native", "cuda")}:
         found.add("model.kernels", f"{model.kernels} kernels are not for train.device: {train.device}", "write auto")
-    processes, rows = recipe.parallel.processes, train.global_batch_size // train.micro_batch_size
+    micro = rows_at_once(recipe)
+    processes, rows = recipe.parallel.processes, train.global_batch_size // micro
     sizes = found.sound("train.global_batch_size", "train.micro_batch_size")
     if isinstance(processes, int) and rows % processes and sizes:
         good = ", ".join(str(count) for count in range(1, min(rows, 64) + 1) if rows % count == 0)
-        text = f"{train.global_batch_size} rows do not divide into {processes} processes of {train.micro_batch_size}"
+        text = f"{train.global_batch_size} rows do not divide into {processes} processes of {micro}"
         found.add("parallel.processes", text, f"numbers that divide it: {good}")
 
 

@@ -25,6 +25,7 @@ from tuner.runtime.dist import RankInfo
 from tuner.setup.build import check_fits, held_out_rows, mesh_of, trainable_of
 from tuner.setup.findings import Findings
 from tuner.setup.resolve import Resolved, check_division, model_spec
+from tuner.setup.settled import rows_at_once
 from tuner.train.evaluate import check_metric, require_metric, source_names
 from tuner.train.methods.method import check_logits
 from tuner.train.optimizer import chosen_groups, hidden_matrices
@@ -55,7 +56,7 @@ def check_setup(
         check_logits(recipe.method, LogitTransform.of(resolved.config))
     with found.of("train.global_batch_size"):
         size = mesh_of(recipe, rank_info).data_size
-        check_division(recipe.train.global_batch_size, recipe.train.micro_batch_size, size)
+        check_division(recipe.train.global_batch_size, rows_at_once(recipe), size)
     with found.of("checkpoint.keep_best"):
         check_metric(recipe.checkpoint.keep_best, held_out_rows(recipe, prepared))
     if not found.problems:
@@ -70,7 +71,7 @@ def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids
     if isinstance(recipe.adapter, LowRankAdapter):
         _check_adapter(recipe.adapter, model, found)
     train = recipe.train
-    if train.gradient_checkpointing != "none":
+    if train.gradient_checkpointing in {"selective", "full"}:
         with found.of("train.gradient_checkpointing_layers"):
             recomputed_count(train.gradient_checkpointing_layers, len(decoder_blocks(model)))
     if len(found.problems) > before:

@@ -7,6 +7,7 @@ from tuner.data.batches import Batch, StepBatches
 from tuner.errors import MemoryLimitError, is_out_of_memory
 from tuner.runtime.console import Console
 from tuner.setup.build import Assembly
+from tuner.setup.settled import rows_at_once
 from tuner.train.step import forward_backward
 
 
@@ -41,7 +42,7 @@ def full_batches(assembly: Assembly) -> StepBatches:
     """
     recipe = assembly.resolved.recipe
     vocab_size = assembly.resolved.config.get_text_config().vocab_size
-    rows, data_size = recipe.train.micro_batch_size, assembly.mesh.data_size
+    rows, data_size = rows_at_once(recipe), assembly.mesh.data_size
     per_step = recipe.train.global_batch_size // (rows * data_size)
     batch = _full(assembly.prepared.train.max_length, rows, vocab_size)
     count = min(2, per_step)

@@ -1,7 +1,7 @@
 """A recipe resolved for a machine: every `auto` replaced by a value, with the reason."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ class Resolved:
     reasons: Mapping[str, str]
     new_ids: range = range(0)
     """Of the tokens that the recipe adds."""
+    settled: Mapping[str, Any] = field(default_factory=dict)
+    """Values that were settled for the whole launch before it was resolved, by key path."""
 
 
 def resolve(
@@ -67,6 +69,9 @@ def resolve(
             reasons[f"{section}.{key}"] = reason
 
     settle("train", "device", facts.kind, facts.name)
+    memory = "cpu" if facts.kind == "cpu" else "not predicted"
+    settle("train", "micro_batch_size", 1, memory)
+    settle("train", "gradient_checkpointing", "none", memory)
     settle("train", "mock_batch", facts.kind == "cuda", facts.kind)
     settle("checkpoint", "async_save", *_async_save(recipe, facts, n_parameters, rank_info))
     precision = recipe.train.precision

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from tuner.config.recipe import Recipe
 from tuner.data.prepared import PreparedData
 from tuner.errors import RecipeError
+from tuner.setup.settled import rows_at_once
 from tuner.train.plan import Cadence, Plan, cadence, mark_steps, plan_steps
 from tuner.train.schedule import Schedule, StartedLater, build_schedule
 
@@ -49,7 +50,7 @@ def few_steps(recipe: Recipe, plan: Plan) -> str | None:
     duration = recipe.train.duration
     if plan.total_steps >= FEW_STEPS or duration.unit == "steps":
         return None
-    ways, micro = [], recipe.train.micro_batch_size
+    ways, micro = [], rows_at_once(recipe)
     if plan.global_batch_size > micro:
         seen = plan.rows * plan.total_steps / plan.steps_per_epoch
         smaller = min(int(seen / FEW_STEPS), plan.global_batch_size - 1) // micro * micro  # micro-batches divide it

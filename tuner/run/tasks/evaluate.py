@@ -15,6 +15,7 @@ from tuner.runtime.console import LABEL_WIDTH, Updates, one_line
 from tuner.runtime.device import room_on
 from tuner.runtime.files import gib
 from tuner.runtime.process import any_rank, gloo_group
+from tuner.setup.settled import rows_at_once
 from tuner.train.evaluate import Evaluation, EvaluationCutError, HeldOut, answer_samples, evaluate
 from tuner.train.progress import best_after, finite
 from tuner.train.tasks import Event, Request, Task
@@ -81,16 +82,16 @@ class EvaluateTask(Task):
 
     def _measure(self, held: HeldOut) -> Evaluation:
         """The losses of the held-out rows. Raises EvaluationCutError on every rank where a signal came."""
-        state, train = self._assembly.train_state, self._assembly.resolved.recipe.train
+        state, at_once = self._assembly.train_state, rows_at_once(self._assembly.resolved.recipe)
         rows = len(held.rows) if self._settings.max_rows is None else min(self._settings.max_rows, len(held.rows))
-        at_a_time = train.micro_batch_size * state.step_config.mesh.data_size
+        at_a_time = at_once * state.step_config.mesh.data_size
 
         def between(batches: int) -> str:
             return f"evaluating {min(rows, batches * at_a_time):,} of {rows:,} rows"
 
         with self._console.doing(between(0)) as doing:
             heed = self._heeding(doing, between)
-            return evaluate(state.root, state.step_config, held, train.micro_batch_size, self._settings.max_rows, heed)
+            return evaluate(state.root, state.step_config, held, at_once, self._settings.max_rows, heed)
 
     def _heeding(self, doing: Updates, words: Callable[[int], str]) -> Callable[[], None]:
         """What is called before each forward: it counts them, and ends the work on a signal. Collective."""

@@ -1,0 +1,176 @@
+"""What becomes of an `auto` of memory on a device: as little recomputed, and as many rows at once, as fit and pay.
+
+For each way of sharding, the one with the least communication first, the levels of recomputing are tried from none to
+full, each with more and more rows. A step further, to more rows or to more recomputing with more rows, is taken only
+where the estimated step gets at least a twentieth shorter; the first way of sharding with which anything fits is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tuner.config.load import LoadedRecipe
+from tuner.config.recipe import Recipe
+from tuner.model.flops import Flops, training_flops
+from tuner.profile.predict import Target, estimate, resolved_for
+from tuner.profile.prediction import Prediction
+from tuner.profile.search import LEVELS, Choice, Search, Space, row_counts
+from tuner.profile.workload import workload
+from tuner.runtime.dist import RankInfo
+from tuner.runtime.files import gib
+from tuner.setup.build import meta_model_of, trainable_of
+from tuner.setup.resolve import Resolved
+from tuner.setup.settled import LEVEL, MICRO, SHARD, Settled, changed, left_open, value_of, whole_batches
+
+PAYS = 0.95
+"""Of the estimated time of a step: what a further step of the search must come down to."""
+
+
+def choose(recipe: Recipe, target: Target, prepared: Path | None = None) -> tuple[Settled, Prediction]:
+    """Settle what a recipe leaves open, for a CUDA device, and what is predicted with that.
+
+    ``prepared`` is the directory of its data, where that is known. Where nothing fits, what needs least is taken, and
+    the reasons say so. Raises what predicting raises where not even the plainest variant can be predicted.
+    """
+    open_keys = left_open(recipe, target.rank_info.world_size)
+    search, pays = Search(recipe, target, prepared), _Pays(recipe, target, prepared)
+    levels, sizes = _levels(recipe), _sizes(recipe, target)
+    refused: list[Exception] = []
+    for sharding in shardings(recipe, target.rank_info):
+        for level in levels:
+            try:
+                for choice in search.walk(Space([sharding], [level], sizes), pays=pays):
+                    pays.best = choice if choice.fits else pays.best
+            except Exception as error:  # noqa: BLE001 - of one level: another one may do
+                refused.append(error)
+        if pays.best is not None:
+            break
+    if not search.tried:
+        raise refused[0]
+    found = pays.best or min(search.tried, key=lambda choice: choice.prediction.peak_bytes)
+    settled = changed(recipe, found.overrides)
+    reasons = {key: _reason(key, settled, search.tried, found) for key in open_keys}
+    return Settled({key: value_of(settled, key) for key in open_keys}, reasons), found.prediction
+
+
+class _Pays:
+    """Whether a variant is worth a prediction: it may fit, and is estimated to be faster than the best that does."""
+
+    def __init__(self, recipe: Recipe, target: Target, prepared: Path | None) -> None:
+        self.best: Choice | None = None
+        self._target = target
+        self._resolved, _ = resolved_for(recipe, target)
+        self._work = workload(
+            recipe, int(self._resolved.recipe.data.max_length), target.rank_info, self._resolved.config, prepared
+        )
+        self._flops = _flops_of(self._resolved)
+
+    def __call__(self, values: Mapping[str, Any], fewer: Choice | None) -> bool:
+        if self.best is None:
+            return True
+        return self._step_s(values) <= PAYS * self._step_s(self.best.overrides) and self._may_fit(values, fewer)
+
+    def _step_s(self, values: Mapping[str, Any]) -> float:
+        recipe, target = changed(self._resolved.recipe, values), self._target
+        return estimate(recipe, self._flops, target.device, target.rank_info, self._work, None).step_s
+
+    def _may_fit(self, values: Mapping[str, Any], fewer: Choice | None) -> bool:
+        """Whether there is room for what is known to grow with the rows: activations that are kept."""
+        if fewer is None:
+            return True
+        rows, peak = int(fewer.overrides.get(MICRO, 1)), fewer.prediction.memory.peak
+        more = peak.parts["activations"] * (int(values[MICRO]) - rows) // rows
+        return (peak.total + more) * (1 + fewer.prediction.error) <= self._target.limit_bytes
+
+
+def shardings(recipe: Recipe, rank_info: RankInfo) -> list[dict[str, Any]]:
+    """Ways of sharding in the order in which they are wanted: the one with the least to send first."""
+    if rank_info.world_size == 1:
+        return [{}]
+    if recipe.parallel.shard != "auto":
+        return [{SHARD: recipe.parallel.shard}]
+    kinds = ["none"] if recipe.adapter.kind != "none" else []
+    if 1 < rank_info.local_world_size < rank_info.world_size:
+        kinds.append("hybrid")
+    return [{SHARD: kind} for kind in (*kinds, "full")]
+
+
+def _levels(recipe: Recipe) -> tuple[str, ...]:
+    level = recipe.train.gradient_checkpointing
+    return LEVELS if level == "auto" else (level,)
+
+
+def _sizes(recipe: Recipe, target: Target) -> list[int]:
+    """Rows that are tried; documents that are not packed stay alone, for models that cannot keep them apart."""
+    rows = recipe.train.micro_batch_size
+    if rows != "auto":
+        return [rows]
+    return row_counts(recipe.train.global_batch_size, target) if recipe.data.packing else [1]
+
+
+def _flops_of(resolved: Resolved) -> Flops:
+    """The arithmetic of the model as the recipe trains it."""
+    model = meta_model_of(resolved)
+    trainable_of(resolved.recipe, resolved.new_ids).apply(model, resolved.recipe.seed)
+    return training_flops(model)
+
+
+def _reason(key: str, settled: Recipe, tried: list[Choice], found: Choice) -> str:
+    """Why a key has its value, in words."""
+    peak, limit = gib(found.prediction.peak_bytes), gib(found.prediction.limit_bytes)
+    if not found.fits:
+        return f"least memory: nothing is predicted to fit in {limit}; this peaks at {peak}"
+    if key == LEVEL:
+        return _why_level(settled, tried, found)
+    if key == SHARD:
+        return _why_shard(settled, tried, found)
+    rows, length = settled.train.micro_batch_size, settled.data.max_length
+    tokens = f"{rows} row{'' if rows == 1 else 's'}" + (f" of {length:,} tokens" if isinstance(length, int) else "")
+    alone = "" if settled.data.packing else ", alone as rows are not packed"
+    return f"{tokens} at a time{alone}: predicted peak {peak} of {limit}"
+
+
+def _why_level(settled: Recipe, tried: list[Choice], found: Choice) -> str:
+    level, sharding = settled.train.gradient_checkpointing, found.overrides.get(SHARD)
+    limit = gib(found.prediction.limit_bytes)
+    if level == "none":
+        return f"it fits without: predicted peak {gib(found.prediction.peak_bytes)} of {limit}"
+    less = [choice for choice in tried if choice.overrides.get(SHARD) == sharding]
+    by_level: dict[str, Choice] = {}
+    for choice in less:
+        by_level.setdefault(str(choice.overrides.get(LEVEL, "none")), choice)
+    before = [name for name in LEVELS[: LEVELS.index(level)] if name in by_level]
+    over = [f"{name} {gib(by_level[name].prediction.peak_bytes)}" for name in before if not by_level[name].fits]
+    if len(over) < len(before) or not over:
+        return "estimated to be faster with the rows that then fit"
+    return f"predicted peak with {', with '.join(over)}: too much for {limit}"
+
+
+def _why_shard(settled: Recipe, tried: list[Choice], found: Choice) -> str:
+    kind, limit = settled.parallel.shard, gib(found.prediction.limit_bytes)
+    if kind == "none":
+        return f"the whole model fits on each device: predicted peak {gib(found.prediction.peak_bytes)} of {limit}"
+    others = [choice for choice in tried if choice.overrides.get(SHARD) not in {None, kind}]
+    if others:
+        least = min(others, key=lambda choice: choice.prediction.peak_bytes)
+        return f"{least.overrides[SHARD]} needs at least {gib(least.prediction.peak_bytes)}: too much for {limit}"
+    if kind == "hybrid":
+        return "a copy for each machine fits, and less is sent between machines"
+    return "one machine"
+
+
+def chosen(loaded: LoadedRecipe, target: Target) -> tuple[Recipe, Settled]:
+    """The recipe as a launch on the target would settle it, as far as that can be predicted, and what it settled.
+
+    Nothing is predicted for a CPU, nor where not even the plainest variant can be: predicting the recipe says why.
+    """
+    processes = target.rank_info.world_size
+    settled = whole_batches(loaded, processes)
+    recipe = settled.of(loaded.recipe)
+    if target.device.kind == "cuda" and left_open(recipe, processes):
+        with suppress(Exception):
+            settled = settled.and_also(choose(recipe, target)[0])
+    return settled.of(loaded.recipe), settled

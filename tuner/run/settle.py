@@ -1,0 +1,187 @@
+"""What a launch settles once for all of its processes: as its run had it before, or by prediction.
+
+A prediction is made in a process of its own: it takes a context of the device only for as long as it looks at it, and
+training loads nothing of it. Its outcome is kept in the cache of prepared data, by what it depends on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuner.config.dump import recipe_dict
+from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.errors import TunerError
+from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
+from tuner.runtime.files import read_json, write_json
+from tuner.runtime.process import from_rank0
+from tuner.setup.settled import LEVEL, MICRO, PREDICTED, SHARD, Settled, left_open, settled_in, value_of, whole_batches
+
+if TYPE_CHECKING:
+    from tuner.profile.predict import Target
+
+JOB, ANSWER, CHOICES = "job.json", "answer.json", "choices"
+LONGEST_S = 600
+"""Seconds after which a prediction is given up."""
+STEP_BYTES = 128 << 20
+"""Free memory is taken in whole pieces of this size, so that an empty device gives the same choice each time."""
+LIBRARIES = ("torch", "transformers", "peft", "liger-kernel", "tuner-lm")
+WITHOUT = {MICRO: 1, LEVEL: "none"}
+"""What is taken where nothing can be predicted."""
+PARTS = ("model", "tokenizer", "adapter", "method", "data", "train", "optimizer", "eval", "checkpoint", "parallel")
+"""Sections that a prediction depends on."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a launch has its data, and where outcomes are kept; one that is only planned does not wait for others."""
+
+    data: Path
+    cache: Path
+    alone: bool = False
+
+
+def run_before(recipe: LoadedRecipe | None, record: Mapping[str, Any] | None, processes: int) -> dict[str, Any]:
+    """What a run that is resumed had, by key: its micro-batch and level, and how so many processes sharded it last."""
+    if recipe is None or record is None:
+        return {}
+    values = {key: value_of(recipe.recipe, key) for key in (MICRO, LEVEL)}
+    alike = [launch for launch in record["launches"] if launch.get("world_size") == processes]
+    values[SHARD] = settled_in({"launches": alike}).get(SHARD, "auto")
+    return {key: value for key, value in values.items() if value != "auto"}
+
+
+def settle(
+    loaded: LoadedRecipe, before: Mapping[str, Any], rank_info: RankInfo, place: Place, console: Console
+) -> Settled:
+    """Settle what a recipe leaves open, and its global batch where the default does not divide.
+
+    Without a CUDA device nothing is predicted. Every rank gets what rank 0 finds.
+    """
+    settled = whole_batches(loaded, rank_info.world_size)
+    recipe = settled.of(loaded.recipe)
+    on_cuda = _on_cuda(recipe.train.device)
+    usual = {} if on_cuda else WITHOUT
+    had = {key: value for key, value in before.items() if value != usual.get(key)}
+    kept = {key: had[key] for key in left_open(recipe, rank_info.world_size) if key in had}
+    if recipe.train.global_batch_size % (kept.get(MICRO, 1) * rank_info.world_size):
+        kept.pop(MICRO, None)
+    settled = settled.and_also(Settled(kept, dict.fromkeys(kept, "as the run had it")))
+    recipe = settled.of(recipe)
+    if not on_cuda or not left_open(recipe, rank_info.world_size):
+        return settled
+    job = {
+        "recipe": recipe_dict(recipe), "ranks": asdict(rank_info), "data": str(place.data), "cache": str(place.cache),
+    }  # fmt: skip
+
+    def predicted() -> str:
+        with console.doing("choosing micro-batch size, recomputing and sharding by prediction"):
+            answer = _asked(job)
+        return json.dumps(answer)
+
+    if place.alone:
+        answer = json.loads(predicted())
+    else:
+        answer = json.loads(from_rank0(rank_info, recipe.parallel.timeout.seconds, "settled", predicted))
+    if "error" in answer:
+        console.warn(f"memory cannot be predicted: {answer['error']}")
+        values = {key: WITHOUT[key] for key in left_open(recipe, rank_info.world_size) if key in WITHOUT}
+        return settled.and_also(Settled(values, dict.fromkeys(values, f"not predicted: {answer['error']}")))
+    return settled.and_also(Settled(answer["values"], answer["reasons"]))
+
+
+def _on_cuda(device: str) -> bool:
+    import torch
+
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def _asked(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer of a process of its own: values and reasons, or the error for which there are none."""
+    package = str(Path(__file__).resolve().parents[2])
+    paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    with tempfile.TemporaryDirectory(prefix="tuner-settle-") as directory:
+        write_json(Path(directory, JOB), dict(job))
+        command = [sys.executable, "-m", __name__, directory]
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", env=environment,
+                timeout=LONGEST_S, check=False,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        with suppress(TunerError):
+            return read_json(Path(directory, ANSWER))
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return {"error": f"the process that predicts ended with code {done.returncode}: {last}"}
+
+
+def answer_of(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Choose for the device that is here, or find what was chosen for the same before."""
+    from tuner.profile.choose import choose
+    from tuner.profile.devices import present_device
+    from tuner.profile.predict import Target
+
+    recipe, rank_info = load_recipe(job["recipe"]).recipe, RankInfo(**job["ranks"])
+    device = present_device("cuda")
+    target = Target(device, rank_info, device.memory_bytes // STEP_BYTES * STEP_BYTES)
+    kept = Path(job["cache"]) / CHOICES / f"{_key(job, target)}.json"
+    with suppress(TunerError, OSError):
+        known = read_json(kept)
+        if set(known) == {"values", "reasons"} and set(known["values"]) <= set(PREDICTED):
+            return known
+    settled, _ = choose(recipe, target, Path(job["data"]))
+    answer = {"values": dict(settled.values), "reasons": dict(settled.reasons)}
+    with suppress(TunerError, OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_json(kept, answer)
+    return answer
+
+
+def _key(job: Mapping[str, Any], target: Target) -> str:
+    """What a choice depends on, in short: the recipe, its model's config and data, the device, the libraries."""
+    recipe = {name: job["recipe"][name] for name in PARTS}
+    recipe["train"] = {**recipe["train"], "duration": None, "stop_after": None}
+    config = Path(recipe["model"]["name_or_path"], "config.json")
+    facts = {
+        "recipe": recipe,
+        "config": hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else None,
+        "data": Path(job["data"]).name,
+        "ranks": {**job["ranks"], "rank": 0, "local_rank": 0},
+        "device": [target.device.shown, target.limit_bytes],
+        "versions": {name: _version(name) for name in LIBRARIES},
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _version(name: str) -> str | None:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return None
+
+
+def main() -> None:
+    """Answer the job in the directory that is named on the command line."""
+    place = Path(sys.argv[1])
+    try:
+        answer = answer_of(read_json(place / JOB))
+    except Exception as error:  # noqa: BLE001 - told to whoever asked, who goes on without
+        said = error.message if isinstance(error, TunerError) else f"{type(error).__name__}: {error}"
+        answer = {"error": (said.strip().splitlines() or [type(error).__name__])[0]}
+    write_json(place / ANSWER, answer)
+
+
+if __name__ == "__main__":
+    main()

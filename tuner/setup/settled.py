@@ -1,0 +1,110 @@
+"""What of a recipe is settled before it is resolved: the `auto` of memory and speed, and a default that cannot divide.
+
+Three keys may be left to a prediction, which is made once for all processes of a launch. Importing it needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tuner.config.load import LoadedRecipe
+from tuner.config.recipe import Recipe, TrainSection
+
+MICRO, LEVEL, SHARD = "train.micro_batch_size", "train.gradient_checkpointing", "parallel.shard"
+BATCH = "train.global_batch_size"
+PREDICTED = (MICRO, LEVEL, SHARD)
+"""Keys whose `auto` is settled by prediction on CUDA."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Values by the recipe's dotted keys, and the reason for each."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, recipe: Recipe) -> Recipe:
+        """The recipe with these values."""
+        return changed(recipe, self.values)
+
+    def and_also(self, other: Settled) -> Settled:
+        """Both; where both have a key, the other's."""
+        return Settled({**self.values, **other.values}, {**self.reasons, **other.reasons})
+
+
+def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """The recipe with these values, by their keys."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    updated = {section: getattr(recipe, section).model_copy(update=update) for section, update in sections.items()}
+    return recipe.model_copy(update=updated)
+
+
+def value_of(recipe: Recipe, key: str) -> Any:
+    """The value of a dotted key of a section."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(recipe, section), name)
+
+
+def left_open(recipe: Recipe, processes: int) -> tuple[str, ...]:
+    """The keys that are left to a prediction; a single process has nothing to shard."""
+    return tuple(key for key in PREDICTED if value_of(recipe, key) == "auto" and (key != SHARD or processes > 1))
+
+
+def rows_at_once(recipe: Recipe) -> int:
+    """Rows of a micro-batch as far as they are known: one where they are left open."""
+    rows = recipe.train.micro_batch_size
+    return 1 if rows == "auto" else rows
+
+
+def without_prediction(recipe: Recipe) -> Recipe:
+    """The recipe with what an `auto` of memory is where nothing is predicted; sharding is left to its resolution."""
+    values: dict[str, Any] = {}
+    if recipe.train.micro_batch_size == "auto":
+        values[MICRO] = 1
+    if recipe.train.gradient_checkpointing == "auto":
+        values[LEVEL] = "none"
+    return changed(recipe, values)
+
+
+def whole_batches(loaded: LoadedRecipe, processes: int) -> Settled:
+    """The default global batch made one that these processes divide; nothing of one that is written, or divides."""
+    train = loaded.recipe.train
+    unit, rows = rows_at_once(loaded.recipe) * processes, train.global_batch_size
+    default = TrainSection.model_fields["global_batch_size"].default
+    if BATCH in loaded.origins or rows != default or rows % unit == 0:
+        return Settled()
+    near = max(1, int(rows / unit + 0.5)) * unit
+    of = f"{processes} processes" if unit == processes else f"{processes} processes of {unit // processes} rows"
+    return Settled({BATCH: near}, {BATCH: f"the default of {rows} rows does not divide into {of}"})
+
+
+def with_whole_batches(loaded: LoadedRecipe, processes: int) -> LoadedRecipe:
+    """The recipe with a global batch that these processes divide, where it was not written."""
+    return replace(loaded, recipe=whole_batches(loaded, processes).of(loaded.recipe))
+
+
+def settled_in(record: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the launches of a run settled, by key; of each the newest value."""
+    launches = () if record is None else record["launches"]
+    return {key: value for launch in launches for key, value in launch.get("settled", {}).items()}
+
+
+def with_batch_of(record: Mapping[str, Any] | None, loaded: LoadedRecipe) -> LoadedRecipe:
+    """The recipe with the global batch that its run has, where the default was not written and gave way to another."""
+    rows = settled_in(record).get(BATCH)
+    if rows is None or BATCH in loaded.origins:
+        return loaded
+    return replace(loaded, recipe=changed(loaded.recipe, {BATCH: rows}))
+
+
+def reopened(record: Mapping[str, Any] | None, loaded: LoadedRecipe, processes: int) -> LoadedRecipe:
+    """The recipe with the micro-batch left open that its run settled, where these processes do not divide it."""
+    train, rows = loaded.recipe.train, settled_in(record).get(MICRO)
+    if rows is None or train.micro_batch_size != rows or train.global_batch_size % (rows * processes) == 0:
+        return loaded
+    return replace(loaded, recipe=changed(loaded.recipe, {MICRO: "auto"}))
