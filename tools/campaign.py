@@ -61,6 +61,7 @@ CAMPAIGNS = (
     Campaign("recipes", ("recipes_campaign",), "every shipped recipe: predicted for its card, two steps in small"),
     Campaign("predict", ("predict_campaign",), "predicted memory against counted allocations, 83 cases"),
     Campaign("parity", ("parity_figures", "--smollm2", f"{DEMO}/smollm2"), "packed and alone, one process and two"),
+    Campaign("attention", ("attention_campaign",), "attention on CUDA by stand-ins, Triton's interpreter and compiler"),
     Campaign("mistakes", ("mistakes",), "120 mistakes in recipes: place and line to write in the error"),
     Campaign("flaws", ("flawed_recipes", "--launch"), "recipes with one flaw each: config check or a dry run finds it"),
     Campaign("import", ("import_campaign",), "the configurations that other tools ship, converted and trained"),
