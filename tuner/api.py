@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tuner.run.verify import ResumeProof
     from tuner.rundir.record import Run
     from tuner.runtime.console import Console, Level
-    from tuner.setup.machine import Check
+    from tuner.setup.machine_check import Check
 
 __all__ = [
     "RecipeSource", "check_recipe", "doctor", "evaluate", "export_hf", "fit", "generate", "load_generator",

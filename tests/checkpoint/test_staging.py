@@ -11,8 +11,9 @@ import torch
 from tests.checkpoint.states import equal, full_state
 from tuner.checkpoint.load import content_sha256, open_checkpoint, read_tensors
 from tuner.checkpoint.save import CheckpointDir, save
-from tuner.checkpoint.staging import Staging, forget_cuda_error
+from tuner.checkpoint.staging import Staging
 from tuner.errors import MachineError
+from tuner.runtime.device import forget_cuda_error
 
 
 def test_a_state_saved_from_its_copy_is_the_state_before_it_changed(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from tuner.cli.doctor import table
 from tuner.cli.document import SCHEMA_PATH
 from tuner.errors import MachineError
 from tuner.setup import machine
-from tuner.setup.machine import Check, examine
+from tuner.setup.machine import examine
+from tuner.setup.machine_check import Check
 
 
 def test_a_machine_that_works_has_nothing_broken(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tuner.errors import MachineError
+from tuner.runtime.device import forget_cuda_error
 
 T = TypeVar("T")
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
@@ -138,15 +138,6 @@ def _pin(block: torch.Tensor, device: torch.device) -> bool:
         stacklevel=2,
     )
     return False
-
-
-def forget_cuda_error(device: torch.device) -> None:
-    """Take back what a refused call left behind: CUDA keeps it, and the thread's next kernel would report it.
-
-    Torch has no function that asks for it, but every launch does, and clears it: this one is made for that.
-    """
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, device=device).add_(1)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from tuner.cli.command import Outcome, command
 from tuner.errors import ExitCode
 
 if TYPE_CHECKING:
-    from tuner.setup.machine import Check
+    from tuner.setup.machine_check import Check
 
 MARKS = {"ok": "ok", "missing": "-", "warning": "!", "broken": "BROKEN"}
 WIDTH, NAME_COLUMNS, MARK_COLUMNS = 79, 15, 7
@@ -29,7 +29,8 @@ def doctor(
 
     Exit code 4 where something that is needed is broken; what is merely missing is named with how to get it.
     """
-    from tuner.setup.machine import as_json, examine
+    from tuner.setup.machine import examine
+    from tuner.setup.machine_check import as_json
 
     found = list(examine(directory.expanduser()))
     broken = [check for check in found if check.status == "broken"]

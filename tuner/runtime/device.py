@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -174,6 +174,17 @@ def _headers_problem() -> str | None:
     # Debian's own scheme puts them where its Python does not have them; both compilers' users know it.
     include = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
     return None if Path(include, "Python.h").is_file() else "Python's headers are not installed (Python.h)"
+
+
+def forget_cuda_error(device: torch.device) -> None:
+    """Take back what a refused call left behind: CUDA keeps it, and the thread's next kernel would report it.
+
+    Torch has no function that asks for it, but every launch does, and clears it: this one is made for that.
+    """
+    import torch
+
+    with suppress(RuntimeError):
+        torch.ones(1, device=device).add_(1)
 
 
 def to_device(array: object, device: torch.device) -> torch.Tensor:

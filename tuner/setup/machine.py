@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -14,17 +13,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from tuner.data.encoding.tokenizer_files import cache_root
 from tuner.errors import TunerError
-from tuner.runtime.device import compiler_problem, device_facts, host_memory
+from tuner.runtime.device import TO_COMPILE, compiler_problem, device_facts, host_memory
 from tuner.runtime.files import fsync_dir, fsync_path
 from tuner.runtime.process import cores
+from tuner.setup.machine_check import Check, Status
 
-Status = Literal["ok", "missing", "warning", "broken"]
 GIB = 1 << 30
 LOW_DISK = 10 * GIB
 """Below so much free room a model of a few billion parameters, its checkpoints and exports do not fit."""
@@ -39,17 +36,6 @@ EXTRAS = {
 }
 """Optional libraries: the extra that brings each, and what it is for."""
 NETWORK_FILESYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "virtiofs"})
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing: what was found, what that means, and how to get the rest; ``broken`` is something that is needed."""
-
-    name: str
-    status: Status
-    found: str
-    means: str = ""
-    fix: str = ""
 
 
 def examine(directory: Path) -> Iterator[Check]:
@@ -216,7 +202,7 @@ def _compilers() -> Iterator[Check]:
         yield Check("torch.compile", "ok", "a C++ compiler and Python's headers are here")
     else:
         means = "train.compile: true fails, auto trains uncompiled"
-        yield Check("torch.compile", "missing", problem, means, "apt install g++ python3-dev; pip install triton")
+        yield Check("torch.compile", "missing", problem, means, TO_COMPILE)
 
 
 def _kernels() -> Iterator[Check]:
@@ -224,25 +210,14 @@ def _kernels() -> Iterator[Check]:
 
     from tuner.model.native.library import native_problem
 
-    if not torch.cuda.is_available():
-        problem = native_problem()
-        if problem is None:
-            yield Check("kernels", "ok", "native: those in C are built and loaded")
-        else:
-            yield Check("kernels", "missing", problem, "model.kernels: auto takes torch's, which is slower on a CPU")
-        return
-    if importlib.util.find_spec("liger_kernel") is None:
-        means = "model.kernels: auto takes torch's, with more memory at the output layer"
-        yield Check("kernels", "missing", "liger-kernel is not installed", means, "pip install liger-kernel")
-    else:
-        from liger_kernel.transformers import LigerRMSNorm
+    if torch.cuda.is_available():
+        from tuner.setup.machine_cuda import examine_cuda
 
-        norm = LigerRMSNorm(64).to("cuda")
-        right = bool(torch.isfinite(norm(torch.ones(4, 64, device="cuda"))).all())
-        status: Status = "ok" if right else "broken"
-        yield Check(
-            "kernels", status, f"liger {'computes' if right else 'gives numbers that are not finite'} on the GPU"
-        )
+        yield from examine_cuda()
+    elif (problem := native_problem()) is None:
+        yield Check("kernels", "ok", "native: those in C are built and loaded")
+    else:
+        yield Check("kernels", "missing", problem, "model.kernels: auto takes torch's, which is slower on a CPU")
 
 
 def _place(name: str, path: Path, what: str) -> Iterator[Check]:
@@ -332,11 +307,6 @@ def _hub() -> Iterator[Check]:
     token = "a token" if get_token() else "no token"
     means = "" if get_token() else "gated models and tuner push need one: hf auth login, or HF_TOKEN"
     yield Check("hub", "ok", f"{where}, {token}, cache {constants.HF_HUB_CACHE}", means)
-
-
-def as_json(check: Check) -> dict[str, Any]:
-    """A check as JSON values."""
-    return dict(vars(check))
 
 
 def _gib(count: int) -> str:

@@ -1,0 +1,81 @@
+"""What a doctor says of a machine with CUDA devices, on a stand-in for them."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.fixtures.cuda_stub import CudaStub, cuda_stub
+from tuner.setup import machine_cuda
+from tuner.setup.machine import _kernels
+from tuner.setup.machine_check import Check
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaStub]:
+    with cuda_stub() as stub:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(machine_cuda, "LOCKED", 1 << 20)
+        monkeypatch.setattr(machine_cuda, "triton_problem", lambda: "there is no C compiler (gcc, clang)")
+        yield stub
+
+
+def found() -> dict[str, Check]:
+    return {check.name: check for check in _kernels()}
+
+
+def test_without_a_compiler_kernels_are_missing_and_nothing_is_broken(cuda: CudaStub) -> None:
+    checks = found()
+    kernels = checks["kernels"]
+    assert (kernels.status, kernels.fix) == ("missing", "apt install g++ python3-dev; pip install triton")
+    assert "there is no C compiler (gcc, clang)" in kernels.found
+    assert checks["page-lock"].status == "ok" and cuda.locked == {}
+    assert "launcher" not in checks, "a process of its own has no tasks beside it"
+
+
+def test_kernels_that_fail_are_no_reason_not_to_train(monkeypatch: pytest.MonkeyPatch, cuda: CudaStub) -> None:
+    monkeypatch.setattr(machine_cuda, "triton_problem", lambda: None)
+    kernels = found()["kernels"]  # there is no GPU here
+    assert kernels.status == "warning" and kernels.found.startswith("liger fails on the GPU: ")
+
+
+def test_a_refused_page_lock_is_a_warning(cuda: CudaStub) -> None:
+    cuda.refuse = 801
+    check = found()["page-lock"]
+    assert (check.status, cuda.pending) == ("warning", {})
+    assert check.found == "1 MiB of host memory cannot be page-locked (CUDA error 801)"
+
+
+@pytest.mark.parametrize(
+    ("environment", "release", "status", "shown"),
+    [
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "6.8", "ok", "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "6.8", "ok", "max_split_size_mb:64"),
+        ({}, "6.8", "missing", "no expandable segments"),
+        ({}, "5.15-microsoft-standard-WSL2", "warning", "WSL's driver has no expandable segments"),
+    ],
+)
+@pytest.mark.usefixtures("cuda")
+def test_how_memory_of_the_device_is_kept(
+    environment: dict[str, str], release: str, status: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(platform, "release", lambda: release)
+    check = found()["allocator"]
+    assert (check.status, check.found) == (status, shown)
+
+
+@pytest.mark.parametrize(("visible", "status"), [(8, "ok"), (1, "ok"), (4, "broken")])
+@pytest.mark.usefixtures("cuda")
+def test_each_task_of_slurm_has_a_device(visible: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3"}
+    for name, value in {**step, "SLURM_STEP_TASKS_PER_NODE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    assert found()["launcher"].status == status

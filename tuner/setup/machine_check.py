@@ -1,0 +1,24 @@
+"""One thing that was looked at on a machine: what was found, what that means, and how to get the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Status = Literal["ok", "missing", "warning", "broken"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing: what was found, what that means, and how to get the rest; ``broken`` is something that is needed."""
+
+    name: str
+    status: Status
+    found: str
+    means: str = ""
+    fix: str = ""
+
+
+def as_json(check: Check) -> dict[str, Any]:
+    """A check as JSON values."""
+    return dict(vars(check))

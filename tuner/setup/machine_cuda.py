@@ -1,0 +1,89 @@
+"""What trainings on CUDA need besides a device, tried: kernels, page-locked memory, the allocator, a device each."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import torch
+
+from tuner.errors import MachineError
+from tuner.runtime.before_torch import ALLOCATOR, SEGMENTS, is_wsl
+from tuner.runtime.device import TO_COMPILE, forget_cuda_error, triton_problem
+from tuner.runtime.dist import RankInfo
+from tuner.setup.machine_check import Check
+
+LOCKED = 1 << 30
+"""Bytes that are page-locked for a moment: what copies of a small model's state take."""
+LESS = "model.kernels: auto takes torch's, with more memory at the output layer"
+
+
+def examine_cuda() -> Iterator[Check]:
+    """Try it all; nothing where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        return
+    yield _liger()
+    yield _page_lock()
+    yield _allocator()
+    if RankInfo.is_given():
+        yield _own_device()
+
+
+def _liger() -> Check:
+    if importlib.util.find_spec("liger_kernel") is None:
+        return Check("kernels", "missing", "liger-kernel is not installed", LESS, "pip install liger-kernel")
+    if (problem := triton_problem()) is not None:
+        return Check("kernels", "missing", f"liger's cannot be compiled: {problem}", LESS, TO_COMPILE)
+    from liger_kernel.transformers import LigerRMSNorm
+
+    try:
+        norm = LigerRMSNorm(64).to("cuda")
+        right = bool(torch.isfinite(norm(torch.ones(4, 64, device="cuda"))).all())
+    except Exception as error:  # noqa: BLE001 - of a compiler, of Triton or of the driver
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return Check("kernels", "warning", f"liger fails on the GPU: {said}", LESS, TO_COMPILE)
+    if not right:
+        return Check("kernels", "broken", "liger gives numbers that are not finite on the GPU")
+    return Check("kernels", "ok", "liger computes on the GPU")
+
+
+def _page_lock() -> Check:
+    block = torch.empty(LOCKED, dtype=torch.uint8)
+    cudart = torch.cuda.cudart()
+    code = int(cudart.cudaHostRegister(block.data_ptr(), LOCKED, 0))
+    if code == 0:
+        cudart.cudaHostUnregister(block.data_ptr())
+        return Check("page-lock", "ok", f"{LOCKED >> 20:,} MiB of host memory can be page-locked")
+    forget_cuda_error(torch.device("cuda", torch.cuda.current_device()))
+    return Check(
+        "page-lock",
+        "warning",
+        f"{LOCKED >> 20:,} MiB of host memory cannot be page-locked (CUDA error {code})",
+        "saves in the background copy through plain memory, and training waits a little longer for them",
+        "WSL allows little of it" if is_wsl() else "raise the limit: ulimit -l unlimited, or the container's",
+    )
+
+
+def _allocator() -> Check:
+    said = os.environ.get(ALLOCATOR) or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    if said is not None:
+        return Check("allocator", "ok", said, "" if said == SEGMENTS else "as the environment says")
+    means = "memory of the device is kept in blocks of fixed size: tensors of several sizes leave holes in it"
+    where = "WSL's driver has no expandable segments" if is_wsl() else "no expandable segments"
+    return Check("allocator", "warning" if is_wsl() else "missing", where, means, f"export {ALLOCATOR}={SEGMENTS}")
+
+
+def _own_device() -> Check:
+    """Whether each of a launcher's processes on this machine has a device of its own."""
+    try:
+        tasks = RankInfo.from_environment().local_world_size
+    except MachineError as error:
+        return Check("launcher", "broken", error.message, "processes of a run do not find each other", error.hint or "")
+    visible = torch.cuda.device_count()
+    found = f"{tasks} process{'es' if tasks > 1 else ''} on this machine, each sees {visible} GPU{'s' * (visible > 1)}"
+    if visible >= tasks:
+        return Check("launcher", "ok", found)
+    if visible == 1:
+        return Check("launcher", "ok", found, "taken for one of its own, as SLURM binds them; a run checks that")
+    return Check("launcher", "broken", found, "some would have none", "start as many processes as there are GPUs")
