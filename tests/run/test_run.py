@@ -17,7 +17,7 @@ from tuner.checkpoint.manifest import step_dirs
 from tuner.cli.train import _evaluated, launch_training
 from tuner.config.load import load_recipe
 from tuner.data.batches import GlobalBatches
-from tuner.errors import DataError, DivergedError, MemoryLimitError, RecipeError
+from tuner.errors import DataError, DivergedError, MachineError, MemoryLimitError, RecipeError
 from tuner.run import preflight
 from tuner.run.main import train
 from tuner.run.options import LaunchOptions, RunResult
@@ -27,6 +27,7 @@ from tuner.run.tasks.save import SaveTask
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.setup import mock
+from tuner.setup import resolve as resolve_module
 from tuner.train import evaluate, loop
 
 
@@ -297,6 +298,24 @@ def test_deterministic_kernels_are_asked_for_and_let_go(workplace: Path, monkeyp
     assert set(seen) == {(True, False)}, "no tensor is filled before it is written to"
     assert not torch.are_deterministic_algorithms_enabled()
     assert deterministic.fill_uninitialized_memory
+
+
+def test_float32_products_as_tf32_are_asked_for_and_let_go(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bool, str]] = []
+    real, products = GlobalBatches.step, torch.backends.cuda.matmul
+
+    def look(self: GlobalBatches, i: int) -> Any:
+        # What the compiler asks for, too: it must not raise.
+        seen.append((products.allow_tf32, torch.get_float32_matmul_precision()))
+        return real(self, i)
+
+    monkeypatch.setattr(GlobalBatches, "step", look)
+    with pytest.raises(MachineError, match=r"train\.tf32: .* has no TF32 units"):
+        launch(workplace, name="cpu", train__tf32="true")
+    monkeypatch.setattr(resolve_module, "_check_numerics", lambda recipe, facts: None)
+    launch(workplace, train__tf32="true", train__stop_after="1 step")
+    assert set(seen) == {(True, "high")}
+    assert (products.allow_tf32, torch.get_float32_matmul_precision()) == (False, "highest")
 
 
 def nan_at(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:

@@ -98,6 +98,8 @@ _TABLE: dict[str, Rule] = {
     "bf16 pure_bf16 amp": bf16,
     "fp16": fp16,
     "mixed_precision": words("train.precision", {"bf16": "bf16", "no": "fp32"}),
+    "tf32 allow_tf32": switch("train.tf32", True, False),
+    "float32_matmul_precision": words("train.tf32", {"high": True, "highest": False}),
     "torch_dtype model_dtype weights_dtype": dtype,
     "use_cpu no_cuda": switch("train.device", "cpu"),
     "activation_checkpointing enable_activation_checkpointing use_gradient_checkpointing": _RECOMPUTED,

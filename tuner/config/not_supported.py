@@ -114,12 +114,6 @@ ABSENT: tuple[Absent, ...] = (
     ),
     Absent(
         _MEMORY,
-        "tf32 float32_matmul_precision allow_tf32",
-        "TF32 products",
-        "train.precision: bf16, or fp32 for full precision",
-    ),
-    Absent(
-        _MEMORY,
         "cpu_offload offload_params offload_optimizer zero_offload gradient_checkpointing_offload "
         "activation_offloading "
         "enable_activation_offloading cpu_offload_gb fsdp_cpu_offload fsdp_offload_params "

@@ -60,6 +60,7 @@ _NAMES: dict[str, str] = {
     "train.micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size train_micro_batch_size_per_gpu "
     "eval_batch_size batch_size_per_device device_batch_size",
     "train.precision": "bf16 fp16 mixed_precision amp pure_bf16",
+    "train.tf32": "allow_tf32 float32_matmul_precision",
     "train.device": "use_cpu no_cuda device_map accelerator",
     "train.gradient_checkpointing": "activation_checkpointing enable_activation_checkpointing "
     "use_gradient_checkpointing recompute_granularity activation_checkpointing_mode gradient_checkpointing_kwargs",

@@ -320,6 +320,8 @@ class TrainSection(Section):
     """Rows per forward and process; auto: on CUDA as many as fit and pay, by prediction, else 1. Changes rounding."""
     precision: Word[Literal["auto", "fp32", "bf16"]] = "auto"
     """Type of the computation; auto is bf16 where the device is fast at it, else fp32."""
+    tf32: Bool = False
+    """Let CUDA round what float32 matrix products multiply to 10 bits, as TF32: several times as fast with fp32."""
     device: Word[Literal["auto", "cuda", "cpu"]] = "auto"
     """Where to train; auto takes CUDA when there is one."""
     gradient_checkpointing: Word[Literal["auto", "none", "selective", "full"]] = "auto"

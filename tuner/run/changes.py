@@ -38,6 +38,7 @@ ON_RESUME: dict[str, Effect] = {
     "train.global_batch_size": "refuse",
     "train.micro_batch_size": "warn",
     "train.precision": "refuse",
+    "train.tf32": "refuse",
     "train.device": "refuse",
     "train.gradient_checkpointing": "safe",
     "train.gradient_checkpointing_layers": "safe",

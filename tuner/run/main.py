@@ -24,7 +24,7 @@ from tuner.rundir.directory import RunDir
 from tuner.rundir.run_json import hold
 from tuner.runtime import phase
 from tuner.runtime.console import Console
-from tuner.runtime.deterministic import deterministic
+from tuner.runtime.deterministic import deterministic, tf32_products
 from tuner.runtime.dist import RankInfo, log_name
 from tuner.runtime.files import make_dirs
 from tuner.runtime.lock import FileLock
@@ -71,6 +71,7 @@ def train(
         ) as signals,
         process_group(rank_info, resolved.facts.kind, loaded.recipe.parallel.timeout.seconds),
         deterministic(resolved.recipe.train.deterministic),
+        tf32_products(resolved.recipe.train.tf32),
         _memory_errors(),
     ):
         ready = agreed(ready, options, Collective(gloo_group()))

@@ -23,6 +23,7 @@ from tuner.run.launch import Placement, local_processes
 from tuner.run.options import HandedOver, Job, LaunchOptions
 from tuner.run.settle import Place, settle
 from tuner.runtime.console import Console, Level
+from tuner.runtime.deterministic import tf32_products
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
 from tuner.runtime.spawn import run_ranks
@@ -118,7 +119,8 @@ def _measured(
     )
     if options.dry_run:
         return Measured(plan.total_steps, None)
-    with process_group(rank_info, facts.kind, recipe.parallel.timeout.seconds):
+    joined = process_group(rank_info, facts.kind, recipe.parallel.timeout.seconds)
+    with joined, tf32_products(resolved.recipe.train.tf32):
         if options.output is not None:
             options.output.mkdir(parents=True, exist_ok=True)
         with console.doing("measuring some steps"):

@@ -16,6 +16,7 @@ from tuner.model.root import trained_parameters
 from tuner.rundir.layout import MODEL_PREFIX, RESOLVED_RECIPE
 from tuner.rundir.model_path import HfDirectory, RunCheckpoint, resolve_model_path
 from tuner.runtime.console import Console
+from tuner.runtime.deterministic import tf32_products
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
 from tuner.setup.build import assemble_model, check_fits, held_out_rows, mesh_of
@@ -71,7 +72,8 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
     if held is None:
         raise DataError(f"{data.path}: holds no held-out rows")
     console.say("model", f"{trained.path} · {resolved.facts.kind}, {resolved.recipe.train.precision} compute")
-    with process_group(rank_info, resolved.facts.kind, recipe.parallel.timeout.seconds):
+    joined = process_group(rank_info, resolved.facts.kind, recipe.parallel.timeout.seconds)
+    with joined, tf32_products(resolved.recipe.train.tf32):
         check_fits(spec.tokenizer, resolved.config, data)
         with console.doing("loading model"):
             root, step_config = assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))

@@ -1,4 +1,4 @@
-"""Deterministic kernels for the length of a block."""
+"""How kernels compute for the length of a block: deterministically, and float32 products as TF32."""
 
 from __future__ import annotations
 
@@ -40,3 +40,24 @@ def deterministic(wanted: bool) -> Iterator[None]:
         settings.fill_uninitialized_memory = fill
         if workspace is None:
             os.environ.pop(_CUBLAS, None)
+
+
+@contextmanager
+def tf32_products(wanted: bool) -> Iterator[None]:
+    """Multiply float32 matrices on CUDA as TF32 where that is ``wanted``: of 23 bits 10 are multiplied, all are added.
+
+    Set by the older of torch's two switches (https://docs.pytorch.org/docs/stable/notes/cuda.html): after the newer
+    one, ``fp32_precision``, the compiler's questions for the older one raise RuntimeError.
+    """
+    if not wanted:
+        yield
+        return
+    import torch
+
+    products = torch.backends.cuda.matmul
+    before = products.allow_tf32
+    products.allow_tf32 = True
+    try:
+        yield
+    finally:
+        products.allow_tf32 = before

@@ -116,6 +116,7 @@ def room_on(device: torch.device, processes: int) -> int:
 def measured_peak(kind: Literal["cuda", "cpu"], precision: str, index: int = 0) -> float:
     """Operations per second in one large product of random bf16 or fp32 matrices: the best of some, once a process.
 
+    Of fp32 ones as they are multiplied now; ``tf32`` says that this is as TF32.
     A product takes a few milliseconds, so that among so many one is undisturbed where other programs share the cores.
     Draws from a generator of its own, so that no other random number changes; on CUDA it returns its memory.
     """

@@ -84,7 +84,8 @@ def build(
     table, held = timetable(recipe, prepared, starts), held_out_rows(recipe, prepared)
     check_metric(recipe.checkpoint.keep_best, held)
     index = device_index(rank_info)
-    peak = measured_peak(resolved.facts.kind, recipe.train.precision, index)  # while the memory is free
+    computed = "tf32" if recipe.train.tf32 and recipe.train.precision == "fp32" else recipe.train.precision
+    peak = measured_peak(resolved.facts.kind, computed, index)  # while the memory is free
     root, step_config = assemble_model(resolved, rank_info, mesh)
     train_state = build_train_state(recipe, root, step_config)
     train_state.rng_start = starts.rng

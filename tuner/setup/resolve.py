@@ -162,6 +162,10 @@ def _check_numerics(recipe: Recipe, facts: DeviceFacts) -> None:
     frozen = recipe.adapter.kind != "none"
     if recipe.model.kernels == "liger" and facts.kind != "cuda":
         raise MachineError("model.kernels: liger needs a CUDA device", hint="write kernels: auto or torch")
+    if recipe.train.tf32 and not (facts.kind == "cuda" and facts.bf16_fast):
+        raise MachineError(
+            f"train.tf32: {facts.name} has no TF32 units", hint="write tf32: false; GPUs have them from the A100 on"
+        )
     if recipe.model.kernels == "native" and facts.kind != "cpu":
         raise MachineError("model.kernels: native kernels are for the CPU", hint="write kernels: auto, liger or torch")
     if not frozen and recipe.model.dtype != "fp32":
