@@ -1,15 +1,18 @@
-"""How torch's allocator keeps the memory of CUDA devices, where the user says nothing of it."""
+"""How threads wait for each other, and how torch keeps the memory of CUDA devices, where the user says nothing."""
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tuner.runtime import before_torch
-from tuner.runtime.before_torch import expand_segments
+from tuner.runtime.before_torch import SPIN_COUNT, expand_segments, limit_spinning
 from tuner.runtime.environment import safe_variables
 
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -54,3 +57,43 @@ def test_not_without_a_device_on_wsl_or_once_cuda_has_begun(driver: Path, monkey
     without: dict[str, str] = {}
     expand_segments(without)
     assert without == {}
+
+
+def test_spinning_is_bounded() -> None:
+    environment: dict[str, str] = {}
+    limit_spinning(environment)
+    assert environment == {"GOMP_SPINCOUNT": SPIN_COUNT}
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
+def test_how_the_user_lets_threads_wait_stays(name: str) -> None:
+    environment = {name: "ACTIVE"}
+    limit_spinning(environment)
+    assert environment == {name: "ACTIVE"}
+
+
+ENTRIES = (
+    "from tuner.cli.main import main; main(['--version'])",
+    "import tuner; tuner.train({'model': {'name_or_path': 'a/b'}, 'data': {'train': 'x'}})",
+)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_it_is_set_before_torch_is_loaded(entry: str, root: Path) -> None:
+    program = f"""
+import os, sys
+class Torch:
+    def find_spec(name, path, target=None):
+        if name == "torch":
+            raise SystemExit
+sys.meta_path.insert(0, Torch)
+try:
+    {entry}
+except SystemExit:
+    pass
+print(os.environ["GOMP_SPINCOUNT"])
+"""
+    unset = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    environment = unset | {"PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.splitlines()[-1:] == [SPIN_COUNT], done.stderr

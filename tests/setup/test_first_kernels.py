@@ -151,7 +151,7 @@ def test_a_run_whose_layers_cannot_be_compiled_is_the_run_without(
         line["loss"] for line in trainings.lines(plain.run_dir)
     ]
     (warning,) = [text for text in said if text.startswith("train.compile")]
-    assert "gcc: fatal error" in warning and warning.endswith("the run goes on without, slower and with more memory")
+    assert "gcc: fatal error" in warning and warning.endswith("the run continues without, slower and with more memory")
     assert "compile: false" in (run.run_dir / "recipe.resolved.yaml").read_text()
     with pytest.raises(Exception, match="gcc: fatal error"):
         trainings.launch(tmp_path, name="asked", train__compile="true", **flags)

@@ -31,8 +31,7 @@ from tuner.runtime.lock import FileLock
 from tuner.runtime.memory import calm_collector
 from tuner.runtime.process import Collective, gloo_group, process_group
 from tuner.runtime.stop import StopSignals
-from tuner.setup.build import build
-from tuner.setup.first_kernels import build_runnable
+from tuner.setup.build import Assembly, build
 from tuner.setup.resolve import Resolved
 from tuner.train.loop import train_loop
 from tuner.train.prefetcher import Prefetcher
@@ -76,10 +75,7 @@ def train(
     ):
         ready = agreed(ready, options, Collective(gloo_group()))
         phase.enter("set-up of the model")
-        starts = starts_of(ready.resets)
-        assembly = build_runnable(
-            resolved, lambda found: build(found, ready.data, ready.spec.tokenizer, rank_info, starts), console
-        )
+        assembly = _built(ready, resolved, rank_info, console)
         if ready.found is not None:
             require_same_data(ready.found, assembly, "data" in pending(ready.resets, ready.found.step))
         record = Collective(gloo_group()).on_rank0(lambda: begin_launch(ready, loaded, assembly, options))
@@ -89,6 +85,20 @@ def train(
         context = LaunchContext(ready.run, str(record["run_id"]), assembly, progress, ready.resets, console, signals)
         tasks = launch_tasks(context, ready.found, exporter)
         return _run(context, ready, record, tasks)
+
+
+def _built(ready: Preflight, resolved: Resolved, rank_info: RankInfo, console: Console) -> Assembly:
+    """What the launch trains with; kernels that are compiled first are tried. Collective."""
+
+    def make(resolved: Resolved) -> Assembly:
+        return build(resolved, ready.data, ready.spec.tokenizer, rank_info, starts_of(ready.resets))
+
+    if resolved.facts.kind == "cpu" and resolved.recipe.train.compile is False:
+        with console.doing("loading model"):
+            return make(resolved)
+    from tuner.setup.first_kernels import build_runnable
+
+    return build_runnable(resolved, make, console)
 
 
 def _check_launch(loaded: LoadedRecipe, resolved: Resolved, ready: Preflight, rank_info: RankInfo) -> None:

@@ -257,7 +257,7 @@ def _slower(resolved: Resolved) -> str | None:
         return None
     what = {"train.compile": "the decoder layers are not compiled", "model.kernels": "liger's kernels are not used"}
     problem = next(filter(None, (lacking[key] for key in found)))
-    return f"{problem}: {' and '.join(what[key] for key in found)}; slower, with more memory (to mend it: {TO_COMPILE})"
+    return f"{problem}: {' and '.join(what[key] for key in found)}; slower, with more memory (to fix it: {TO_COMPILE})"
 
 
 def _trained(resolved: Resolved) -> str:

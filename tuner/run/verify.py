@@ -14,7 +14,6 @@ from tuner.checkpoint.load import CheckpointInfo, content_sha256, newest, open_c
 from tuner.checkpoint.manifest import step_dirs
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
-from tuner.config.recipe import Recipe
 from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.run.changes import resets_of
 from tuner.run.launch import launch
@@ -77,8 +76,8 @@ def verify_resume(run_dir: Path, steps: int, console: Console, own_process: bool
         start = _start(run, steps, console)
         last = start.step + 2 * steps
         compared = f"steps {start.step + 1} to {last} of {run.path}, without a break and with one"
-        asked = loaded.recipe.train.deterministic
-        added = is_made_deterministic(loaded.recipe) and not asked
+        asked, on_cuda = loaded.recipe.train.deterministic, is_made_deterministic(loaded.recipe.train.device)
+        added = on_cuda and not asked
         console.say("verify", compared + (", with train.deterministic: true" if added else ""))
         place = Path(tempfile.mkdtemp(prefix=f"{TMP_PREFIX}verify-", dir=run.checkpoints))
         try:
@@ -90,15 +89,14 @@ def verify_resume(run_dir: Path, steps: int, console: Console, own_process: bool
                 broken.train(start.resume, steps, last - steps)
             with console.doing("training after the break"):
                 broken.train("must", steps, last)
-            hint = _hint(is_made_deterministic(loaded.recipe) or asked)
+            hint = _hint(on_cuda or asked)
             return _compared(run.path, start.step, whole.result(), broken.result(), hint)
         finally:
             shutil.rmtree(place)
 
 
-def is_made_deterministic(recipe: Recipe) -> bool:
-    """Whether a run's steps are compared with deterministic kernels: on CUDA others need not give equal bits twice."""
-    device = recipe.train.device
+def is_made_deterministic(device: str) -> bool:
+    """Whether a run on a device is compared with deterministic kernels: CUDA's others do not give equal bits twice."""
     return device == "cuda" or (device == "auto" and torch.cuda.is_available())
 
 
@@ -153,7 +151,7 @@ class _Trained:
         for section, values in QUIET.items():
             plain[section] = {**plain[section], **values}
         plain["train"] = {**plain["train"], "stop_after": f"{steps} steps"}
-        if is_made_deterministic(self._loaded.recipe):
+        if is_made_deterministic(self._loaded.recipe.train.device):
             plain["train"]["deterministic"] = True
         plain |= {"output_dir": str(self.path), "name": self.path.name, "hooks": []}
         quiet = replace(self._loaded, recipe=load_recipe(plain).recipe)

@@ -7,10 +7,16 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from tuner.runtime.openmp import limit_spinning
+SPIN_COUNT = "12500"
+"""Rounds of GNU OpenMP's waiting loop before a thread sleeps: somewhat less than a millisecond.
 
+Its own default of 300,000 outlasts a scheduler's time slice: where another program takes one of the cores, a thread
+that waits burns the core that the thread it waits for needs. Waking a sleeping thread costs tens of microseconds, so
+not spinning at all slows down a machine with nothing else to do (tools/bench_busy.py).
+"""
+_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 ALLOCATOR, SEGMENTS = "PYTORCH_ALLOC_CONF", "expandable_segments:True"
-_SET_BY_THE_USER = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_ALLOCATING = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"))
 
 
@@ -23,6 +29,16 @@ def prepare_environment(environment: MutableMapping[str, str]) -> None:
     expand_segments(environment)
 
 
+def limit_spinning(environment: MutableMapping[str, str]) -> None:
+    """Bound how long OpenMP's threads spin, in this process and those it starts, unless the user said how they wait.
+
+    libgomp reads its environment when it is loaded: call this before torch is imported. Other OpenMP libraries
+    ignore the variable.
+    """
+    if not any(name in environment for name in _WAITING):
+        environment["GOMP_SPINCOUNT"] = SPIN_COUNT
+
+
 def expand_segments(environment: MutableMapping[str, str]) -> None:
     """Let torch's allocator grow the blocks that it takes of a CUDA device, unless the user said how it works.
 
@@ -30,7 +46,7 @@ def expand_segments(environment: MutableMapping[str, str]) -> None:
     that no later tensor fits into. The allocator reads the variable when it is first used. Nothing is said where there
     is no NVIDIA driver of Linux's own, since Windows' below WSL cannot do it, nor where CUDA has begun already.
     """
-    if any(name in environment for name in _SET_BY_THE_USER) or is_wsl() or not any(map(Path.exists, _DRIVER)):
+    if any(name in environment for name in _ALLOCATING) or is_wsl() or not any(map(Path.exists, _DRIVER)):
         return
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

@@ -51,7 +51,7 @@ def build_runnable(resolved: Resolved, make: Callable[[Resolved], Assembly], con
             return assembly
         del assembly
         _let_go()
-        console.warn(f"{key}: auto: {problem}; the run goes on without, slower and with more memory")
+        console.warn(f"{key}: auto: {problem}; the run continues without, slower and with more memory")
         resolved = _without(resolved, key, problem)
 
 

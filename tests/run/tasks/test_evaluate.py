@@ -1,12 +1,15 @@
 """What a launch says beside its figures."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.fixtures import trainings
 from tuner.run.tasks import evaluate as evaluate_task
 from tuner.runtime.console import Console, one_line
+from tuner.runtime.dist import RankInfo
 
 WIDTH = 140
 
@@ -27,13 +30,20 @@ def test_a_sample_in_one_line(text: str, shown: str) -> None:
 
 
 @pytest.mark.parametrize(("free", "answered"), [(1300, True), (1100, False)])
-def test_answers_need_room_for_the_whole_model(
+def test_answers_of_several_processes_need_room_for_the_whole_model(
     free: int, answered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainings.prepare(tmp_path, 1)
     said: list[str] = []
-    monkeypatch.setattr(evaluate_task, "whole_bytes", lambda root: 1000)
-    monkeypatch.setattr(evaluate_task, "room_on", lambda device, processes: free)
+    real = evaluate_task.EvaluateTask.__init__
+
+    def among_two(task: Any, context: Any, *args: Any) -> None:
+        real(task, context, *args)
+        task._assembly = replace(task._assembly, rank_info=RankInfo(0, 2, 0, 2))
+
+    monkeypatch.setattr(evaluate_task.EvaluateTask, "__init__", among_two)
+    monkeypatch.setattr("tuner.parallel.gathered.whole_bytes", lambda root: 1000)
+    monkeypatch.setattr("tuner.runtime.device.room_on", lambda device, processes: free)
     monkeypatch.setattr(Console, "warn", lambda console, text: said.append(text))
     flags = {"data__eval": "7 documents", "eval__every": "2 steps", "eval__samples_at": "all"}
     run = trainings.launch(tmp_path, train__duration="4 steps", **flags).run_dir

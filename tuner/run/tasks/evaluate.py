@@ -2,17 +2,16 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 
 from tuner.data.prepared import Sample
-from tuner.parallel.gathered import gathered, whole_bytes
 from tuner.run.state import LaunchContext
 from tuner.run.tasks.log import LogTask
 from tuner.rundir.layout import SAMPLES
 from tuner.rundir.records import Records
 from tuner.runtime import phase
 from tuner.runtime.console import LABEL_WIDTH, Updates, one_line
-from tuner.runtime.device import room_on
 from tuner.runtime.files import gib
 from tuner.runtime.process import any_rank, gloo_group
 from tuner.setup.settled import rows_at_once
@@ -111,7 +110,8 @@ class EvaluateTask(Task):
     def _answer_samples(self) -> list[tuple[Sample, str]]:
         assembly = self._assembly
         samples = assembly.prepared.samples[: self._settings.samples]
-        if not samples or not self._has_room():
+        alone = assembly.rank_info.world_size == 1
+        if not samples or not (alone or self._has_room()):
             return []
 
         def words(tokens: int) -> str:
@@ -119,15 +119,23 @@ class EvaluateTask(Task):
 
         with self._console.doing(words(0)) as doing:
             heed = self._heeding(doing, words)
-            with gathered(assembly.train_state.root):
+            with nullcontext() if alone else self._gathered():
                 answers = answer_samples(assembly.train_state, samples, assembly.tokenizer, heed)
         return list(zip(samples, answers, strict=True))
+
+    def _gathered(self) -> AbstractContextManager[None]:
+        from tuner.parallel.gathered import gathered
+
+        return gathered(self._assembly.train_state.root)
 
     def _has_room(self) -> bool:
         """Whether each process has room for the whole model, with a warning where one has not. Collective.
 
         Without it every token of every answer would have all processes gather the model once more.
         """
+        from tuner.parallel.gathered import whole_bytes
+        from tuner.runtime.device import room_on
+
         assembly = self._assembly
         needed = whole_bytes(assembly.train_state.root)
         if needed == 0:
@@ -137,7 +145,7 @@ class EvaluateTask(Task):
             return True
         if not self._has_warned:
             self._console.warn(
-                f"eval.samples: no answers, for which each process would need the whole model ({gib(needed)}) beside "
+                f"eval.samples: no answers, for which each process would need the whole model ({gib(needed)}) next to "
                 f"its part of the run, and {gib(free)} are free; export a checkpoint and ask that one: tuner generate"
             )
         self._has_warned = True
