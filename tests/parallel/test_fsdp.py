@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.fixtures.processes import run_ranks
 from tests.model.tiny import VOCAB, tiny_config
@@ -23,15 +26,40 @@ def tiny_model() -> CausalLM:
     return CausalLM(AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=torch.float32))
 
 
-def sharded(rank: int, reshard: bool = True, processes_to_a_copy: int = 2) -> CausalLM:
+def sharded(
+    rank: int, reshard: bool = True, processes_to_a_copy: int = 2, rounded_to: torch.dtype | None = None
+) -> CausalLM:
     """The tiny model over two processes, with rank 0's values."""
     with torch.device("meta"):
         root = tiny_model()
     device_mesh = Mesh.of(RankInfo(rank, 2, rank, 2), "full" if processes_to_a_copy == 2 else "none").device_mesh("cpu")
     assert device_mesh is not None
-    shard(root, device_mesh, reshard)
+    shard(root, device_mesh, reshard, rounded_to)
     materialise(root, tiny_model() if rank == 0 else None, torch.device("cpu"))
     return root
+
+
+class Sent(TorchDispatchMode):
+    """Counts calls and bytes of collectives, where they are whole, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = str(func.name()).partition("::")
+        if namespace == "c10d":
+            whole = max((leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)), key=torch.numel)
+            self.calls[name] += 1
+            self.bytes[name] += whole.nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def step(root: CausalLM, seed: int) -> None:
+    ids = torch.randint(0, VOCAB, (13,), generator=torch.Generator().manual_seed(seed))
+    root.train()
+    root(ids[:-1], torch.arange(12), (12,), torch.arange(12), ids[1:]).backward()
 
 
 def loss_of(root: CausalLM, seed: int) -> torch.Tensor:
@@ -69,6 +97,26 @@ def test_values_and_buffers_are_rank_0s_and_each_process_holds_half(tmp_path: Pa
             assert torch.equal(buffer, buffers[name]), name
         held = sum(local(parameter).numel() for parameter in root.parameters())
         assert held == pytest.approx(sum(p.numel() for p in one.parameters()) / 2, rel=0.05)
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]
+
+
+@pytest.mark.multi
+def test_what_is_sent_for_a_micro_batch(tmp_path: Path) -> None:
+    """In bf16: layers twice and the output layer once at two bytes, the embedding once and the last norm at four."""
+
+    def work(rank: int) -> None:
+        sent = Sent()
+        root = sharded(rank, rounded_to=torch.bfloat16)
+        with sent, torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            step(root, rank)
+        whole = dict(tiny_model().named_parameters())
+        layers = sum(p.numel() for name, p in whole.items() if ".layers." in name and p.ndim == 2)
+        padded = -(-VOCAB // 2) * 2 * 32  # rows that divide by two
+        assert sent.bytes["_allgather_base_"] == 2 * (2 * layers + padded) + 4 * (padded + 32)
+        assert sent.calls["_allgather_base_"] == 2 * 2 + 3
+        assert sent.bytes["_reduce_scatter_base_"] == 4 * (layers + 2 * padded + 32)
+        assert sent.calls["_reduce_scatter_base_"] == 5
 
     assert run_ranks(2, tmp_path, work) == [0, 0]
 

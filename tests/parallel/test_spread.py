@@ -19,6 +19,7 @@ CASES = [
     Spread(level="selective"),
     Spread(level="full", reshard=False),
     Spread(tied=True, whole=True),
+    Spread(family="phi", reshard=False),
     Spread(family="gpt2"),
     Spread(adapter="lora", level="selective"),
 ]

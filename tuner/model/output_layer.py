@@ -221,8 +221,9 @@ class _Head:
         return loss, [None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias]
 
     def _summed_in(self, parameter: torch.Tensor) -> torch.dtype:
-        """The type in which the gradient of weight or bias is added up."""
-        return torch.promote_types(self.dtype, torch.float32) if self.on_gpu else parameter.dtype
+        """The type in which the gradient of weight or bias is added up: at least float32, however it is gathered."""
+        exact_dtype = torch.promote_types(self.dtype, torch.float32)
+        return exact_dtype if self.on_gpu else torch.promote_types(parameter.dtype, exact_dtype)
 
     def _row_length(self) -> int:
         """Elements from one row of the logits to the next."""

@@ -1,10 +1,11 @@
 """The module that training calls: decoder, output layer and loss inside one forward.
 
-Under FSDP2 the root's forward is where the root's own parameters (embedding, final norm, output layer) are whole, so
-the loss must be computed inside it; outside, the output weight is still a shard.
+Under FSDP2 the output weight is whole inside the root's forward alone, so the loss is computed there.
 """
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,6 +38,8 @@ class CausalLM(nn.Module):
         """What the model does to the output layer's products before they are logits."""
         self.frozen_hash: str | None = None
         """SHA-256 of what is not trained (:func:`~tuner.model.freeze.frozen_hash`), which checkpoints do not hold."""
+        self.gathered_head: Callable[..., Any] | None = None
+        """:meth:`at_head` between a gather of the output layer and its end, where that is sharded by itself."""
         self.padding: Padding | None = None
         """What every microbatch of training is filled up with, where compiled layers want one size."""
         self.takes_documents = attention.is_ours(model.config)
@@ -61,7 +64,7 @@ class CausalLM(nn.Module):
         never reach the output layer. Tensors with a gradient are found in nests of tuples, lists and dicts alone.
         """
         hidden = self._hidden(input_ids, position_ids, document_lengths)
-        return objective(hidden[positions], self._head(), targets)
+        return self._at_head(objective, hidden[positions], targets)
 
     @torch.no_grad()
     def losses(
@@ -74,7 +77,7 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         """The cross-entropy at each of the ``positions`` ``[N]``, in any order: float32 ``[N]``, without gradients."""
         hidden = self._hidden(input_ids, position_ids, document_lengths)
-        return self._head().losses(hidden[positions], targets)
+        return self._at_head(_losses, hidden[positions], targets)
 
     def logits(
         self,
@@ -124,14 +127,26 @@ class CausalLM(nn.Module):
         hidden: torch.Tensor = output.last_hidden_state[0, :n_tokens]
         return hidden
 
-    def _head(self) -> OutputLayer:
+    def _at_head(self, objective: Objective[Result], hidden: torch.Tensor, targets: torch.Tensor) -> Result:
+        if self.gathered_head is not None:
+            result: Result = self.gathered_head(objective, hidden, targets)
+            return result
+        return self.at_head(objective, hidden, targets)
+
+    def at_head(self, objective: Objective[Result], hidden: torch.Tensor, targets: torch.Tensor) -> Result:
+        """What the ``objective`` makes of hidden states ``[N, D]`` and the output layer, whose weight is whole here."""
         head = self.model.get_output_embeddings()
-        return OutputLayer(head.weight, getattr(head, "bias", None), self.logit_transform, self.loss_kernel)
+        layer = OutputLayer(head.weight, getattr(head, "bias", None), self.logit_transform, self.loss_kernel)
+        return objective(hidden, layer, targets)
 
     def _where(self, position_ids: torch.Tensor, documents: Documents | GrowingDocuments | None) -> dict[str, object]:
         """Where the tokens of a row stand, in the arguments that this model takes."""
         where: dict[str, object] = {"position_ids": position_ids[None]} if self.takes_positions else {}
         return where | ({"documents": documents} if self.takes_documents else {})
+
+
+def _losses(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> torch.Tensor:
+    return head.losses(hidden, targets)
 
 
 # Methods besides forward that gather the root's parameters under FSDP2.

@@ -27,24 +27,25 @@ from tuner.runtime.torch_private import each_norm
 _NORM_CHUNK = 4096
 
 
-def shard(
-    root: CausalLM, mesh: DeviceMesh, reshard_after_forward: bool, rounded_to: torch.dtype | None = None
-) -> None:
-    """Shard a model on the meta device, in place: each decoder block a unit, the rest in the root's unit.
+def shard(root: CausalLM, mesh: DeviceMesh, reshard_after_forward: bool, rounded_to: torch.dtype | None = None) -> None:
+    """Shard a model on the meta device, in place: decoder blocks, embedding and output layer are a unit each.
 
-    With ``reshard_after_forward`` a block's weights are gathered again for its backward pass. Gradients are summed, not
-    averaged, over processes: the loss is already divided by the global count. Where autocast rounds weights,
-    ``rounded_to`` is the type in which they are gathered (:mod:`tuner.parallel.gathers`).
+    The rest, and an embedding that is the output layer's, is the root's unit. With ``reshard_after_forward`` a block's
+    weights are gathered again for its backward pass. Gradients are summed, not averaged, over processes: the loss is
+    already divided by the global count. Where autocast rounds weights, ``rounded_to`` is the type in which they are
+    gathered (:mod:`tuner.parallel.gathers`).
     """
-    for block in decoder_blocks(root.model):
-        rounded = set() if rounded_to is None else rounded_weights(block)
-        if rounded_to is not None and rounded:
-            kept = set(block.parameters()) - rounded
-            unit: dict[str, Any] = {"mp_policy": policy(rounded_to), "ignored_params": kept}
-        else:
-            unit = {}
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, **unit)
-    # Embeddings and head are what the backward pass begins with: they stay gathered between the two.
+    blocks = decoder_blocks(root.model)
+    for block in blocks:
+        _unit(block, mesh, reshard_after_forward, rounded_to)
+    embedding, head = root.model.get_input_embeddings(), root.model.get_output_embeddings()
+    if isinstance(embedding, nn.Embedding) and _is_apart(embedding, root):
+        _unit(embedding, mesh, True)
+        _state_of(embedding).set_unshard_in_backward(False)  # looking up needs no weight to go backward
+    if _is_apart(head, root):
+        _unit(head, mesh, False, rounded_to)  # the backward pass begins with it
+        _state_of(blocks[-1]).set_modules_to_forward_prefetch([_state_of(head)])
+        _gather_for_objective(root, head)
     fully_shard(root, mesh=mesh, reshard_after_forward=False)
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -52,6 +53,50 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
     for method in FORWARD_METHODS:
         register_fsdp_forward_method(root, method)
+
+
+def _unit(module: nn.Module, mesh: DeviceMesh, reshard: bool, rounded_to: torch.dtype | None = None) -> None:
+    """Make a module a unit of its own, in which autocast's weights are gathered in ``rounded_to`` where all can be."""
+    rounded = set() if rounded_to is None else rounded_weights(module)
+    if rounded_to is None or not rounded:
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+        return
+    kept = set(module.parameters()) - rounded
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy(rounded_to), ignored_params=kept)
+
+
+def _is_apart(module: nn.Module, root: nn.Module) -> bool:
+    """Whether no other module has parameters of this one."""
+    own = {(id(inner), name) for inner in module.modules() for name, _ in inner.named_parameters(recurse=False)}
+    parameters = set(module.parameters())
+    return not any(
+        parameter in parameters and (id(inner), name) not in own
+        for inner in root.modules()
+        for name, parameter in inner.named_parameters(recurse=False)
+    )
+
+
+def _gather_for_objective(root: CausalLM, head: Any) -> None:
+    """Have the root's objective computed where the output layer is whole, and as exactly as in one process."""
+
+    def at_head(*args: Any) -> Any:
+        if head.weight.is_leaf and head.weight.requires_grad:
+            head.weight.grad_dtype = torch.float32  # as it is added up over chunks of logits
+        return root.at_head(*args)
+
+    head.at_head = at_head
+    register_fsdp_forward_method(head, "at_head")
+
+    def gathered(*args: Any) -> Any:
+        head.unshard()  # ends what was begun in the last block, and with it the buffer that was received into
+        return head.at_head(*args)
+
+    root.gathered_head = gathered
+
+
+def _state_of(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
 
 
 def materialise(root: CausalLM, source: CausalLM | None, device: torch.device) -> None:
