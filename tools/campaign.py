@@ -60,6 +60,8 @@ CAMPAIGNS = (
     Campaign("rows", ("pytest", "tests/reference/test_files.py"), "every row of others' files, against transformers"),
     Campaign("recipes", ("recipes_campaign",), "every shipped recipe: predicted for its card, two steps in small"),
     Campaign("predict", ("predict_campaign",), "predicted memory against counted allocations, 83 cases"),
+    Campaign("cuda", ("cuda_campaign",), "all causal types: predicted for a GPU, or refused with a reason"),
+    Campaign("traffic", ("traffic_campaign",), "what sharding makes a GPU move: 8 B on 8 GPUs, 70 B on 32"),
     Campaign("parity", ("parity_figures", "--smollm2", f"{DEMO}/smollm2"), "packed and alone, one process and two"),
     Campaign("attention", ("attention_campaign",), "attention on CUDA by stand-ins, Triton's interpreter and compiler"),
     Campaign("mistakes", ("mistakes",), "120 mistakes in recipes: place and line to write in the error"),

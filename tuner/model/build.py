@@ -146,12 +146,19 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             model = _attending(config, partial(AutoModelForCausalLM.from_config, config, dtype=dtype))
+    except ImportError as error:
+        raise _missing(config.model_type, error) from error
     except (ValueError, TypeError, ZeroDivisionError, RuntimeError, AttributeError, KeyError) as error:
         raise RecipeError(
             f"model: no causal language model can be built from this {config.model_type} config: {_reason(error)}",
             hint="choose a causal language model, or look at model.config",
         ) from error
     return _finished(model)
+
+
+def _missing(what: str, error: ImportError) -> MachineError:
+    """Of a model for which transformers needs a library that is not here."""
+    return MachineError(f"model: {what}: {_reason(error)}", hint="install it where tuner is installed")
 
 
 def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
@@ -277,6 +284,8 @@ def _clear_errors(spec: ModelSpec) -> Iterator[None]:
         yield
     except (RecipeError, DataError):
         raise
+    except ImportError as error:
+        raise _missing(spec.name_or_path, error) from error
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = _reason(error)
         if isinstance(error, SafetensorError):

@@ -66,12 +66,13 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
 
     ``target`` is the kind of device that they stand for; ``phase`` is set by who drives the step. Host tensors of whole
     numbers (where documents lie, token ids) stay real, so that code that reads them works as it does in training.
-    ``deterministic`` is whether the kernels are.
+    ``deterministic`` is whether the kernels are. ``observe`` is called with every operation and its arguments.
     """
 
     def __init__(self, target: str, deterministic: bool = False) -> None:
         super().__init__()
         self.target, self.deterministic = target, deterministic
+        self.observe: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = lambda func, args, kwargs: None
         self.phase: Phase = "build"
         self.storages: list[Storage] = []
         self.changes: list[Change] = []
@@ -95,6 +96,7 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
         if func.namespace == NAMESPACE and (body := torch_private.custom_body(func)) is not None:
             with self:
                 return body(*args, **kwargs)
+        self.observe(func, args, kwargs)
         before = len(self.storages)
         given = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         for tensor in given:

@@ -108,6 +108,6 @@ def _no_kernels() -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        for kind in (JITFunction, Autotuner):  # the latter times kernels before it runs one
+        for kind in (JITFunction, Autotuner):  # the latter tries each of its settings on the device first
             stack.enter_context(patch.object(kind, "run", lambda *args, **kwargs: None))
         yield

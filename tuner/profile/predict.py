@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 from tuner.config.recipe import Recipe
 from tuner.data.building.spec import resolve_max_length
-from tuner.model.flops import FROZEN, TRAINED, Flops
+from tuner.model.flops import FROZEN, TRAINED
 from tuner.model.kernels import has_liger
 from tuner.profile.cuda_allocator import expands_segments
 from tuner.profile.devices import Device
 from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Phase, Prediction, TimeEstimate
 from tuner.profile.timeline import memory_timeline
 from tuner.profile.tracing import Trace, trace_step
+from tuner.profile.traffic import Traffic
 from tuner.profile.workload import Workload, added_ids, workload
 from tuner.runtime.device import measured_peak
 from tuner.runtime.dist import RankInfo
@@ -74,7 +76,7 @@ def predict(recipe: Recipe, target: Target, prepared: Path | None = None) -> Pre
         memory=MemoryTimeline((*timeline.moments, *_others(trace, timeline, rank_info)), timeline.layers),
         limit_bytes=target.limit_bytes,
         error=ERRORS["compiled" if wants_compiled(recipe, device) else device.kind],
-        time=estimate(resolved.recipe, trace.flops, device, rank_info, work, total_steps),
+        time=estimate(resolved.recipe, trace, device, rank_info, work, total_steps),
         assumptions=(*work.assumptions, *assumptions, *constants),
     )
 
@@ -164,27 +166,34 @@ def _total_steps(recipe: Recipe, work: Workload) -> int | None:
 
 
 def estimate(
-    recipe: Recipe, flops: Flops, device: Device, rank_info: RankInfo, work: Workload, total_steps: int | None
+    recipe: Recipe, trace: Trace, device: Device, rank_info: RankInfo, work: Workload, total_steps: int | None
 ) -> TimeEstimate:
-    """The time of a step of mean rows, from the first microbatch of its workload."""
+    """The time of a step of mean rows, from the first microbatch of its workload; at least that of its traffic."""
     batch, tokens_per_row = work.batches.micro[0], work.tokens_per_row
     lengths, trained = batch.lengths, len(batch.trained_positions)
     train, tokens, rows = recipe.train, sum(lengths), rows_at_once(recipe)
     micro = max(1.0, train.global_batch_size / (rows * rank_info.world_size))
     share = rows * tokens_per_row / tokens
-    parts = {name: value * share for name, value in flops.parts(lengths, trained).items()}
+    parts = {name: value * share for name, value in trace.flops.parts(lengths, trained).items()}
     again = AGAIN[train.gradient_checkpointing] * _forward_share(recipe) * _layers_share(recipe)
     parts["again"] = again * (parts["layers"] + parts["attention"])
     rate, basis = _rate(device, str(train.precision))
     reached = rate * REACHED * tokens * share / (tokens * share + HALF_REACHED)
-    computing = micro * sum(parts.values()) / reached
+    computing, traffic = micro * sum(parts.values()) / reached, _of_step(trace.traffic, ceil(micro))
+    sent = traffic.gathered + traffic.reduced - traffic.far
     return TimeEstimate(
         flops={name: value * micro * rank_info.world_size for name, value in parts.items()},
         tokens_per_step=tokens_per_row * train.global_batch_size,
-        step_s=max(computing, micro * _sending_s(recipe, flops, rank_info)),
+        step_s=max(computing, sent / LINKS["machine"] + traffic.far / LINKS["network"]),
         total_steps=total_steps,
         basis=basis,
+        traffic=traffic,
     )
+
+
+def _of_step(traced: Sequence[Traffic], n_micro: int) -> Traffic:
+    """The traffic of so many microbatches: all are like the first but the last, which may reduce what they added up."""
+    return traced[0] * (n_micro - 1) + traced[-1]
 
 
 def _forward_share(recipe: Recipe) -> float:
@@ -203,14 +212,3 @@ def _rate(device: Device, precision: str) -> tuple[float, str]:
         return measured_peak(device.kind, precision), f"at {REACHED:.0%} of the rate of a matrix product measured here"
     rate = device.flops if precision == "bf16" else device.flops / 2
     return rate, f"at {REACHED:.0%} of the data sheet's {rate / 1e12:,.0f} TFLOP/s"
-
-
-def _sending_s(recipe: Recipe, flops: Flops, rank_info: RankInfo) -> float:
-    """Seconds in which a microbatch's weights are gathered, unless computing hides it."""
-    if rank_info.world_size == 1 or recipe.parallel.shard == "none":
-        return 0.0
-    near = recipe.parallel.shard == "hybrid" or rank_info.world_size == rank_info.local_world_size
-    weights = (flops.products + flops.output) / (TRAINED if recipe.adapter.kind == "none" else FROZEN)
-    passes = 2 if recipe.parallel.reshard_after_forward else 1
-    size = weights * (4 if recipe.model.dtype == "fp32" else 2) * passes
-    return size / LINKS["machine" if near else "network"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from tuner.profile.devices import is_verified
+from tuner.profile.traffic import Traffic
 
 Part = Literal[
     "parameters",
@@ -101,6 +102,8 @@ class TimeEstimate:
     total_steps: int | None
     """None where the length of the run is not known: epochs of data that are not prepared."""
     basis: str
+    traffic: Traffic = Traffic()
+    """Of one process in a step, without its optimizer."""
 
     @property
     def tok_per_s(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,21 +11,23 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
 from tuner.checkpoint.staging import staged_bytes
 from tuner.data.batches import Batch, StepBatches
-from tuner.errors import RecipeError
-from tuner.model.attention import forget_documents
+from tuner.errors import RecipeError, TunerError
+from tuner.model.attention import Unsupported, forget_documents
 from tuner.model.build import decoder_blocks
 from tuner.model.decode import fullest_forwards
 from tuner.model.flops import Flops, training_flops
 from tuner.parallel.assemble import assemble
-from tuner.parallel.fsdp import sync_gradients
+from tuner.parallel.fsdp import local, sync_gradients
 from tuner.parallel.mesh import Mesh
 from tuner.profile.fakes import cuda_stand_in, give_storage, quiet_kernels, unchanged_modules
 from tuner.profile.prediction import Phase
+from tuner.profile.traffic import Traffic, TrafficCounter
 from tuner.runtime import phase, torch_private
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import assembly_spec, build_train_state, mesh_of, meta_model_of, run_tensors, step_config_of
@@ -34,6 +37,9 @@ from tuner.train.step import TrainState, optimizer_step
 
 if TYPE_CHECKING:
     from tuner.profile.allocations import AllocationTracker, Change, Storage
+
+REASON = 200
+"""Letters of an error that are shown."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,8 @@ class Trace:
     largest: int
     """Bytes of the largest tensor of the model, whole."""
     flops: Flops
+    traffic: tuple[Traffic, ...]
+    """Of each microbatch."""
 
 
 def trace_step(
@@ -63,7 +71,8 @@ def trace_step(
 ) -> Trace:
     """Build the training state of rank 0 and take one step of these microbatches; then evaluate one of held-out rows.
 
-    ``samples`` are prompts that are answered then: the tokens of each, and the most that its answer may have.
+    ``samples`` are prompts that are answered then: the tokens of each, and the most that its answer may have. Raises
+    RecipeError where the model's own code does not run so.
     """
 
     from tuner.profile.allocations import AllocationTracker
@@ -90,12 +99,54 @@ def trace_step(
             train_state.optimizer.allocate()
         tracker.assign_rest("optimizer")
         stack.enter_context(tracker.watching(root))
-        marks = _step(tracker, train_state, batches)
-        if held_out is not None:
-            _evaluate(tracker, train_state, held_out, samples)
+        counter = TrafficCounter(_shapes(root), rank_info.local_world_size)
+        tracker.observe = counter.count
+        stack.enter_context(phase.observed(counter.begin))
+        with refusing(model):
+            marks = _step(tracker, train_state, batches)
+            traffic = tuple(counter.micro)
+            if held_out is not None:
+                _evaluate(tracker, train_state, held_out, samples)
         changes = tuple(tracker.changes)
         staged = staged_bytes(run_tensors(train_state))
-    return Trace(resolved.facts.kind, changes, tracker.storages, marks, blocks, staged, largest, flops)
+    return Trace(resolved.facts.kind, changes, tracker.storages, marks, blocks, staged, largest, flops, traffic)
+
+
+def _shapes(root: nn.Module) -> set[torch.Size]:
+    """Those of the parameters, and of what this process holds of them."""
+    parameters = list(root.parameters())
+    return {tensor.shape for tensor in (*parameters, *map(local, parameters))}
+
+
+@contextmanager
+def refusing(model: PreTrainedModel) -> Iterator[None]:
+    """Turn what the model's own code raises into a RecipeError: it may ask tensors for numbers that fakes do not have.
+
+    What this package's code raises, or torch's where this package called it, stays the bug that it is.
+    """
+    name, hint = type(model).__name__, "measure it instead, where it is trained: tuner profile RECIPE --measure 1"
+    try:
+        yield
+    except Unsupported as error:
+        raise RecipeError(f"{name} cannot be trained: {error}", hint="choose another model") from error
+    except Exception as error:
+        if isinstance(error, TunerError) or not _is_by_transformers(error):
+            raise
+        reason = " ".join(str(error).split())[:REASON]
+        raise RecipeError(
+            f"{name} cannot be predicted: its own code does not run on tensors without numbers "
+            f"({type(error).__name__}: {reason})",
+            hint=hint,
+        ) from error
+
+
+def _is_by_transformers(error: Exception) -> bool:
+    """Whether transformers raised an error, or called the operation of torch that did."""
+    frames = [(str(frame.f_globals.get("__name__")), frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if frames[-1][0].startswith("tuner."):
+        return False
+    callers = (name for name, frame in reversed(frames) if frame.f_code.co_name != "__torch_dispatch__")
+    return next((name for name in callers if not name.startswith("torch")), "").startswith("transformers.")
 
 
 def _blocks(model: PreTrainedModel) -> tuple[str, ...]:

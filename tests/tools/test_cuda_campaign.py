@@ -1,0 +1,75 @@
+"""The campaign of predictions for a GPU in its smallest form: a type of each outcome, and faults that it must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tools import cuda_campaign
+from tools.causal_cases import tiny_config
+from tools.cuda_campaign import KernelRefused, check_varlen, examine
+from tuner.errors import RecipeError
+from tuner.model.attention import Unsupported
+from tuner.model.build import meta_model
+from tuner.profile import tracing
+from tuner.profile.tracing import refusing
+
+REFUSED = {
+    "bert": "does not compute: bidirectional attention",
+    "dbrx": "DbrxForCausalLM cannot be predicted: its own code does not run on tensors without numbers",
+    "gemma3n": "timm",
+}
+
+
+def test_a_type_has_a_number_in_every_mode() -> None:
+    found = examine("qwen3_moe", "h100-80g")
+    assert {outcome.verdict for outcome in found.modes.values()} == {"predicted"}, found
+    assert all(outcome.tensor_bytes for outcome in found.modes.values())
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_type_that_cannot_be_predicted_is_refused_with_the_reason(model_type: str) -> None:
+    found = examine(model_type, "h100-80g", modes=("full",)).modes["full"]
+    assert found.verdict == "refused" and REFUSED[model_type] in found.reason
+
+
+def test_what_no_kernel_takes_and_a_bug_of_ours_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_campaign, "STEP", 7)
+    found = examine("llama", "h100-80g", modes=("full",)).modes["full"]
+    assert found.verdict == "crashed" and "no multiple of 7" in found.reason
+    monkeypatch.setattr(tracing, "optimizer_step", lambda *given: torch.ones(2) @ torch.ones(3))
+    assert examine("llama", "h100-80g", modes=("full",)).modes["full"].verdict == "crashed"
+
+
+WIDE = torch.empty(10, 4, 16, dtype=torch.bfloat16)
+BOUNDS = torch.tensor([0, 10], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda q, k, v, b: (q, k, v[..., :8], b), "several widths"),
+        (lambda q, k, v, b: (q[..., :12], k[..., :12], v[..., :12], b), "12 columns"),
+        (lambda q, k, v, b: (q, k[:, :3], v[:, :3], b), "4 query heads on 3"),
+        (lambda q, k, v, b: (q.repeat(1, 1, 2)[..., ::2], k, v, b), "not dense"),
+        (lambda q, k, v, b: (q, k, v.float(), b), "types"),
+        (lambda q, k, v, b: (q, k, v, b.long()), "int64"),
+    ],
+)
+def test_what_flash_attention_demands(change: Callable[..., Any], why: str) -> None:
+    check_varlen(WIDE, WIDE[:, :2], WIDE[:, :2], BOUNDS)
+    with pytest.raises(KernelRefused, match=why):
+        check_varlen(*change(WIDE, WIDE, WIDE, BOUNDS))
+
+
+def test_only_the_models_own_errors_are_refusals() -> None:
+    model = meta_model(tiny_config("llama"), torch.float32)
+    with pytest.raises(RecipeError, match="cannot be predicted"), refusing(model):
+        model.model(input_ids=None, inputs_embeds=None)  # transformers itself refuses it
+    with pytest.raises(RecipeError, match="cannot be trained"), refusing(model):
+        raise Unsupported("a thing")
+    with pytest.raises(RuntimeError), refusing(model):
+        torch.ones(2) @ torch.ones(3)

@@ -1,0 +1,140 @@
+"""What sharding makes a process move, counted operation by operation: over links, and in its device's own memory.
+
+It works on any tensors, those without memory included, and under any process group: torch's fake one stands for as many
+processes as are wanted. ``tools/traffic_campaign.py`` makes a table of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MATRIX = 2
+"""Dimensions of the parameters whose conversions count: others are too small to matter."""
+_COPIES = {"fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "fsdp::chunk_cat"}
+"""How FSDP2 puts shards into the buffer of a collective, takes parameters out of one, and puts gradients into one."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one process moves because of its sharding.
+
+    Over links: ``gathered`` is what it receives of other processes' weights, ``reduced`` what it sends of sums of
+    gradients; ``far`` is what of both crosses the network. In its own memory, reading and writing: ``copied`` is what
+    goes into and out of the buffers of collectives, ``converted`` are weights and their gradients that change type.
+    """
+
+    gathered: int = 0
+    reduced: int = 0
+    far: int = 0
+    copied: int = 0
+    converted: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return self._by_key({key: value + getattr(other, key) for key, value in asdict(self).items()})
+
+    def __mul__(self, times: int) -> Traffic:
+        return self._by_key({key: value * times for key, value in asdict(self).items()})
+
+    @staticmethod
+    def _by_key(values: Mapping[str, int]) -> Traffic:
+        return replace(Traffic(), **values)
+
+
+class TrafficCounter:
+    """Adds up the traffic of each micro-batch, and apart from them that of the optimizer.
+
+    Shapes are those of the parameters, whole and sharded, whose conversions count. Processes whose ranks are
+    ``local_size`` or more apart are on different machines.
+    """
+
+    def __init__(self, shapes: Iterable[torch.Size], local_size: int) -> None:
+        self.micro: list[Traffic] = []
+        self.optimizer = Traffic()
+        self._shapes = {tuple(shape) for shape in shapes if len(shape) == MATRIX}
+        self._local_size, self._part = local_size, ""
+
+    def begin(self, part: str) -> None:
+        """A part of the step begins, named as :func:`tuner.runtime.phase.enter_part` names it."""
+        self._part = part
+        if part == "forward":
+            self.micro.append(Traffic())
+
+    def count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Enter an operation that is about to run, or just ran."""
+        name = func.name()
+        if (collective := _COLLECTIVES.get(name)) is not None:
+            self._add(collective(args, self._is_far(args)))
+        elif name in _COPIES:
+            self._add(Traffic(copied=_copied(args, kwargs)))
+        elif name == "aten::_to_copy":
+            self._add(Traffic(converted=self._converted(args[0], kwargs.get("dtype"))))
+        elif name == "aten::_foreach_copy_":
+            pairs = zip(args[0], args[1], strict=True)
+            self._add(Traffic(converted=sum(_bytes([a, b]) for a, b in pairs if a.dtype != b.dtype)))
+
+    def _converted(self, source: torch.Tensor, dtype: torch.dtype | None) -> int:
+        if dtype is None or dtype == source.dtype or tuple(source.shape) not in self._shapes:
+            return 0
+        return source.numel() * (source.element_size() + dtype.itemsize)
+
+    def _is_far(self, args: tuple[Any, ...]) -> bool:
+        ranks = dist.get_process_group_ranks(_group(args))
+        return max(ranks) - min(ranks) >= self._local_size
+
+    def _add(self, found: Traffic) -> None:
+        if self._part in {"forward", "backward"}:
+            self.micro[-1] += found
+        else:
+            self.optimizer += found
+
+
+def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
+    """The group of a collective's arguments: the first of its script objects that is one."""
+    for given in args:
+        if isinstance(given, torch.ScriptObject):
+            return dist.ProcessGroup.unbox(given)
+    raise ValueError("a collective without a group")
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _gathered(args: tuple[Any, ...], is_far: bool) -> Traffic:
+    """What the others hold, which comes over the link."""
+    received = _bytes([args[0]]) - _bytes([args[1]])
+    return Traffic(gathered=received, far=received * is_far)
+
+
+def _scattered(args: tuple[Any, ...], is_far: bool) -> Traffic:
+    """What is the others' of the sums, in a ring."""
+    sent = _bytes([args[1]]) - _bytes([args[0]])
+    return Traffic(reduced=sent, far=sent * is_far)
+
+
+def _all_reduced(args: tuple[Any, ...], is_far: bool) -> Traffic:
+    """The sums of a part each, and then all of them, in a ring."""
+    size = _group(args).size()
+    sent = 2 * _bytes(args[0]) * (size - 1) // size
+    return Traffic(reduced=sent, far=sent * is_far)
+
+
+_COLLECTIVES: dict[str, Callable[[tuple[Any, ...], bool], Traffic]] = {
+    "c10d::_allgather_base_": _gathered,
+    "c10d::_reduce_scatter_base_": _scattered,
+    "c10d::allreduce_": _all_reduced,
+}
+
+
+def _copied(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Bytes that a copy of FSDP2 reads and writes."""
+    given = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+    written = kwargs.get("out")
+    if written is None:  # into a part of the buffer as large as what is given
+        return 2 * _bytes(given)
+    return _bytes(given) + _bytes(written if isinstance(written, (list, tuple)) else [written])
