@@ -203,3 +203,44 @@ def test_frozen_weights_have_a_hash_and_trained_ones_none(tmp_path: Path) -> Non
     assert frozen_hash(model) == hashes[0]
     model.to(torch.bfloat16)
     assert frozen_hash(model) != hashes[0]
+
+
+def trained_step(root: CausalLM) -> tuple[list[torch.Tensor], set[int]]:
+    """Loss and gradients of one step under autocast, and the storages that it keeps of layers' inputs ``[.., 32]``."""
+    kept: set[int] = set()
+    ids, rows = torch.arange(9), torch.arange(8)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.bfloat16 and tensor.shape[-2:] == (9, 32):
+            kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    for name, parameter in trained_parameters(root).items():
+        parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = root.train()(ids, ids, (9,), rows, ids[1:])
+        count = len(kept)
+    loss.backward()
+    assert len(kept) == count
+    return [loss.detach(), *(p.grad for p in trained_parameters(root).values() if p.grad is not None)], kept
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_an_adapters_input_is_not_kept_a_second_time_and_no_bit_changes(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = LoraSpec(2, 4, 0.0, "all-linear")
+    found, few = trained_step(adapted(tmp_path, kind, spec, torch.bfloat16))
+    monkeypatch.setattr("tuner.model.adapter._leave_input", lambda layer: None)
+    wanted, many = trained_step(adapted(tmp_path, kind, spec, torch.bfloat16))
+    assert len(found) == len(wanted) > 8 and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    if kind == "llama":  # GPT-2's inputs are float32
+        assert len(few) <= len(many) - 2 * 3  # in each layer, of queries, keys, values and more
+
+
+def test_an_adapter_with_dropout_and_without_autocast_takes_its_input_as_peft_makes_it(tmp_path: Path) -> None:
+    dropped = lora_layers(adapted(tmp_path, "llama", LoraSpec(2, 4, 0.5, "all-linear"), torch.bfloat16).model)
+    assert all("_cast_input_dtype" not in vars(layer) for _, layer in dropped)
+    root = adapted(tmp_path, "llama", SPEC, torch.bfloat16)
+    with torch.no_grad():
+        assert root.logits(torch.arange(5), torch.arange(5), (5,), torch.arange(5)).dtype == torch.bfloat16

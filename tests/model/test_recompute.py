@@ -98,6 +98,24 @@ def test_a_kernel_that_draws_random_numbers_is_run_again() -> None:
         assert kept == CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def test_a_product_that_costs_little_for_what_it_makes_is_made_again() -> None:
+    mm, addmm = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+    few, many, bias = torch.zeros(3, 4), torch.zeros(4, 32), torch.zeros(32)
+    assert _policy(None, mm, few, many) == _policy(None, addmm, bias, few, many) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert _policy(None, mm, few, many[:, 1:]) == CheckpointPolicy.MUST_SAVE
+    assert _policy(None, addmm, bias[1:], few, many[:, 1:]) == CheckpointPolicy.MUST_SAVE
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_of_an_adapted_layer_one_result_is_kept(bf16: bool, tmp_path: Path) -> None:
+    def held(rank: int) -> int:
+        root = root_for("llama", tmp_path, lora=LoraSpec(rank, 8.0, 0.0, ["gate_proj", "up_proj", "down_proj"]))
+        apply_recompute(root, "selective")
+        return forward_bytes(root, bf16)
+
+    assert held(4) < held(8) - sum(LENGTHS) * 2 * (48 + 48 + 32) * (2 if bf16 else 4) * 0.9
+
+
 def test_layers_are_evenly_spread() -> None:
     assert spread(4, 4) == [0, 1, 2, 3]
     assert spread(4, 2) == [0, 2]

@@ -86,7 +86,29 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
             weight = layer.get_base_layer().weight.float()
             length = torch.linalg.vector_norm(weight, dim=0 if layer.fan_in_fan_out else 1)  # of each output's weights
             layer.lora_magnitude_vector[ADAPTER].weight.data = length
+        elif isinstance(layer.lora_dropout[ADAPTER], nn.Identity):
+            _leave_input(layer)
     model.eval()
+
+
+def _leave_input(layer: Any) -> None:
+    """Have an adapter take its input as it is under autocast, which converts it to the type of the products anyway.
+
+    peft first makes it float32 as the adapter is: autocast's copy of that holds the same numbers as the input and is
+    kept beside it for the backward pass, in every adapted layer. With dropout, which is drawn on that copy, it stays,
+    and so it does in DoRA's own forward.
+    """
+    convert = getattr(layer, "_cast_input_dtype", None)
+    if convert is None:  # a peft that converts nothing
+        return
+
+    def unless_autocast(source: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        if source is not None and torch.is_autocast_enabled(source.device.type):
+            return source
+        converted: torch.Tensor | None = convert(source, dtype)
+        return converted
+
+    layer._cast_input_dtype = unless_autocast
 
 
 def _require_adapted(model: PreTrainedModel, targets: Sequence[str]) -> None:

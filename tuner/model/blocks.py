@@ -46,6 +46,8 @@ _KEPT = {
     "aten::_cudnn_attention_forward",
 }
 """Not ``bmm``: where attention is made of batched products, its scores are what fills the memory."""
+_CHEAP = 8
+"""A product is made again whose results have so many times the columns that its terms have."""
 
 
 def apply_recompute(root: CausalLM, level: Level, n_layers: int | None = None) -> None:
@@ -73,9 +75,18 @@ def _policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     if declared.name not in _KEPT:
         return CheckpointPolicy.PREFER_RECOMPUTE
     given = dict(zip((argument.name for argument in declared.arguments), args, strict=False)) | kwargs
-    if given.get("dropout_p", 0.0) > 0:
+    if given.get("dropout_p", 0.0) > 0 or _is_cheap(declared.name, given):
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE
+
+
+def _is_cheap(name: str, given: dict[str, Any]) -> bool:
+    """Whether a product costs little for what it makes: its rows are sums of far fewer numbers than they have.
+
+    That is an adapter's second product, whose result is as large as that of the layer it is added to.
+    """
+    first = {"aten::mm": "self", "aten::addmm": "mat1"}.get(name)
+    return first is not None and bool(given[first].shape[-1] * _CHEAP <= given["mat2"].shape[-1])
 
 
 def compile_blocks(root: CausalLM, padding: Padding) -> None:
