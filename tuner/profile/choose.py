@@ -1,8 +1,8 @@
 """What becomes of an `auto` of memory on a device: as little recomputed, and as many rows at once, as fit and pay.
 
-For each way of sharding, the one with the least communication first, the levels of recomputing are tried from none to
-full, each with more and more rows. A step further, to more rows or to more recomputing with more rows, is taken only
-where the estimated step gets at least a twentieth shorter; the first way of sharding with which anything fits is taken.
+Ways of sharding are tried from the one with the least to send on; the first with which anything fits is taken. More is
+recomputed where nothing fits with less, or where the rows that then fit save a twentieth of the estimated step. A
+micro-batch is the largest that fits, up to the size from which on twice the rows save less than a twentieth.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tuner.config.recipe import Recipe
 from tuner.model.flops import Flops, training_flops
 from tuner.profile.predict import Target, estimate, resolved_for
 from tuner.profile.prediction import Prediction
-from tuner.profile.search import LEVELS, Choice, Search, Space, row_counts
+from tuner.profile.search import LEVELS, Choice, Search, row_counts
 from tuner.profile.workload import workload
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
@@ -26,7 +26,7 @@ from tuner.setup.resolve import Resolved
 from tuner.setup.settled import LEVEL, MICRO, SHARD, Settled, changed, left_open, value_of, whole_batches
 
 PAYS = 0.95
-"""Of the estimated time of a step: what a further step of the search must come down to."""
+"""What the estimated time of a step must come down to for the memory, or the arithmetic, that it costs."""
 
 
 def choose(recipe: Recipe, target: Target, prepared: Path | None = None) -> tuple[Settled, Prediction]:
@@ -36,54 +36,47 @@ def choose(recipe: Recipe, target: Target, prepared: Path | None = None) -> tupl
     the reasons say so. Raises what predicting raises where not even the plainest variant can be predicted.
     """
     open_keys = left_open(recipe, target.rank_info.world_size)
-    search, pays = Search(recipe, target, prepared), _Pays(recipe, target, prepared)
-    levels, sizes = _levels(recipe), _sizes(recipe, target)
-    refused: list[Exception] = []
+    search, speed = Search(recipe, target, prepared), _Speed(recipe, target, prepared)
+    sizes, refused = _sizes(recipe, target), list[Exception]()
+    best: Choice | None = None
     for sharding in shardings(recipe, target.rank_info):
-        for level in levels:
+        for level in _levels(recipe):
+            values = {LEVEL: level, **sharding}
+            worth = [size for size in sizes if speed.pays({**values, MICRO: size}, len(sizes) > 1, best)]
             try:
-                for choice in search.walk(Space([sharding], [level], sizes), pays=pays):
-                    pays.best = choice if choice.fits else pays.best
+                best = search.largest(values, worth) or best
             except Exception as error:  # noqa: BLE001 - of one level: another one may do
                 refused.append(error)
-        if pays.best is not None:
+        if best is not None:
             break
     if not search.tried:
         raise refused[0]
-    found = pays.best or min(search.tried, key=lambda choice: choice.prediction.peak_bytes)
+    found = best or min(search.tried, key=lambda choice: choice.prediction.peak_bytes)
     settled = changed(recipe, found.overrides)
     reasons = {key: _reason(key, settled, search.tried, found) for key in open_keys}
     return Settled({key: value_of(settled, key) for key in open_keys}, reasons), found.prediction
 
 
-class _Pays:
-    """Whether a variant is worth a prediction: it may fit, and is estimated to be faster than the best that does."""
+class _Speed:
+    """Estimates of steps, for which nothing is traced."""
 
     def __init__(self, recipe: Recipe, target: Target, prepared: Path | None) -> None:
-        self.best: Choice | None = None
         self._target = target
         self._resolved, _ = resolved_for(recipe, target)
-        self._work = workload(
-            recipe, int(self._resolved.recipe.data.max_length), target.rank_info, self._resolved.config, prepared
-        )
+        max_length, config = int(self._resolved.recipe.data.max_length), self._resolved.config
+        self._work = workload(recipe, max_length, target.rank_info, config, prepared)
         self._flops = _flops_of(self._resolved)
 
-    def __call__(self, values: Mapping[str, Any], fewer: Choice | None) -> bool:
-        if self.best is None:
-            return True
-        return self._step_s(values) <= PAYS * self._step_s(self.best.overrides) and self._may_fit(values, fewer)
+    def pays(self, values: Mapping[str, Any], is_open: bool, best: Choice | None) -> bool:
+        """Whether rows that are open are worth their memory, and recomputing its arithmetic next to the best so far."""
+        rows = int(values[MICRO])
+        if is_open and rows > 1 and self._step_s(values) > PAYS * self._step_s({**values, MICRO: rows / 2}):
+            return False
+        return best is None or self._step_s(values) <= PAYS * self._step_s(best.overrides)
 
     def _step_s(self, values: Mapping[str, Any]) -> float:
         recipe, target = changed(self._resolved.recipe, values), self._target
         return estimate(recipe, self._flops, target.device, target.rank_info, self._work, None).step_s
-
-    def _may_fit(self, values: Mapping[str, Any], fewer: Choice | None) -> bool:
-        """Whether there is room for what is known to grow with the rows: activations that are kept."""
-        if fewer is None:
-            return True
-        rows, peak = int(fewer.overrides.get(MICRO, 1)), fewer.prediction.memory.peak
-        more = peak.parts["activations"] * (int(values[MICRO]) - rows) // rows
-        return (peak.total + more) * (1 + fewer.prediction.error) <= self._target.limit_bytes
 
 
 def shardings(recipe: Recipe, rank_info: RankInfo) -> list[dict[str, Any]]:

@@ -1,12 +1,12 @@
 """Variants of a recipe on one target, tried by prediction in the order in which memory grows, each at most once.
 
-Memory grows with the rows of a micro-batch and shrinks with what is recomputed: for each way of sharding and level the
-rows are raised until one variant does not fit.
+Memory grows with the rows of a micro-batch and shrinks with what is recomputed: where some rows do not fit, more are
+not tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,6 @@ class Space:
     """From the smallest one on."""
 
 
-Pays = Callable[[Mapping[str, Any], Choice | None], bool]
-"""Whether values are worth a prediction, given what fits with fewer rows, the rest being equal."""
-
-
 @dataclass
 class Search:
     """The variants of one recipe that were tried on a target."""
@@ -70,23 +66,35 @@ class Search:
         self.tried.append(found)
         return found
 
-    def walk(
-        self, space: Space, others: Mapping[str, Any] | None = None, pays: Pays = lambda values, fewer: True
-    ) -> Iterator[Choice]:
+    def walk(self, space: Space, others: Mapping[str, Any]) -> Iterator[Choice]:
         """Choices worth a look, ``others`` changed in all: what is recomputed costs time, and pays by larger rows."""
         for sharding in space.shardings:
             largest = 0
             for level in space.levels:
-                fewer = None
                 for size in (size for size in space.sizes if size > largest):
-                    values = {MICRO: size, LEVEL: level, **sharding, **(others or {})}
-                    if not pays(values, fewer):
-                        continue
-                    choice = self.choice(values)
+                    choice = self.choice({MICRO: size, LEVEL: level, **sharding, **others})
                     yield choice
                     if not choice.fits:
                         break
-                    largest, fewer = size, choice
+                    largest = size
+
+    def largest(self, values: Mapping[str, Any], sizes: Sequence[int]) -> Choice | None:
+        """The largest of these micro-batches that fits with such values, found from both ends; None where none does."""
+        if not sizes:
+            return None
+        least = self.choice({**values, MICRO: sizes[0]})
+        if not least.fits:
+            return None
+        for size in sizes[:0:-1]:
+            if self._has_room(least, sizes[0], size) and (choice := self.choice({**values, MICRO: size})).fits:
+                return choice
+        return least
+
+    def _has_room(self, choice: Choice, rows: int, more: int) -> bool:
+        """Whether there is room for what is known to grow with the rows: activations that are kept."""
+        peak = choice.prediction.memory.peak
+        grown = peak.total + peak.parts["activations"] * (more - rows) // rows
+        return grown * (1 + choice.prediction.error) <= self.target.limit_bytes
 
 
 def row_counts(global_batch_size: int, target: Target) -> list[int]:

@@ -78,7 +78,7 @@ def measure_recipe(loaded: LoadedRecipe, options: MeasureOptions, level: Level) 
     place.check(loaded)
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     directory = prepare_to_use(spec, console)
-    settled = settle(loaded, {}, place.planned, Place(directory.absolute(), spec.cache_dir, options.dry_run), console)
+    settled = settle(loaded, {}, place.planned, Place.of(directory, spec.cache_dir, options.dry_run), console)
     for key, reason in settled.reasons.items():
         console.say("settled", f"{key} {settled.values[key]}: {reason}")
     loaded = replace(loaded, recipe=settled.of(recipe))

@@ -163,7 +163,7 @@ def settled_for(
     if options.handed_over is not None:
         return options.handed_over.settled
     before = run_before(ready.run.recipe(ready.record), ready.record, rank_info.world_size)
-    place = Place(ready.data_dir.absolute(), ready.spec.cache_dir, options.dry_run)
+    place = Place.of(ready.data_dir, ready.spec.cache_dir, options.dry_run)
     return settle(loaded, before, rank_info, place, console)
 
 

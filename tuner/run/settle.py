@@ -45,11 +45,16 @@ PARTS = ("model", "tokenizer", "adapter", "method", "data", "train", "optimizer"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a launch has its data, and where outcomes are kept; one that is only planned does not wait for others."""
+    """Where a launch has its data, where outcomes are kept, and whether other ranks of it wait for this process."""
 
     data: Path
     cache: Path
-    alone: bool = False
+    is_shared: bool = False
+
+    @staticmethod
+    def of(data: Path, cache: Path, is_planned: bool) -> Place:
+        """That of this process; ranks that it starts itself, or only plans, are none that wait."""
+        return Place(data.absolute(), cache, RankInfo.is_given() and not is_planned)
 
 
 def run_before(recipe: LoadedRecipe | None, record: Mapping[str, Any] | None, processes: int) -> dict[str, Any]:
@@ -90,10 +95,8 @@ def settle(
             answer = _asked(job)
         return json.dumps(answer)
 
-    if place.alone:
-        answer = json.loads(predicted())
-    else:
-        answer = json.loads(from_rank0(rank_info, recipe.parallel.timeout.seconds, "settled", predicted))
+    timeout_s = recipe.parallel.timeout.seconds
+    answer = json.loads(from_rank0(rank_info, timeout_s, "settled", predicted) if place.is_shared else predicted())
     if "error" in answer:
         console.warn(f"memory cannot be predicted: {answer['error']}")
         values = {key: WITHOUT[key] for key in left_open(recipe, rank_info.world_size) if key in WITHOUT}

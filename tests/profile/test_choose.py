@@ -1,0 +1,128 @@
+"""What becomes of an `auto` of memory on a CUDA device: the least recomputing and the most rows that fit and pay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.profile.test_predict import wish
+from tuner.profile import search
+from tuner.profile.choose import choose
+from tuner.profile.devices import find_device
+from tuner.profile.predict import Target
+from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Prediction, TimeEstimate
+from tuner.runtime.dist import RankInfo
+from tuner.setup.settled import LEVEL, MICRO, SHARD, Settled, rows_at_once
+
+CARD, GIB = "rtx4090-24g", 1 << 30
+LONG: dict[str, Any] = {"data": {"max_length": 2048}, "model": {"config": {"max_position_embeddings": 2048}}}
+STATE, KEPT = 8, {"none": 4, "selective": 3, "full": 1}
+"""GiB of weights and their state, and of the activations of a row."""
+
+
+class Counted:
+    """Stands in for predictions: memory that is simple to add up; every recipe that was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.broken: set[str] = set()
+
+    def __call__(self, recipe: Any, target: Target, prepared: Path | None) -> Prediction:
+        rows, level, kind = rows_at_once(recipe), recipe.train.gradient_checkpointing, recipe.parallel.shard
+        self.asked.append((kind, level, rows))
+        if level in self.broken:
+            raise ValueError(f"no {level}")
+        ranks = target.rank_info
+        shards = {"none": 1, "hybrid": ranks.local_world_size}.get(kind, ranks.world_size)
+        parts: dict[Part, int] = dict.fromkeys(PARTS, 0)
+        parts |= {"parameters": STATE * GIB // shards, "activations": rows * KEPT[level] * GIB}
+        memory = MemoryTimeline((Moment("backward", "", parts),), {})
+        time = TimeEstimate({}, 1.0, 1.0, None, "")
+        return Prediction("card", "cuda", ranks.world_size, ranks.local_world_size, memory, target.limit_bytes, 0, time)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    found = Counted()
+    monkeypatch.setattr(search, "predict", found)
+    return found
+
+
+def settled(place: Path, limit: int, machines: int = 1, each: int = 1, **sections: dict[str, Any]) -> Settled:
+    sections = {**LONG, **sections}
+    sections["train"] = {"global_batch_size": 64, **sections.get("train", {})}
+    target = Target(find_device(CARD), RankInfo(0, machines * each, 0, each), limit * GIB)
+    return choose(wish(place, **sections), target)[0]
+
+
+def test_rows_are_added_while_they_fit_and_pay(tmp_path: Path, counted: Counted) -> None:
+    found = settled(tmp_path, 80)
+    assert found.values == {MICRO: 4, LEVEL: "none"}  # 8,192 tokens: twice as many are estimated to save 3 %
+    assert counted.asked == [("auto", "none", 1), ("auto", "none", 4)]
+    assert found.reasons[MICRO] == "4 rows of 2,048 tokens at a time: predicted peak 24.00 GiB of 80.00 GiB"
+    assert found.reasons[LEVEL] == "it fits without: predicted peak 24.00 GiB of 80.00 GiB"
+    assert settled(tmp_path, 80, train={"global_batch_size": 6}).values[MICRO] == 3  # what divides the batch
+    assert settled(tmp_path, 80, data={"max_length": 512}).values[MICRO] == 16
+    counted.asked.clear()
+    assert settled(tmp_path, 17, train={"gradient_checkpointing": "none"}).values == {MICRO: 2}
+    assert counted.asked == [("auto", "none", 1), ("auto", "none", 2)]  # four rows cannot fit: their activations alone
+
+
+def test_what_is_written_stays(tmp_path: Path, counted: Counted) -> None:
+    assert settled(tmp_path, 80, train={"micro_batch_size": 16}).values == {LEVEL: "none"}
+    assert settled(tmp_path, 80, train={"gradient_checkpointing": "full"}).values == {MICRO: 4}
+    assert {level for _, level, _ in counted.asked[1:]} == {"full"}
+    alone = settled(tmp_path, 80, data={"max_length": 2048, "packing": False})
+    assert alone.values[MICRO] == 1 and "rows are not packed" in alone.reasons[MICRO]
+
+
+def test_more_is_recomputed_where_nothing_fits_with_less_or_the_rows_pay(tmp_path: Path, counted: Counted) -> None:
+    found = settled(tmp_path, 10)
+    assert found.values == {MICRO: 2, LEVEL: "full"}
+    assert counted.asked[:2] == [("auto", "none", 1), ("auto", "selective", 1)]
+    over = "predicted peak with none 12.00 GiB, with selective 11.00 GiB: too much for 10.00 GiB"
+    assert found.reasons[LEVEL] == over
+    faster = settled(tmp_path, 20, model={"config": {"max_position_embeddings": 4096}}, data={"max_length": 1024})
+    assert faster.values == {MICRO: 4, LEVEL: "selective"}  # 4,096 tokens: none has room for 3,072, which do not divide
+    assert faster.reasons[LEVEL] == "estimated to be faster with the rows that then fit"
+    least = settled(tmp_path, 8)
+    assert least.values == {MICRO: 1, LEVEL: "full"}
+    assert set(least.reasons.values()) == {
+        "least memory: nothing is predicted to fit in 8.00 GiB; this peaks at 9.00 GiB"
+    }
+
+
+def test_sharding_is_the_one_with_the_least_to_send_that_fits(tmp_path: Path, counted: Counted) -> None:
+    adapted = settled(tmp_path, 24, each=2, adapter={"kind": "lora"})
+    assert adapted.values[SHARD] == "none"
+    assert adapted.reasons[SHARD] == "the whole model fits on each device: predicted peak 24.00 GiB of 24.00 GiB"
+    split = settled(tmp_path, 8, each=2, adapter={"kind": "lora"})
+    assert split.values[SHARD] == "full"
+    assert split.reasons[SHARD] == "none needs at least 9.00 GiB: too much for 8.00 GiB"
+    whole = settled(tmp_path, 24, each=2)
+    assert (whole.values[SHARD], whole.reasons[SHARD]) == ("full", "one machine")
+    several = settled(tmp_path, 24, machines=2, each=2)
+    assert several.values[SHARD] == "hybrid" and several.reasons[SHARD].startswith("a copy for each machine fits")
+    tight = settled(tmp_path, 3, machines=4, each=2)
+    assert tight.values == {MICRO: 2, LEVEL: "full", SHARD: "full"}
+    assert tight.reasons[SHARD] == "hybrid needs at least 5.00 GiB: too much for 3.00 GiB"
+    counted.asked.clear()
+    assert settled(tmp_path, 24, 4, 1, train={"gradient_checkpointing": "none"}).values[SHARD] == "full"
+    assert settled(tmp_path, 24, each=2, parallel={"shard": "none"}).values == {MICRO: 4, LEVEL: "none"}
+
+
+def test_a_level_that_cannot_be_predicted_is_left_out(tmp_path: Path, counted: Counted) -> None:
+    counted.broken = {"selective"}
+    assert settled(tmp_path, 10).values[LEVEL] == "full"
+    counted.broken = {"none", "selective", "full"}
+    with pytest.raises(ValueError, match="no none"):
+        settled(tmp_path, 10)
+
+
+def test_tiny_models_are_predicted_for_a_card(tmp_path: Path) -> None:
+    target = Target(find_device(CARD), RankInfo(), 2 * GIB)
+    found, prediction = choose(wish(tmp_path), target)
+    assert found.values == {MICRO: 8, LEVEL: "none"} and prediction.verdict == "fits"
+    assert prediction.device == "NVIDIA GeForce RTX 4090"
