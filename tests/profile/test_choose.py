@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.profile.test_predict import wish
+from tuner.profile import choose as choosing
 from tuner.profile import search
 from tuner.profile.choose import choose
 from tuner.profile.devices import find_device
+from tuner.profile.oom import OomReport, with_fix
 from tuner.profile.predict import Target
 from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Prediction, TimeEstimate
+from tuner.runtime.device import DeviceFacts
 from tuner.runtime.dist import RankInfo
 from tuner.setup.settled import LEVEL, MICRO, SHARD, Settled, rows_at_once
 
@@ -126,3 +130,27 @@ def test_tiny_models_are_predicted_for_a_card(tmp_path: Path) -> None:
     found, prediction = choose(wish(tmp_path), target)
     assert found.values == {MICRO: 8, LEVEL: "none"} and prediction.verdict == "fits"
     assert prediction.device == "NVIDIA GeForce RTX 4090"
+
+
+def test_what_needs_less_is_proposed_for_compiled_layers_too(
+    tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "predict", counted)
+    train: dict[str, Any] = {"global_batch_size": 64, "micro_batch_size": 1, "gradient_checkpointing": "none"}
+    recipe = wish(tmp_path, **{**LONG, "train": {**train, "compile": True}}, adapter={"kind": "lora"})
+    facts = DeviceFacts("cuda", "a card", 24 * GIB, 24 * GIB, True, 1)
+    assembly: Any = SimpleNamespace(
+        resolved=SimpleNamespace(recipe=recipe, facts=facts),
+        rank_info=RankInfo(),
+        prepared=SimpleNamespace(path=tmp_path),
+    )
+    nothing = OomReport("step 1", "forward", "", None, 0, {}, (), {}, None, "write train.gradient_checkpointing: full")
+    found = with_fix(assembly, nothing)  # it was predicted to fit, and did not: 12 GiB
+    assert found.overrides == {LEVEL: "full"} and not found.is_tried
+    assert found.hint() == (
+        "--train.gradient_checkpointing full fits (predicted, not tried, peak 9.00 GiB of tensors); "
+        "the global batch stays the same"
+    )
+    assert with_fix(assembly, nothing, limit=4 * GIB) is nothing  # not even that
+    counted.broken = {"none"}
+    assert with_fix(assembly, nothing).hint() == "write train.gradient_checkpointing: full"

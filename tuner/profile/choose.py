@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import Recipe
 from tuner.model.flops import Flops, training_flops
-from tuner.profile.predict import Target, estimate, resolved_for
+from tuner.profile.predict import Target, estimate, predict, resolved_for
 from tuner.profile.prediction import Prediction
 from tuner.profile.search import LEVELS, Choice, Search, row_counts
 from tuner.profile.workload import workload
@@ -23,10 +24,12 @@ from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
 from tuner.setup.build import meta_model_of, trainable_of
 from tuner.setup.resolve import Resolved
-from tuner.setup.settled import LEVEL, MICRO, SHARD, Settled, changed, left_open, value_of, whole_batches
+from tuner.setup.settled import LEVEL, MICRO, SHARD, Settled, changed, left_open, rows_at_once, value_of, whole_batches
 
 PAYS = 0.95
 """What the estimated time of a step must come down to for the memory, or the arithmetic, that it costs."""
+LESS = 0.9
+"""Of the predicted peak of a setting that did not fit: what another one may need at most, whatever was predicted."""
 
 
 def choose(recipe: Recipe, target: Target, prepared: Path | None = None) -> tuple[Settled, Prediction]:
@@ -167,3 +170,19 @@ def chosen(loaded: LoadedRecipe, target: Target) -> tuple[Recipe, Settled]:
         with suppress(Exception):
             settled = settled.and_also(choose(recipe, target)[0])
     return settled.of(loaded.recipe), settled
+
+
+def choose_less(recipe: Recipe, target: Target, prepared: Path) -> tuple[dict[str, Any], Prediction] | None:
+    """Fewer rows, or more recomputed, with which a resolved recipe fits that did not, and what is predicted with them.
+
+    Values are those in which it differs; None where nothing that needs less is predicted to fit.
+    """
+    now = predict(recipe, target, prepared)
+    limit = min(target.limit_bytes, int(LESS * now.peak_bytes))
+    search, rows = Search(recipe, replace(target, limit_bytes=limit), prepared), rows_at_once(recipe)
+    fewer = [size for size in range(1, rows) if rows % size == 0]
+    for level in LEVELS[LEVELS.index(recipe.train.gradient_checkpointing) :]:
+        sizes = fewer if level == recipe.train.gradient_checkpointing else [*fewer, rows]
+        if (found := search.largest({LEVEL: level}, sizes)) is not None:
+            return found.overrides, found.prediction
+    return None

@@ -35,14 +35,14 @@ def fit(recipe: Recipe, target: Target, notify: Callable[[str], None] = lambda l
         found = [choice for choice in search.tried if choice.fits]
         if found:
             return sorted(found, key=lambda choice: (choice.step_s, len(choice.overrides)))
-    adapted = recipe.adapter.kind != "none"
+    adapter = "" if recipe.adapter.kind != "none" else ", or train an adapter (--adapter.kind lora)"
     closest = min(search.tried, key=lambda choice: choice.prediction.peak_bytes)
     if not closest.prediction.verified:
         return [closest]
     raise MemoryLimitError(
         f"nothing fits in {gib(target.limit_bytes)}: {described(closest.overrides)} comes closest, "
         f"with a predicted peak of {gib(closest.prediction.peak_bytes)}",
-        hint=f"take more processes, a smaller model{'' if adapted else ', or train an adapter (--adapter.kind lora)'}",
+        hint=f"take more processes, or a smaller model{adapter}",
     )
 
 

@@ -25,6 +25,7 @@ from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import Assembly, build
+from tuner.setup.less_memory import less_memory
 from tuner.setup.resolve import Resolved
 from tuner.train.prefetcher import Prefetcher
 from tuner.train.step import optimizer_step
@@ -77,7 +78,7 @@ def measure(
     if options.steps < 1:
         raise RecipeError(f"--measure {options.steps}: at least one step is measured")
     free = options.limit_bytes if options.limit_bytes is not None else _free_bytes(resolved, rank_info)
-    with _memory_errors(free):
+    with _memory_errors(free, resolved.recipe.adapter.kind != "none"):
         assembly = build(resolved, prepared, tokenizer, rank_info)
     device = assembly.train_state.step_config.device
     longest = _longest_step(assembly)
@@ -186,7 +187,7 @@ def _oom_report(assembly: Assembly, record: MemoryRecord, free: int) -> OomRepor
     at = record.crossing(free)
     if at is None:
         return None
-    found = report_at(record, max(at, 0), f"{LONGEST}, judged against {gib(free)}")
+    found = report_at(assembly, record, max(at, 0), f"{LONGEST}, judged against {gib(free)}")
     return found if assembly.rank_info.world_size > 1 else with_fix(assembly, found, free)
 
 
@@ -204,7 +205,7 @@ def _longest_step(assembly: Assembly) -> int:
 
 
 @contextmanager
-def _memory_errors(free: int) -> Iterator[None]:
+def _memory_errors(free: int, adapted: bool) -> Iterator[None]:
     """Say of a model that cannot even be built how much was free."""
     try:
         yield
@@ -213,7 +214,7 @@ def _memory_errors(free: int) -> Iterator[None]:
             raise
         raise MemoryLimitError(
             f"out of memory while the model is built: {gib(free)} were free before",
-            hint="take a smaller model, or train an adapter (--adapter.kind lora)",
+            hint="take a smaller model" + ("" if adapted else ", or write adapter.kind: lora"),
         ) from error
 
 
@@ -229,7 +230,8 @@ def _examined(assembly: Assembly, number: int) -> Iterator[None]:
         clear_frames(error)
         if assembly.rank_info.world_size > 1:
             raise MemoryLimitError(
-                f"out of memory: {message.splitlines()[0]}", hint="lower train.micro_batch_size or data.max_length"
+                f"out of memory: {message.splitlines()[0]}",
+                hint=less_memory(assembly.resolved.recipe, assembly.rank_info.world_size),
             ) from None
         report = replace(replay_step(assembly, number, message), where=LONGEST)
         raise MemoryLimitError(report.line(), hint=report.hint()) from None

@@ -11,6 +11,7 @@ import re
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,16 +19,20 @@ from tuner.errors import is_out_of_memory
 from tuner.model.blocks import apply_recompute
 from tuner.model.build import decoder_blocks
 from tuner.profile.blocks import Holding, MemoryRecord, alike
-from tuner.profile.devices import Device
+from tuner.profile.devices import Device, data_sheet_rate
 from tuner.profile.events import resident
 from tuner.profile.prediction import PARTS, Part
 from tuner.profile.recorder import StepRecorder
 from tuner.profile.words import NAMES, largest_first, unit_of
 from tuner.runtime.files import gib
 from tuner.setup.build import Assembly
+from tuner.setup.less_memory import less_memory
 from tuner.setup.mock import full_batches
 from tuner.setup.settled import rows_at_once
 from tuner.train.step import forward_backward, optimizer_step
+
+if TYPE_CHECKING:
+    from tuner.profile.predict import Target
 
 BETWEEN = "between steps"
 """The phase of what could not be examined: neither forward nor backward."""
@@ -48,6 +53,10 @@ class OomReport:
     largest: tuple[Holding, ...]
     overrides: Mapping[str, str]
     override_peak_bytes: int | None
+    less: str
+    """What to write where none did."""
+    is_tried: bool = True
+    """Whether the overrides were tried, or only predicted."""
     predicted: Mapping[Part, int] = field(default_factory=dict)
     """What a prediction says of the fullest moment of a step; empty where there is none."""
 
@@ -73,10 +82,10 @@ class OomReport:
     def hint(self) -> str:
         """What to do."""
         if not self.overrides:
-            less = "train.micro_batch_size or data.max_length" if self.phase == BETWEEN else "data.max_length"
-            return f"lower {less}, train an adapter (--adapter.kind lora), or take a device with more memory"
+            return self.less
         peak = "" if self.override_peak_bytes is None else f", peak {gib(self.override_peak_bytes)} of tensors"
-        return f"{self.flags()} fits (tried on full rows{peak}); the global batch stays the same"
+        how = "tried on full rows" if self.is_tried else "predicted, not tried"
+        return f"{self.flags()} fits ({how}{peak}); the global batch stays the same"
 
     def flags(self) -> str:
         """The override as it is typed; empty where none was found."""
@@ -104,15 +113,18 @@ def replay_step(assembly: Assembly, number: int, message: str) -> OomReport:
         recorder, failed = _recorded(assembly, lambda: _take(assembly, number), modules=True)
     record = recorder.memory(failed)
     at = len(record.changes) - 1 if failed else record.peak_at()
-    return with_fix(assembly, report_at(record, at, _where(number), _asked_bytes(message)))
+    return with_fix(assembly, report_at(assembly, record, at, _where(number), _asked_bytes(message)))
 
 
-def report_at(record: MemoryRecord, at: int, where: str, asked: int | None = None) -> OomReport:
+def report_at(
+    assembly: Assembly, record: MemoryRecord, at: int, where: str, asked: int | None = None
+) -> OomReport:
     """What a record tells of the moment after change ``at``."""
     change = record.changes[at]
     largest = tuple(record.owners(at)[:LISTED])
     held = record.totals()[at + 1]
-    return OomReport(where, change.phase, change.module, asked, held, record.parts(at), largest, {}, None)
+    less = _less(assembly)
+    return OomReport(where, change.phase, change.module, asked, held, record.parts(at), largest, {}, None, less)
 
 
 def resident_report(assembly: Assembly, number: int, message: str) -> OomReport:
@@ -123,7 +135,8 @@ def resident_report(assembly: Assembly, number: int, message: str) -> OomReport:
         parts[block.part] += block.size
     largest = sorted((Holding(block.owner, block.part, block.size) for block in owned), key=lambda h: -h.bytes)
     asked, held = _asked_bytes(message), sum(parts.values())
-    return OomReport(_where(number), BETWEEN, "", asked, held, parts, tuple(largest[:LISTED]), {}, None)
+    less = _less(assembly)
+    return OomReport(_where(number), BETWEEN, "", asked, held, parts, tuple(largest[:LISTED]), {}, None, less)
 
 
 def with_fix(assembly: Assembly, report: OomReport, limit: int | None = None) -> OomReport:
@@ -136,7 +149,9 @@ def with_fix(assembly: Assembly, report: OomReport, limit: int | None = None) ->
     for smaller in (n for n in range(size - 1, 0, -1) if size % n == 0):
         if (peak := _peak_of(assembly, smaller, limit)) is not None:
             return replace(report, overrides={"train.micro_batch_size": str(smaller)}, override_peak_bytes=peak)
-    if train.gradient_checkpointing != "none" or train.compile is True:
+    if train.compile is True:  # compiling anew to try it would take minutes
+        return _with_prediction(assembly, report, limit)
+    if train.gradient_checkpointing != "none":
         return report
     apply_recompute(assembly.train_state.root, "full", len(decoder_blocks(assembly.train_state.root.model)))
     if (peak := _peak_of(assembly, 1, limit)) is None:
@@ -146,14 +161,43 @@ def with_fix(assembly: Assembly, report: OomReport, limit: int | None = None) ->
     return replace(report, overrides=overrides, override_peak_bytes=peak)
 
 
+def _with_prediction(assembly: Assembly, report: OomReport, limit: int | None) -> OomReport:
+    """The change that is predicted to fit, and to need clearly less than what failed; the report as it is without."""
+    from tuner.profile.choose import choose_less
+    from tuner.profile.predict import CONTEXT_BYTES
+
+    recipe, target = assembly.resolved.recipe, _target(assembly)
+    target = target if limit is None else replace(target, limit_bytes=limit + CONTEXT_BYTES[target.device.kind])
+    try:
+        found = choose_less(recipe, target, assembly.prepared.path)
+    except Exception:  # noqa: BLE001 - what cannot be predicted is left to the words of the hint
+        return report
+    if found is None:
+        return report
+    values, prediction = found
+    overrides = {key: str(value) for key, value in values.items()}
+    return replace(report, overrides=overrides, override_peak_bytes=prediction.tensor_bytes, is_tried=False)
+
+
+def _less(assembly: Assembly) -> str:
+    return less_memory(assembly.resolved.recipe, assembly.rank_info.world_size)
+
+
 def predicted_peak(assembly: Assembly) -> dict[Part, int]:
     """What is predicted for the fullest moment of a step of this run, as its allocator would count it."""
-    from tuner.profile.predict import Target, predict
+    from tuner.profile.predict import predict
+
+    return predict(assembly.resolved.recipe, _target(assembly)).memory.counted_peak()
+
+
+def _target(assembly: Assembly) -> Target:
+    """The device of this run, with what was free of it; its rate matters for nothing here but proportions."""
+    from tuner.profile.predict import Target
 
     facts = assembly.resolved.facts
-    here = Device("here", facts.kind, facts.free_bytes, None, facts.name, facts.generation)
-    target = Target(here, assembly.rank_info, facts.free_bytes)
-    return predict(assembly.resolved.recipe, target).memory.counted_peak()
+    rate = data_sheet_rate(facts.name) or 1e12
+    here = Device("here", facts.kind, facts.free_bytes, rate, facts.name, facts.generation)
+    return Target(here, assembly.rank_info, facts.free_bytes)
 
 
 def _recorded(assembly: Assembly, work: Callable[[], object], modules: bool = False) -> tuple[StepRecorder, bool]:

@@ -17,6 +17,7 @@ from tuner.profile.recorder import StepRecorder
 from tuner.runtime.console import Console
 from tuner.runtime.files import TMP_PREFIX, gib
 from tuner.setup.build import Assembly
+from tuner.setup.less_memory import less_memory
 
 
 class StepWatch:
@@ -85,7 +86,7 @@ class StepWatch:
         self._console.say("memory", "not enough; looking at what holds it", "warning")
         report = self._report(number, message)
         if report is None:
-            hint = "lower train.micro_batch_size or data.max_length"
+            hint = less_memory(self._assembly.resolved.recipe, self._assembly.rank_info.world_size)
             return MemoryLimitError(f"out of memory: {message.splitlines()[0]}", hint=hint)
         self._console.say("held", report.table(), "warning")
         try:

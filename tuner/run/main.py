@@ -10,7 +10,7 @@ from tuner.checkpoint.load import newest
 from tuner.checkpoint.manifest import step_name
 from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import EvalSection
-from tuner.errors import DivergedError, MachineError, as_tuner_error, is_out_of_memory
+from tuner.errors import DivergedError, MachineError, MemoryLimitError, is_out_of_memory, memory_line
 from tuner.run.begin import begin_launch
 from tuner.run.changes import pending, starts_of
 from tuner.run.meta import require_same_data
@@ -32,6 +32,7 @@ from tuner.runtime.memory import calm_collector
 from tuner.runtime.process import Collective, gloo_group, process_group
 from tuner.runtime.stop import StopSignals
 from tuner.setup.build import Assembly, build
+from tuner.setup.less_memory import less_memory
 from tuner.setup.resolve import Resolved
 from tuner.train.loop import train_loop
 from tuner.train.prefetcher import Prefetcher
@@ -71,7 +72,7 @@ def train(
         process_group(rank_info, resolved.facts.kind, loaded.recipe.parallel.timeout.seconds),
         deterministic(resolved.recipe.train.deterministic),
         tf32_products(resolved.recipe.train.tf32),
-        _memory_errors(),
+        _memory_errors(resolved, rank_info),
     ):
         ready = agreed(ready, options, Collective(gloo_group()))
         phase.enter("set-up of the model")
@@ -191,10 +192,11 @@ def _main_holds(lock: FileLock, run: RunDir, rank_info: RankInfo) -> Iterator[No
 
 
 @contextlib.contextmanager
-def _memory_errors() -> Iterator[None]:
+def _memory_errors(resolved: Resolved, rank_info: RankInfo) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise as_tuner_error(error) from error
+        said = f"out of memory: {memory_line(error)}"
+        raise MemoryLimitError(said, hint=less_memory(resolved.recipe, rank_info.world_size)) from error

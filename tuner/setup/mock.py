@@ -7,6 +7,7 @@ from tuner.data.batches import Batch, StepBatches
 from tuner.errors import MemoryLimitError, is_out_of_memory
 from tuner.runtime.console import Console
 from tuner.setup.build import Assembly
+from tuner.setup.less_memory import less_memory
 from tuner.setup.settled import rows_at_once
 from tuner.train.step import forward_backward
 
@@ -28,7 +29,7 @@ def mock_batch(assembly: Assembly, console: Console) -> None:
             raise
         raise MemoryLimitError(
             f"a micro-batch of {n_tokens:,} tokens does not fit into memory",
-            hint="lower train.micro_batch_size or data.max_length, or train an adapter (--adapter.kind lora)",
+            hint=less_memory(assembly.resolved.recipe, assembly.mesh.size),
         ) from error
     finally:
         train_state.optimizer.zero_grad()

@@ -1,0 +1,35 @@
+"""What lowers the memory of a recipe: lines to write, none of which it has already."""
+
+from __future__ import annotations
+
+from tuner.config.recipe import Recipe
+from tuner.setup.settled import rows_at_once
+
+SHORTEST_ROW = 256
+"""Tokens of a row below which none is proposed."""
+
+
+def ways(recipe: Recipe, processes: int = 1) -> tuple[str, ...]:
+    """Lines for a resolved recipe, those first that keep its global batch and what it trains."""
+    train, found, rows = recipe.train, list[str](), rows_at_once(recipe)
+    if rows > 1:
+        fewer = max(size for size in range(1, rows) if rows % size == 0)
+        found.append(f"train.micro_batch_size: {fewer}")
+    if train.gradient_checkpointing != "full":
+        found.append("train.gradient_checkpointing: full")
+    elif str(train.gradient_checkpointing_layers) != "100%":
+        found.append("train.gradient_checkpointing_layers: 100%")
+    if processes > 1 and recipe.parallel.shard in {"none", "hybrid"}:
+        found.append("parallel.shard: full")
+    if isinstance(recipe.data.max_length, int) and recipe.data.max_length >= 2 * SHORTEST_ROW:
+        found.append(f"data.max_length: {recipe.data.max_length // 2}")
+    if recipe.adapter.kind == "none":
+        found.append("adapter.kind: lora")
+    return tuple(found)
+
+
+def less_memory(recipe: Recipe, processes: int = 1) -> str:
+    """The hint for a resolved recipe that does not fit: what to write, the cheapest first."""
+    lines = ways(recipe, processes)
+    more = "take a device with more memory, or more processes"
+    return f"write {', or '.join(lines)}; or {more}" if lines else more
