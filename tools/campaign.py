@@ -62,6 +62,7 @@ CAMPAIGNS = (
     Campaign("predict", ("predict_campaign",), "predicted memory against counted allocations, 83 cases"),
     Campaign("cuda", ("cuda_campaign",), "all causal types: predicted for a GPU, or refused with a reason"),
     Campaign("traffic", ("traffic_campaign",), "what sharding makes a GPU move: 8 B on 8 GPUs, 70 B on 32"),
+    Campaign("auto", ("auto_campaign",), "what auto becomes for real models on real cards, by prediction"),
     Campaign("parity", ("parity_figures", "--smollm2", f"{DEMO}/smollm2"), "packed and alone, one process and two"),
     Campaign("attention", ("attention_campaign",), "attention on CUDA by stand-ins, Triton's interpreter and compiler"),
     Campaign("mistakes", ("mistakes",), "120 mistakes in recipes: place and line to write in the error"),

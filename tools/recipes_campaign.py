@@ -115,7 +115,8 @@ def target(name: str) -> tuple[str, int]:
 
 
 def predict_recipe(path: Path, place: Path) -> tuple[str, str]:
-    """The verdict of a recipe on the card in its name, and the peak in words."""
+    """The verdict of a recipe on the card in its name, as it is settled for that, and the peak in words."""
+    from tuner.profile.choose import chosen
     from tuner.profile.devices import find_device
     from tuner.profile.predict import Target, predict
     from tuner.profile.report import sentence
@@ -128,10 +129,11 @@ def predict_recipe(path: Path, place: Path) -> tuple[str, str]:
         loaded = load_recipe(path, [Override("model.name_or_path", str(directory))])
     device, processes = target(path.stem)
     found_device = find_device(device)
-    found = predict(
-        loaded.recipe, Target(found_device, RankInfo(0, processes, 0, processes), found_device.memory_bytes)
-    )
-    return found.verdict, sentence(found)
+    where = Target(found_device, RankInfo(0, processes, 0, processes), found_device.memory_bytes)
+    recipe, settled = chosen(loaded, where)
+    found = predict(recipe, where)
+    values = ", ".join(f"{key} {value}" for key, value in settled.values.items())
+    return found.verdict, f"{sentence(found)}{f' · {values}' if values else ''}"
 
 
 def small(path: Path, place: Path, smollm2: Path, assets: Path) -> LoadedRecipe:

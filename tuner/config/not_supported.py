@@ -126,7 +126,7 @@ ABSENT: tuple[Absent, ...] = (
         _MEMORY,
         "auto_find_batch_size torch_empty_cache_steps torch_empty_cache_freq empty_cache_steps",
         "finding the batch size by trial",
-        "tuner profile RECIPE --fit, which prints the largest train.micro_batch_size that fits",
+        "train.micro_batch_size: auto, the default, which finds it by prediction; tuner profile RECIPE --fit prints it",
     ),
     Absent(
         _MODEL,

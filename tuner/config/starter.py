@@ -70,7 +70,7 @@ def starter(model: str, data: str, seen: Look) -> str:
         ("train:", ""),
         (f"  duration: {seen.epochs} epoch{'s' if seen.epochs > 1 else ''}", _duration(seen)),
         (f"  global_batch_size: {seen.global_batch_size}", _batch(seen)),
-        ("  micro_batch_size: 1", "packed rows at once: raise it while memory lasts"),
+        ("  micro_batch_size: auto", "packed rows at once: on a GPU as many as fit and pay, by prediction"),
         ("# adapter: {kind: lora, r: 16}", "a small adapter instead of all weights"),
         ("# optimizer: {lr: 1e-4}", "auto suits the model's size; tuner config show prints the rest"),
     ]
