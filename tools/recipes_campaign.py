@@ -116,9 +116,9 @@ def target(name: str) -> tuple[str, int]:
 
 def predict_recipe(path: Path, place: Path) -> tuple[str, str]:
     """The verdict of a recipe on the card in its name, as it is settled for that, and the peak in words."""
-    from tuner.profile.choose import chosen
+    from tuner.profile.choose import predict_settled
     from tuner.profile.devices import find_device
-    from tuner.profile.predict import Target, predict
+    from tuner.profile.predict import Target
     from tuner.profile.report import sentence
     from tuner.runtime.dist import RankInfo
 
@@ -130,8 +130,7 @@ def predict_recipe(path: Path, place: Path) -> tuple[str, str]:
     device, processes = target(path.stem)
     found_device = find_device(device)
     where = Target(found_device, RankInfo(0, processes, 0, processes), found_device.memory_bytes)
-    recipe, settled = chosen(loaded, where)
-    found = predict(recipe, where)
+    settled, found = predict_settled(loaded, where)
     values = ", ".join(f"{key} {value}" for key, value in settled.values.items())
     return found.verdict, f"{sentence(found)}{f' · {values}' if values else ''}"
 

@@ -162,12 +162,10 @@ def profile(
     recipe: RecipeSource, device: str | None = None, processes: str | None = None, memory: str | None = None
 ) -> Prediction:
     """Predict the memory and time of a recipe, as `tuner profile` does: for `device`, such as ``"h100-80g"``."""
-    from tuner.profile.choose import chosen
-    from tuner.profile.predict import predict
+    from tuner.profile.choose import predict_settled
 
     found = _loaded(recipe)
-    target = _target(found, device, processes, memory)
-    return predict(chosen(found, target)[0], target)
+    return predict_settled(found, _target(found, device, processes, memory))[1]
 
 
 def fit(

@@ -92,6 +92,8 @@ def test_the_default_batch_gives_way_to_one_that_divides(tmp_path: Path, process
     record = {"launches": [{"settled": dict(found.values)}, {}]}
     assert with_batch_of(record, default).recipe.train.global_batch_size == rows
     assert with_batch_of({"launches": [{}]}, default) is default
+    for odd in ({BATCH: "many"}, {BATCH: True}, {BATCH: 0}, [BATCH], "x"):
+        assert with_batch_of({"launches": [{"settled": odd}]}, default) is default
 
 
 def test_a_choice_is_made_once_for_the_same_recipe_and_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,21 +104,25 @@ def test_a_choice_is_made_once_for_the_same_recipe_and_device(tmp_path: Path, mo
     def choosing(recipe: Any, target: Any, prepared: Path) -> tuple[Settled, None]:
         assert target.limit_bytes % (128 << 20) == 0 and card.memory_bytes - target.limit_bytes < 128 << 20
         chosen.append(prepared)
-        return Settled({MICRO: 2}, {MICRO: "room"}), None
+        values = {MICRO: 2, LEVEL: "none"}
+        return Settled(values, dict.fromkeys(values, "room")), None
 
     monkeypatch.setattr(choose, "choose", choosing)
     ranks = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
     job = {"recipe": recipe_dict(wish(tmp_path)), "ranks": ranks, "data": "/d/abc", "cache": str(tmp_path / "c")}
-    assert answer_of(job) == answer_of(job) == {"values": {MICRO: 2}, "reasons": {MICRO: "room"}}
+    answer = {"values": {MICRO: 2, LEVEL: "none"}, "reasons": {MICRO: "room", LEVEL: "room"}}
+    assert answer_of(job) == answer_of(job) == answer
     assert chosen == [Path("/d/abc")]
     answer_of({**job, "recipe": recipe_dict(wish(tmp_path, train={"duration": "7 steps"}))})
     assert len(chosen) == 1
     answer_of({**job, "recipe": recipe_dict(wish(tmp_path, adapter={"kind": "lora"}))})
     answer_of({**job, "data": "/d/other"})
     assert len(chosen) == 3
-    for kept in (tmp_path / "c" / "choices").iterdir():
-        kept.write_text("{")
-    assert answer_of(job)["values"] == {MICRO: 2} and len(chosen) == 4
+    for damage in ("{", '{"values": {"train.micro_batch_size": -1, "train.gradient_checkpointing": "none"}}', "[]"):
+        for kept in (tmp_path / "c" / "choices").iterdir():
+            kept.write_text(damage)
+        count = len(chosen)
+        assert answer_of(job) == answer and len(chosen) == count + 1
 
 
 def test_what_cannot_be_predicted_is_taken_plainly_with_the_reason(

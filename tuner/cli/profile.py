@@ -103,13 +103,10 @@ def _predicted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) 
     from tuner.runtime.console import LABEL_WIDTH
 
     with console.doing("tracing a step on tensors without memory"):
-        from tuner.profile.choose import chosen
-        from tuner.profile.predict import predict
+        from tuner.profile.choose import predict_settled
         from tuner.profile.report import plain, sentence, table
 
-        target = _target(loaded, options, options.memory, "--memory")
-        recipe, settled = chosen(loaded, target)
-        found = predict(recipe, target)
+        settled, found = predict_settled(loaded, _target(loaded, options, options.memory, "--memory"))
     for key, reason in settled.reasons.items():
         console.say("settled", f"{key} {settled.values[key]}: {reason}")
     lines = table(found)

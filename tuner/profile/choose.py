@@ -158,18 +158,19 @@ def _why_shard(settled: Recipe, tried: list[Choice], found: Choice) -> str:
     return "one machine"
 
 
-def chosen(loaded: LoadedRecipe, target: Target) -> tuple[Recipe, Settled]:
-    """The recipe as a launch on the target would settle it, as far as that can be predicted, and what it settled.
+def predict_settled(loaded: LoadedRecipe, target: Target) -> tuple[Settled, Prediction]:
+    """What a launch on the target would settle of a recipe, and what is predicted with that.
 
-    Nothing is predicted for a CPU, nor where not even the plainest variant can be: predicting the recipe says why.
+    For a CPU nothing is settled by prediction. Raises as `predict` does.
     """
     processes = target.rank_info.world_size
     settled = whole_batches(loaded, processes)
     recipe = settled.of(loaded.recipe)
     if target.device.kind == "cuda" and left_open(recipe, processes):
-        with suppress(Exception):
-            settled = settled.and_also(choose(recipe, target)[0])
-    return settled.of(loaded.recipe), settled
+        with suppress(Exception):  # predicting the recipe as it is says why
+            further, found = choose(recipe, target)
+            return settled.and_also(further), found
+    return settled, predict(recipe, target)
 
 
 def choose_less(recipe: Recipe, target: Target, prepared: Path) -> tuple[dict[str, Any], Prediction] | None:

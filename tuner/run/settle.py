@@ -26,7 +26,17 @@ from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import read_json, write_json
 from tuner.runtime.process import from_rank0
-from tuner.setup.settled import LEVEL, MICRO, PREDICTED, SHARD, Settled, left_open, settled_in, value_of, whole_batches
+from tuner.setup.settled import (
+    LEVEL,
+    MICRO,
+    SHARD,
+    Settled,
+    left_open,
+    meaningful,
+    settled_in,
+    value_of,
+    whole_batches,
+)
 
 if TYPE_CHECKING:
     from tuner.profile.predict import Target
@@ -141,10 +151,11 @@ def answer_of(job: Mapping[str, Any]) -> dict[str, Any]:
     device = present_device("cuda")
     target = Target(device, rank_info, device.memory_bytes // STEP_BYTES * STEP_BYTES)
     kept = Path(job["cache"]) / CHOICES / f"{_key(job, target)}.json"
-    with suppress(TunerError, OSError):
+    with suppress(TunerError, OSError, KeyError, TypeError):
         known = read_json(kept)
-        if set(known) == {"values", "reasons"} and set(known["values"]) <= set(PREDICTED):
-            return known
+        values, wanted = meaningful(known.get("values")), left_open(recipe, rank_info.world_size)
+        if set(values) == set(wanted):
+            return {"values": values, "reasons": {key: str(known["reasons"][key]) for key in wanted}}
     settled, _ = choose(recipe, target, Path(job["data"]))
     answer = {"values": dict(settled.values), "reasons": dict(settled.reasons)}
     with suppress(TunerError, OSError):

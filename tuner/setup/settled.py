@@ -90,8 +90,21 @@ def with_whole_batches(loaded: LoadedRecipe, processes: int) -> LoadedRecipe:
 
 def settled_in(record: Mapping[str, Any] | None) -> dict[str, Any]:
     """What the launches of a run settled, by key; of each the newest value."""
-    launches = () if record is None else record["launches"]
-    return {key: value for launch in launches for key, value in launch.get("settled", {}).items()}
+    found: dict[str, Any] = {}
+    for launch in () if record is None else record["launches"]:
+        found |= meaningful(launch.get("settled"))
+    return found
+
+
+def meaningful(values: Any) -> dict[str, Any]:
+    """Of values that were read from a file, those that can be settled."""
+    kinds: dict[str, tuple[str, ...]] = {LEVEL: ("none", "selective", "full"), SHARD: ("none", "hybrid", "full")}
+    given = values.items() if isinstance(values, Mapping) else ()
+    return {
+        key: value
+        for key, value in given
+        if value in kinds.get(key, ()) or (key in {MICRO, BATCH} and type(value) is int and value > 0)
+    }
 
 
 def with_batch_of(record: Mapping[str, Any] | None, loaded: LoadedRecipe) -> LoadedRecipe:
