@@ -122,7 +122,8 @@ def test_the_export_is_the_trained_model(cases: dict[str, Case], tmp_path: Path,
     for dtype in (torch.float32, torch.bfloat16):
         short = "fp32" if dtype == torch.float32 else "bf16"
         published = {}
-        for ranks in WORLD_SIZES:
+        # How many ranks saved it shows in what is put together, before anything is rounded.
+        for ranks in WORLD_SIZES if dtype == torch.float32 else WORLD_SIZES[-1:]:
             checkpoint = run.run / "checkpoints" / f"step-{ranks}"
             report = export_hf(checkpoint, tmp_path / f"{short}-{ranks}", dtype=short)  # type: ignore[arg-type]
             published[ranks] = load_file(report.path / "model.safetensors")

@@ -25,8 +25,8 @@ class Wanted(NamedTuple):
     """Its ids and mask as one document."""
     exact: bool
     """Whether that mask is exact."""
-    by_answer: list[list[product.Encoded]] = []
-    """Else a document for each answer: what it may be."""
+    by_answer: Callable[[], list[list[product.Encoded]]] = list
+    """Else a document for each answer: what it may be. Many renderings, made where they are asked for."""
 
 
 Reference = Callable[[str], Wanted]
@@ -93,7 +93,7 @@ def verdicts(
     for name in chats:
         wanted, free = reference(name), name in may_refuse
         if name in refused:
-            if (wanted.exact or wanted.by_answer) and not free:
+            if not free and (wanted.exact or wanted.by_answer()):
                 wrong.append(f"{name}: refused, {refused[name]}")
             continue
         if not wanted.whole.trained[1:].any():
@@ -101,10 +101,11 @@ def verdicts(
         if wanted.exact and documents[at : at + 1] and documents[at].same(wanted.whole):
             at += 1
             continue
-        parts = documents[at : at + len(wanted.by_answer)]
-        if wanted.exact and not free or not wanted.by_answer or len(parts) < len(wanted.by_answer):
+        by_answer = wanted.by_answer() if free or not wanted.exact else []
+        parts = documents[at : at + len(by_answer)]
+        if not by_answer or len(parts) < len(by_answer):
             return [*wrong, f"{name}: {difference(wanted.whole, (documents[at:] or [None])[0], tokenizer)}"]
-        for may_be, document in zip(wanted.by_answer, parts, strict=True):
+        for may_be, document in zip(by_answer, parts, strict=True):
             if not any(document.same(one) for one in (may_be if free else may_be[:1])):
                 wrong.append(f"{name}, by answer: {difference(may_be[0], document, tokenizer)}")
         at += len(parts)
@@ -125,7 +126,8 @@ def by_answers(chats: dict[str, Chat], marked: str, tokenizer: Any, train_on: st
         shown = for_template(chats[name], marked)
         train = policy(shown, train_on)
         answers = [flag for flag, message in zip(train, shown.messages, strict=True) if message["role"] == "assistant"]
-        return Wanted(*hf.choose(tokenizer, marked, shown, answers), hf.by_answer(tokenizer, marked, shown, answers))
+        parts = cache(lambda: hf.by_answer(tokenizer, marked, shown, answers))
+        return Wanted(*hf.choose(tokenizer, marked, shown, answers), parts)
 
     return reference
 
