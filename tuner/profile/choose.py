@@ -16,7 +16,7 @@ from typing import Any
 from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import Recipe
 from tuner.model.flops import Flops, training_flops
-from tuner.profile.predict import Target, estimate, predict, resolved_for
+from tuner.profile.predict import Target, computing, predict, resolved_for
 from tuner.profile.prediction import Prediction
 from tuner.profile.search import LEVELS, Choice, Search, row_counts
 from tuner.profile.workload import workload
@@ -79,7 +79,7 @@ class _Speed:
 
     def _step_s(self, values: Mapping[str, Any]) -> float:
         recipe, target = changed(self._resolved.recipe, values), self._target
-        return estimate(recipe, self._flops, target.device, target.rank_info, self._work, None).step_s
+        return computing(recipe, self._flops, target.device, target.rank_info, self._work).seconds
 
 
 def shardings(recipe: Recipe, rank_info: RankInfo) -> list[dict[str, Any]]:

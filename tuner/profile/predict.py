@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tuner.config.recipe import Recipe
 from tuner.data.building.spec import resolve_max_length
-from tuner.model.flops import FROZEN, TRAINED
+from tuner.model.flops import FROZEN, TRAINED, Flops
 from tuner.model.kernels import has_liger
 from tuner.profile.cuda_allocator import expands_segments
 from tuner.profile.devices import Device
@@ -165,28 +165,45 @@ def _total_steps(recipe: Recipe, work: Workload) -> int | None:
     return None
 
 
-def estimate(
-    recipe: Recipe, trace: Trace, device: Device, rank_info: RankInfo, work: Workload, total_steps: int | None
-) -> TimeEstimate:
-    """The time of a step of mean rows, from the first microbatch of its workload; at least that of its traffic."""
+@dataclass(frozen=True)
+class Computing:
+    """The arithmetic of a step of mean rows on one process: its seconds, and FLOPs of a microbatch by part."""
+
+    seconds: float
+    micro_batches: float
+    flops: Mapping[str, float]
+    basis: str
+
+
+def computing(recipe: Recipe, flops: Flops, device: Device, rank_info: RankInfo, work: Workload) -> Computing:
+    """Estimate the arithmetic of a step from the first microbatch of its workload; nothing is traced for it."""
     batch, tokens_per_row = work.batches.micro[0], work.tokens_per_row
     lengths, trained = batch.lengths, len(batch.trained_positions)
     train, tokens, rows = recipe.train, sum(lengths), rows_at_once(recipe)
     micro = max(1.0, train.global_batch_size / (rows * rank_info.world_size))
     share = rows * tokens_per_row / tokens
-    parts = {name: value * share for name, value in trace.flops.parts(lengths, trained).items()}
+    parts = {name: value * share for name, value in flops.parts(lengths, trained).items()}
     again = AGAIN[train.gradient_checkpointing] * _forward_share(recipe) * _layers_share(recipe)
     parts["again"] = again * (parts["layers"] + parts["attention"])
     rate, basis = _rate(device, str(train.precision))
     reached = rate * REACHED * tokens * share / (tokens * share + HALF_REACHED)
-    computing, traffic = micro * sum(parts.values()) / reached, _of_step(trace.traffic, ceil(micro))
+    return Computing(micro * sum(parts.values()) / reached, micro, parts, basis)
+
+
+def estimate(
+    recipe: Recipe, trace: Trace, device: Device, rank_info: RankInfo, work: Workload, total_steps: int | None
+) -> TimeEstimate:
+    """The time of a step of mean rows: that of its arithmetic, at least that of its traffic."""
+    computed = computing(recipe, trace.flops, device, rank_info, work)
+    micro = computed.micro_batches
+    traffic = _of_step(trace.traffic, ceil(micro))
     sent = traffic.gathered + traffic.reduced - traffic.far
     return TimeEstimate(
-        flops={name: value * micro * rank_info.world_size for name, value in parts.items()},
-        tokens_per_step=tokens_per_row * train.global_batch_size,
-        step_s=max(computing, sent / LINKS["machine"] + traffic.far / LINKS["network"]),
+        flops={name: value * micro * rank_info.world_size for name, value in computed.flops.items()},
+        tokens_per_step=work.tokens_per_row * recipe.train.global_batch_size,
+        step_s=max(computed.seconds, sent / LINKS["machine"] + traffic.far / LINKS["network"]),
         total_steps=total_steps,
-        basis=basis,
+        basis=computed.basis,
         traffic=traffic,
     )
 
