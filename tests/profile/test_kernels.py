@@ -81,7 +81,7 @@ def test_the_backward_pass_of_attention_adds_up_in_float32_on_cuda(
 
 def test_the_scratch_space_of_attention_is_part_of_a_prediction_for_cuda(tmp_path: Path) -> None:
     resolved, rank_info, step = resolved_case(Case("llama", {**BF16, "model.kernels": "torch"}), tmp_path)
-    on_cuda = replace(resolved, facts=replace(resolved.facts, kind="cuda"))
+    on_cuda = replace(resolved, facts=replace(resolved.facts, kind="cuda", generation=9))
     trace = trace_step(on_cuda, rank_info, step)
     heads, width, (tokens, documents) = 4, 32, (90, 3)  # of eight columns
     sums = (tokens + 128 * documents) * heads * (width + 1) * 4 + 2 * tokens * heads * 8 * 2
