@@ -80,14 +80,14 @@ def test_one_graph_for_every_packing_and_the_kernel_knows_the_longest_document(
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_a_torch_whose_parts_are_its_own_is_told_by_a_number(
+def test_a_torch_whose_parts_are_its_own_is_given_a_number(
     grouped: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Compiled layers then see one number for all rows, and where torch takes no groups, keys are repeated."""
     monkeypatch.setattr(flash_attention, "_GROUPS", grouped)
     allowed = 1e-3 if grouped else 1e-2  # repeated, each head's gradient is rounded before they are added
     check("narrow", tmp_path / "a", allowed=allowed)
-    monkeypatch.setattr(flash_attention, "IS_TOLD_BY_TENSOR", False)
+    monkeypatch.setattr(flash_attention, "TAKES_TENSOR", False)
     check("narrow", tmp_path / "b", allowed=allowed)
     assert all(call.bound == call.longest for call in CALLS)
     root = root_for("narrow", tmp_path / "c")
@@ -142,11 +142,11 @@ def _bare(value: Any) -> Any:
     [
         (8, BF16, 256, False, "flash", "flash attention"),
         (12, torch.float16, 12, False, "flash", "flash attention"),
-        (8, BF16, 256, True, "triton", "our Triton kernel: scores have a soft cap"),
-        (9, BF16, 512, False, "triton", "our Triton kernel: heads have 512 channels"),
-        (9, FP32, 64, False, "triton", "our Triton kernel: heads are float32"),
-        (9, FP32, 512, False, "blocks", "heads are float32, and our Triton kernel takes 256 channels"),
-        (9, BF16, 576, False, "blocks", "heads have 576 channels, and our Triton kernel takes 512 channels"),
+        (8, BF16, 256, True, "triton", "tuner's Triton kernel: scores have a soft cap"),
+        (9, BF16, 512, False, "triton", "tuner's Triton kernel: heads have 512 channels"),
+        (9, FP32, 64, False, "triton", "tuner's Triton kernel: heads are float32"),
+        (9, FP32, 512, False, "blocks", "heads are float32, and tuner's Triton kernel takes 256 channels"),
+        (9, BF16, 576, False, "blocks", "heads have 576 channels, and tuner's Triton kernel takes 512 channels"),
         (9, torch.float64, 64, False, "blocks", "heads are float64"),
         (7, BF16, 64, False, "blocks", "this device is below compute capability 8.0"),
     ],
@@ -165,7 +165,7 @@ def test_each_kernel_has_its_models(  # noqa: PLR0917 - a table
 def test_without_a_compiler_capped_scores_take_the_slow_way_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_attention, "_triton_problem", lambda: "triton is not installed")
     found = way_and_reason(9, BF16, 256, True)
-    why = "blocks of products, several times slower: scores have a soft cap, and triton is not installed"
+    why = "blocked matrix products, several times slower: scores have a soft cap, and triton is not installed"
     assert found == ("blocks", why)
     assert way_and_reason(9, BF16, 256, False)[0] == "flash"
     assert way_and_reason(9, BF16, 256, True, is_here=False)[0] == "triton"
@@ -190,3 +190,20 @@ def test_capped_scores_go_through_triton_at_every_level(level: str, lora: Any, t
     assert [launch.name for launch in launches].count("launch_forward") == (8 if level == "full" else 4)
     assert {launch.window for launch in launches} == {0, 8} and {launch.cap for launch in launches} == {50.0}
     assert all(launch.bound == launch.longest for launch in launches)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", [(64, 64), (192, 128), (12, 12), (20, 36), (256, 256)])
+@pytest.mark.parametrize("n", [(4, 4), (8, 2)])
+def test_flash_attention_is_that_of_the_blocks_on_a_gpu(n: tuple[int, int], widths: tuple[int, int]) -> None:
+    lengths, device = (1, 300, 17, 128, 64), torch.device("cuda")
+    documents = Documents.of(lengths, device)
+    leaves = [leaf.detach().to(device).requires_grad_() for leaf in heads_in(BF16, n, widths, sum(lengths))]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    for window in (0, 50):
+        found = attend(*leaves, documents, window, 0.1, 0.0)
+        expected = attend_documents(*exact, documents.host, window, 0.1)
+        upstream = torch.randn_like(found)
+        grads = torch.autograd.grad(found, leaves, upstream)
+        pairs = [(found, expected), *zip(grads, torch.autograd.grad(expected, exact, upstream.double()), strict=True)]
+        assert max(relative(a.double(), b) for a, b in pairs) < 2e-2

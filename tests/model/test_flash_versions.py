@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma4TextConfig, MambaConfig
 
 from tests.model.cuda_branch import config_of
 from tests.model.varlen_stand_in import CALLS
 from tuner.config.load import load_recipe
-from tuner.model import cuda_attention, flash_attention
-from tuner.model.cuda_attention import kernel_and_reason, use_flash_version
+from tuner.model import flash_attention, flash_versions
+from tuner.model.flash_versions import Heads, kernel_and_reason, use_flash_version
 from tuner.runtime.device import traced_for
 from tuner.runtime.dist import RankInfo
 
@@ -52,9 +53,9 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Torch:
     monkeypatch.setattr(flash_attention, "varlen_attn", varlen_attn)
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", found.activate)
     monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", found.restore)
-    monkeypatch.setattr(cuda_attention, "_is_there", lambda module: True)
-    monkeypatch.setattr(cuda_attention, "_problems", {})
-    monkeypatch.setattr(cuda_attention, "_ours", [])
+    monkeypatch.setattr(flash_versions, "_is_there", lambda module: True)
+    monkeypatch.setattr(flash_versions, "_problems", {})
+    monkeypatch.setattr(flash_versions, "_ours", [])
     CALLS.clear()
     return found
 
@@ -92,7 +93,7 @@ def test_what_is_right_is_tried_once_and_stays(there: Torch) -> None:
     assert tried == 8, "with a window and without, forward and backward, by both"
     use("llama", 9)
     assert len(CALLS) == tried and there.active == "FA3"
-    assert use("gemma2", 9) == "our Triton kernel: scores have a soft cap"
+    assert use("gemma2", 9) == "tuner's Triton kernel: scores have a soft cap"
     assert there.active is None, "a model that it does not serve has torch's own again"
 
 
@@ -106,9 +107,22 @@ def test_what_is_wrong_or_fails_is_not_used_and_that_is_said(
     there.factor, there.problem = factor, problem
     with pytest.warns(UserWarning, match=f"flash_attn_interface is installed, and flash attention 2 is used: {said}"):
         use("llama", 9)
-    assert there.active is None
-    use("llama", 9)  # warned once
-    assert there.active is None
+    assert there.active is None and there.changes == ["FA3", "restored"]
+    with pytest.warns(UserWarning, match="is used"):
+        use("llama", 9)
+    assert there.changes == ["FA3", "restored"], "tried once"
+
+
+def test_layers_of_several_kinds_are_told_apart(there: Torch) -> None:
+    """Gemma 4's layers with a window have heads of 256 channels, the others of 512; a model without heads has none."""
+    config = Gemma4TextConfig()
+    assert {heads.widest for heads in Heads.of(config)} == {256, 512}
+    words = "tuner's Triton kernel: heads have 512 channels"
+    assert set(kernel_and_reason(config, 8, "bf16", is_here=False).split("; ")) == {"flash attention 2", words}
+    with traced_for("cuda", generation=9):
+        use_flash_version(config, CPU)
+    assert there.active == "FA3"
+    assert (Heads.of(MambaConfig()), kernel_and_reason(MambaConfig(), 9, "bf16", True)) == ([], "the model's own")
 
 
 def test_attention_with_dropout_keeps_torchs_own(there: Torch) -> None:
@@ -121,7 +135,7 @@ def test_without_a_package_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: pytest.fail("restored"))
     assert use("llama", 9) == use("llama", 10) == "flash attention 2"
     monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
-    monkeypatch.setattr(cuda_attention, "_is_there", lambda module: True)
+    monkeypatch.setattr(flash_versions, "_is_there", lambda module: True)
     assert use("llama", 9) == "flash attention 2"
 
 

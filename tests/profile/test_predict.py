@@ -83,8 +83,8 @@ def test_answers_to_samples_are_counted_at_their_longest(tmp_path: Path) -> None
     [
         ("deepseek", "bf16", "flash attention 2"),
         ("narrow", "bf16", "flash attention 2"),
-        ("gemma2", "bf16", "our Triton kernel: scores have a soft cap"),
-        ("gemma3", "fp32", "our Triton kernel: heads are float32"),
+        ("gemma2", "bf16", "tuner's Triton kernel: scores have a soft cap"),
+        ("gemma3", "fp32", "tuner's Triton kernel: heads are float32"),
     ],
 )
 def test_every_kind_of_heads_is_predicted_on_a_gpu(kind: str, precision: str, said: str, tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """Flash attention inside documents on CUDA, by torch: one opaque operation that takes heads of any width up to 256.
 
-Torch's own (`varlen_attn`) is told the longest document as a number. Compiled layers would be compiled again for each
-number, or be told one that always holds, for which the kernel starts blocks that have nothing to do: with twenty
+Torch's own (`varlen_attn`) takes the length of the longest document as a number. Layers would be compiled again for
+each number, or be given an upper bound, for which the kernel starts blocks that have nothing to do: with twenty
 documents in a row of 4,096, 95 of 100. Here it is a tensor on the CPU, read when the kernel is launched. The kernel
-wants one width of all heads, a multiple of 8 (Dao 2023, https://arxiv.org/abs/2307.08691): narrower ones are filled up
-with zeros, which change neither scores nor the columns that are kept; what was given alone waits for the backward pass.
+wants one width of all heads, a multiple of 8 (Dao 2023, https://arxiv.org/abs/2307.08691): narrower heads are padded
+with zeros, which change neither scores nor the columns that are kept; the backward pass is left the unpadded ones.
 """
 
 import inspect
@@ -22,7 +22,7 @@ WIDEST = 256
 TYPES = (torch.bfloat16, torch.float16)
 _MULTIPLE = 8
 """Of which the width of a head is one."""
-IS_TOLD_BY_TENSOR = varlen_backward() is not None
+TAKES_TENSOR = varlen_backward() is not None
 """Whether this module's operation is there: it needs the backward pass of torch's as an operation."""
 _GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether torch's function takes fewer key heads than query heads: not in torch 2.11."""
@@ -114,7 +114,7 @@ def _require(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Non
         raise ValueError(f"flash attention: {list(query.shape)} queries do not go with {list(key.shape)} keys")
 
 
-def told_by_number(
+def with_number(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, window: int, scale: float
 ) -> torch.Tensor:
     """The first result of :func:`flash_attention` by torch's own operation, for a torch that keeps its parts private.

@@ -3,7 +3,8 @@
 Scores never leave the chip (Dao et al. 2022, https://arxiv.org/abs/2205.14135); sums are float32 in an order that does
 not depend on the run. A program works on one block of one document for one head; the grid has as many blocks for each
 document as the longest has, and those beyond a document's end return at once. Imported where they are launched alone:
-Triton is not installed everywhere.
+Triton is not installed everywhere. What differs between micro-batches is a number to all kernels and nothing that they
+are compiled for.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -76,7 +77,7 @@ def _put(pointer, rows, token, numbers, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     tl.store(where, numbers.to(pointer.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "tokens"])
 def _forward(  # noqa: PLR0913, PLR0917 - a kernel's arguments are pointers and numbers
     query, key, value, output, normaliser, bounds,
     blocks, tokens, q_head, q_token, k_head, k_token, v_head, v_token, o_token,
@@ -120,7 +121,7 @@ def _forward(  # noqa: PLR0913, PLR0917 - a kernel's arguments are pointers and 
     _put(output + head * D_VALUE, rows, o_token, mixed / total[:, None], D_VALUE, BLOCK_V, end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "tokens"])
 def _backward_queries(  # noqa: PLR0913, PLR0917
     query, key, value, output, upstream, normaliser, delta, grad, bounds,
     blocks, tokens, q_head, q_token, k_head, k_token, v_head, v_token, o_token, g_token,
@@ -163,7 +164,7 @@ def _backward_queries(  # noqa: PLR0913, PLR0917
     _put(grad + head * D, rows, g_token, found * SCALE, D, BLOCK_D, end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "tokens"])
 def _backward_keys(  # noqa: PLR0913, PLR0917
     query, key, value, upstream, normaliser, delta, grad_key, grad_value, bounds,
     blocks, tokens, q_head, q_token, k_head, k_token, v_head, v_token, o_token, gk_token, gv_token,
@@ -224,7 +225,7 @@ def launch_backward(tensors: dict[str, torch.Tensor], longest: int, **numbers: A
 
 _STRIDES = {"q": "query", "k": "key", "v": "value"}
 _TOKENS = {"g_token": "grad", "gk_token": "grad_key", "gv_token": "grad_value"}
-"""Which strides a kernel is told of which tensors; output and its gradient lie dense, heads inside tokens."""
+"""Which tensors' strides a kernel takes; output and its gradient are dense, heads inside tokens."""
 
 
 def _launch(

@@ -16,8 +16,8 @@ from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
 from tuner.errors import RecipeError
 from tuner.model.build import build_model, meta_model
-from tuner.model.cuda_attention import use_flash_version
 from tuner.model.documents import Padding
+from tuner.model.flash_versions import use_flash_version
 from tuner.model.flops import training_flops
 from tuner.model.freeze import frozen_hash
 from tuner.model.kernels import KERNELS

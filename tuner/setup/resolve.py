@@ -11,7 +11,7 @@ from tuner.config.optimizers import MuonOptimizer
 from tuner.config.recipe import Recipe
 from tuner.errors import MachineError, RecipeError
 from tuner.model.build import ModelSpec, generation_config, meta_model, model_config
-from tuner.model.cuda_attention import kernel_and_reason
+from tuner.model.flash_versions import kernel_and_reason
 from tuner.model.kernels import has_liger
 from tuner.model.native.library import native_problem
 from tuner.runtime.device import (
