@@ -128,8 +128,12 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", default=[], metavar="PART", help=", ".join(parts))
     chosen = parser.parse_args().parts or list(parts)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    problems = [problem for name in chosen for problem in parts[name]()]
-    print("\n".join(problems) or "everything holds")
+    problems = []
+    for name in chosen:
+        for problem in parts[name]():
+            print(f"PROBLEM {problem}", flush=True)
+            problems.append(problem)
+    print(f"{len(problems)} problems" if problems else "everything holds")
     return 1 if problems else 0
 
 

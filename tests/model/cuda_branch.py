@@ -14,6 +14,7 @@ import torch
 from transformers import DeepseekV3Config, Gemma2Config, PretrainedConfig
 
 from tests.fixtures.packed import gradient, packed_inputs, relative
+from tests.model import varlen_stand_in  # noqa: F401 - torch's flash attention has its kernels
 from tests.model.test_compile import LONGEST, TOKENS, packing
 from tests.model.tiny import SHAPE, VOCAB, tiny_config
 from tuner.model import blocked_attention, triton_attention
