@@ -465,6 +465,20 @@ MUTANTS: tuple[Mutant, ...] = (
         MODEL,
     ),
     Mutant(
+        "model-flash-window-one-wider",
+        "model.flash_attention._run",
+        "(A - 1, 0)",
+        "(A, 0)",
+        ("tests/model/test_cuda_attention.py",),
+    ),
+    Mutant(
+        "model-flash-longest-too-short",
+        "model.documents.Documents.of",
+        "max(A)",
+        "min(A)",
+        ("tests/model/test_cuda_attention.py",),
+    ),
+    Mutant(
         "model-documents-see-each-other",
         "model.documents.Documents.of",
         "[0, *accumulate(A)]",

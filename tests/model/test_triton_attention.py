@@ -13,9 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # at its end; windows are shorter than a block, as long as one, and longer than a document.
 CASES = [
     (4, 2, 8, 6, (5, 40, 1, 23), 0, 0.0),
-    (3, 1, 24, 24, (5, 130, 1), 8, 3.0),
-    (2, 2, 16, 40, (64, 64, 3), 64, 5.0),
-    (2, 1, 80, 16, (70, 20), 40, 0.0),
+    (2, 1, 24, 24, (5, 130, 1), 8, 3.0),
+    (1, 1, 80, 16, (64, 3), 40, 5.0),
 ]
 COMPARE = """
 import json, sys, torch
@@ -27,7 +26,7 @@ torch.set_num_threads(1)
 found = {}
 for name in names:
     dtype = getattr(torch, name)
-    for heads, keys, width, value_width, lengths, window, cap in cases:
+    for heads, keys, width, value_width, lengths, window, cap in cases if name == names[0] else cases[:1]:
         generator, tokens = torch.Generator().manual_seed(0), sum(lengths)
         shapes = ((heads, width), (keys, width), (keys, value_width))
         made = [torch.randn(tokens, *shape, generator=generator).to(device, dtype) for shape in shapes]
@@ -70,13 +69,12 @@ def test_the_kernels_equal_the_blocks_in_the_interpreter() -> None:
     """In fp16 for what is 16 bits wide: the interpreter has no products of bf16."""
     pytest.importorskip("triton")
     found = differences("cpu", "float32,float16", TRITON_INTERPRET="1")
-    assert len(found) == 2 * len(CASES)
+    assert len(found) == len(CASES) + 1
     for case, far in found.items():
         assert far < (2e-6 if case.startswith("float32") else 2e-3), found
 
 
 @pytest.mark.gpu
 def test_the_kernels_equal_the_blocks_on_a_gpu() -> None:
-    found = differences("cuda", "float32,float16,bfloat16")
-    for case, far in found.items():
-        assert far < (2e-6 if case.startswith("float32") else 2e-2), found
+    for name, allowed in (("float32", 2e-6), ("float16", 2e-3), ("bfloat16", 2e-2)):
+        assert max(differences("cuda", name).values()) < allowed
