@@ -271,11 +271,15 @@ def test_the_mock_batch_is_no_more_than_a_step(
     assert seen == [passes]
 
 
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("no room"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublas`")],
+)
 def test_a_mock_batch_that_does_not_fit_ends_the_launch_before_the_first_step(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("no room")
+        raise error
 
     monkeypatch.setattr(mock, "forward_backward", full)
     with pytest.raises(MemoryLimitError, match="out of memory in the largest micro-batch, forward"):

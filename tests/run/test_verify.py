@@ -90,9 +90,8 @@ def test_what_cannot_be_compared_is_refused(finished: Path, monkeypatch: pytest.
         proof(finished, 1)
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_on_cuda_the_steps_are_compared_with_deterministic_kernels(
-    device: str, finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real_source, real_launch, asked = verify.resume_source, verify.launch, []
 
@@ -104,18 +103,11 @@ def test_on_cuda_the_steps_are_compared_with_deterministic_kernels(
         asked.append(loaded.recipe.train.deterministic)
         return real_launch(placed(loaded, "cpu"), options, own_process)
 
-    monkeypatch.setattr(verify, "resume_source", lambda run: placed(real_source(run), device))
     monkeypatch.setattr(verify, "launch", here)
-    found = verify_resume(finished, 1, Console(), own_process=False)
-    assert asked == [device == "cuda"] * 3 and found.steps == 2
-    assert ("with train.deterministic: true" in capsys.readouterr().err) == (device == "cuda")
-    real = run_module.restore
-
-    def miscounts(context: LaunchContext, found: Any) -> None:
-        real(context, found)
-        context.progress.trained_tokens += 1
-
-    monkeypatch.setattr(run_module, "restore", miscounts)
-    with pytest.raises(VerificationError) as raised:
-        proof(finished, 1)
-    assert ("train.deterministic" in str(raised.value.hint)) == (device == "cpu"), "a hint names nothing that is set"
+    monkeypatch.setattr(verify, "resume_source", lambda run: placed(real_source(run), "cuda"))
+    verify_resume(finished, 1, Console(), own_process=False)
+    assert asked == [True] * 3
+    assert "with train.deterministic: true" in capsys.readouterr().err
+    assert [verify.is_made_deterministic(device) for device in ("cuda", "cpu", "auto")] == [True, False, False]
+    assert "train.deterministic" not in verify._hint(True), "a hint names nothing that is set"
+    assert "train.deterministic: true" in verify._hint(False)

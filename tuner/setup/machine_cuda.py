@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 
 import torch
 
 from tuner.errors import MachineError
+from tuner.model.kernels import has_liger
 from tuner.runtime.before_torch import ALLOCATOR, SEGMENTS, is_wsl
 from tuner.runtime.device import TO_COMPILE, forget_cuda_error, triton_problem
 from tuner.runtime.dist import RankInfo
@@ -31,7 +31,7 @@ def examine_cuda() -> Iterator[Check]:
 
 
 def _liger() -> Check:
-    if importlib.util.find_spec("liger_kernel") is None:
+    if not has_liger("llama"):
         return Check("kernels", "missing", "liger-kernel is not installed", LESS, "pip install liger-kernel")
     if (problem := triton_problem()) is not None:
         return Check("kernels", "missing", f"liger's cannot be compiled: {problem}", LESS, TO_COMPILE)
