@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -156,3 +157,26 @@ def test_weights_and_data_are_there_before_the_processes_meet(tmp_path: Path, mo
     assert done == ["prepare_to_use"], "a plan downloads no weights"
     launch(tmp_path, train__stop_after="1 step")
     assert done[1:] == ["fetch_weights", "prepare_to_use", "process_group"]
+
+
+@pytest.mark.parametrize(
+    ("no_cxx", "no_cc", "said"),
+    [
+        (None, None, None),
+        ("no g++", None, "no g++: the decoder layers are not compiled; slower"),
+        ("no gcc", "no gcc", "no gcc: the decoder layers are not compiled and liger's kernels are not used; slower"),
+    ],
+)
+def test_what_a_machine_lacks_for_a_gpu_is_named(
+    no_cxx: str | None, no_cc: str | None, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight_module, "compiler_problem", lambda kind: no_cxx)
+    monkeypatch.setattr(preflight_module, "triton_problem", lambda: no_cc)
+    reasons = {"train.compile": no_cxx or "cuda", "model.kernels": f"no liger: {no_cc}" if no_cc else "llama on cuda"}
+
+    def resolved_on(kind: str) -> Any:
+        return SimpleNamespace(facts=SimpleNamespace(kind=kind), reasons=reasons)
+
+    found = preflight_module._slower(resolved_on("cuda"))
+    assert found is said or (found is not None and said is not None and found.startswith(said))
+    assert preflight_module._slower(resolved_on("cpu")) is None

@@ -200,3 +200,35 @@ def test_nccl_without_memory_is_no_lost_process(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(process, "_meet", lambda *args: None)
     with pytest.raises(dist.DistBackendError, match="calloc"), process_group(RankInfo(1, 2, 1, 2), "cpu", 1.0):
         raise dist.DistBackendError(UNHANDLED + "Failed to CUDA calloc 8 bytes")
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "said"),
+    [
+        ("unhandled system error\nLast error:\nsocketStartConnect: Connect to 10.0.0.2 failed", MachineError,
+         "rank 5 of 16 could not join the others: socketStartConnect: Connect to 10.0.0.2 failed"),
+        ("unhandled cuda error\nLast error:\nFailed to CUDA calloc 8 bytes", dist.DistBackendError, "Failed to CUDA"),
+    ],
+)  # fmt: skip
+def test_nccl_connects_where_the_processes_meet_on_the_device_of_each(
+    words: str, kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[object] = []
+    zeros = torch.zeros
+
+    def fails(tensor: torch.Tensor) -> None:
+        done.append("connect")
+        raise dist.DistBackendError(NCCL.format(words))
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    monkeypatch.setattr(torch, "zeros", lambda size, device: (done.append(device), zeros(size))[1])
+    monkeypatch.setattr(dist, "init_process_group", lambda **options: done.append(options["backend"]))
+    monkeypatch.setattr(dist, "all_reduce", fails)
+    monkeypatch.setattr(process, "_meet", lambda *args: None)
+    monkeypatch.setattr(process, "gloo_group", lambda *args: None)
+    monkeypatch.setattr(process, "_require_own_devices", lambda own, group: done.append("own"))
+    with pytest.raises(kind, match=said), process_group(RankInfo(5, 16, 5, 8), "cuda", 1.0):
+        raise AssertionError("joined")
+    own = torch.device("cuda", 0)
+    assert done == [own, "cpu:gloo,cuda:nccl", "own", own, "connect"]

@@ -104,3 +104,16 @@ def test_a_cpu_without_a_c_compiler_computes_with_torch(model: Path, monkeypatch
 def test_native_kernels_are_for_the_cpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MachineError, match="native kernels are for the CPU"):
         resolved_on("cuda", model, monkeypatch, None, model={"kernels": "native"})
+
+
+def test_a_task_that_sees_one_device_is_resolved_for_that(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def facts(kind: str, index: int) -> DeviceFacts:
+        asked.append(index)
+        return DeviceFacts("cpu", "a device", 8 * GIB, 8 * GIB, True, 1)
+
+    monkeypatch.setattr("tuner.setup.resolve.device_facts", facts)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    resolve(recipe_for(model), MAX_LENGTH, RankInfo(3, 8, 3, 8))
+    assert asked == [0]
