@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_leaves
 from tests.fixtures.processes import run_ranks
 from tests.model.tiny import VOCAB, tiny_config
 from tuner.model.root import CausalLM
-from tuner.parallel.fsdp import local, materialise, shard, sync_gradients
+from tuner.parallel import fsdp
+from tuner.parallel.fsdp import local, materialise, shard, squared_norm, sum_whole_gradients, sync_gradients
+from tuner.parallel.gathers import SMALL
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
 
@@ -33,8 +35,8 @@ def sharded(
     with torch.device("meta"):
         root = tiny_model()
     device_mesh = Mesh.of(RankInfo(rank, 2, rank, 2), "full" if processes_to_a_copy == 2 else "none").device_mesh("cpu")
-    assert device_mesh is not None
-    shard(root, device_mesh, reshard, rounded_to)
+    if device_mesh is not None:
+        shard(root, device_mesh, reshard, rounded_to)
     materialise(root, tiny_model() if rank == 0 else None, torch.device("cpu"))
     return root
 
@@ -133,10 +135,34 @@ def test_gradients_are_summed_over_processes_once_they_are_asked_for(processes_t
         loss_of(root, rank).backward()
         sync_gradients(root, True)
         loss_of(root, 10 + rank).backward()
+        sum_whole_gradients(root.parameters())
         expected = gradients(one)
         found = gradients(root)
         assert found.keys() == expected.keys()
         for name, gradient in found.items():
             torch.testing.assert_close(whole(gradient), expected[name], rtol=1e-4, atol=1e-5)
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("small", [SMALL, 4])
+def test_gradients_of_whole_parameters_are_added_up_large_ones_in_place(
+    small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsdp, "SMALL", small)
+
+    def work(rank: int) -> None:
+        both, one = torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(3))
+        both.grad = torch.full((2, 3), 1.0 + rank)
+        one.grad = torch.tensor([1.0, 2.0, 3.0]) if rank == 1 else None  # as of an expert that rank 1 alone took
+        given = both.grad
+        sum_whole_gradients([both, one])
+        assert torch.equal(both.grad, torch.full((2, 3), 3.0))
+        assert one.grad is not None and one.grad.tolist() == [1.0, 2.0, 3.0]
+        assert (both.grad is given) == (small == 4)
+        share = squared_norm([both.grad, one.grad], Mesh.of(RankInfo(rank, 2, rank, 2), "none"))
+        torch.distributed.all_reduce(share)
+        assert share.item() == pytest.approx(6 * 9 + 14)
 
     assert run_ranks(2, tmp_path, work) == [0, 0]

@@ -21,6 +21,7 @@ CASES = [
     Spread(tied=True, whole=True),
     Spread(family="phi", reshard=False),
     Spread(family="gpt2"),
+    Spread(shard="none", tied=True),
     Spread(adapter="lora", level="selective"),
 ]
 ROW = (torch.arange(3, 23), torch.arange(20), (20,), torch.arange(19), torch.arange(4, 23))
@@ -41,7 +42,7 @@ def test_bf16_on_two_processes_is_bf16_on_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("shard", ["full"])
+@pytest.mark.parametrize("shard", ["full", "none"])
 def test_logits_and_checkpoints_are_of_the_weights_as_they_are_trained(shard: str, tmp_path: Path) -> None:
     """And not of those that are gathered. A checkpoint of two processes is read by one."""
 

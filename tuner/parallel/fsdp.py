@@ -100,12 +100,12 @@ def _state_of(module: nn.Module) -> FSDPModule:
 
 
 def materialise(root: CausalLM, source: CausalLM | None, device: torch.device) -> None:
-    """Give a sharded meta model its storage and the values of rank 0's ``source``, one tensor at a time.
+    """Give a meta model, in shards or whole, its storage and the values of rank 0's ``source``, one tensor at a time.
 
     Buffers are copied too: non-persistent ones (rotary frequencies) are in no file and hold garbage after meta.
     Collective; ``source`` is None on the other ranks. Host memory beyond the shards: one whole tensor on them.
     """
-    root.to_empty(device=device)
+    _give_storage(root, device)
     values = {} if source is None else dict(_tensors(source))
     with torch.no_grad():
         for name, target in _tensors(root):
@@ -121,6 +121,18 @@ def materialise(root: CausalLM, source: CausalLM | None, device: torch.device) -
             else:
                 dist.broadcast(whole, src=0)
                 target.copy_(whole)
+
+
+def _give_storage(root: nn.Module, device: torch.device) -> None:
+    """Put tensors without values on a device in the place of a meta model's; tied ones stay one."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in root.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((module, name))
+    root.to_empty(device=device)
+    for (module, name), *others in places.values():
+        for other, other_name in others:
+            setattr(other, other_name, getattr(module, name))
 
 
 def sync_gradients(root: nn.Module, last: bool, whole: bool = False) -> None:

@@ -17,8 +17,9 @@ DATA_AXES = ("replicate", "shard")
 class Mesh:
     """The axes of a launch, outermost first, and this process's rank in it; without axes, a single process.
 
-    ``shard``: the processes that hold one copy of the model between them. ``replicate``: the copies. Neighbouring ranks
-    differ along the last axis, since launchers number the processes of a machine one after the other.
+    ``shard``: the processes that hold one copy of the model between them; without it each holds one. ``replicate``: the
+    copies. Neighbouring ranks differ along the last axis, since launchers number the processes of a machine one after
+    the other.
     """
 
     axes: Mapping[str, int] = field(default_factory=dict)
@@ -41,13 +42,18 @@ class Mesh:
                 hint="write shard: full",
             )
         size = {"none": 1, "full": world_size, "hybrid": local}[shard]
-        axes = {"shard": size} if size == world_size else {"replicate": world_size // size, "shard": size}
-        return cls(axes, rank_info.rank)
+        axes = {"replicate": world_size // size, "shard": size}
+        return cls({name: count for name, count in axes.items() if count > 1}, rank_info.rank)
 
     @property
     def size(self) -> int:
         """All processes."""
         return prod(self.axes.values())
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether processes hold parts of the model."""
+        return "shard" in self.axes
 
     @property
     def data_size(self) -> int:
@@ -80,10 +86,10 @@ class Mesh:
         return self.rank // inner % self.axes[axis]
 
     def device_mesh(self, device: str) -> DeviceMesh | None:
-        """The axes as torch has them, for a kind of device; None for a single process. Collective.
+        """The axes as torch has them, for a kind of device; None where every process holds the whole model. Collective.
 
         All of them shard and replicate parameters; an axis that does something else is to be sliced off here.
         """
-        if not self.axes:
+        if not self.is_sharded:
             return None
         return init_device_mesh(device, tuple(self.axes.values()), mesh_dim_names=tuple(self.axes))

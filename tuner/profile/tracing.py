@@ -215,7 +215,7 @@ def _fake_mesh(mesh: Mesh) -> DeviceMesh | None:
     torch keeps one layout for all equal meshes, with the coordinates of whoever made it first: a real mesh of this
     process that equals a predicted one would be taken for rank 0's.
     """
-    if not mesh.axes:
+    if not mesh.is_sharded:
         return None
     names = tuple(f"predicted_{name}" for name in mesh.axes)
     return init_device_mesh("cpu", tuple(mesh.axes.values()), mesh_dim_names=names)

@@ -135,7 +135,7 @@ def assemble_model(resolved: Resolved, rank_info: RankInfo, mesh: Mesh) -> tuple
         inspect, to_device = partial(_inspect, resolved), lambda root: root.to(device)
         root = assemble(spec, _whole_model(resolved), inspect=inspect, give_values=to_device)
     else:
-        root = _sharded(resolved, spec, mesh, device)
+        root = _spread(resolved, spec, mesh, device)
     return root, step_config_of(recipe, device, mesh)
 
 
@@ -244,8 +244,8 @@ def _whole_model(resolved: Resolved) -> PreTrainedModel:
     return build_model(model_spec(recipe, resolved.new_ids), DTYPES[recipe.model.dtype], recipe.seed)
 
 
-def _sharded(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> CausalLM:
-    """Shards on every rank, filled from the whole model of rank 0. Collective."""
+def _spread(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> CausalLM:
+    """Shards or a copy on every rank, filled from the whole model of rank 0. Collective."""
     source: list[CausalLM] = []  # on rank 0 alone; a failure there is raised on every rank, so that none waits for it
 
     def build_source() -> str | None:
