@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tests.export.runs import write_base
 from tests.fixtures.commands import tuner
@@ -57,24 +59,6 @@ def measured(recipe: Path, limit: int | None = None, output: Path | None = None,
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the tracer's own
-def test_compiled_layers_are_recorded_as_they_are_and_timed_compiled(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch._dynamo.utils import counters
-
-    from tuner.model import blocks as compiling
-
-    plain = measured(recipe)
-    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
-    text = recipe.read_text().replace("train: {", "train: {compile: true, ")
-    recipe.write_text(text)
-    counters.clear()
-    report = measured(recipe)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert report.memory.parts["parameters"] == plain.memory.parts["parameters"]
-    assert any(holding.owner.startswith("model.layers.0") for holding in report.memory.largest)
-
-
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_parts_are_those_of_the_model(recipe: Path, adapter: str) -> None:
     report = measured(recipe, adapter__kind=adapter)
@@ -109,6 +93,30 @@ def test_activations_are_found_in_the_modules_that_made_them(recipe: Path) -> No
     assert again.memory.phases["forward"] < plain.memory.phases["forward"]
     most = [max(found.memory.series["activations"]) for found in (plain, again)]
     assert 0 < most[1] < most[0]  # made again, in the backward pass
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_layers_are_recorded_as_they_train(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiler's choice of what waits for the backward pass, and compiled once."""
+    monkeypatch.setattr("tuner.model.blocks.BACKEND", "aot_eager_decomp_partition")
+    graphs: list[int] = []
+    whole = measuring._timed_steps
+
+    def counting(*given: Any) -> Any:
+        graphs.append(counters["stats"]["unique_graphs"])
+        result = whole(*given)
+        graphs.append(counters["stats"]["unique_graphs"])
+        return result
+
+    monkeypatch.setattr(measuring, "_timed_steps", counting)
+    counters.clear()  # of the compiler, process-wide
+    torch_alone = {"model__kernels": "torch"}
+    plain, compiled = measured(recipe, **torch_alone), measured(recipe, train__compile="true", **torch_alone)
+    owners = {one.owner for one in compiled.memory.largest if one.part == "activations"}
+    assert {"model.layers.0", "model.layers.1"} <= owners and not any("mlp" in owner for owner in owners)
+    assert graphs[0] == graphs[1] == 0 < graphs[2] == graphs[3]
+    kept = [max(found.memory.series["activations"]) for found in (plain, compiled)]
+    assert 0 < kept[1] < kept[0]
 
 
 def test_rates(recipe: Path) -> None:

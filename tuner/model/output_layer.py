@@ -7,7 +7,7 @@ operations). Normaliser, loss and the step from logits to gradient are float32, 
 On a CPU the weight is converted, and its gradient added up, a block of the vocabulary at a time: both stay in the
 cache, and neither has a second copy of its size. On a GPU the weight is converted once for all chunks, which are few
 and large, the rows of the logits begin at multiples of 128 bytes whatever the vocabulary, as its matrix units want
-them, and the weight's gradient is added up in float32 whatever its type.
+them. The weight's gradient is added up in float32 whatever its type.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -194,7 +194,7 @@ class _Head:
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """The summed loss, and its gradients by hidden, weight and bias, None where not ``wanted``; chunk by chunk.
 
-        On a GPU those of weight and bias are float32, or the type of the products where that is wider.
+        Those of weight and bias are float32, or a wider type of the products or their own.
         """
         hidden, weight, exact_dtype = self.hidden, self.weight, torch.promote_types(self.dtype, torch.float32)
         hidden_dtype = hidden.dtype if self.on_gpu else exact_dtype
@@ -222,8 +222,7 @@ class _Head:
 
     def _summed_in(self, parameter: torch.Tensor) -> torch.dtype:
         """The type in which the gradient of weight or bias is added up: at least float32, however it is gathered."""
-        exact_dtype = torch.promote_types(self.dtype, torch.float32)
-        return exact_dtype if self.on_gpu else torch.promote_types(parameter.dtype, exact_dtype)
+        return torch.promote_types(parameter.dtype, torch.promote_types(self.dtype, torch.float32))
 
     def _row_length(self) -> int:
         """Elements from one row of the logits to the next."""

@@ -115,18 +115,14 @@ def measure(
 
 
 def _recorded_step(assembly: Assembly, longest: int, output: Path | None) -> MemoryRecord:
-    """One real step under the recorder; it is also the warm-up of the timed ones.
-
-    Each module is a range of its own, which compiled layers cannot have: those run uncompiled, which needs no less.
-    """
+    """One real step under the recorder; it is also the warm-up of the timed ones. Compiled layers run compiled."""
     train_state = assembly.train_state
     train_state.optimizer.allocate()
     train_state.optimizer.set_step_count(0)
     snapshot = None if output is None else output / f"memory-rank{assembly.rank_info.rank}.pickle"
-    with (
-        StepRecorder(train_state, modules=True, snapshot=snapshot) as recorder,
-        torch.compiler.set_stance("force_eager"),
-    ):
+    if train_state.root.padding is not None:
+        _take(assembly, assembly.batches.step(longest), 0)  # what compiling takes is no part of a step
+    with StepRecorder(train_state, modules=True, snapshot=snapshot) as recorder:
         _take(assembly, assembly.batches.step(longest), 0)
     return recorder.memory()
 
@@ -135,8 +131,6 @@ def _timed_steps(assembly: Assembly, steps: int) -> tuple[_Clock, list[StepBatch
     """Steps as training takes them, batches made ready ahead included."""
     train_state = assembly.train_state
     first = 1
-    if assembly.resolved.recipe.train.compile is True:
-        _take(assembly, assembly.batches.step(0), 0)  # the compilation is no part of a step's time
     clock = _Clock(train_state.step_config.device)
     taken = []
     with phase.observed(clock.mark), Prefetcher(assembly.batches, first, first + steps) as batches:

@@ -106,11 +106,11 @@ def clear_frames(error: BaseException) -> None:
 def replay_step(assembly: Assembly, number: int, message: str) -> OomReport:
     """Take step ``number`` (0: the mock batch) again to see what holds the memory; ``message`` is the device's own.
 
-    For a single process: the others of several would have to take part. It raises what else goes wrong.
+    It runs as it did: a compiled layer is compiled, and known to hold what its modules do. For a single process: the
+    others of several would have to take part. It raises what else goes wrong.
     """
     _clear(assembly)
-    with torch.compiler.set_stance("force_eager"):
-        recorder, failed = _recorded(assembly, lambda: _take(assembly, number), modules=True)
+    recorder, failed = _recorded(assembly, lambda: _take(assembly, number), modules=True)
     record = recorder.memory(failed)
     at = len(record.changes) - 1 if failed else record.peak_at()
     return with_fix(assembly, report_at(assembly, record, at, _where(number), _asked_bytes(message)))

@@ -13,6 +13,8 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
+from tuner.model.build import decoder_blocks
+from tuner.model.root import CausalLM
 from tuner.profile.blocks import MemoryRecord
 from tuner.profile.events import MODULE, PHASE, Owned, gradients, memory_record, resident
 from tuner.runtime import phase, torch_private
@@ -22,7 +24,7 @@ from tuner.train.step import TrainState
 class StepRecorder:
     """Records what training does between :meth:`start` and :meth:`stop`: its parts in time, its blocks of memory.
 
-    With ``modules`` the forward of each module is a range of its own; compiled layers must then run uncompiled.
+    With ``modules`` the forward of each module is a range of its own; of compiled layers that of the layer.
     ``snapshot`` is where the CUDA allocator's history goes, with the line of code of each allocation.
     """
 
@@ -45,7 +47,7 @@ class StepRecorder:
         self._before = resident(train_state) if self._memory else []
         self._synchronize()
         if self._modules:
-            self._stack.enter_context(_module_ranges(train_state.root.model))
+            self._stack.enter_context(_module_ranges(train_state.root))
         if self._snapshot is not None:
             torch_private.record_memory_history("all", context="alloc", stacks="python", device=self._device)
             self._stack.callback(torch_private.record_memory_history, None)
@@ -101,8 +103,8 @@ class StepRecorder:
 
 
 @contextmanager
-def _module_ranges(root: nn.Module) -> Iterator[None]:
-    """Within, every module's forward is a range of its own."""
+def _module_ranges(root: CausalLM) -> Iterator[None]:
+    """Within, every module's forward is a range of its own; hooks inside of compiled layers would compile them anew."""
     running: list[record_function] = []
 
     def entering(name: str, module: nn.Module, inputs: object) -> None:
@@ -113,8 +115,10 @@ def _module_ranges(root: nn.Module) -> Iterator[None]:
         running.pop().__exit__(None, None, None)
 
     with ExitStack() as stack:
-        for name, module in root.named_modules():
-            if name:
+        compiled = decoder_blocks(root.model) if root.padding is not None else []
+        inside = {module for block in compiled for module in block.modules()} - set(compiled)
+        for name, module in root.model.named_modules():
+            if name and module not in inside:
                 stack.callback(module.register_forward_pre_hook(partial(entering, name)).remove)
                 stack.callback(module.register_forward_hook(leaving, always_call=True).remove)
         yield
