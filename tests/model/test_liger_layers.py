@@ -1,4 +1,7 @@
-"""Liger's layers keep the plain model's gradients whatever is recomputed, in Triton's interpreter without a GPU."""
+"""Liger's layers keep the plain model's gradients whatever is recomputed, in Triton's interpreter without a GPU.
+
+And none of their kernels writes in the forward pass into what a product made, which selective recomputing keeps.
+"""
 
 import json
 import os
@@ -42,7 +45,17 @@ from tuner.parallel.assemble import AssemblySpec, assemble
 
 lengths = (3, 4)
 
-def gradients(kind, level, liger):
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.made = []
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.name() in ("aten::mm", "aten::addmm"):
+            self.made.append((result, result.clone()))
+        return result
+
+def gradients(kind, level, liger, rope=False):
     with tempfile.TemporaryDirectory() as directory:
         tiny_config(kind).save_pretrained(directory)
         model = build_model(ModelSpec(directory, random_init=True), torch.float32, seed=1)
@@ -50,17 +63,27 @@ def gradients(kind, level, liger):
     for parameter in root.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15, generator=torch.Generator().manual_seed(parameter.numel()))
-    loss = root(document_lengths=lengths, **packed_inputs(random_ids(97)[: sum(lengths)], lengths))
+    if rope:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+        others = dict(cross_entropy=False, fused_linear_cross_entropy=False, rms_norm=False, swiglu=False)
+        _apply_liger_kernel_to_instance(model=root.model, rope=True, **others)
+    with Products() as products:
+        loss = root(document_lengths=lengths, **packed_inputs(random_ids(97)[: sum(lengths)], lengths))
+    written.append(sum(not torch.equal(tensor, before) for tensor, before in products.made))
+    assert len(products.made) >= 8
     loss.backward()
     return float(loss), gradient(root)
 
-found = {}
+found, written = {}, []
 for kind in sys.argv[1:]:
     loss, expected = gradients(kind, "none", False)
     for level in ("none", "selective", "full"):
         other, actual = gradients(kind, level, True)
         differences = abs(other - loss) / loss, float((actual - expected).norm() / expected.norm())
         found[f"{kind} {level}"] = max(differences)
+found["written"] = sum(written)
+gradients("llama", "selective", True, rope=True)
+found["written by rope"] = written[-1]
 print(json.dumps(found))
 """
 
@@ -77,5 +100,6 @@ def test_gradients_are_the_plain_models_at_every_level_of_recomputing() -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("written") == 0 and found.pop("written by rope") == 4  # queries and keys of two layers
     assert len(found) == 3 * len(KINDS)
     assert max(found.values()) < 1e-4, found
