@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tuner.model.kernels import has_liger
+
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("llama", "phi3", "gemma3")
 """Queries and keys are a product's result in the first, a view of one in the second; the third normalises them."""
@@ -86,6 +88,25 @@ gradients("llama", "selective", True, rope=True)
 found["written by rope"] = written[-1]
 print(json.dumps(found))
 """
+
+
+def whole() -> None:
+    from json import loads  # noqa: F401
+
+    if len(sys.argv) > 1000:
+        from json import nothing_such  # noqa: F401
+
+
+def broken() -> None:
+    from json import nothing_such  # noqa: F401
+
+
+def test_kernels_whose_parts_are_missing_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger imports what an architecture needs when it is asked for it; of some a part has gone."""
+    patching = pytest.importorskip("liger_kernel.transformers.monkey_patch")
+    assert has_liger("llama") and not has_liger("no_such_type")
+    monkeypatch.setattr(patching, "MODEL_TYPE_TO_APPLY_LIGER_FN", {"whole": whole, "broken": broken})
+    assert has_liger("whole") and not has_liger("broken")
 
 
 def test_gradients_are_the_plain_models_at_every_level_of_recomputing() -> None:

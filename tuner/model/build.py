@@ -58,6 +58,13 @@ def _own_config(spec: ModelSpec) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             spec.name_or_path, revision=spec.revision, trust_remote_code=False
         )
+    try:
+        config.get_text_config()
+    except ValueError as error:  # of several models
+        raise RecipeError(
+            f"model.name_or_path: {config.model_type} has no text model of its own: {_reason(error)}",
+            hint="choose a causal language model",
+        ) from error
     for key in spec.config_overrides:
         if not hasattr(config, key):
             near = difflib.get_close_matches(key, list(config.to_dict()), n=1)

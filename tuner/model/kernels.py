@@ -3,8 +3,13 @@
 `liger` is Liger Kernel's, in Triton, on CUDA; `native` is ours in C, compiled for the processor of this machine.
 """
 
+import ast
+import importlib
+import inspect
 import logging
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Callable, Mapping
+from functools import cache
 
 import torch
 from transformers import PreTrainedModel
@@ -42,9 +47,8 @@ def apply_liger(model: PreTrainedModel) -> None:
     """
     _quiet_liger()
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+    if not has_liger(model.config.model_type):
         raise RecipeError(
             f"model.kernels: liger has no kernels for {model.config.model_type}", hint="write kernels: torch"
         )
@@ -52,13 +56,29 @@ def apply_liger(model: PreTrainedModel) -> None:
 
 
 def has_liger(model_type: str) -> bool:
-    """Whether liger-kernel is installed and has kernels for this architecture."""
+    """Whether liger-kernel is installed and has kernels for this architecture, all of whose parts are there."""
     _quiet_liger()
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError:
         return False
-    return model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
+    return model_type in MODEL_TYPE_TO_APPLY_LIGER_FN and _has_parts(MODEL_TYPE_TO_APPLY_LIGER_FN[model_type])
+
+
+@cache
+def _has_parts(function: Callable[..., None]) -> bool:
+    """Whether what liger's function for an architecture imports when it is called is there, in both libraries."""
+    (defined,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(defined, ast.FunctionDef)
+    for node in defined.body:  # those that lie deeper depend on what it is asked for
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            try:
+                module = importlib.import_module(node.module)
+                for name in (alias.name for alias in node.names):
+                    hasattr(module, name) or importlib.import_module(f"{node.module}.{name}")
+            except ImportError:
+                return False
+    return True
 
 
 def _quiet_liger() -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PretrainedConfig
 
+from tuner.errors import RecipeError
 from tuner.runtime.device import gpu_memory, target
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, bool, torch.Tensor | None], torch.Tensor]
@@ -179,6 +180,12 @@ class _Head:
 
     @staticmethod
     def of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> "_Head":
+        if hidden.shape[-1] != weight.shape[-1]:
+            raise RecipeError(
+                f"model: its output layer takes {weight.shape[-1]:,} numbers and its decoder gives "
+                f"{hidden.shape[-1]:,}: something between them is not called",
+                hint="choose another model",
+            )
         on_gpu = target(weight) == "cuda"
         return _Head(hidden, weight.to(dtype) if on_gpu else weight, bias, dtype, on_gpu)
 

@@ -120,7 +120,9 @@ def _shapes(root: nn.Module) -> set[torch.Size]:
 
 @contextmanager
 def refusing(model: PreTrainedModel) -> Iterator[None]:
-    """Turn what the model's own code raises into a RecipeError: it may ask tensors for numbers that fakes do not have.
+    """Turn what the model's own code raises into a RecipeError.
+
+    It may want masks, which training does not make, or ask tensors for numbers that fakes do not have.
 
     What this package's code raises, or torch's where this package called it, stays the bug that it is.
     """
@@ -134,7 +136,7 @@ def refusing(model: PreTrainedModel) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:REASON]
         raise RecipeError(
-            f"{name} cannot be predicted: its own code does not run on tensors without numbers "
+            f"{name} cannot be predicted: its own code does not run without masks, or on tensors without numbers "
             f"({type(error).__name__}: {reason})",
             hint=hint,
         ) from error
