@@ -79,7 +79,7 @@ def test_what_is_written_stays(tmp_path: Path, counted: Counted) -> None:
     assert settled(tmp_path, 80, train={"gradient_checkpointing": "full"}).values == {MICRO: 4}
     assert {level for _, level, _ in counted.asked[1:]} == {"full"}
     alone = settled(tmp_path, 80, data={"max_length": 2048, "packing": False})
-    assert alone.values[MICRO] == 1 and "rows are not packed" in alone.reasons[MICRO]
+    assert alone.values[MICRO] == 1 and "not packed stay alone" in alone.reasons[MICRO]
 
 
 def test_more_is_recomputed_where_nothing_fits_with_less_or_the_rows_pay(tmp_path: Path, counted: Counted) -> None:

@@ -61,6 +61,7 @@ def test_only_what_is_left_open_is_predicted_and_never_for_a_cpu(tmp_path: Path,
     written = loaded_from(tmp_path, train={"micro_batch_size": 1, "gradient_checkpointing": "none"})
     assert settle(written, {}, RankInfo(), place, console) == Settled()
     assert left_open(written.recipe, 2) == (SHARD,)
+    assert settle(written, {}, TWO, place, console) == Settled()  # on one machine weights in full are sharded over all
     assert len(asked) == 1
 
 

@@ -20,11 +20,21 @@ from tuner.profile.predict import Target, computing, predict, resolved_for
 from tuner.profile.prediction import Prediction
 from tuner.profile.search import LEVELS, Choice, Search, row_counts
 from tuner.profile.workload import workload
-from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
 from tuner.setup.build import meta_model_of, trainable_of
 from tuner.setup.resolve import Resolved
-from tuner.setup.settled import LEVEL, MICRO, SHARD, Settled, changed, left_open, rows_at_once, value_of, whole_batches
+from tuner.setup.settled import (
+    LEVEL,
+    MICRO,
+    SHARD,
+    Settled,
+    changed,
+    left_open,
+    rows_at_once,
+    value_of,
+    ways_to_shard,
+    whole_batches,
+)
 
 PAYS = 0.95
 """What the estimated time of a step must come down to for the memory, or the arithmetic, that it costs."""
@@ -42,7 +52,8 @@ def choose(recipe: Recipe, target: Target, prepared: Path | None = None) -> tupl
     search, speed = Search(recipe, target, prepared), _Speed(recipe, target, prepared)
     sizes, refused = _sizes(recipe, target), list[Exception]()
     best: Choice | None = None
-    for sharding in shardings(recipe, target.rank_info):
+    for kind in ways_to_shard(recipe, target.rank_info):
+        sharding = {} if target.rank_info.world_size == 1 else {SHARD: kind}
         for level in _levels(recipe):
             values = {LEVEL: level, **sharding}
             worth = [size for size in sizes if speed.pays({**values, MICRO: size}, len(sizes) > 1, best)]
@@ -57,6 +68,8 @@ def choose(recipe: Recipe, target: Target, prepared: Path | None = None) -> tupl
     found = best or min(search.tried, key=lambda choice: choice.prediction.peak_bytes)
     settled = changed(recipe, found.overrides)
     reasons = {key: _reason(key, settled, search.tried, found) for key in open_keys}
+    if MICRO in reasons and found.fits:
+        reasons[MICRO] = f"{speed.rows(settled)}: {reasons[MICRO]}"
     return Settled({key: value_of(settled, key) for key in open_keys}, reasons), found.prediction
 
 
@@ -77,21 +90,16 @@ class _Speed:
             return False
         return best is None or self._step_s(values) <= PAYS * self._step_s(best.overrides)
 
+    def rows(self, settled: Recipe) -> str:
+        """The rows of a micro-batch in words."""
+        rows, length = rows_at_once(settled), int(self._resolved.recipe.data.max_length)
+        if not settled.data.packing:
+            return "documents that are not packed stay alone"
+        return f"{rows} row{'' if rows == 1 else 's'} of {length:,} tokens at a time"
+
     def _step_s(self, values: Mapping[str, Any]) -> float:
         recipe, target = changed(self._resolved.recipe, values), self._target
         return computing(recipe, self._flops, target.device, target.rank_info, self._work).seconds
-
-
-def shardings(recipe: Recipe, rank_info: RankInfo) -> list[dict[str, Any]]:
-    """Ways of sharding in the order in which they are wanted: the one with the least to send first."""
-    if rank_info.world_size == 1:
-        return [{}]
-    if recipe.parallel.shard != "auto":
-        return [{SHARD: recipe.parallel.shard}]
-    kinds = ["none"] if recipe.adapter.kind != "none" else []
-    if 1 < rank_info.local_world_size < rank_info.world_size:
-        kinds.append("hybrid")
-    return [{SHARD: kind} for kind in (*kinds, "full")]
 
 
 def _levels(recipe: Recipe) -> tuple[str, ...]:
@@ -123,10 +131,7 @@ def _reason(key: str, settled: Recipe, tried: list[Choice], found: Choice) -> st
         return _why_level(settled, tried, found)
     if key == SHARD:
         return _why_shard(settled, tried, found)
-    rows, length = settled.train.micro_batch_size, settled.data.max_length
-    tokens = f"{rows} row{'' if rows == 1 else 's'}" + (f" of {length:,} tokens" if isinstance(length, int) else "")
-    alone = "" if settled.data.packing else ", alone as rows are not packed"
-    return f"{tokens} at a time{alone}: predicted peak {peak} of {limit}"
+    return f"predicted peak {peak} of {limit}"
 
 
 def _why_level(settled: Recipe, tried: list[Choice], found: Choice) -> str:

@@ -73,7 +73,7 @@ def launch(loaded: LoadedRecipe, options: LaunchOptions, own_process: bool = Fal
         if place.local == 1 and not own_process:
             result = train(loaded, options, place.rank_info, console, exporter)
         else:
-            result = _train_in_ranks(loaded, options, place.planned, console)
+            result = _train_in_ranks(loaded, options, place, console)
         if exporter is not None and main:
             exporter.finish(result)
     return result
@@ -85,12 +85,10 @@ def _as_resumed(loaded: LoadedRecipe, processes: int) -> LoadedRecipe:
     return reopened(record, with_batch_of(record, loaded), processes)
 
 
-def _train_in_ranks(
-    loaded: LoadedRecipe, options: LaunchOptions, planned: RankInfo, console: Console
-) -> RunResult:
+def _train_in_ranks(loaded: LoadedRecipe, options: LaunchOptions, place: Placement, console: Console) -> RunResult:
     from tuner.runtime.spawn import run_ranks
 
-    processes = planned.world_size
+    processes = place.local
     with console.doing("checking the run directory and the data"):
         ready = preflight(loaded, options, console)
     if isinstance(ready, RunResult):
@@ -101,7 +99,7 @@ def _train_in_ranks(
     except OSError as error:
         raise MachineError(f"{logs}: {error.strerror}", hint="choose an output_dir that can be written") from error
     checkpoint = None if ready.found is None else ready.found.path
-    settled = settled_for(ready, loaded, options, planned, console)
+    settled = settled_for(ready, loaded, options, place.planned, console)
     given = HandedOver(ready.data_dir.absolute(), checkpoint, tuple(command_line()), settled)
     job = JOB.dump_python(Job.of(loaded, replace(options, handed_over=given)), mode="json")
     says = f"starting {processes} process{'es' if processes > 1 else ''}" if console.is_heard else ""

@@ -168,11 +168,7 @@ def settled_for(
 
 
 def plan_launch(
-    ready: Preflight,
-    loaded: LoadedRecipe,
-    options: LaunchOptions,
-    rank_info: RankInfo,
-    console: Console,
+    ready: Preflight, loaded: LoadedRecipe, options: LaunchOptions, rank_info: RankInfo, console: Console
 ) -> tuple[Resolved, int]:
     """The resolved recipe of a launch and the steps of the whole run, which are announced.
 

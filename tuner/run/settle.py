@@ -35,6 +35,7 @@ from tuner.setup.settled import (
     meaningful,
     settled_in,
     value_of,
+    ways_to_shard,
     whole_batches,
 )
 
@@ -94,7 +95,10 @@ def settle(
         kept.pop(MICRO, None)
     settled = settled.and_also(Settled(kept, dict.fromkeys(kept, "as the run had it")))
     recipe = settled.of(recipe)
-    if not on_cuda or not left_open(recipe, rank_info.world_size):
+    still_open = left_open(recipe, rank_info.world_size)
+    if still_open == (SHARD,) and len(ways_to_shard(recipe, rank_info)) == 1:
+        return settled  # there is nothing to choose
+    if not on_cuda or not still_open:
         return settled
     job = {
         "recipe": recipe_dict(recipe), "ranks": asdict(rank_info), "data": str(place.data), "cache": str(place.cache),
@@ -109,7 +113,7 @@ def settle(
     answer = json.loads(from_rank0(rank_info, timeout_s, "settled", predicted) if place.is_shared else predicted())
     if "error" in answer:
         console.warn(f"memory cannot be predicted: {answer['error']}")
-        values = {key: WITHOUT[key] for key in left_open(recipe, rank_info.world_size) if key in WITHOUT}
+        values = {key: WITHOUT[key] for key in still_open if key in WITHOUT}
         return settled.and_also(Settled(values, dict.fromkeys(values, f"not predicted: {answer['error']}")))
     return settled.and_also(Settled(answer["values"], answer["reasons"]))
 

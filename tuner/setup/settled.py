@@ -11,6 +11,7 @@ from typing import Any
 
 from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import Recipe, TrainSection
+from tuner.runtime.dist import RankInfo
 
 MICRO, LEVEL, SHARD = "train.micro_batch_size", "train.gradient_checkpointing", "parallel.shard"
 BATCH = "train.global_batch_size"
@@ -53,6 +54,15 @@ def value_of(recipe: Recipe, key: str) -> Any:
 def left_open(recipe: Recipe, processes: int) -> tuple[str, ...]:
     """The keys that are left to a prediction; a single process has nothing to shard."""
     return tuple(key for key in PREDICTED if value_of(recipe, key) == "auto" and (key != SHARD or processes > 1))
+
+
+def ways_to_shard(recipe: Recipe, rank_info: RankInfo) -> tuple[str, ...]:
+    """Values of parallel.shard in the order in which they are wanted: the one with the least to send first."""
+    if recipe.parallel.shard != "auto":
+        return (recipe.parallel.shard,)
+    adapted = recipe.adapter.kind != "none" and rank_info.world_size > 1
+    machines = 1 < rank_info.local_world_size < rank_info.world_size
+    return (*(["none"] if adapted else []), *(["hybrid"] if machines else []), "full")
 
 
 def rows_at_once(recipe: Recipe) -> int:
