@@ -68,6 +68,8 @@ def test_rows_are_added_while_they_fit_and_pay(tmp_path: Path, counted: Counted)
     assert found.reasons[MICRO] == "4 rows of 2,048 tokens at a time: predicted peak 24.00 GiB of 80.00 GiB"
     assert found.reasons[LEVEL] == "it fits without: predicted peak 24.00 GiB of 80.00 GiB"
     assert settled(tmp_path, 80, train={"global_batch_size": 6}).values[MICRO] == 3  # what divides the batch
+    assert settled(tmp_path, 80, train={"global_batch_size": 15}).values[MICRO] == 3
+    assert settled(tmp_path, 80, train={"global_batch_size": 5}).values[MICRO] == 5  # four fifths of a step of one row
     assert settled(tmp_path, 80, data={"max_length": 512}).values[MICRO] == 16
     counted.asked.clear()
     assert settled(tmp_path, 17, train={"gradient_checkpointing": "none"}).values == {MICRO: 2}

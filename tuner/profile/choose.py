@@ -7,7 +7,7 @@ micro-batch is the largest that fits, up to the size from which on twice the row
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +56,7 @@ def choose(recipe: Recipe, target: Target, prepared: Path | None = None) -> tupl
         sharding = {} if target.rank_info.world_size == 1 else {SHARD: kind}
         for level in _levels(recipe):
             values = {LEVEL: level, **sharding}
-            worth = [size for size in sizes if speed.pays({**values, MICRO: size}, len(sizes) > 1, best)]
+            worth = speed.worth(values, sizes, best)
             try:
                 best = search.largest(values, worth) or best
             except Exception as error:  # noqa: BLE001 - of one level: another one may do
@@ -83,12 +83,20 @@ class _Speed:
         self._work = workload(recipe, max_length, target.rank_info, config, prepared)
         self._flops = _flops_of(self._resolved)
 
-    def pays(self, values: Mapping[str, Any], is_open: bool, best: Choice | None) -> bool:
-        """Whether rows that are open are worth their memory, and recomputing its arithmetic next to the best so far."""
-        rows = int(values[MICRO])
-        if is_open and rows > 1 and self._step_s(values) > PAYS * self._step_s({**values, MICRO: rows / 2}):
-            return False
-        return best is None or self._step_s(values) <= PAYS * self._step_s(best.overrides)
+    def worth(self, values: Mapping[str, Any], sizes: Sequence[int], best: Choice | None) -> list[int]:
+        """Rows that are worth their memory, and with such values the arithmetic of recomputing next to the best so far.
+
+        Each is held against half of it, or against the next smaller one where that is less; after the first that does
+        not pay, none does.
+        """
+        paying, before = [*sizes[:1]], sizes[0]
+        for size in sizes[1:]:
+            if self._step_s({**values, MICRO: size}) > PAYS * self._step_s({**values, MICRO: min(size / 2, before)}):
+                break
+            paying.append(size)
+            before = size
+        at_most = float("inf") if best is None else PAYS * self._step_s(best.overrides)
+        return [size for size in paying if self._step_s({**values, MICRO: size}) <= at_most]
 
     def rows(self, settled: Recipe) -> str:
         """The rows of a micro-batch in words."""
