@@ -29,6 +29,17 @@ def _asked_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ.setdefault(SHARED, str(shared))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _asked_of_a_fork() -> Iterator[None]:
+    """Have that asking done in forks of a process that has imported transformers and nothing else that matters."""
+    from tests.fixtures import forked
+    from tuner.data.encoding import tokenizer_files
+
+    real, tokenizer_files.subprocess = tokenizer_files.subprocess, forked  # type: ignore[assignment]
+    yield
+    tokenizer_files.subprocess = real
+
+
 @pytest.fixture(autouse=True)
 def _private_environment(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep prepared data out of the user's cache, and a launcher's variables out of the tests."""
