@@ -57,7 +57,7 @@ CAMPAIGNS = (
         "tokenizer", ("tokenizer_campaign", f"{DEMO}/assets", f"{DEMO}/campaigns/tokenizers"),
         "ids of training against an export's readers, 35 tokenizers",
     ),
-    Campaign("rows", ("pytest", "tests/reference/test_files.py"), "every row of others' files, against transformers"),
+    Campaign("rows", ("pytest", "tests/reference"), "every row of others' files and drawn ones, against transformers"),
     Campaign("recipes", ("recipes_campaign",), "every shipped recipe: predicted for its card, two steps in small"),
     Campaign("predict", ("predict_campaign",), "predicted memory against counted allocations, 83 cases"),
     Campaign("cuda", ("cuda_campaign",), "all causal types: predicted for a GPU, or refused with a reason"),

@@ -17,6 +17,7 @@ import pytest
 
 from tests.caches import new_cache
 from tests.data import tiny
+from tests.fixtures import forked
 from tuner.config.recipe import DataSource
 from tuner.data import sources
 from tuner.data.building.cache import LEFT_SPOOL, Garbage, collect
@@ -414,7 +415,7 @@ def prepared(tmp_path: Path, source: str, data: bytes = b"") -> subprocess.Compl
         "HF_HUB_OFFLINE": "1",
     }
     command = [sys.executable, "-m", "tuner", "prepare-data", "--json", "--data.train", source]
-    return subprocess.run(command, cwd=tmp_path, input=data, capture_output=True, env=environment, check=False)
+    return forked.run(command, cwd=tmp_path, input=data, capture_output=True, env=environment)
 
 
 def test_the_command_reads_every_kind_of_source(tmp_path: Path) -> None:
