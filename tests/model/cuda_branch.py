@@ -17,7 +17,7 @@ from tests.fixtures.packed import gradient, packed_inputs, relative
 from tests.model import varlen_stand_in  # noqa: F401 - torch's flash attention has its kernels
 from tests.model.test_compile import LONGEST, TOKENS, packing
 from tests.model.tiny import SHAPE, VOCAB, tiny_config
-from tuner.model import blocked_attention, triton_attention
+from tuner.model import blocked_attention, cuda_attention, triton_attention
 from tuner.model import blocks as compiling
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.blocks import apply_recompute, compile_blocks
@@ -78,7 +78,8 @@ def check(  # noqa: PLR0917 - what a case is made of
         if backend:
             compile_blocks(root, Padding(TOKENS, LONGEST))
         for number in range(2):
-            expected_loss, expected = take(plain, packing(number))
+            with traced_for("cuda"), patch.object(cuda_attention, "way_on", lambda *given: "blocks"):
+                expected_loss, expected = take(plain, packing(number))  # the loss of CUDA, too
             with traced_for("cuda"):
                 loss, found = take(root, packing(number))
             assert loss == pytest.approx(expected_loss, rel=1e-4)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -191,3 +192,14 @@ def test_on_a_gpu_the_weights_gradient_is_added_up_in_float32_whatever_its_type(
             found += torch.autograd.grad(0.3 * loss, [weight])
     assert [gradient.dtype for gradient in found] == [torch.float32, torch.bfloat16]
     assert torch.equal(found[0].bfloat16(), found[1])
+
+
+def test_what_pads_the_rows_of_logits_on_a_gpu_adds_nothing_to_gradients() -> None:
+    """A product may take the padding of its rows in, with zeros on the other side: what lies there must be finite."""
+    hidden, weight = torch.randn(5, 8, dtype=torch.bfloat16), torch.randn(97, 8, dtype=torch.bfloat16)
+    junk = patch.object(torch.Tensor, "new_empty", lambda self, *size: self.new_full(size, torch.nan))
+    with traced_for("cuda"), junk:
+        (_, _, products), *_ = module._Head.of(hidden, weight, None, torch.bfloat16).chunks()
+    whole = products._base
+    assert products.shape == (5, 97) and whole is not None and whole.shape == (5, 128)
+    assert whole.isfinite().all()

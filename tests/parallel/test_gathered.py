@@ -58,7 +58,7 @@ def test_the_model_is_gathered_once_and_not_for_each_token(processes_to_a_copy: 
         sync_gradients(root, True)
         loss = loss_of(root, rank)
         freed = [unit for unit in units if unit not in kept]
-        assert all(isinstance(next(unit.parameters()), DTensor) for unit in freed), "freed after their forward, as before"
+        assert all(isinstance(next(unit.parameters()), DTensor) for unit in freed), "freed after their forward"
         assert not isinstance(kept[1].weight, DTensor)
         loss.backward()
         for name, gradient in gradients(root).items():

@@ -14,7 +14,6 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
 
-from tuner.model import cuda_attention
 from tuner.model.blocked_attention import attend_documents, band, plan_blocks
 from tuner.model.documents import Documents, GrowingDocuments
 from tuner.model.native.attention import document_bounds, native_attention
@@ -97,6 +96,8 @@ def _packed(tensors: tuple[torch.Tensor, ...], documents: Documents, asked: _Ask
     scale = query.shape[-1] ** -0.5 if asked.scaling is None else asked.scaling
     window, output = asked.window or 0, query
     if target(query) == "cuda":
+        from tuner.model import cuda_attention
+
         output = cuda_attention.attend(query, key, value, documents, window, scale, asked.cap)
     elif native and not asked.cap and all(tensor.dtype in TYPES for tensor in tensors):
         output = native_attention(query, key, value, documents.host, window, scale)[0]

@@ -237,7 +237,9 @@ class _Head:
 
     def _products(self, rows: torch.Tensor) -> torch.Tensor:
         """The output layer of rows ``[N, D]``, in their type: ``[N, V]``."""
-        products = rows.new_empty(len(rows), self._row_length())[:, : len(self.weight)]
+        padded = rows.new_empty(len(rows), self._row_length())
+        products, rest = padded[:, : len(self.weight)], padded[:, len(self.weight) :]
+        rest.zero_()  # a product may read them, for nothing: NaN times zero is NaN
         if self.on_gpu:
             torch.mm(rows, self.weight.T, out=products)
         else:

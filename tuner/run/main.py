@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tuner.checkpoint.load import newest
 from tuner.checkpoint.manifest import step_name
 from tuner.config.load import LoadedRecipe
-from tuner.config.recipe import EvalSection
+from tuner.config.recipe import EvalSection, TrainSection
 from tuner.errors import DivergedError, MachineError, MemoryLimitError, is_out_of_memory, memory_line
 from tuner.run.begin import begin_launch
 from tuner.run.changes import pending, starts_of
@@ -24,7 +24,6 @@ from tuner.rundir.directory import RunDir
 from tuner.rundir.run_json import hold
 from tuner.runtime import phase
 from tuner.runtime.console import Console
-from tuner.runtime.deterministic import deterministic, tf32_products
 from tuner.runtime.dist import RankInfo, log_name
 from tuner.runtime.files import make_dirs
 from tuner.runtime.lock import FileLock
@@ -32,7 +31,6 @@ from tuner.runtime.memory import calm_collector
 from tuner.runtime.process import Collective, gloo_group, process_group
 from tuner.runtime.stop import StopSignals
 from tuner.setup.build import Assembly, build
-from tuner.setup.less_memory import less_memory
 from tuner.setup.resolve import Resolved
 from tuner.train.loop import train_loop
 from tuner.train.prefetcher import Prefetcher
@@ -70,8 +68,7 @@ def train(
             lambda name: console.say("stopping", f"{name}: after this step; repeat to stop at once")
         ) as signals,
         process_group(rank_info, resolved.facts.kind, loaded.recipe.parallel.timeout.seconds),
-        deterministic(resolved.recipe.train.deterministic),
-        tf32_products(resolved.recipe.train.tf32),
+        _exactness(resolved.recipe.train),
         _memory_errors(resolved, rank_info),
     ):
         ready = agreed(ready, options, Collective(gloo_group()))
@@ -191,6 +188,17 @@ def _main_holds(lock: FileLock, run: RunDir, rank_info: RankInfo) -> Iterator[No
         yield
 
 
+def _exactness(train: TrainSection) -> contextlib.ExitStack:
+    """How exactly kernels compute, where the recipe says more than that they are torch's own."""
+    stack = contextlib.ExitStack()
+    if train.deterministic or train.tf32:
+        from tuner.runtime.deterministic import deterministic, tf32_products
+
+        stack.enter_context(deterministic(train.deterministic))
+        stack.enter_context(tf32_products(train.tf32))
+    return stack
+
+
 @contextlib.contextmanager
 def _memory_errors(resolved: Resolved, rank_info: RankInfo) -> Iterator[None]:
     try:
@@ -198,5 +206,7 @@ def _memory_errors(resolved: Resolved, rank_info: RankInfo) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        from tuner.setup.less_memory import less_memory
+
         said = f"out of memory: {memory_line(error)}"
         raise MemoryLimitError(said, hint=less_memory(resolved.recipe, rank_info.world_size)) from error
