@@ -7,8 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from tests.model.tiny import tiny_config
 from tests.profile.test_predict import wish
+from tuner.model.build import meta_model
 from tuner.profile import choose as choosing
 from tuner.profile import search
 from tuner.profile.choose import choose
@@ -117,6 +120,16 @@ def test_sharding_is_the_one_with_the_least_to_send_that_fits(tmp_path: Path, co
     counted.asked.clear()
     assert settled(tmp_path, 24, 4, 1, train={"gradient_checkpointing": "none"}).values[SHARD] == "full"
     assert settled(tmp_path, 24, each=2, parallel={"shard": "none"}).values == {MICRO: 4, LEVEL: "none"}
+
+
+def test_a_copy_whose_state_alone_is_too_much_is_not_even_predicted(tmp_path: Path, counted: Counted) -> None:
+    recipe = wish(tmp_path, train={"gradient_checkpointing": "none", "micro_batch_size": 1})
+    count = sum(weight.numel() for weight in meta_model(tiny_config("llama"), torch.float32).parameters())
+    for limit, kinds in ((12 * count // 2 - 1, {"full"}), (12 * count // 2, {"hybrid", "full"})):
+        counted.asked.clear()
+        found, _ = choose(recipe, Target(find_device(CARD), RankInfo(0, 4, 0, 2), limit))
+        assert {kind for kind, *_ in counted.asked} == kinds
+        assert "nothing is predicted to fit" in found.reasons[SHARD]
 
 
 def test_a_level_that_cannot_be_predicted_is_left_out(tmp_path: Path, counted: Counted) -> None:

@@ -52,7 +52,7 @@ def choose(recipe: Recipe, target: Target, prepared: Path | None = None) -> tupl
     search, speed = Search(recipe, target, prepared), _Speed(recipe, target, prepared)
     sizes, refused = _sizes(recipe, target), list[Exception]()
     best: Choice | None = None
-    for kind in ways_to_shard(recipe, target.rank_info):
+    for kind in _possible(ways_to_shard(recipe, target.rank_info), speed, target):
         sharding = {} if target.rank_info.world_size == 1 else {SHARD: kind}
         for level in _levels(recipe):
             values = {LEVEL: level, **sharding}
@@ -67,10 +67,16 @@ def choose(recipe: Recipe, target: Target, prepared: Path | None = None) -> tupl
         raise refused[0]
     found = best or min(search.tried, key=lambda choice: choice.prediction.peak_bytes)
     settled = changed(recipe, found.overrides)
-    reasons = {key: _reason(key, settled, search.tried, found) for key in open_keys}
+    wanted = ways_to_shard(recipe, target.rank_info)
+    reasons = {key: _reason(key, settled, search.tried, found, wanted) for key in open_keys}
     if MICRO in reasons and found.fits:
         reasons[MICRO] = f"{speed.rows(settled)}: {reasons[MICRO]}"
     return Settled({key: value_of(settled, key) for key in open_keys}, reasons), found.prediction
+
+
+def _possible(kinds: Sequence[str], speed: _Speed, target: Target) -> list[str]:
+    """Ways of sharding without those whose weights and their state alone are too much; the last one stays."""
+    return [kind for kind in kinds if kind == kinds[-1] or speed.state_bytes(kind) <= target.limit_bytes]
 
 
 class _Speed:
@@ -97,6 +103,16 @@ class _Speed:
             before = size
         at_most = float("inf") if best is None else PAYS * self._step_s(best.overrides)
         return [size for size in paying if self._step_s({**values, MICRO: size}) <= at_most]
+
+    def state_bytes(self, kind: str) -> int:
+        """The least that the weights and their moments take of each process with a way of sharding."""
+        recipe, ranks = self._resolved.recipe, self._target.rank_info
+        shards = {"none": 1, "hybrid": ranks.local_world_size}.get(kind, ranks.world_size)
+        if recipe.adapter.kind != "none" or recipe.model.freeze:
+            each = 2
+        else:
+            each = 12 if recipe.optimizer.kind == "adamw" else 4  # float32: weights, and two moments
+        return self._resolved.n_parameters * each // shards
 
     def rows(self, settled: Recipe) -> str:
         """The rows of a micro-batch in words."""
@@ -130,7 +146,7 @@ def _flops_of(resolved: Resolved) -> Flops:
     return training_flops(model)
 
 
-def _reason(key: str, settled: Recipe, tried: list[Choice], found: Choice) -> str:
+def _reason(key: str, settled: Recipe, tried: list[Choice], found: Choice, wanted: Sequence[str]) -> str:
     """Why a key has its value, in words."""
     peak, limit = gib(found.prediction.peak_bytes), gib(found.prediction.limit_bytes)
     if not found.fits:
@@ -138,7 +154,7 @@ def _reason(key: str, settled: Recipe, tried: list[Choice], found: Choice) -> st
     if key == LEVEL:
         return _why_level(settled, tried, found)
     if key == SHARD:
-        return _why_shard(settled, tried, found)
+        return _why_shard(settled, tried, found, wanted)
     return f"predicted peak {peak} of {limit}"
 
 
@@ -158,11 +174,13 @@ def _why_level(settled: Recipe, tried: list[Choice], found: Choice) -> str:
     return f"predicted peak with {', with '.join(over)}: too much for {limit}"
 
 
-def _why_shard(settled: Recipe, tried: list[Choice], found: Choice) -> str:
+def _why_shard(settled: Recipe, tried: list[Choice], found: Choice, wanted: Sequence[str]) -> str:
     kind, limit = settled.parallel.shard, gib(found.prediction.limit_bytes)
     if kind == "none":
         return f"the whole model fits on each device: predicted peak {gib(found.prediction.peak_bytes)} of {limit}"
     others = [choice for choice in tried if choice.overrides.get(SHARD) not in {None, kind}]
+    if not others and len(wanted) > 1 and kind == wanted[-1]:
+        return f"of {wanted[-2]} the weights and their state alone are too much for {limit}"
     if others:
         least = min(others, key=lambda choice: choice.prediction.peak_bytes)
         return f"{least.overrides[SHARD]} needs at least {gib(least.prediction.peak_bytes)}: too much for {limit}"
