@@ -1,0 +1,70 @@
+"""Hold a model spread over processes to the same model in one: bits of losses, gradients, kept copies of weights.
+
+    python tools/spread_campaign.py --only qwen3
+
+Kernels are chosen as on CUDA, with a stand-in for varlen attention, and processes are real, over gloo. The first step's
+losses must be those of one process under autocast, to the bit; gradients may be 1e-6 apart; no tensor of the shape of
+a layer's weight may be kept for the backward pass but the weight itself. Over families, levels of recomputing,
+adapters, layers as they are and compiled, ways of sharding, and whole gradients between micro-batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.fixtures import processes  # noqa: E402
+from tests.fixtures.spread import Spread, differences  # noqa: E402
+
+FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "phi", "olmo2", "mistral", "phi3", "mixtral", "qwen3-moe")
+LEVELS = ("none", "selective", "full")
+ADAPTERS = ("none", "lora", "dora")
+BACKENDS = ("", "aot_eager", "inductor")
+
+
+def cases() -> Iterator[Spread]:
+    """Every level, adapter and back end of one family; the others with fewer; every way of sharding."""
+    for level, adapter, compiled in product(LEVELS, ADAPTERS, BACKENDS):
+        yield Spread("qwen3", level=level, adapter=adapter, compiled=compiled)
+    for family, tied in product(FAMILIES, (False, True)):
+        yield Spread(family, tied=tied)
+    for shard, whole, reshard in product(("full", "none"), (False, True), (False, True)):
+        yield Spread("llama", shard=shard, whole=whole, reshard=reshard)
+    for whole in (False, True):
+        yield Spread("qwen3", shard="hybrid", processes=4, machines=2, whole=whole)
+        yield Spread("qwen3", processes=4, whole=whole, level="selective")
+
+
+def main() -> int:
+    """Compare them; the exit code is 1 where one differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name holds this alone")
+    options = parser.parse_args()
+    processes.TIMEOUT_S = 300.0
+    chosen = [case for case in cases() if options.only in case.name]
+    wrong = 0
+    for case in chosen:
+        with tempfile.TemporaryDirectory() as work:
+
+            def compare(rank: int, case: Spread = case, place: Path = Path(work)) -> None:
+                lines = differences(case, rank, place)
+                (place / f"found-{rank}").write_text("\n".join(lines))
+
+            codes = processes.run_ranks(case.processes, Path(work), compare)
+            files = sorted(Path(work).glob("found-*"))
+            lines = {line for file in files for line in file.read_text().splitlines()}
+        is_wrong = bool(lines or any(codes))
+        wrong += is_wrong
+        print("WRONG" if is_wrong else "equal", case.name, "; ".join(sorted(lines)), flush=True)
+    print(f"{len(chosen)} cases, {wrong} differ")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
