@@ -35,7 +35,7 @@ PARTS = (
         "layers", "layers.correctness", 300, "gradients of layers recomputed, compiled, by liger's kernels, with LoRA"
     ),
     Part("arithmetic", "arithmetic.correctness", 90, "loss kernels, optimizers, page-locked copies"),
-    Part("first", "runs.first", 300, "a user's first run: 0.6B in full and 8B LoRA, defaults"),
+    Part("first", "runs.first", 420, "a user's first run: 0.6B in full and 8B LoRA, defaults"),
     Part("resume", "runs.resume", 300, "saves beside steps, resuming bit for bit, deterministic kernels"),
     Part("predicted", "runs.predicted", 420, "predicted against measured memory and time"),
     Part("small-card", "runs.small_card", 180, "8B LoRA where 23 GiB are to be had"),

@@ -18,14 +18,15 @@ from tools.gpu_day.record import Day
 ROOT = Path(__file__).resolve().parents[2]
 CAPPED = """
 import sys, torch
-total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 1
 if torch.cuda.is_available():
-    torch.cuda.set_per_process_memory_fraction({gib} * 2**30 / total)
+    size = {gib} * 2**30
+    torch.cuda.set_per_process_memory_fraction(size / torch.cuda.get_device_properties(0).total_memory)
+    torch.cuda.mem_get_info = lambda device=None: (size, size)
 from tuner.cli.main import main
 sys.argv = ["tuner", *sys.argv[1:]]
 main()
 """
-"""The command on a card that has this much memory, as far as torch's allocator goes."""
+"""The command on a card that has this much memory, as far as torch's allocator goes, and says so."""
 SAID = 600
 """Characters of an error that are brought home."""
 
@@ -66,8 +67,10 @@ def rates(steps: list[dict[str, Any]]) -> dict[str, Any]:
     return found | ({"MFU": f"{statistics.median(shares):.1%}"} if shares else {})
 
 
-def trained(day: Day, recipe: Path, name: str, *flags: str, program: str | None = None) -> dict[str, Any]:
-    """Train into a fresh directory; its rates, or what the command said."""
+def trained(
+    day: Day, recipe: Path, name: str, *flags: str, program: str | None = None, keep: bool = False
+) -> dict[str, Any]:
+    """Train into a fresh directory, whose checkpoints stay where asked; its rates, or what the command said."""
     run = day.work / f"run-{name}"
     shutil.rmtree(run, ignore_errors=True)
     began = time.monotonic()
@@ -75,7 +78,10 @@ def trained(day: Day, recipe: Path, name: str, *flags: str, program: str | None 
     done = tuner(*words, program=program)
     if done.returncode not in (0, 75):
         return failed(done)
-    return {"ok": True, **rates(metrics(run)), "whole command s": round(time.monotonic() - began, 1)}
+    took = round(time.monotonic() - began, 1)
+    if not keep:  # gigabytes, of several runs
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    return {"ok": True, **rates(metrics(run)), "whole command s": took}
 
 
 def first(day: Day) -> None:
@@ -90,14 +96,16 @@ def first(day: Day) -> None:
 def resume(day: Day) -> None:
     """Saves beside the steps; a resumed run has the bits of the unbroken one; what deterministic kernels cost."""
     recipe = write_recipe(day, "0.6B")
-    saving = ("--train.duration", "4 steps" if day.small else "12 steps", "--checkpoint.every", "2 steps")
-    day.check("0.6B with a save every other step", lambda: trained(day, recipe, "saves", *saving))
+    steps, every = ("4 steps", "2 steps") if day.small else ("12 steps", "4 steps")
+    saving = ("--train.duration", steps, "--checkpoint.every", every)
+    day.check(f"0.6B with a save every {every}", lambda: trained(day, recipe, "saves", *saving, keep=True))
 
     def proven() -> dict[str, Any]:
         done = tuner("verify-resume", str(day.work / "run-saves"), "--steps", "1" if day.small else "2")
         return {"exit code": 0} if done.returncode == 0 else failed(done)
 
     day.check("verify-resume, bit for bit", proven)
+    shutil.rmtree(day.work / "run-saves", ignore_errors=True)
     flags = ("--train.duration", "3 steps" if day.small else "6 steps", "--train.deterministic", "true")
     day.check("0.6B with deterministic kernels", lambda: trained(day, recipe, "deterministic", *flags))
 
