@@ -47,12 +47,13 @@ types: $(VENV)/.installed
 # Two processes: many tests wait for commands that they start. A file's tests stay together with what they share; in the
 # order of their names, since a long test that begins last would leave a core idle. What they write stays in memory where
 # there is room for it: they flush thousands of small files, and would wait for each. A bare `pytest` takes the disk.
-# Compiled modules are kept whatever the environment says: hundreds of processes would compile them again.
+# tuner is compiled once, where the environment keeps Python from it: each command that is started would do it again.
 unit: $(VENV)/.installed .demo/.model assets
 	@roomy=$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 8388608 { print "/dev/shm" }' || true); \
 	place=$$(mktemp -d -p "$${roomy:-$${TMPDIR:-/tmp}}" tuner-tests-XXXXXX); \
 	trap 'rm -rf "$$place"' EXIT; \
-	TMPDIR=$$place PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TUNER_TEST_SMOLLM2=$(CURDIR)/.demo/smollm2 TUNER_TEST_ASSETS=$(CURDIR)/.demo/assets \
+	$(BIN)/python -m compileall -q tuner; \
+	TMPDIR=$$place OMP_NUM_THREADS=1 TUNER_TEST_SMOLLM2=$(CURDIR)/.demo/smollm2 TUNER_TEST_ASSETS=$(CURDIR)/.demo/assets \
 		$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 # Checks what is there and fetches what is missing.
