@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.fixtures.cuda_stub import DEVICE, CudaStub, cuda_stub
 from tests.run.tasks.test_save import BESIDE, saved
 from tuner.checkpoint.staging import Background, Staging
 from tuner.errors import MachineError
+from tuner.runtime.console import Console
 from tuner.train.optimizer import OptimizerSet
 
 NOT_SUPPORTED = 801  # cudaErrorNotSupported
@@ -52,8 +54,8 @@ def test_a_refused_page_lock_leaves_plain_memory_and_no_error_behind(code: int) 
     state = full_state(1)
     with cuda_stub(refuse=code) as cuda:
         staging = Staging()
-        with pytest.warns(UserWarning, match=rf"CUDA cannot page-lock [\d,]+ bytes of host memory \(error {code}\)"):
-            staging.reserve(state)
+        staging.reserve(state)
+        assert re.match(rf"CUDA cannot page-lock [\d,]+ bytes of host memory \(error {code}\)", str(staging.problem))
         assert cuda.pending == {}, "the next kernel of this thread would report it"
         staged = staging.stage(state)
         assert all(torch.equal(staged.tensors[name], tensor) for name, tensor in state.items())
@@ -100,6 +102,16 @@ def test_a_run_s_saves_from_a_device(workplace: Path, monkeypatch: pytest.Monkey
     assert all(in_order[i].on[1] is in_order[i - 1].on[1] for i in fences)  # type: ignore[index]
 
 
+def test_a_run_says_once_that_its_copies_are_not_page_locked(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Console, "warn", lambda console, text: said.append(text))
+    with cuda_stub(refuse=NOT_SUPPORTED):
+        flags = {"train__stop_after": "4 steps", "checkpoint__every": "2 steps"}
+        run = trainings.launch(workplace, **BESIDE, **flags).run_dir
+    assert [*saved(run)] == [4, 2]
+    assert [text[:21] for text in said if "page-lock" in text] == ["CUDA cannot page-lock"]
+
+
 def launched_without_room(workplace: Path, monkeypatch: pytest.MonkeyPatch, is_auto: bool) -> Any:
     def full(staging: Staging, tensors: Any) -> None:
         raise MachineError("no memory for a copy of the state to save (8 bytes)", hint="write async_save: false")
@@ -115,8 +127,11 @@ def launched_without_room(workplace: Path, monkeypatch: pytest.MonkeyPatch, is_a
 def test_without_memory_for_copies_a_run_that_did_not_ask_saves_at_once(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.warns(UserWarning, match=r"no memory for a copy of the state to save \(8 bytes\): training waits for"):
-        result = launched_without_room(workplace, monkeypatch, is_auto=True)
+    said: list[str] = []
+    monkeypatch.setattr(Console, "warn", lambda console, text: said.append(text))
+    result = launched_without_room(workplace, monkeypatch, is_auto=True)
+    (text,) = [text for text in said if "memory" in text]
+    assert text == "no memory for a copy of the state to save (8 bytes): training waits for each save"
     assert [*saved(result.run_dir)] == [4, 2]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -38,14 +37,16 @@ class Staged:
 class Staging:
     """One block of host memory that every save uses again; page-locked where the tensors are on a CUDA device.
 
-    Where the system refuses to lock so much (WSL, small containers), the block stays as it is, with a warning: a copy
-    into it is right too, but training waits for it. A staged state is overwritten by the next one: write it first.
+    Where the system refuses to lock so much (WSL, small containers), the block stays as it is, and `problem` says so: a
+    copy into it is right too, but training waits for it. A staged state is overwritten by the next one: write it first.
     """
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
         self._stream: torch.cuda.Stream | None = None
+        self.problem: str | None = None
+        """Why the block is not page-locked where it should be."""
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +67,8 @@ class Staging:
                 hint="write checkpoint.async_save: false",
             ) from error
         device = device_of(tensors)
-        self._pinned = device is not None and _pin(block, device)
+        self.problem = None if device is None else _pin(block, device)
+        self._pinned = device is not None and self.problem is None
         if not self._pinned:
             block.zero_()  # now, rather than page by page in the first save
         self._block = block
@@ -121,23 +123,21 @@ def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
     return next((part.device for part in map(_local, tensors.values()) if part.is_cuda), None)
 
 
-def _pin(block: torch.Tensor, device: torch.device) -> bool:
+def _pin(block: torch.Tensor, device: torch.device) -> str | None:
     """Page-lock a block as it is: torch's own allocator of such memory rounds up to a power of two.
 
-    Whether CUDA did; it says a refusal in a warning. The calling thread must have made ``device`` its own: the call
+    Returns what a person should know where CUDA refuses. The calling thread must have made ``device`` its own: the call
     makes a context on whatever device is the thread's.
     """
     code = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), _PORTABLE))
     if code == 0:
-        return True
+        return None
     forget_cuda_error(device)
-    warnings.warn(
+    return (
         f"CUDA cannot page-lock {block.numel():,} bytes of host memory (error {code}): training waits a little longer "
         "for the copy of each save; raise the limit (ulimit -l, or the container's), or write checkpoint.async_save: "
-        "false",
-        stacklevel=2,
+        "false"
     )
-    return False
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,17 +61,15 @@ class Difference:
 def require_memory(model: PreTrainedModel) -> None:
     """Check that there is memory to verify an export of a model, which loads it in float32, before it is written.
 
-    Raises MemoryLimitError where this machine is too small, and warns where others use what it takes.
+    Raises MemoryLimitError.
     """
-    needed = 4 * sum(parameter.numel() for parameter in model.parameters())
-    total, free = host_memory()
-    said = f"an export is loaded in float32 to verify it, which takes {gib(needed)} of the host's memory"
+    needed, total = 4 * sum(parameter.numel() for parameter in model.parameters()), host_memory()[0]
     if needed > total:
         raise MemoryLimitError(
-            f"{said}; this machine has {gib(total)}", hint="export the run on a machine with more"
+            f"an export is loaded in float32 to verify it, which takes {gib(needed)} of the host's memory; "
+            f"this machine has {gib(total)}",
+            hint="export the run on a machine with more",
         )
-    if needed > free:
-        warnings.warn(f"{said}; {gib(free)} are free now", stacklevel=2)
 
 
 def read_probes(tensors: Mapping[str, torch.Tensor]) -> Probes | None:

@@ -1,7 +1,6 @@
 """The tasks that save checkpoints: at once, or in the background of the steps that follow, one at a time."""
 
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +58,7 @@ class Saver(Task):
         self._is_auto = "checkpoint.async_save" in assembly.resolved.reasons
         self._no_room: str | None = None
         """Why there is no memory for copies, on any rank; found by the thread, heeded when it was waited for."""
+        self._to_say: list[str] = []
         if self._in_background:
             self._thread_ranks = Collective(another_gloo_group(recipe.parallel.timeout.seconds))
 
@@ -105,11 +105,15 @@ class Saver(Task):
         """Wait for the save in the background; None where there was none. Raises what any rank raised in it."""
         snapshot = self._thread.finish()
         if self._no_room is not None:
-            if self._assembly.rank_info.is_main:
-                warnings.warn(f"{self._no_room}: training waits for each save", stacklevel=2)
+            self._to_say.append(f"{self._no_room}: training waits for each save")
             self._in_background, self._no_room = False, None
             self._staging.release()
         return snapshot
+
+    def warned(self) -> list[str]:
+        """What people should know of the memory for copies, once."""
+        said, self._to_say = self._to_say, []
+        return said
 
     def _reserve(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Have the memory for copies on every rank, or on none. Raises MachineError where it was asked for."""
@@ -124,6 +128,8 @@ class Saver(Task):
             return None
 
         self._no_room = next(filter(None, self._thread_ranks.on_all_ranks(reserve)), None)
+        if self._staging.problem is not None:
+            self._to_say.append(self._staging.problem)
 
     def _sync_records(self) -> None:
         for records in self._records:
@@ -234,6 +240,8 @@ class SaveTask(Task):
     def _settle(self) -> Iterator[Event]:
         """Wait for a save in the background, if there is one, and tell of it. Raises what any rank raised in it."""
         snapshot = self._saver.wait()
+        for text in self._saver.warned():
+            self._console.warn(text)
         if snapshot is not None:
             yield self._saved(snapshot)
 
