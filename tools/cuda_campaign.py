@@ -43,8 +43,8 @@ MODES: dict[str, dict[str, dict[str, Any]]] = {
     "lora": {"adapter": {"kind": "lora", "r": 4, "alpha": 8}, "train": {"gradient_checkpointing": "selective"}},
     "again": {"train": {"gradient_checkpointing": "full"}, "data": {"packing": False}},
 }
-WIDEST, STEP = 256, 8
-_VARLEN = "torch_attn::_varlen_attn"
+WIDEST = 256
+_FLASH = "tuner::flash_attention"
 
 
 @dataclass
@@ -71,25 +71,24 @@ class KernelRefused(Exception):
 
 
 class Demands(TorchDispatchMode):  # type: ignore[misc]  # its type is not known
-    """Holds every call of variable-length attention to what its kernel demands on a device."""
+    """Holds every call of flash attention to what its kernel demands on a device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if func.name() == _VARLEN:
-            check_varlen(*args[:4])
+        if func.name() == _FLASH:
+            check_flash(*args[:4])
         return func(*args, **(kwargs or {}))
 
 
-def check_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor) -> None:
-    """Raise KernelRefused for tensors ``[T, heads, width]`` and bounds of documents that FlashAttention 2 refuses."""
-    widths = {tensor.shape[-1] for tensor in (query, key, value)}
-    if len(widths) > 1:
-        raise KernelRefused(f"query, key and value are of several widths: {sorted(widths)}")
-    if (width := widths.pop()) % STEP or width > WIDEST:
-        raise KernelRefused(f"heads of {width} columns: no multiple of {STEP}, or more than {WIDEST}")
-    if query.shape[1] % key.shape[1] or key.shape[:2] != value.shape[:2]:
-        raise KernelRefused(f"{query.shape[1]} query heads on {key.shape[1]} key and {value.shape[1]} value heads")
-    if any(tensor.stride(-1) != 1 for tensor in (query, key, value)):
-        raise KernelRefused("rows are not dense")
+def check_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor) -> None:
+    """Raise KernelRefused for heads ``[heads, T, width]`` and bounds of documents that FlashAttention 2 refuses.
+
+    Widths that differ, or are no multiple of 8, are padded on the way to it.
+    """
+    width = max(tensor.shape[-1] for tensor in (query, key, value))
+    if width > WIDEST:
+        raise KernelRefused(f"heads of {width} columns: more than {WIDEST}")
+    if query.shape[0] % key.shape[0] or key.shape[:2] != value.shape[:2]:
+        raise KernelRefused(f"{query.shape[0]} query heads on {key.shape[0]} key and {value.shape[0]} value heads")
     if {tensor.dtype for tensor in (query, key, value)} not in ({torch.bfloat16}, {torch.float16}):
         raise KernelRefused(f"types {query.dtype}, {key.dtype}, {value.dtype}")
     if bounds.dtype != torch.int32 or not bounds.is_contiguous():

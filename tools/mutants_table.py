@@ -68,8 +68,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "config-import-batch",
         "config.imported._settle",
-        "A * max(B, 1) * C",
-        "A * max(B, 1)",
+        "int(A * B * C)",
+        "int(A * B)",
         CONFIG,
     ),
     Mutant(

@@ -113,6 +113,7 @@ def test_preparation_warns_of_rows_that_it_skips(place: Place) -> None:
 CONSOLES = {"console", "self.console", "self._console"}
 PARAMETERS = {
     "warn": {"checkpoint/load.py", "rundir/model_path.py", "rundir/origin.py", "export/source.py"},
+    "warnings.warn": {"model/flash_versions.py"},  # Python's, which the console hears of while it trains
     "self.warn": {"run/tasks/export_process.py"},
     "self._warn": {"run/tasks/trackers/outbox.py", "profile/watch.py"},
 }

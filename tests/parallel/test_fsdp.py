@@ -15,8 +15,7 @@ from tests.fixtures.processes import run_ranks
 from tests.model.tiny import VOCAB, tiny_config
 from tuner.model.root import CausalLM
 from tuner.parallel import fsdp
-from tuner.parallel.fsdp import local, materialise, shard, squared_norm, sum_whole_gradients, sync_gradients
-from tuner.parallel.gathers import SMALL
+from tuner.parallel.fsdp import FLAT, local, materialise, shard, squared_norm, sum_whole_gradients, sync_gradients
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
 
@@ -146,11 +145,11 @@ def test_gradients_are_summed_over_processes_once_they_are_asked_for(processes_t
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("small", [SMALL, 4])
+@pytest.mark.parametrize("small", [FLAT, 4])
 def test_gradients_of_whole_parameters_are_added_up_large_ones_in_place(
     small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fsdp, "SMALL", small)
+    monkeypatch.setattr(fsdp, "FLAT", small)
 
     def work(rank: int) -> None:
         both, one = torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(3))

@@ -32,10 +32,9 @@ class Gathers(torch_private.TorchDispatchMode):  # type: ignore[misc,name-define
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("processes_to_a_copy", [2, 1])
-def test_the_model_is_gathered_once_and_not_for_each_token(processes_to_a_copy: int, tmp_path: Path) -> None:
+def test_the_model_is_gathered_once_and_not_for_each_token(tmp_path: Path) -> None:
     def work(rank: int) -> None:
-        plain, root = tiny_model(), sharded(rank, processes_to_a_copy=processes_to_a_copy)
+        plain, root = tiny_model(), sharded(rank)
         size = sum(p.numel() * p.element_size() for p in plain.parameters())
         assert (whole_bytes(plain), whole_bytes(root)) == (0, size)
         units = [module for module in root.modules() if isinstance(module, FSDPModule)]
@@ -45,13 +44,12 @@ def test_the_model_is_gathered_once_and_not_for_each_token(processes_to_a_copy: 
             loss_of(root, 5)
         with Gathers() as alone:
             assert greedy(root, PROMPTS, (), LIMITS, CPU) == answers
-        if processes_to_a_copy == 2:
-            assert evaluating.count == len(units)
-            # This model's prompts are decoded one by one.
-            assert alone.count == sum(LIMITS) * (len(units) - len(kept)), "each token gathers embedding and blocks"
+        assert evaluating.count == len(units)
+        # This model's prompts are decoded one by one.
+        assert alone.count == sum(LIMITS) * (len(units) - len(kept)), "each token gathers embedding and blocks"
         with Gathers() as together, gathered(root):
             assert greedy(root, PROMPTS, (), LIMITS, CPU) == answers
-        assert together.count <= (len(units) if processes_to_a_copy == 2 else 0)
+        assert together.count <= len(units)
         assert all(isinstance(parameter, DTensor) for parameter in root.parameters()), "nothing stays gathered"
         for seed in (0, 1):
             loss_of(plain, seed).backward()

@@ -10,7 +10,7 @@ import torch
 
 from tools import cuda_campaign
 from tools.causal_cases import tiny_config
-from tools.cuda_campaign import KernelRefused, check_varlen, examine
+from tools.cuda_campaign import KernelRefused, check_flash, examine
 from tuner.errors import RecipeError
 from tuner.model.attention import Unsupported
 from tuner.model.build import meta_model
@@ -39,32 +39,31 @@ def test_a_type_that_cannot_be_predicted_is_refused_with_the_reason(model_type: 
 
 
 def test_what_no_kernel_takes_and_a_bug_of_ours_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_campaign, "STEP", 7)
+    monkeypatch.setattr(cuda_campaign, "WIDEST", 7)
     found = examine("llama", "h100-80g", modes=("full",)).modes["full"]
-    assert found.verdict == "crashed" and "no multiple of 7" in found.reason
+    assert found.verdict == "crashed" and "more than 7" in found.reason
     monkeypatch.setattr(tracing, "optimizer_step", lambda *given: torch.ones(2) @ torch.ones(3))
     assert examine("llama", "h100-80g", modes=("full",)).modes["full"].verdict == "crashed"
 
 
-WIDE = torch.empty(10, 4, 16, dtype=torch.bfloat16)
+WIDE = torch.empty(4, 10, 16, dtype=torch.bfloat16)
 BOUNDS = torch.tensor([0, 10], dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda q, k, v, b: (q, k, v[..., :8], b), "several widths"),
-        (lambda q, k, v, b: (q[..., :12], k[..., :12], v[..., :12], b), "12 columns"),
-        (lambda q, k, v, b: (q, k[:, :3], v[:, :3], b), "4 query heads on 3"),
-        (lambda q, k, v, b: (q.repeat(1, 1, 2)[..., ::2], k, v, b), "not dense"),
+        (lambda q, k, v, b: (q.repeat(1, 1, 17), k, v, b), "272 columns"),
+        (lambda q, k, v, b: (q, k[:3], v[:3], b), "4 query heads on 3"),
+        (lambda q, k, v, b: (q, k, v[:3], b), "4 key and 3 value heads"),
         (lambda q, k, v, b: (q, k, v.float(), b), "types"),
         (lambda q, k, v, b: (q, k, v, b.long()), "int64"),
     ],
 )
 def test_what_flash_attention_demands(change: Callable[..., Any], why: str) -> None:
-    check_varlen(WIDE, WIDE[:, :2], WIDE[:, :2], BOUNDS)
+    check_flash(WIDE, WIDE[:2], WIDE[:2, :, :8], BOUNDS)
     with pytest.raises(KernelRefused, match=why):
-        check_varlen(*change(WIDE, WIDE, WIDE, BOUNDS))
+        check_flash(*change(WIDE, WIDE, WIDE, BOUNDS))
 
 
 def test_only_the_models_own_errors_are_refusals() -> None:

@@ -160,11 +160,11 @@ def loss(day: Day) -> None:
     tokens, width, vocabulary = (64, 16, 300) if day.small else (4096, 1024, 151936)
     hidden = torch.randn(tokens, width, device=day.device, requires_grad=True)
     targets = torch.randint(0, vocabulary, (tokens,), device=day.device)
-    chunk, block = output_layer.CHUNK_LOGITS, dict(output_layer.BLOCK_VOCABULARY)
-    sizes: list[tuple[str, int, int]] = [("as it is", chunk, block[day.device])]
+    chunk, block = dict(output_layer.CHUNK_LOGITS), dict(output_layer.BLOCK_VOCABULARY)
+    sizes: list[tuple[str, int, int]] = [("as it is", chunk[day.device], block[day.device])]
     sizes += [(f"chunks of 2^{power}, whole vocabulary", 1 << power, 1 << 30) for power in (27, 28, 29, 30)]
     try:
-        for name, output_layer.CHUNK_LOGITS, output_layer.BLOCK_VOCABULARY[day.device] in sizes:  # type: ignore[index]
+        for name, output_layer.CHUNK_LOGITS[day.device], output_layer.BLOCK_VOCABULARY[day.device] in sizes:
             for frozen in (False, True):
                 weight = torch.randn(vocabulary, width, device=day.device) * 0.02
                 weight = weight.to(torch.bfloat16) if frozen else weight.requires_grad_()
@@ -177,7 +177,7 @@ def loss(day: Day) -> None:
 
                 day.figure(f"loss of {tokens} tokens, {name}, {'frozen' if frozen else 'trained'} head", measured)
     finally:
-        output_layer.CHUNK_LOGITS = chunk
+        output_layer.CHUNK_LOGITS.update(chunk)
         output_layer.BLOCK_VOCABULARY.update(block)
 
 

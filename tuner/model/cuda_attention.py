@@ -11,7 +11,7 @@ from tuner.model import flash_attention as flash
 from tuner.model import triton_attention as by_triton
 from tuner.model.blocked_attention import attend_documents
 from tuner.model.documents import Documents
-from tuner.runtime.device import AMPERE, compiler_problem, generation, is_traced
+from tuner.runtime.device import AMPERE, generation, is_traced, triton_problem
 
 Way = Literal["flash", "triton", "blocks"]
 
@@ -46,7 +46,7 @@ def way_and_reason(
 
 @cache
 def _triton_problem() -> str | None:
-    return compiler_problem("cuda")
+    return triton_problem()
 
 
 def attend(  # noqa: PLR0913, PLR0917 - what all kernels are given

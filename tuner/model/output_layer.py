@@ -314,13 +314,19 @@ def _dtype(hidden: torch.Tensor) -> torch.dtype:
 
 
 def _types(*tensors: torch.Tensor | None) -> list[torch.dtype | None]:
-    return [None if tensor is None else tensor.dtype for tensor in tensors]
+    """The types of their gradients: their own, or what a parameter that is gathered in another one says."""
+    return [None if tensor is None else _gradient_type(tensor) for tensor in tensors]
+
+
+def _gradient_type(tensor: torch.Tensor) -> torch.dtype:
+    said: torch.dtype | None = getattr(tensor, "grad_dtype", None) if tensor.is_leaf else None
+    return said or tensor.dtype
 
 
 def _in_types(
     gradients: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype | None]
 ) -> list[torch.Tensor | None]:
-    """Each gradient in the type of what it is the gradient of."""
+    """Each gradient in the type that is wanted."""
     return [None if g is None else g.to(dtype) for g, dtype in zip(gradients, dtypes, strict=True)]
 
 

@@ -12,7 +12,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from tuner.errors import RecipeError, is_out_of_memory
 from tuner.model import transformers_private
-from tuner.model.adapter import require_used
 from tuner.model.attention import Unsupported
 from tuner.model.root import CausalLM
 from tuner.model.tokens import TrainableTokens
@@ -75,7 +74,10 @@ def require_isolation(
         with _refusing(name, "its decoder, without a mask, or its output layer on what that gives, does not run"):
             found = _compare(root, expected, documents[not packed :], changed[not packed :])
             if found.is_clean:
-                require_used(root.model, lambda: _last_logits(root, documents[not packed :]))
+                if any("lora_" in parameter for parameter, _ in root.model.named_parameters()):
+                    from tuner.model.adapter import require_used  # with peft
+
+                    require_used(root.model, lambda: _last_logits(root, documents[not packed :]))
                 require_same_reach(root, plain, longest)
                 if packed:
                     require_numbered_by_document(root, longest * rows)

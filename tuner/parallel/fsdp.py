@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tuner.model.build import decoder_blocks
 from tuner.model.root import FORWARD_METHODS, CausalLM
-from tuner.parallel.gathers import SMALL, policy, rounded_weights
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.torch_private import each_norm
 
 _NORM_CHUNK = 4096
+FLAT = 1 << 18
+"""Elements up to which a gradient is sent as a part of one tensor, in place of by itself."""
 
 
 def shard(root: CausalLM, mesh: DeviceMesh, reshard_after_forward: bool, rounded_to: torch.dtype | None = None) -> None:
@@ -57,8 +58,13 @@ def shard(root: CausalLM, mesh: DeviceMesh, reshard_after_forward: bool, rounded
 
 def _unit(module: nn.Module, mesh: DeviceMesh, reshard: bool, rounded_to: torch.dtype | None = None) -> None:
     """Make a module a unit of its own, in which autocast's weights are gathered in ``rounded_to`` where all can be."""
-    rounded = set() if rounded_to is None else rounded_weights(module)
-    if rounded_to is None or not rounded:
+    if rounded_to is None:
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+        return
+    from tuner.parallel.gathers import policy, rounded_weights
+
+    rounded = rounded_weights(module)
+    if not rounded:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
         return
     kept = set(module.parameters()) - rounded
@@ -156,9 +162,9 @@ def sum_whole_gradients(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in whole:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    small = [parameter for parameter in whole if parameter.numel() <= SMALL]
+    small = [parameter for parameter in whole if parameter.numel() <= FLAT]
     for parameter in whole:
-        if parameter.numel() > SMALL:
+        if parameter.numel() > FLAT:
             dist.all_reduce(parameter.grad)
     if small:
         flat = torch.cat([parameter.grad.reshape(-1) for parameter in small if parameter.grad is not None])

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 SMALL = 1 << 18
 """Elements of a parameter that every process may keep whole: a mebibyte in float32."""
+
 _MULTIPLIED = ("Linear", "Conv1D")
 """Types of module that do nothing with their weight but multiply by it. Subclasses may do more."""
 

@@ -1,5 +1,6 @@
 """Logits of the trained model on stored inputs, recorded with a checkpoint so that an export can be verified."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -8,7 +9,6 @@ from torch.overrides import TorchFunctionMode
 
 from tuner.data.prepared import PackedRows
 from tuner.model.root import CausalLM
-from tuner.parallel.gathers import as_trained
 
 MAX_PROBES = 20
 MAX_TOKENS = 64
@@ -64,10 +64,19 @@ def record_probes(root: CausalLM, probes: list[torch.Tensor], device: torch.devi
     """
     root.eval()
     lengths = torch.tensor([len(p) for p in probes])
-    with as_trained(root), _Float32Products():
+    with _whole(root), _Float32Products():
         logits = torch.cat([_last_logits(root, probe.to(device)) for probe in probes])
     padded = torch.nn.utils.rnn.pad_sequence(probes, batch_first=True)
     return {"input_ids": padded, "lengths": lengths, "logits": logits.float().cpu()}
+
+
+def _whole(root: CausalLM) -> AbstractContextManager[None]:
+    """Within, the weights are as they are trained, where processes gather them in another type."""
+    if not torch.distributed.is_initialized():
+        return nullcontext()
+    from tuner.parallel.gathers import as_trained
+
+    return as_trained(root)
 
 
 def _last_logits(root: CausalLM, ids: torch.Tensor) -> torch.Tensor:
