@@ -9,7 +9,6 @@ from tuner.checkpoint.manifest import step_dirs, step_name
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.last_checkpoint import last_step
 from tuner.rundir.layout import CHECKPOINTS, EXPORTS, export_dir
-from tuner.rundir.model_path import is_run_path
 from tuner.rundir.run_json import is_run, read_record
 
 KEY = "model.name_or_path"
@@ -24,6 +23,8 @@ def require_base_model(name: str, where: str) -> None:
     path = Path(name)
     if not path.is_dir() or (path / "config.json").is_file():
         return
+    from tuner.rundir.model_path import is_run_path
+
     if is_run_path(path):
         raise _is_a_run(path, where)
     if (path / "adapter_config.json").is_file():
