@@ -32,7 +32,7 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("forked_children")
-@pytest.mark.parametrize("name", ["machine", "attention", "layers", "arithmetic", "choices", "attention-cost", "first"])
+@pytest.mark.parametrize("name", ["machine", "attention", "layers", "arithmetic", "attention-cost", "first"])
 def test_a_part_runs_in_small(name: str, tmp_path: Path) -> None:
     assert day_command.main(["part", name, str(tmp_path / "out"), "--work", str(tmp_path / "work"), *HERE]) == 0
     lines = lines_of(tmp_path / "out")
