@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from tuner.runtime import torch_private
 
 NAMESPACE = "tuner"
 """Of the custom operations of this package."""
+CAST = torch_private.operation("_to_copy")
 READ_NUMBER = torch_private.operation("_local_scalar_dense")
 """What the host calls to read a number off a tensor."""
 COUNTED = 1 << 62
@@ -66,17 +68,20 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
 
     ``target`` is the kind of device that they stand for; ``phase`` is set by who drives the step. Host tensors of whole
     numbers (where documents lie, token ids) stay real, so that code that reads them works as it does in training.
-    ``deterministic`` is whether the kernels are. ``observe`` is called with every operation and its arguments.
+    ``deterministic`` is whether the kernels are; ``compiled`` are the names of the layers that are taken as compiled.
+    ``observe`` is called with every operation and its arguments.
     """
 
-    def __init__(self, target: str, deterministic: bool = False) -> None:
+    def __init__(self, target: str, deterministic: bool = False, compiled: Collection[str] = ()) -> None:
         super().__init__()
-        self.target, self.deterministic = target, deterministic
+        self.target, self.deterministic, self.compiled = target, deterministic, frozenset(compiled)
         self.observe: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = lambda func, args, kwargs: None
         self.phase: Phase = "build"
         self.storages: list[Storage] = []
         self.changes: list[Change] = []
         self._living: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._holders: Counter[int] = Counter()  # living storages of the trace by the number they are counted under
+        self._casts: dict[Any, int] = {}  # the copies that casts in compiled layers made
         self._modules: list[str] = []
         self._nodes: list[tuple[int, str]] = []  # where in autograd's count of nodes a module begins or ends
         self._last = ""  # the module whose backward pass was at work last
@@ -111,6 +116,8 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
         else:
             result = IN_PLACE_OF_FAKES.get(func, func)(*args, **kwargs)
         before = len(self.storages)
+        if func is CAST and (layer := self._compiled_layer()) is not None:
+            self._enter_cast(layer, args[0], kwargs, result)
         for leaf in torch_private.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._enter(leaf)
@@ -189,7 +196,28 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
             if reference() is not None and self.storages[number].part is None:
                 self.storages[number].part = part
 
-    def _enter(self, tensor: torch.Tensor) -> int | None:
+    def _compiled_layer(self) -> str | None:
+        """The compiled layer that is computed, for the first time or again; evaluation runs layers as they are."""
+        if not self._modules or self.phase == "evaluation":
+            return None
+        return next((name for name in self.compiled if f"{self._modules[-1]}.".startswith(f"{name}.")), None)
+
+    def _enter_cast(self, layer: str, source: torch.Tensor, kwargs: Mapping[str, Any], result: torch.Tensor) -> None:
+        """Enter a copy in another type; as the first one where the compiler finds the same cast made before.
+
+        Autocast casts one input for each product that takes it, and each copy is kept for the backward pass. torch's
+        partitioner leaves one of equal operations (``fx_graph_cse``): the bytes of the first are those of the others,
+        and there until the last of them is gone.
+        """
+        view = (self._enter(source), source.storage_offset(), source.shape, source.stride())
+        cast = (layer, torch_private.changes_in_place(source), *view, *sorted(kwargs.items()))
+        number = self._casts.get(cast)
+        number = self._enter(result, number if number is not None and self._holders[number] else None)
+        if number is not None:
+            self._casts[cast] = number
+
+    def _enter(self, tensor: torch.Tensor, counted: int | None = None) -> int | None:
+        """The number of a tensor's storage; a new one is ``counted`` under a number that is there already, if any."""
         local = torch_private.local_tensor(tensor)
         if local.device.type != "cpu":
             return None
@@ -198,9 +226,11 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
         known = self._living.get(key)
         if known is not None and known[0]() is not None:
             return known[1]
-        number = self._new(storage.nbytes(), None)
+        number = self._new(storage.nbytes(), None) if counted is None else counted
         self._living[key] = (weakref.ref(storage, lambda _: self._ended(key, number)), number)
-        self._change(number, storage.nbytes())
+        self._holders[number] += 1
+        if counted is None:
+            self._change(number, storage.nbytes())
         return number
 
     def _new(self, size: int, part: Part | None) -> int:
@@ -215,7 +245,9 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
         known = self._living.get(key)
         if known is not None and known[1] == number:
             del self._living[key]
-            self._change(number, -self.storages[number].size)
+            self._holders[number] -= 1
+            if not self._holders[number]:
+                self._change(number, -self.storages[number].size)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         known = self._living.get(torch_private.storage_key(storage))

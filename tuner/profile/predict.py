@@ -64,7 +64,8 @@ def predict(recipe: Recipe, target: Target, prepared: Path | None = None) -> Pre
     check_division(recipe.train.global_batch_size, rows_at_once(recipe), rank_info.world_size)
     resolved, assumptions = resolved_for(recipe, target)
     work = workload(recipe, int(resolved.recipe.data.max_length), rank_info, resolved.config, prepared)
-    trace = trace_step(resolved, rank_info, work.batches, work.held_out, work.samples)
+    compiled = device.kind == "cuda" and wants_compiled(recipe, device)
+    trace = trace_step(resolved, rank_info, work.batches, work.held_out, work.samples, compiled)
     always, constants = _constants(resolved, trace, rank_info)
     timeline = memory_timeline(trace, always, device.kind == "cuda" and expands_segments(os.environ))
     total_steps = _total_steps(resolved.recipe, work)
@@ -96,7 +97,8 @@ def resolved_for(recipe: Recipe, target: Target) -> tuple[Resolved, tuple[str, .
     if (attention := resolved.reasons.get("attention")) is not None:
         assumptions.append(f"attention is computed by {attention}")
     if wants_compiled(recipe, target.device):
-        assumptions.append("compiled layers are assumed to keep as much as liger's kernels do")
+        once = ", and one copy of what is cast several times" if kind == "cuda" else ""
+        assumptions.append(f"compiled layers are assumed to keep as much as liger's kernels do{once}")
     if kind == "cuda" and not has_liger(resolved.config.model_type):
         assumptions.append(f"liger-kernel has no kernels for {resolved.config.model_type} here: predicted with torch's")
     return resolved, tuple(assumptions)

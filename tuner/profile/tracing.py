@@ -68,10 +68,12 @@ def trace_step(
     batches: StepBatches,
     held_out: Batch | None = None,
     samples: Sequence[tuple[int, int]] = (),
+    compiled: bool = False,
 ) -> Trace:
     """Build the training state of rank 0 and take one step of these microbatches; then evaluate one of held-out rows.
 
-    ``samples`` are prompts that are answered then: the tokens of each, and the most that its answer may have. Raises
+    ``samples`` are prompts that are answered then: the tokens of each, and the most that its answer may have. Layers
+    are never compiled here: with ``compiled`` what they would keep twice as they are is counted once. Raises
     RecipeError where the model's own code does not run so.
     """
 
@@ -91,7 +93,8 @@ def trace_step(
         largest = max(parameter.numel() * parameter.element_size() for parameter in root.parameters())
         flops = training_flops(root.model)
         stack.enter_context(_fakes())
-        tracker = AllocationTracker(resolved.facts.kind, resolved.recipe.train.deterministic)
+        deterministic = resolved.recipe.train.deterministic
+        tracker = AllocationTracker(resolved.facts.kind, deterministic, blocks if compiled else ())
         give_storage(root, device)
         tracker.assign([*root.parameters(), *root.buffers()], "parameters")
         with tracker:

@@ -96,6 +96,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return int(private_attribute(storage, "_cdata", _PREDICTION))
 
 
+def changes_in_place(tensor: torch.Tensor) -> int:
+    """How often a tensor's numbers were changed in place."""
+    return int(private_attribute(tensor, "_version", _PREDICTION))
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor itself, or this process's shard of it, with no operation of its own."""
     shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
