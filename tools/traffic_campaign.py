@@ -46,7 +46,7 @@ CASES = (
             "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
             "num_attention_heads": 32,
         },
-        (8, 8), {"global_batch_size": 16}, {},
+        (8, 8), {"global_batch_size": 16, "micro_batch_size": 1, "gradient_checkpointing": "none"}, {},
     ),
     Case(
         "70b",
@@ -54,7 +54,7 @@ CASES = (
             "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
             "num_attention_heads": 64,
         },
-        (32, 8), {"global_batch_size": 64, "gradient_checkpointing": "full"}, {"shard": "full"},
+        (32, 8), {"global_batch_size": 64, "micro_batch_size": 1, "gradient_checkpointing": "full"}, {"shard": "full"},
     ),
 )  # fmt: skip
 
