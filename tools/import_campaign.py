@@ -18,7 +18,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,10 +60,10 @@ REPLACED = {
 """What a tiny run has in place of what the recipe says: the model, the data, the size and the device."""
 
 
-def fetch(directory: Path) -> None:
-    """Download and unpack the packages, where they are not there."""
+def fetch(directory: Path, packages: Mapping[str, tuple[str, ...]]) -> None:
+    """Download and unpack packages, each with its options of pip, where they are not there."""
     directory.mkdir(parents=True, exist_ok=True)
-    for package, options in PACKAGES.items():
+    for package, options in packages.items():
         name = package.partition("==")[0]
         files = f"{name.replace('-', '_')}-*"
         if any(path.is_dir() for path in directory.glob(files)):
@@ -127,7 +127,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--train", type=int, default=3, help="how many of each tool train")
     parser.add_argument("--left", action="store_true", help="print what was not carried over, by how often")
     given = parser.parse_args(words)
-    fetch(given.sources)
+    fetch(given.sources, PACKAGES)
     left: Counter[str] = Counter()
     counts: dict[str, Counter[str]] = {}
     failed = 0

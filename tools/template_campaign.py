@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import subprocess
 import sys
-import tarfile
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +21,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tools.import_campaign import PACKAGES, fetch  # noqa: E402
 from tuner.data.encoding.named_templates import named_template  # noqa: E402
 from tuner.data.encoding.template import ChatTemplate  # noqa: E402
 
-PACKAGES = {"trl==1.16.0": "trl", "axolotl==0.19.0": "axolotl", "fschat==0.2.36": None}
-"""What is fetched, and what is built from source: axolotl's wheels are of another platform."""
+FASTCHAT = "fschat==0.2.36"
+"""Its conversations are Python."""
+WANTED = {name: options for name, options in PACKAGES.items() if name.startswith(("trl", "axolotl"))} | {FASTCHAT: ()}
 TURNS = [
     {"role": "user", "content": "What is it?"},
     {"role": "assistant", "content": "An answer."},
@@ -77,24 +76,6 @@ TABLE = (
     Published("vicuna", "fastchat/vicuna_v1.1"),
     Published("zephyr", "fastchat/zephyr", "system", why="it writes an empty system turn where there is none"),
 )
-
-
-def fetch(directory: Path) -> None:
-    """Download and unpack the packages that are not there."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for package, source in PACKAGES.items():
-        files = f"{package.partition('==')[0]}-*"
-        if any(path.is_dir() for path in directory.glob(files)):
-            continue
-        options = ["--no-build-isolation", "--no-binary", source] if source else []
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *options, package, "-d", str(directory)]
-        subprocess.run(command, check=True)
-        for path in directory.glob(files):
-            if path.suffix == ".whl":
-                zipfile.ZipFile(path).extractall(directory / path.stem)
-            elif path.name.endswith(".tar.gz"):
-                with tarfile.open(path) as archive:
-                    archive.extractall(directory, filter="data")
 
 
 def theirs(published: Published, directory: Path) -> Render:
@@ -164,7 +145,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where they are unpacked")
     given = parser.parse_args(words)
-    fetch(given.sources)
+    fetch(given.sources, WANTED)
     failed = 0
     for published in TABLE:
         found = list(differences(published, given.sources))

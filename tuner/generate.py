@@ -176,7 +176,7 @@ def load_generator(
     """Load a run, a checkpoint, a Hugging Face directory or a hub name, on CUDA (bf16) or else the CPU (float32).
 
     An adapter directory goes onto `base` or the model that it names. A run is read in float32, into the host's memory,
-    and rounded as its export would be on the way to CUDA; `warn` is told where it is not finished. Raises RecipeError
+    and rounded as its export would be on the way to CUDA; `warn` is called where it is not finished. Raises RecipeError
     for a directory that holds no model, DataError for one that does not load, MachineError for a name that cannot be
     fetched.
     """

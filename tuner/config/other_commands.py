@@ -99,7 +99,7 @@ def _first(text: str) -> tuple[list[str], dict[str, str]] | None:
 
 
 def _lines(text: str) -> list[str]:
-    """The lines of a script, those that go on joined."""
+    """The lines of a script, continued ones joined."""
     return re.sub(r"\\[ \t]*\n", " ", text).splitlines()
 
 

@@ -95,7 +95,7 @@ def _leave_input(layer: Any) -> None:
     """Have an adapter take its input as it is under autocast, which converts it to the type of the products anyway.
 
     peft first makes it float32 as the adapter is: autocast's copy of that holds the same numbers as the input and is
-    kept beside it for the backward pass, in every adapted layer. With dropout, which is drawn on that copy, it stays,
+    kept with it for the backward pass, in every adapted layer. With dropout, which is drawn on that copy, it stays,
     and so it does in DoRA's own forward.
     """
     convert = getattr(layer, "_cast_input_dtype", None)

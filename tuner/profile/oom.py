@@ -149,7 +149,7 @@ def with_fix(assembly: Assembly, report: OomReport, limit: int | None = None) ->
     for smaller in (n for n in range(size - 1, 0, -1) if size % n == 0):
         if (peak := _peak_of(assembly, smaller, limit)) is not None:
             return replace(report, overrides={"train.micro_batch_size": str(smaller)}, override_peak_bytes=peak)
-    if train.compile is True:  # compiling anew to try it would take minutes
+    if train.compile is True:  # compiling again to try it would take minutes
         return _with_prediction(assembly, report, limit)
     if train.gradient_checkpointing != "none":
         return report

@@ -104,7 +104,7 @@ class StepRecorder:
 
 @contextmanager
 def _module_ranges(root: CausalLM) -> Iterator[None]:
-    """Within, every module's forward is a range of its own; hooks inside of compiled layers would compile them anew."""
+    """Within, every module's forward is a range of its own; hooks inside compiled layers would compile them again."""
     running: list[record_function] = []
 
     def entering(name: str, module: nn.Module, inputs: object) -> None:

@@ -195,7 +195,7 @@ def main() -> None:
     place = Path(sys.argv[1])
     try:
         answer = answer_of(read_json(place / JOB))
-    except Exception as error:  # noqa: BLE001 - told to whoever asked, who goes on without
+    except Exception as error:  # noqa: BLE001 - told to whoever asked, who continues without
         said = error.message if isinstance(error, TunerError) else f"{type(error).__name__}: {error}"
         answer = {"error": (said.strip().splitlines() or [type(error).__name__])[0]}
     write_json(place / ANSWER, answer)

@@ -101,7 +101,7 @@ def is_made_deterministic(device: str) -> bool:
 
 
 def _hint(is_deterministic: bool) -> str:
-    """What may be behind a difference; kernels only where they were not the deterministic ones."""
+    """What may cause a difference; kernels only where they were not the deterministic ones."""
     if is_deterministic:
         return "code of your own that keeps state (a method, an optimizer, a schedule)?"
     return (

@@ -178,7 +178,7 @@ def _headers_problem() -> str | None:
 
 
 def forget_cuda_error(device: torch.device) -> None:
-    """Take back what a refused call left behind: CUDA keeps it, and the thread's next kernel would report it.
+    """Take back what a refused call left: CUDA keeps it, and the thread's next kernel would report it.
 
     Torch has no function that asks for it, but every launch does, and clears it: this one is made for that.
     """

@@ -59,7 +59,7 @@ def process_group(rank_info: RankInfo, device: str, timeout_s: float) -> Iterato
             timeout=timedelta(seconds=timeout_s),
         )
         group = gloo_group(timeout_s)
-        _met = None  # a further group of this process meets anew
+        _met = None  # a further group of this process meets again
         if own is not None:
             _require_own_devices(own, group)
             # NCCL connects in the first collective: here, where what keeps it from that is named as such.

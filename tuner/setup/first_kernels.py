@@ -99,7 +99,7 @@ def _problem(assembly: Assembly, console: Console) -> str | None:
 
 
 def _on_all_ranks(group: ProcessGroup | None) -> bool:
-    """Whether every process comes here within `WAIT_S`; one that goes on with the pass never does."""
+    """Whether every process comes here within `WAIT_S`; one that continues with the pass never does."""
     if group is None:
         return True
     try:
