@@ -55,7 +55,7 @@ REPLACED = {
     "method.kind": "null", "output_dir": "out", "logging.trackers": "null", "tokenizer.chat_template": "null",
     "tokenizer.add_tokens": "null", "model.kernels": "null", "model.config": "null", "train.compile": "false",
     "adapter.modules_to_save": "null", "parallel.processes": "1", "model.freeze": "null", "schedule.warmup": "never",
-    "logging.level": "error",
+    "logging.level": "error", "train.tf32": "false",
 }  # fmt: skip
 """What a tiny run has in place of what the recipe says: the model, the data, the size and the device."""
 
