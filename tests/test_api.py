@@ -17,7 +17,7 @@ import pytest
 import tuner
 from tuner import api
 from tuner.config.dump import flow
-from tuner.config.shipped import recipes_dir
+from tuner.config.paths import recipes_dir
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 

@@ -50,7 +50,8 @@ class Trial:
 
 def build(trial: Trial, cache: str, fatal: tuple[int, str] | None, answers: Any) -> None:
     """Be a builder: prepare the data into `cache`, dying at call number `fatal[0]`, `before` or `after` it."""
-    from tuner.config.recipe import DataSection, SftMethod
+    from tuner.config.methods import SftMethod
+    from tuner.config.recipe import DataSection
     from tuner.data.building import documents, spec
     from tuner.data.building.prepare import prepare
     from tuner.data.building.spec import PrepareSpec

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tuner import load_recipe as public_load
 from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import LoadedRecipe, Override, load_recipe
+from tuner.config.paths import recipes_dir
 from tuner.config.schema import recipe_schema
-from tuner.config.shipped import recipes_dir, shipped_recipes
+from tuner.config.shipped import shipped_recipes
 from tuner.errors import RecipeError
 
 MINIMAL: dict[str, Any] = {"model": {"name_or_path": "owner/name"}, "data": {"train": "rows.jsonl"}}

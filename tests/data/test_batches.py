@@ -16,6 +16,7 @@ class FakeRows:
         self._lengths = lengths
         self._rows = [self._make(i) for i in range(len(lengths))]
         self.tokens_per_row = np.array([sum(row) for row in lengths], dtype=np.int64)
+        self.documents_per_row = np.array([len(row) for row in lengths], dtype=np.int64)
         self.squares_per_row = np.array([sum(n * n for n in row) for row in lengths], dtype=np.int64)
         self.trained_per_row = np.array(
             [int((collate([row]).targets != IGNORED).sum()) for row in self._rows], dtype=np.int64

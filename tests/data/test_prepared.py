@@ -73,6 +73,7 @@ def test_rows_hold_their_documents_whatever_the_record_batches(tmp_path: Path, l
         targets[ends - row.lengths] = False
         assert rows.tokens_per_row[i] == len(row.input_ids) <= rows.max_length
         assert rows.trained_per_row[i] == targets.sum() > 0
+        assert rows.documents_per_row[i] == len(row.lengths)
         assert rows.squares_per_row[i] == (row.lengths.astype(np.int64) ** 2).sum()
     assert sorted(found) == sorted(document for document in DOCUMENTS if any(flags(document)[1:]))
     whole = open_prepared(write_prepared(tmp_path / "whole", (1 << 16, 1 << 22))).train

@@ -10,7 +10,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tuner.config.recipe import DataSection, PretrainMethod, SftMethod
+from tuner.config.methods import PretrainMethod, SftMethod
+from tuner.config.recipe import DataSection
 from tuner.data.building.spec import PrepareSpec
 from tuner.data.encoding.tokenizer import TextTokenizer
 

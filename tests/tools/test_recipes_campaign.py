@@ -12,7 +12,8 @@ from tests.reference import assets
 from tools.recipes_campaign import SHAPES, small, target
 from tuner.config.dump import recipe_yaml
 from tuner.config.load import load_recipe
-from tuner.config.shipped import recipes_dir, shipped_recipes, summary
+from tuner.config.paths import recipes_dir
+from tuner.config.shipped import shipped_recipes, summary
 
 RECIPES = shipped_recipes()
 

@@ -25,6 +25,7 @@ class SyntheticRows:
         rng = np.random.default_rng(seed)
         self.trained_per_row = np.array(trained, dtype=np.int64)
         self.tokens_per_row = np.full(len(trained), MAX_LENGTH, dtype=np.int64)
+        self.documents_per_row = np.full(len(trained), 2, dtype=np.int64)
         self.squares_per_row = np.full(len(trained), (MAX_LENGTH - 10) ** 2 + 10**2, dtype=np.int64)
         self._ids = rng.integers(3, VOCAB, (len(trained), MAX_LENGTH))
 
@@ -50,6 +51,7 @@ class UnpackedRows:
         self._rows = [row for whole in rows for row in _documents(whole)]
         self.tokens_per_row = np.array([len(row.input_ids) for row in self._rows], dtype=np.int64)
         self.trained_per_row = np.array([int(row.trained.sum()) for row in self._rows], dtype=np.int64)
+        self.documents_per_row = np.ones(len(self._rows), dtype=np.int64)
         self.squares_per_row = self.tokens_per_row**2
 
     def __len__(self) -> int:

@@ -41,6 +41,7 @@ class Rows:
             trained = rng.random(n) < trained_share
             self._rows.append(Row(rng.integers(3, VOCAB, n), trained, np.array(lengths, dtype=np.int32), numbers))
         self.tokens_per_row = np.array([len(row.input_ids) for row in self._rows])
+        self.documents_per_row = np.array([len(row.lengths) for row in self._rows])
         self.squares_per_row = np.array([int((row.lengths.astype(np.int64) ** 2).sum()) for row in self._rows])
         self.trained_per_row = np.array([len(collate([row]).trained_positions) for row in self._rows])
 

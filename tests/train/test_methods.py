@@ -10,7 +10,8 @@ import torch
 
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
-from tuner.config.recipe import UNIONS, Examples
+from tuner.config.methods import Examples
+from tuner.config.recipe import UNIONS
 from tuner.errors import PluginError
 from tuner.model.output_layer import LogitTransform
 from tuner.setup import build

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.config.check import check
 from tuner.config.overrides import Override, merge
-from tuner.config.paths import resolve_paths
+from tuner.config.paths import recipes_dir, resolve_paths
 from tuner.config.recipe import NAME, Recipe
-from tuner.config.shipped import recipes_dir, shipped_recipes
 from tuner.config.tree import Node, Problems, dotted, tree_of
 from tuner.config.yaml import MAX_BYTES, read_yaml
 from tuner.errors import Problem, RecipeError
@@ -146,6 +145,8 @@ def _locate(source: Path | str, cwd: Path) -> Path:
     path = cwd / Path(source).expanduser()
     if path.is_file():
         return Path(os.path.normpath(path))
+    from tuner.config.shipped import shipped_recipes
+
     shipped = shipped_recipes()
     name = str(source)
     if name in shipped:

@@ -36,7 +36,7 @@ _SFT = "method.kind: sft on the preferred answers, or method.kind: custom for a 
 ABSENT: tuple[Absent, ...] = (
     Absent(
         _METHODS,
-        "rl rl_beta dpo_beta dpo_alpha dpo_loss_type pref_beta pref_loss pref_ftx pref_bco_weight kto_desirable_weight "
+        "rl dpo_alpha dpo_loss_type pref_loss pref_ftx pref_bco_weight kto_desirable_weight "
         "kto_undesirable_weight kto_chosen_weight kto_rejected_weight orpo_alpha orpo_beta cpo_alpha simpo_gamma "
         "simpo_beta rpo_alpha beta ref_model ref_model_adapters ref_model_quantization_bit reference_model "
         "label_smoothing_dpo ld_alpha undesirable_weight desirable_weight chosen rejected",

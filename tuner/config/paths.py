@@ -17,6 +17,13 @@ _LOCAL = ("./", "../", "/")
 _LOCAL_WORDS = {".", ".."}
 
 
+def recipes_dir() -> Path:
+    """Return the directory of the shipped recipes: inside an installed package, or next to it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
 def resolve_paths(tree: Node, problems: Problems, environ: Mapping[str, str] | None = None) -> None:
     """Make every path in the tree absolute, in place; hub names and keywords stay as they are."""
     environ = os.environ if environ is None else environ

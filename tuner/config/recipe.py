@@ -5,13 +5,13 @@ One file, although a long one: it is read as the table of what a user may write,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from tuner.config.chat_templates import TemplateNameOrPath
 from tuner.config.duration import Cadence, Duration, Span, bare_number
+from tuner.config.methods import CustomMethod, DpoMethod, PretrainMethod, SftMethod
 from tuner.config.numbers import Bytes, Real, Skips, Whole
 from tuner.config.optimizers import (
     GROUPS,
@@ -143,75 +143,6 @@ class DoraAdapter(LowRankAdapter):
     """DoRA: LoRA, with the norm of each row of the sum trained separately."""
 
     kind: AdapterKind[Literal["dora"]] = "dora"
-
-
-_METHOD_KIND = (
-    "sft learns answers to prompts; pretrain learns every token of plain text; custom has a loss of your own."
-)
-MethodKind = Annotated[Word[T], Field(description=_METHOD_KIND)]
-_TRAIN_ON = "Which tokens are learned: those of every assistant turn, of the last one, or all."
-TrainOn = Annotated[Word[Literal["assistant", "last_assistant", "all"]], Field(description=_TRAIN_ON)]
-
-
-@dataclass(frozen=True)
-class Examples:
-    """What a method's examples are: the documents that a record becomes, and what is trained in each of them.
-
-    Every method's section says its own by the property ``examples``.
-    """
-
-    kind: Literal["sft", "pretrain"]
-    """sft: a record is one document, of turns or of a prompt and its completion; pretrain: one, of plain text."""
-    train_on: Literal["assistant", "last_assistant", "all"] = "all"
-    """Which tokens of a document are trained."""
-
-    @property
-    def too_long(self) -> Literal["split", "drop"]:
-        """What ``data.too_long: auto`` does with a document that is longer than a row."""
-        return "split" if self.kind == "pretrain" else "drop"
-
-
-class SftMethod(Section):
-    """Supervised fine-tuning on conversations or prompt and completion."""
-
-    kind: MethodKind[Literal["sft"]] = "sft"
-    train_on: TrainOn = "assistant"
-    reduction: Word[Literal["token", "document", "sqrt"]] = "token"
-    """Mean of the losses over a global batch: of tokens; of documents' means; or by square roots of their lengths."""
-
-    @property
-    def examples(self) -> Examples:
-        """One document each, of turns or of a prompt and its completion."""
-        return Examples("sft", self.train_on)
-
-
-class PretrainMethod(Section):
-    """Next-token prediction on plain text."""
-
-    kind: MethodKind[Literal["pretrain"]] = "pretrain"
-
-    @property
-    def examples(self) -> Examples:
-        """One document each, of plain text."""
-        return Examples("pretrain")
-
-
-class CustomMethod(Section):
-    """A custom loss."""
-
-    kind: MethodKind[Literal["custom"]] = "custom"
-    use: Use
-    """FILE.py:NAME, or the name of an entry point of the group tuner.methods: called with `options`, gives the loss."""
-    options: Options = {}
-    """Keyword arguments of the function."""
-    rows: Word[Literal["sft", "pretrain"]] = "sft"
-    """Which method's records it is trained on."""
-    train_on: TrainOn = "assistant"
-
-    @property
-    def examples(self) -> Examples:
-        """Those of the method that ``rows`` names."""
-        return Examples("sft", self.train_on) if self.rows == "sft" else Examples("pretrain")
 
 
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]
@@ -469,7 +400,7 @@ ITEMS: dict[str, Items] = {
 }
 """Keys whose value is a list of sections."""
 Adapter = Annotated[NoAdapter | LoraAdapter | DoraAdapter, ByKind()]
-Method = Annotated[SftMethod | PretrainMethod | CustomMethod, ByKind()]
+Method = Annotated[SftMethod | PretrainMethod | DpoMethod | CustomMethod, ByKind()]
 Optimizer = Annotated[AdamwOptimizer | SgdOptimizer | AdafactorOptimizer | MuonOptimizer | CustomOptimizer, ByKind()]
 Schedule = Annotated[
     CosineSchedule

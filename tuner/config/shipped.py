@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tuner.config.paths import recipes_dir
 from tuner.config.tree import Problems, dotted
 from tuner.config.yaml import read_yaml
 
 SUFFIX = ".yaml"
 _FILE_KEYS = ("model.name", "tokenizer.", "data.train", "data.eval")
-
-
-def recipes_dir() -> Path:
-    """Return the directory of the shipped recipes: inside an installed package, or next to it in a checkout."""
-    package = Path(__file__).resolve().parent.parent
-    installed = package / "recipes"
-    return installed if installed.is_dir() else package.parent / "recipes"
 
 
 def shipped_recipes() -> dict[str, Path]:

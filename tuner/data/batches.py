@@ -5,8 +5,9 @@ All are pure functions of the seed and the rows, so that resuming is arithmetic,
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,8 @@ class Batch:
 
     Empty for a batch that only keeps a rank in step with others: none of its documents counts.
     """
+    columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """[len(documents)] each: what is known of each document besides its tokens."""
 
     @property
     def document_of_trained(self) -> npt.NDArray[np.int64]:
@@ -72,6 +75,8 @@ class StepBatches:
     """This rank's forwards; every rank has the same number of them."""
     trained_per_document: npt.NDArray[np.int64] | None = None
     """int64[documents]: trained targets of each document of the global batch, where they were asked for."""
+    documents: int = 0
+    """Documents in the global batch, a piece of a split one as one."""
 
 
 def collate(rows: Sequence[Row]) -> Batch:
@@ -92,13 +97,20 @@ def collate(rows: Sequence[Row]) -> Batch:
         lengths=tuple(int(length) for length in lengths),
         trained_positions=np.flatnonzero(targets != IGNORED).astype(np.int64, copy=False),
         documents=np.concatenate([row.documents for row in rows]),
+        columns={name: np.concatenate([row.columns[name] for row in rows]) for name in rows[0].columns},
     )
 
 
 def without_targets(batch: Batch) -> Batch:
     """Return the batch with every target -100: it takes part in the collectives and adds nothing to the loss."""
     none = np.empty(0, dtype=np.int64)
-    return replace(batch, targets=np.full_like(batch.targets, IGNORED), trained_positions=none, documents=none)
+    return replace(
+        batch,
+        targets=np.full_like(batch.targets, IGNORED),
+        trained_positions=none,
+        documents=none,
+        columns={name: values[:0] for name, values in batch.columns.items()},
+    )
 
 
 @dataclass(eq=False)
@@ -154,6 +166,7 @@ class GlobalBatches:
             tokens=int(self.rows.tokens_per_row[row_ids].sum()),
             micro=[self._batch(row_ids[shares[self.rank]], filler=cheapest) for shares in balanced],
             trained_per_document=self._trained_per_document(row_ids) if self.by_document else None,
+            documents=int(self.rows.documents_per_row[row_ids].sum()),
         )
 
     def _trained_per_document(self, row_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

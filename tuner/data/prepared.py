@@ -7,7 +7,7 @@ A prepared directory holds `<split>.documents.arrow` (one document per record: `
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -46,6 +46,8 @@ class Row:
     """int32[segments]; their sum is T."""
     documents: npt.NDArray[np.int64]
     """int64[segments]: the document of each segment, by its number in the split."""
+    columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """[segments] each: what is known of each document besides its tokens, such as what a reference model gives it."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,16 @@ class PackedRows:
     Opening reads the headers of the record batches alone. The counts of all rows are gathered when first asked for.
     """
 
-    def __init__(self, documents: Documents, rows: pa.Table, max_length: int) -> None:
+    def __init__(
+        self,
+        documents: Documents,
+        rows: pa.Table,
+        max_length: int,
+        columns: Mapping[str, npt.NDArray[Any]] | None = None,
+    ) -> None:
         self._documents = documents
+        self.columns = {} if columns is None else columns
+        """[documents of the split] each: what is known of each document besides its tokens."""
         self._max_length = max_length
         self._rows = rows
         self._segments = [_list_blocks(rows.column(name)) for name in ("document", "start", "stop")]
@@ -102,6 +112,13 @@ class PackedRows:
 
     def __len__(self) -> int:
         return int(self._rows.num_rows)
+
+    def with_columns(self, columns: Mapping[str, npt.NDArray[Any]]) -> "PackedRows":
+        """The same rows with more columns, each ``[documents of the split]``. Raises ValueError for another length."""
+        for name, values in columns.items():
+            if len(values) != len(self._documents):
+                raise ValueError(f"the column {name} has {len(values):,} values for {len(self._documents):,} documents")
+        return PackedRows(self._documents, self._rows, self._max_length, {**self.columns, **columns})
 
     @property
     def max_length(self) -> int:
@@ -119,6 +136,12 @@ class PackedRows:
         return self._counts("trained")
 
     @cached_property
+    def documents_per_row(self) -> npt.NDArray[np.int64]:
+        """int64[rows]: segments of each row: its documents, and pieces of documents."""
+        counts = [np.diff(offsets) for offsets, _ in self._segments[0]]
+        return np.concatenate([np.empty(0, dtype=np.int64), *counts], dtype=np.int64)
+
+    @cached_property
     def squares_per_row(self) -> npt.NDArray[np.int64]:
         """int64[rows]: the squared lengths of each row's segments, summed: what attention costs."""
         return self._counts("squares")
@@ -132,11 +155,13 @@ class PackedRows:
         first, last = int(offsets[at]), int(offsets[at + 1])
         document, start, stop = (blocks[block][1][first:last].tolist() for blocks in self._segments)
         parts = [self._documents.read(*segment) for segment in zip(document, start, stop, strict=True)]
+        numbers = np.array(document, dtype=np.int64)
         return Row(
             input_ids=np.concatenate([ids for ids, _ in parts], dtype=np.int64),
             trained=np.concatenate([trained for _, trained in parts]),
             lengths=np.array([len(ids) for ids, _ in parts], dtype=np.int32),
-            documents=np.array(document, dtype=np.int64),
+            documents=numbers,
+            columns={name: values[numbers] for name, values in self.columns.items()},
         )
 
     def __iter__(self) -> Iterator[Row]:

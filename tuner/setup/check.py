@@ -13,8 +13,9 @@ from importlib import metadata
 from pathlib import Path
 
 from tuner.config.load import ReadRecipe
+from tuner.config.methods import CustomMethod
 from tuner.config.optimizers import CustomOptimizer
-from tuner.config.recipe import CustomMethod, DataSource, Recipe
+from tuner.config.recipe import DataSource, Recipe
 from tuner.config.schedules import CustomSchedule
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.layout import RECORD

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PretrainedConfig
 
+from tuner.config.methods import CustomMethod, PretrainMethod, SftMethod
 from tuner.config.optimizers import MuonOptimizer
 from tuner.config.recipe import Recipe
 from tuner.errors import MachineError, RecipeError
@@ -94,6 +95,8 @@ def resolve(
     settle("parallel", "shard", "hybrid" if machines else "full", "several machines" if machines else "one machine")
     settle("parallel", "accumulate", *_accumulated())
     settle("data", "max_length", max_length, "as prepared")
+    if not isinstance(recipe.method, SftMethod | PretrainMethod | CustomMethod):
+        settle("method", "reference", "adapter_off" if frozen else "columns", f"adapter.kind: {recipe.adapter.kind}")
     examples = recipe.method.examples
     settle("data", "too_long", examples.too_long, examples.kind)
     changed = {section: getattr(recipe, section).model_copy(update=update) for section, update in values.items()}

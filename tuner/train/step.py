@@ -147,8 +147,8 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
 
 def microbatch_terms(root: CausalLM, method: Method, batch: Batch, step_config: StepConfig) -> Terms:
     """The method's sums of one micro-batch, scalars on the device."""
-    targets = batch.targets[batch.trained_positions]
-    arrays = (batch.input_ids, batch.position_ids, batch.trained_positions, targets)
+    at = method.positions(batch)
+    arrays = (batch.input_ids, batch.position_ids, at, batch.targets[at])
     ids, places, positions, wanted = (to_device(array, step_config.device) for array in arrays)
     columns = {name: to_device(array, step_config.device) for name, array in method.columns(batch).items()}
     with step_config.autocast():

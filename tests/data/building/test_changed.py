@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.data import tiny
-from tuner.config.recipe import DataSection, DataSource, Examples
+from tuner.config.methods import Examples
+from tuner.config.recipe import DataSection, DataSource
 from tuner.data.building import documents
 from tuner.data.building.prepare import find_prepared, prepare
 from tuner.data.building.spec import PrepareSpec, keys_of

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from tests.data import tiny
-from tuner.config import recipe
+from tuner.config import methods, recipe
 from tuner.data.building.prepare import prepare
 from tuner.data.building.spec import PrepareSpec, keys_of
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -74,7 +74,7 @@ def request(tmp_path: Path, section: str = "", **change: Any) -> PrepareSpec:
         tmp_path / "cache", [source], max_length=change.get("max_length", 64), **data,
     )  # fmt: skip
     special = change.get("special_tokens_in_text", "refuse") if section == "TokenizerSection" else "refuse"
-    return replace(built, examples=recipe.Examples(**examples), special_tokens_in_text=special)
+    return replace(built, examples=methods.Examples(**examples), special_tokens_in_text=special)
 
 
 def test_every_field_is_classified_and_has_a_change() -> None:

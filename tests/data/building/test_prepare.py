@@ -15,7 +15,8 @@ import pytest
 
 from tests.data import tiny
 from tests.data.building.test_pool import children
-from tuner.config.recipe import DataSection, ModelSection, SftMethod, TokenizerSection
+from tuner.config.methods import SftMethod
+from tuner.config.recipe import DataSection, ModelSection, TokenizerSection
 from tuner.data.batches import GlobalBatches
 from tuner.data.building.encoded import record_batches
 from tuner.data.building.explain import explain

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy.typing as npt
 import torch
 
-from tuner.config import recipe
+from tuner.config.methods import CustomMethod
 from tuner.data.batches import Batch, StepBatches
 from tuner.errors import PluginError, TunerError
 from tuner.model.output_layer import OutputLayer
@@ -48,10 +48,31 @@ def token_mean(function: LossFunction, name: str) -> TokenMean:
     return TokenMean(loss)
 
 
-class Checked:
+@runtime_checkable
+class OwnMethod(Protocol):
+    """What a method of the user's own has at least: the members of :class:`Method` without a default, and one more."""
+
+    by_document: bool
+
+    def counts(self, batches: StepBatches) -> Counts:
+        """As :meth:`Method.counts`."""
+        ...
+
+    def columns(self, batch: Batch) -> Mapping[str, npt.NDArray[Any]]:
+        """As :meth:`Method.columns`."""
+        ...
+
+    def terms(
+        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
+    ) -> Terms:
+        """As :meth:`Method.terms`."""
+        ...
+
+
+class Checked(Method):
     """A method of the user's own; what it raises, and what it returns that no method may, is a PluginError."""
 
-    def __init__(self, method: Method, name: str, file: Path | None = None) -> None:
+    def __init__(self, method: OwnMethod, name: str, file: Path | None = None) -> None:
         self._method, self._name, self._file = method, name, file
         self._names: tuple[str, ...] | None = None
         self._counted: Counts = {}
@@ -103,12 +124,12 @@ class Checked:
         self._names = names
 
 
-def build(section: recipe.CustomMethod) -> Method:
+def build(section: CustomMethod) -> Method:
     """Call ``use`` with the options: it gives a loss function or a method. Raises PluginError where it cannot."""
     factory = factory_of(section)
     with naming(f"method.use {section.use}", source_file(factory)):
         found = factory(**section.options)
-    if not isinstance(found, Method):
+    if not isinstance(found, OwnMethod):
         if not callable(found):
             raise PluginError(
                 f"method.use {section.use} gave a {type(found).__name__}, not a loss function",
@@ -118,7 +139,7 @@ def build(section: recipe.CustomMethod) -> Method:
     return Checked(found, section.use, source_file(factory))
 
 
-def factory_of(section: recipe.CustomMethod) -> Plugin:
+def factory_of(section: CustomMethod) -> Plugin:
     """What ``use`` names, once it is seen to take the options. Raises PluginError."""
     factory = load(section.use, "tuner.methods")
     require_call(factory, section.use, (), section.options)

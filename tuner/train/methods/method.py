@@ -2,15 +2,17 @@
 
 import functools
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tuner.config import recipe
+from tuner.config.methods import CustomMethod
 from tuner.data.batches import Batch, StepBatches
 from tuner.errors import PluginError
 from tuner.model.output_layer import LogitTransform, OutputLayer
@@ -59,22 +61,38 @@ def logged(terms: Terms) -> tuple[str, ...]:
     return (*(terms.losses if len(terms.losses) > 1 else ()), *terms.figures)
 
 
-@runtime_checkable
-class Method(Protocol):
+class Method(ABC):
     """A loss, from what it sees of a global batch on the host to what it computes of a micro-batch on the device."""
 
-    by_document: bool
+    by_document: bool = False
     """Whether :meth:`counts` reads ``trained_per_document`` of the global batch."""
+    by_terms: bool = False
+    """Whether an evaluation measures this method's terms, and not the cross-entropy of the trained tokens."""
+    reference: Literal["none", "columns", "adapter_off"] = "none"
+    """Where :meth:`reference_values` come from: they are not asked for; they were computed by the model at the start of
+    the run and are columns of the documents; or they are computed before each micro-batch, without the adapter."""
 
+    def positions(self, batch: Batch) -> npt.NDArray[np.int64]:
+        """int64[N]: where :meth:`terms` wants hidden states; by default the positions whose next token is trained."""
+        return batch.trained_positions
+
+    def reference_values(
+        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Of the reference model, without gradients: by name what :meth:`terms` finds in its columns, ``[documents]``
+        each. Shapes as for :meth:`terms`."""
+        return {}
+
+    @abstractmethod
     def counts(self, batches: StepBatches) -> Counts:
         """The global batch's counts by which sums are divided; the same on every rank, so none is communicated."""
-        ...
 
+    @abstractmethod
     def columns(self, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
         """What goes to the device with a micro-batch besides its tokens: which document each trained position belongs
-        to, weights of positions, groups of documents, figures of another model. No documents, no entries."""
-        ...
+        to, weights of positions, figures of another model. No documents, no entries."""
 
+    @abstractmethod
     def terms(
         self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
     ) -> Terms:
@@ -83,7 +101,6 @@ class Method(Protocol):
         Shapes: hidden ``[N, D]`` at the N trained positions, targets int64 ``[N]``. N may be 0, and the losses must
         then be zeros that have a gradient.
         """
-        ...
 
 
 def build_method(section: recipe.Method) -> Method:
@@ -97,13 +114,13 @@ def build_method(section: recipe.Method) -> Method:
 
 def check_method(section: recipe.Method) -> None:
     """Load a loss of the user's own and check its signature. Raises PluginError; nothing is called."""
-    if isinstance(section, recipe.CustomMethod):
+    if isinstance(section, CustomMethod):
         import_module(f"tuner.train.methods.{section.kind}").factory_of(section)
 
 
 def check_logits(section: recipe.Method, transform: LogitTransform) -> None:
     """Raise PluginError for a loss of the user's own on a model that caps its logits, of which it could not know."""
-    if isinstance(section, recipe.CustomMethod) and transform.cap is not None:
+    if isinstance(section, CustomMethod) and transform.cap is not None:
         raise PluginError(
             f"method.use {section.use}: this model caps its logits, which a loss of your own would not see",
             hint="take another model, or method.kind: sft or pretrain",

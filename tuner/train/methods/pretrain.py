@@ -6,10 +6,10 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from tuner.config.recipe import PretrainMethod
+from tuner.config.methods import PretrainMethod
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.output_layer import Objective, OutputLayer
-from tuner.train.methods.method import Counts, Sum, Terms
+from tuner.train.methods.method import Counts, Method, Sum, Terms
 
 SummedLoss = Objective[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 """Gives the loss and figures by name, each a sum over the positions."""
@@ -22,10 +22,8 @@ def cross_entropy(
     return head.cross_entropy(hidden, targets), {}
 
 
-class TokenMean:
+class TokenMean(Method):
     """Loss and figures per trained token, such as cross-entropy in nats."""
-
-    by_document = False
 
     def __init__(self, loss: SummedLoss = cross_entropy) -> None:
         self._loss = loss

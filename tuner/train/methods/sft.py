@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tuner.config.recipe import SftMethod
+from tuner.config.methods import SftMethod
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.output_layer import OutputLayer
 from tuner.train.methods.method import Counts, Method, Sum, Terms
 from tuner.train.methods.pretrain import TokenMean
 
 
-class DocumentMean:
+class DocumentMean(Method):
     """The mean over documents of their tokens' mean loss, in which a document of n trained tokens counts ``share(n)``.
 
     A document that is split into several rows counts as one for each of its pieces.
