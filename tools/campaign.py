@@ -66,7 +66,7 @@ CAMPAIGNS = (
     Campaign("auto", ("auto_campaign",), "what auto becomes for real models on real cards, by prediction"),
     Campaign("parity", ("parity_figures", "--smollm2", f"{DEMO}/smollm2"), "packed and alone, one process and two"),
     Campaign("attention", ("attention_campaign",), "attention on CUDA by stand-ins, Triton's interpreter and compiler"),
-    Campaign("spread", ("spread_campaign",), "bf16 over processes: the bits of one process's losses, 59 cases"),
+    Campaign("spread", ("spread_campaign",), "bf16 over processes: the bits of one process's losses, 93 cases"),
     Campaign("mistakes", ("mistakes",), "120 mistakes in recipes: place and line to write in the error"),
     Campaign("flaws", ("flawed_recipes", "--launch"), "recipes with one flaw each: config check or a dry run finds it"),
     Campaign("import", ("import_campaign",), "the configurations that other tools ship, converted and trained"),

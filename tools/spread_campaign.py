@@ -5,7 +5,8 @@
 Kernels are chosen as on CUDA, with a stand-in for varlen attention, and processes are real, over gloo. The first step's
 losses must be those of one process under autocast, to the bit; gradients may be 1e-6 apart; no tensor of the shape of
 a layer's weight may be kept for the backward pass but the weight itself. Over families, levels of recomputing,
-adapters, layers as they are and compiled, ways of sharding, and whole gradients between micro-batches.
+adapters, layers as they are and compiled, ways of sharding, embeddings that are gathered and that rows are looked up
+in, and whole gradients between micro-batches.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.fixtures import processes  # noqa: E402
 from tests.fixtures.spread import Spread, differences  # noqa: E402
+from tests.model.tiny import VOCAB  # noqa: E402
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "phi", "olmo2", "mistral", "phi3", "mixtral", "qwen3-moe")
 LEVELS = ("none", "selective", "full")
@@ -39,6 +41,20 @@ def cases() -> Iterator[Spread]:
     for whole in (False, True):
         yield Spread("qwen3", shard="hybrid", processes=4, machines=2, whole=whole)
         yield Spread("qwen3", processes=4, whole=whole, level="selective")
+    for family in FAMILIES:
+        yield Spread(family, vocabulary=VOCAB)
+    yield from embeddings()
+
+
+def embeddings() -> Iterator[Spread]:
+    """An embedding that is frozen, trained besides an adapter, or trained in a few rows; on several machines too."""
+    for family in ("llama", "gemma3", "gpt2"):
+        name = "wte" if family == "gpt2" else "embed_tokens"
+        for spread in ({}, {"shard": "hybrid", "processes": 4, "machines": 2}):
+            yield Spread(family, frozen=(name,), **spread)
+            yield Spread(family, adapter="lora", saved=(name,), **spread)
+            yield Spread(family, adapter="lora", new_ids=range(90, VOCAB), **spread)
+            yield Spread(family, whole=True, compiled="aot_eager", level="full", **spread)
 
 
 def main() -> int:

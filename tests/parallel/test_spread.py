@@ -6,23 +6,29 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.fixtures.processes import run_ranks
 from tests.fixtures.spread import Spread, both, differences, whole_model
+from tests.model.tiny import VOCAB
 from tuner.checkpoint.load import load_into, open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.model.root import CausalLM, trained_parameters
+from tuner.parallel.fsdp import local
 from tuner.setup.probes import record_probes
 
 CASES = [
     Spread(level="none"),
     Spread(level="selective"),
-    Spread(level="full", reshard=False),
+    Spread(level="full", reshard=False, vocabulary=VOCAB),
     Spread(tied=True, whole=True),
     Spread(family="phi", reshard=False),
     Spread(family="gpt2"),
     Spread(shard="none", tied=True),
     Spread(adapter="lora", level="selective"),
+    Spread(family="llama", frozen=("embed_tokens",)),
+    Spread(family="llama", adapter="lora", saved=("embed_tokens",)),
+    Spread(family="gemma3", adapter="lora", new_ids=range(90, VOCAB)),
 ]
 ROW = (torch.arange(3, 23), torch.arange(20), (20,), torch.arange(19), torch.arange(4, 23))
 PROBES = [torch.arange(3, 12), torch.arange(20, 33)]
@@ -44,7 +50,7 @@ def test_bf16_on_two_processes_is_bf16_on_one(tmp_path: Path) -> None:
 @pytest.mark.multi
 @pytest.mark.parametrize("shard", ["full", "none"])
 def test_logits_and_checkpoints_are_of_the_weights_as_they_are_trained(shard: str, tmp_path: Path) -> None:
-    """And not of those that are gathered. A checkpoint of two processes is read by one."""
+    """And not of those that are gathered. A checkpoint of two processes is read by them and by one."""
 
     def work(rank: int) -> None:
         whole, root = both(Spread(shard=shard, reshard=False), rank, tmp_path)
@@ -55,6 +61,12 @@ def test_logits_and_checkpoints_are_of_the_weights_as_they_are_trained(shard: st
             losses = [each.losses(*ROW) for each in (whole, root)]  # rounded again
         assert torch.equal(*losses)
         save(CheckpointDir(tmp_path, "a" * 32), 3, tensors, {}, {})
+        dist.barrier()
+        before = {name: local(tensor).clone() for name, tensor in tensors.items()}
+        for tensor in tensors.values():
+            tensor.zero_()
+        load_into(open_checkpoint(tmp_path / "step-3"), tensors)
+        assert [name for name in before if not torch.equal(local(tensors[name]), before[name])] == []
 
     assert run_ranks(2, tmp_path, work) == [0, 0]
     read = tensors_of(whole_model(Spread(), tmp_path / "one"))

@@ -97,6 +97,22 @@ def test_a_traced_step_gathers_layers_twice_and_the_rest_once(tmp_path: Path) ->
     assert 0 < adapted.reduced < found.reduced < found.gathered < adapted.gathered
 
 
+def test_a_traced_step_looks_rows_up_where_that_moves_less(tmp_path: Path) -> None:
+    """An embedding of 4,099 rows, which 2 x 4 x 256 tokens are at most half of, in shards of 1,025."""
+    resolved, rank_info, step = resolved_case(Case("llama-large", {}, ((40, 30, 20),), 4), tmp_path)
+    sizes = {name: p.shape for name, p in meta_model_of(resolved).named_parameters()}
+    padded = {name: -(-shape[0] // 4) * 4 * shape[1:].numel() * FULL for name, shape in sizes.items()}
+    layers = sum(size for name, size in padded.items() if ".layers." in name)
+    rest = sum(padded.values()) - layers - padded["model.embed_tokens.weight"]
+    tokens, row = 4 * 256, 32 * FULL
+    trace = trace_step(resolved, rank_info, step)
+    (found,) = trace.traffic
+    assert found.gathered == (2 * layers + rest + tokens * (8 + row)) * 3 // 4  # ids, and gradients of rows
+    assert found.reduced == (layers + rest + tokens * row) * 3 // 4
+    made = [one.size for one in trace.storages if one.module.endswith("embed_tokens")]
+    assert max(made) == (1025 + 1) * row  # a shard of the gradient, and a row for all others; about as much as of rows
+
+
 def test_a_prediction_says_what_a_step_moves(tmp_path: Path) -> None:
     alone, many = predicted(wish(tmp_path)), predicted(wish(tmp_path), processes="2")
     assert alone.time.traffic == Traffic() and "gathered" not in sentence(alone)

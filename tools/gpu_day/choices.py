@@ -123,6 +123,7 @@ def sharded(day: Day, how: str, level: str, tokens: int) -> CausalLM:
         seed=0,
         recompute=level,  # type: ignore[arg-type]
         padding=Padding(tokens, tokens) if day.on_gpu else None,
+        tokens=tokens,
     )
     if how == "tuner":
         return assemble(spec, model, device_mesh=mesh, give_values=lambda root: fill(day, root))

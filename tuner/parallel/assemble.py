@@ -38,6 +38,8 @@ class AssemblySpec:
     reshard_after_forward: bool = True
     rounded_to: torch.dtype | None = None
     """The type that autocast rounds weights to, where shards may be gathered in it."""
+    tokens: int | None = None
+    """The most tokens of a microbatch of training, where that is known."""
 
     def for_values(self) -> "AssemblySpec":
         """The same for a model that gives its values to another and never trains itself: nothing is wrapped."""
@@ -75,7 +77,7 @@ def assemble(
 
         compile_blocks(root, spec.padding)
     if device_mesh is not None:
-        shard(root, device_mesh, spec.reshard_after_forward, spec.rounded_to)
+        shard(root, device_mesh, spec.reshard_after_forward, spec.rounded_to, spec.tokens)
     give_values(root)
     return root
 

@@ -28,26 +28,34 @@ FLAT = 1 << 18
 """Elements up to which a gradient is sent as a part of one tensor, in place of by itself."""
 
 
-def shard(root: CausalLM, mesh: DeviceMesh, reshard_after_forward: bool, rounded_to: torch.dtype | None = None) -> None:
+def shard(
+    root: CausalLM,
+    mesh: DeviceMesh,
+    reshard_after_forward: bool,
+    rounded_to: torch.dtype | None = None,
+    tokens: int | None = None,
+) -> None:
     """Shard a model on the meta device, in place: decoder blocks, embedding and output layer are a unit each.
 
     The rest, and an embedding that is the output layer's, is the root's unit. With ``reshard_after_forward`` a block's
     weights are gathered again for its backward pass. Gradients are summed, not averaged, over processes: the loss is
     already divided by the global count. Where autocast rounds weights, ``rounded_to`` is the type in which they are
-    gathered (:mod:`tuner.parallel.gathers`).
+    gathered (:mod:`tuner.parallel.gathers`). Where it is known how many ``tokens`` a micro-batch has at most, the
+    embedding's rows may be looked up in its shards (:mod:`tuner.parallel.lookup`), and it is no unit.
     """
     blocks = decoder_blocks(root.model)
     for block in blocks:
         _unit(block, mesh, reshard_after_forward, rounded_to)
     embedding, head = root.model.get_input_embeddings(), root.model.get_output_embeddings()
-    if isinstance(embedding, nn.Embedding) and _is_apart(embedding, root):
+    looked_up = set() if tokens is None else _looked_up(embedding, root, mesh, tokens)
+    if isinstance(embedding, nn.Embedding) and not looked_up and _is_apart(embedding, root):
         _unit(embedding, mesh, True)
         _state_of(embedding).set_unshard_in_backward(False)  # looking up needs no weight to go backward
     if _is_apart(head, root):
         _unit(head, mesh, False, rounded_to)  # the backward pass begins with it
         _state_of(blocks[-1]).set_modules_to_forward_prefetch([_state_of(head)])
         _gather_for_objective(root, head)
-    fully_shard(root, mesh=mesh, reshard_after_forward=False)
+    fully_shard(root, mesh=mesh, reshard_after_forward=False, ignored_params=looked_up)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -69,6 +77,14 @@ def _unit(module: nn.Module, mesh: DeviceMesh, reshard: bool, rounded_to: torch.
         return
     kept = set(module.parameters()) - rounded
     fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy(rounded_to), ignored_params=kept)
+
+
+def _looked_up(embedding: nn.Module, root: CausalLM, mesh: DeviceMesh, tokens: int) -> set[nn.Parameter]:
+    """Spread the tables in an embedding, or in what wraps it, whose rows are to be looked up; returns their weights."""
+    from tuner.parallel.lookup import spread
+
+    tables = [module for module in embedding.modules() if _is_apart(module, root)]
+    return {weight for table in tables for weight in spread(table, mesh, tokens)}
 
 
 def _is_apart(module: nn.Module, root: nn.Module) -> bool:

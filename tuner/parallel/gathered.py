@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tuner.parallel.lookup import kept_whole
 from tuner.runtime.torch_private import fsdp_groups
 
 
@@ -30,7 +31,8 @@ def gathered(root: nn.Module) -> Iterator[None]:
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
-        yield
+        with kept_whole(root):
+            yield
     finally:
         for group, mesh_info in zip(groups, before, strict=True):
             group.post_forward_mesh_info = mesh_info

@@ -24,8 +24,10 @@ class Traffic:
     """Bytes that one process moves because of its sharding.
 
     Over links: ``gathered`` is what it receives of other processes' weights, ``reduced`` what it sends of sums of
-    gradients; ``far`` is what of both crosses the network. In its own memory, reading and writing: ``copied`` is what
-    goes into and out of the buffers of collectives, ``converted`` are weights and their gradients that change type.
+    gradients; ``far`` is what of both crosses the network. Rows of an embedding that are looked up in shards are summed
+    on their way there, and their gradients gathered on the way back: as many bytes under each name. In its own memory,
+    reading and writing: ``copied`` is what goes into and out of the buffers of collectives, ``converted`` are weights
+    and their gradients that change type.
     """
 
     gathered: int = 0

@@ -189,15 +189,17 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
     recipe = resolved.recipe
     train = recipe.train
     longest = int(recipe.data.max_length)
+    tokens = longest * rows_at_once(recipe)
     return AssemblySpec(
         trainable=trainable_of(recipe, resolved.new_ids),
         seed=recipe.seed,
         kernels=cast("Kernels", recipe.model.kernels),
         recompute=cast("Recompute", train.gradient_checkpointing),
         recomputed_layers=train.gradient_checkpointing_layers,
-        padding=Padding(longest * rows_at_once(recipe), longest) if train.compile is True else None,
+        padding=Padding(tokens, longest) if train.compile is True else None,
         reshard_after_forward=recipe.parallel.reshard_after_forward,
         rounded_to=torch.bfloat16 if train.precision == "bf16" and recipe.adapter.kind == "none" else None,
+        tokens=tokens,
     )
 
 

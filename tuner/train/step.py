@@ -141,6 +141,10 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
         terms.loss(counts).backward()
     if step_config.mesh.size > 1:
         sum_whole_gradients(state.parameters.values())
+    if step_config.mesh.is_sharded and step_config.mesh.copies > 1:
+        from tuner.parallel.lookup import sum_over_copies
+
+        sum_over_copies(root)
     assert sums is not None, "a step has at least one micro-batch"
     return sums, counts
 

@@ -1,0 +1,222 @@
+"""An embedding in shards of which rows travel and the weight does not.
+
+Of a large vocabulary a micro-batch takes few rows. The processes that share a weight all-gather their token ids; each
+looks up those rows that are its own, and a reduce-scatter brings every row to who asked for it. A row is on one process
+alone: added to zeros, as whole numbers, it keeps its bits. In the backward pass the gradients of all rows are gathered,
+and each process adds those of its own rows up, in the order of ranks and tokens, into its shard of the gradient.
+
+Nobody asks the device for a number on the way: token ids are filled up to a length that all processes know. So what is
+moved grows with their number, and the rule is that it is at most half of what gathering the weight and reducing its
+gradient would move. Forward passes without gradients, of any length on each process, gather the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+NOBODYS = -1
+"""The token id that a micro-batch is filled up with: no process has a row of it."""
+_WORD = torch.int32
+"""What rows are added as: sums of whole numbers with zeros are exact, and backends know this type."""
+
+
+def pays(vocabulary: int, processes: int, tokens: int) -> bool:
+    """Whether looking up so many tokens on each process moves at most half of what gathering the weight would."""
+    return 2 * processes * tokens <= vocabulary
+
+
+def can_be_looked_up(embedding: nn.Embedding) -> bool:
+    """Whether an embedding's forward looks rows up and at most scales them, and rows and gradients can be summed."""
+    weight = embedding.weight
+    if type(embedding).forward is not nn.Embedding.forward and not hasattr(embedding, "embed_scale"):
+        return False
+    if embedding.max_norm is not None or embedding.sparse or embedding.scale_grad_by_freq:
+        return False
+    summed = weight.dtype == torch.float32 or not weight.requires_grad
+    return summed and weight.shape[1] * weight.element_size() % _WORD.itemsize == 0
+
+
+class Lookup:
+    """The forward of an embedding whose weight ``[V, D]`` lies in shards of rows over the last axis of a mesh.
+
+    ``tokens`` is the most that any process looks up in a forward pass with gradients. The class's own forward runs, and
+    gets its rows here.
+    """
+
+    def __init__(self, embedding: nn.Embedding, mesh: DeviceMesh, tokens: int) -> None:
+        self.embedding, self.mesh, self.tokens = embedding, mesh, tokens
+        self.step = -(-embedding.num_embeddings // mesh.size(mesh.ndim - 1))
+        """Rows of a shard; the last ones may be shorter, or empty."""
+        self.whole: torch.Tensor | None = None
+        """The whole weight where it is kept: :meth:`kept_whole`."""
+
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """What the embedding gives for token ids int64 of any shape. Collective, unless the weight is kept whole."""
+        with _InPlaceOf(self):
+            output: torch.Tensor = type(self.embedding).forward(self.embedding, input_ids)
+        return output
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The processes that have a copy of the weight between them."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This process's rows ``[<= step, D]``."""
+        return cast("DTensor", self.embedding.weight).to_local()
+
+    def rows(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight for token ids. Raises ValueError for more than all processes made room for."""
+        if self.whole is not None or not torch.is_grad_enabled():
+            weight = self._gathered() if self.whole is None else self.whole
+            return functional.embedding(input_ids, weight)
+        if input_ids.numel() > self.tokens:
+            raise ValueError(f"{input_ids.numel()} tokens are looked up at once, and there is room for {self.tokens}")
+        apply = cast("Callable[..., torch.Tensor]", _Rows.apply)
+        return apply(self.shard, input_ids.reshape(-1), self).view(*input_ids.shape, -1)
+
+    @contextmanager
+    def kept_whole(self) -> Iterator[None]:
+        """Within, each process has the whole weight, and looks up alone; no gradients. Collective at the start."""
+        self.whole = self._gathered()
+        try:
+            yield
+        finally:
+            self.whole = None
+
+    @torch.no_grad()
+    def sum_over_copies(self) -> None:
+        """Add up the gradients of the copies of the model, where there are several. Collective."""
+        gradient = self.embedding.weight.grad
+        if self.mesh.ndim > 1 and gradient is not None:
+            dist.all_reduce(cast("DTensor", gradient).to_local(), group=self.mesh.get_group(0))
+
+    @torch.no_grad()
+    def _gathered(self) -> torch.Tensor:
+        """The whole weight ``[V, D]``. Collective."""
+        own = self.shard.detach()
+        if missing := self.step - len(own):
+            own = torch.cat([own, own.new_empty(missing, own.shape[1])])
+        whole = own.new_empty(dist.get_world_size(self.group) * self.step, own.shape[1])
+        _gather(whole, own.contiguous(), self.group)
+        return whole[: self.embedding.num_embeddings]
+
+
+class _InPlaceOf(TorchFunctionMode):
+    """Within, the rows of one embedding's weight are those that its lookup finds."""
+
+    def __init__(self, lookup: Lookup) -> None:
+        super().__init__()
+        self._lookup = lookup
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.embedding and args[1] is self._lookup.embedding.weight:
+            return self._lookup.rows(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class _Rows(torch.autograd.Function):
+    """Rows ``[T, D]`` of a weight that lies in shards, for token ids ``[T]``, which may be other ones everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, input_ids: torch.Tensor, lookup: Lookup) -> torch.Tensor:
+        count, first = len(input_ids), dist.get_rank(lookup.group) * lookup.step
+        filled = functional.pad(input_ids, (0, lookup.tokens - count), value=NOBODYS)
+        every = filled.new_empty(dist.get_world_size(lookup.group) * lookup.tokens)
+        _gather(every, filled, lookup.group)
+        places = every - first
+        foreign = (places < 0) | (places >= len(shard))
+        words = shard.view(_WORD)
+        if len(shard):
+            rows = words.index_select(0, places.masked_fill(foreign, 0)).masked_fill_(foreign[:, None], 0)
+        else:
+            rows = words.new_zeros(len(every), words.shape[1])
+        own = rows.new_empty(lookup.tokens, rows.shape[1])
+        _reduce_scatter(own, rows, lookup.group)
+        if shard.requires_grad:
+            if (padding := lookup.embedding.padding_idx) is not None:
+                foreign |= every == padding  # its gradient is none's
+            ctx.save_for_backward(places.masked_fill_(foreign, len(shard)))
+            ctx.lookup, ctx.n_rows = lookup, len(shard)
+        return own.view(shard.dtype)[:count]
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        lookup, (places,) = ctx.lookup, ctx.saved_tensors
+        filled = functional.pad(upstream, (0, 0, 0, lookup.tokens - len(upstream))).contiguous()
+        every = filled.new_empty(len(places), filled.shape[1])
+        _gather(every, filled, lookup.group)
+        # What is not of this shard has a row of its own at the end. On CUDA this sorts: the order of sums is fixed.
+        n_rows = ctx.n_rows
+        gradient = torch.ops.aten.embedding_dense_backward(every, places, n_rows + 1, n_rows, False)
+        return gradient[:n_rows], None, None
+
+
+def _gather(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """All processes' own parts, end to end. From torch 2.13 on, the older of its two names warns."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, own, group=group)
+
+
+def _reduce_scatter(own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """This process's part of the sum of all processes' tensors."""
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce(own, whole, group=group)
+
+
+def spread(embedding: nn.Module, mesh: DeviceMesh, tokens: int) -> set[nn.Parameter]:
+    """Put an embedding on the meta device into shards, in place, and have its rows looked up.
+
+    ``tokens`` is the most of a micro-batch. Returns its weight as it lies now; nothing where this is no plain table, or
+    where it does not pay.
+    """
+    if not isinstance(embedding, nn.Embedding) or not can_be_looked_up(embedding):
+        return set()
+    if not pays(embedding.num_embeddings, mesh.size(mesh.ndim - 1), tokens):
+        return set()
+    lookup = Lookup(embedding, mesh, tokens)
+    embedding.weight = weight = _in_shards(embedding.weight, lookup)
+    vars(embedding)["forward"] = lookup  # of this one: its class stays what it is
+    return {weight}
+
+
+def _in_shards(weight: torch.Tensor, lookup: Lookup) -> nn.Parameter:
+    """A weight without storage as FSDP2 would lay it out: shards of rows, and copies of them along the outer axis."""
+    mesh, rank = lookup.mesh, dist.get_rank(lookup.group)
+    n_rows = min(lookup.step, max(0, len(weight) - rank * lookup.step))
+    placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+    own = torch.empty(n_rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    placed = DTensor.from_local(own, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
+    return nn.Parameter(placed, requires_grad=weight.requires_grad)
+
+
+def lookups(root: nn.Module) -> list[Lookup]:
+    """Those of a model's embeddings, in order."""
+    forwards = (vars(module).get("forward") for module in root.modules())
+    return [forward for forward in forwards if isinstance(forward, Lookup)]
+
+
+@contextmanager
+def kept_whole(root: nn.Module) -> Iterator[None]:
+    """Within, every process has the weights of all lookups of a model whole. Collective at the start."""
+    with ExitStack() as stack:
+        for lookup in lookups(root):
+            stack.enter_context(lookup.kept_whole())
+        yield
+
+
+def sum_over_copies(root: nn.Module) -> None:
+    """Add up, over the copies of a model, the gradients of what is looked up: FSDP2 knows nothing of it. Collective."""
+    for lookup in lookups(root):
+        lookup.sum_over_copies()
