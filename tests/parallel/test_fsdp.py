@@ -28,14 +28,18 @@ def tiny_model() -> CausalLM:
 
 
 def sharded(
-    rank: int, reshard: bool = True, processes_to_a_copy: int = 2, rounded_to: torch.dtype | None = None
+    rank: int,
+    reshard: bool = True,
+    processes_to_a_copy: int = 2,
+    rounded_to: torch.dtype | None = None,
+    tokens: int | None = None,
 ) -> CausalLM:
     """The tiny model over two processes, with rank 0's values."""
     with torch.device("meta"):
         root = tiny_model()
     device_mesh = Mesh.of(RankInfo(rank, 2, rank, 2), "full" if processes_to_a_copy == 2 else "none").device_mesh("cpu")
     if device_mesh is not None:
-        shard(root, device_mesh, reshard, rounded_to)
+        shard(root, device_mesh, reshard, rounded_to, tokens)
     materialise(root, tiny_model() if rank == 0 else None, torch.device("cpu"))
     return root
 

@@ -16,6 +16,7 @@ from tests.parallel.test_fsdp import gradients, loss_of, sharded, tiny_model, wh
 from tuner.model.decode import greedy
 from tuner.parallel.fsdp import sync_gradients
 from tuner.parallel.gathered import gathered, whole_bytes
+from tuner.parallel.lookup import lookups
 from tuner.runtime import torch_private
 
 
@@ -32,24 +33,29 @@ class Gathers(torch_private.TorchDispatchMode):  # type: ignore[misc,name-define
 
 
 @pytest.mark.multi
-def test_the_model_is_gathered_once_and_not_for_each_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokens", [None, 12])
+def test_the_model_is_gathered_once_and_not_for_each_token(tokens: int | None, tmp_path: Path) -> None:
+    """With an embedding that is a unit, and with one in which rows are looked up in training."""
+
     def work(rank: int) -> None:
-        plain, root = tiny_model(), sharded(rank)
+        plain, root = tiny_model(), sharded(rank, tokens=tokens)
         size = sum(p.numel() * p.element_size() for p in plain.parameters())
         assert (whole_bytes(plain), whole_bytes(root)) == (0, size)
         units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        n_gathers = len(units) + len(lookups(root))
+        assert len(lookups(root)) == (tokens is not None)
         kept = (root, root.model.get_output_embeddings())  # for the backward pass, which begins with them
         answers = greedy(plain, PROMPTS, (), LIMITS, CPU)
         with Gathers() as evaluating, torch.no_grad():
             loss_of(root, 5)
         with Gathers() as alone:
             assert greedy(root, PROMPTS, (), LIMITS, CPU) == answers
-        assert evaluating.count == len(units)
+        assert evaluating.count == n_gathers
         # This model's prompts are decoded one by one.
-        assert alone.count == sum(LIMITS) * (len(units) - len(kept)), "each token gathers embedding and blocks"
+        assert alone.count == sum(LIMITS) * (n_gathers - len(kept)), "each token gathers embedding and blocks"
         with Gathers() as together, gathered(root):
             assert greedy(root, PROMPTS, (), LIMITS, CPU) == answers
-        assert together.count <= len(units)
+        assert together.count <= n_gathers
         assert all(isinstance(parameter, DTensor) for parameter in root.parameters()), "nothing stays gathered"
         for seed in (0, 1):
             loss_of(plain, seed).backward()
