@@ -157,10 +157,16 @@ def test_gradients_of_whole_parameters_are_added_up_large_ones_in_place(
 
     def work(rank: int) -> None:
         both, one = torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(3))
+        large, unused = torch.nn.Parameter(torch.zeros(5)), [torch.nn.Parameter(torch.ones(n)) for n in (2, 6)]
+        large.grad = torch.ones(5) if rank == 0 else None
         both.grad = torch.full((2, 3), 1.0 + rank)
         one.grad = torch.tensor([1.0, 2.0, 3.0]) if rank == 1 else None  # as of an expert that rank 1 alone took
         given = both.grad
-        sum_whole_gradients([both, one])
+        sum_whole_gradients([both, unused[0], one, large, unused[1]])
+        assert large.grad is not None and large.grad.tolist() == [1.0] * 5
+        assert [parameter.grad for parameter in unused] == [None, None]
+        torch.optim.AdamW(unused, weight_decay=0.5).step()
+        assert all(torch.equal(parameter, torch.ones_like(parameter)) for parameter in unused), "none decays"
         assert torch.equal(both.grad, torch.full((2, 3), 3.0))
         assert one.grad is not None and one.grad.tolist() == [1.0, 2.0, 3.0]
         assert (both.grad is given) == (small == 4)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tuner.model.build import decoder_blocks
 from tuner.model.root import FORWARD_METHODS, CausalLM
 from tuner.parallel.mesh import Mesh
+from tuner.runtime.device import to_device
 from tuner.runtime.torch_private import each_norm
 
 _NORM_CHUNK = 4096
@@ -172,21 +173,33 @@ def sum_whole_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Add up, over all processes, the gradients of parameters that each of them holds whole. Collective.
 
     Large ones in place, one collective each; the others become parts of one tensor. A parameter without a gradient on
-    this process counts as zeros, since another process may have one.
+    this process counts as zeros where another process has one. Where none has, it stays without, and an optimizer
+    leaves it alone as in one process. Who has them all waits for no device to learn that.
     """
     whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-    for parameter in whole:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+    if not whole:
+        return
     small = [parameter for parameter in whole if parameter.numel() <= FLAT]
+    here = [parameter.grad is not None for parameter in whole]
+    parts = [_gradient(parameter).reshape(-1) for parameter in small]
+    flat = torch.cat([*parts, to_device(torch.tensor(here, dtype=torch.float32), whole[0].device)])
+    dist.all_reduce(flat)
+    *sums, anywhere = flat.split([*map(len, parts), len(whole)])
+    for parameter, part in zip(small, sums, strict=True):
+        parameter.grad = part.view_as(parameter)
+    without = [number for number, is_here in enumerate(here) if not is_here]
+    counts = anywhere.cpu() if without else anywhere
+    nobodys = {whole[number] for number in without if not float(counts[number])}
     for parameter in whole:
-        if parameter.numel() > FLAT:
+        if parameter in nobodys:
+            parameter.grad = None
+        elif parameter.numel() > FLAT:
+            parameter.grad = _gradient(parameter)
             dist.all_reduce(parameter.grad)
-    if small:
-        flat = torch.cat([parameter.grad.reshape(-1) for parameter in small if parameter.grad is not None])
-        dist.all_reduce(flat)
-        for parameter, part in zip(small, flat.split([each.numel() for each in small]), strict=True):
-            parameter.grad = part.view_as(parameter)
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def squared_norm(gradients: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:

@@ -96,7 +96,8 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     """Take step ``index`` (0-based) with every group's peak learning rate times ``factor``.
 
     The guard leaves the update out, on every rank, where loss or gradient norm is not finite. Reads nothing from the
-    device, unless the optimizer cannot leave an update out there.
+    device, unless the optimizer cannot leave an update out there, or a parameter that is whole on several processes has
+    no gradient on this one.
     """
     sums, counts = forward_backward(state, index, batches)
     phase.enter_part(index + 1, "optimizer")
