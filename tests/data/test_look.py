@@ -23,7 +23,6 @@ from tuner.data.building.explain import explain
 from tuner.data.building.prepare import prepare
 from tuner.data.building.spec import PrepareSpec
 from tuner.data.look import look
-from tuner.errors import DataError
 
 CHATS = [tiny.chat(f"question {i}", f"answer {i}") for i in range(6)]
 PAIRS = [{"question": f"what is {i}?", "answer": f"it is {i}"} for i in range(6)]
@@ -152,11 +151,35 @@ def test_a_context_is_read_as_input_and_what_is_not_read_is_named(
     assert dict(load_recipe(tmp_file(tmp_path, text)).recipe.data.train[0].columns) == dict(seen.columns)
 
 
-def test_preferences_are_refused_with_the_columns_that_learn_the_chosen(tmp_path: Path) -> None:
-    path = tiny.write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    with pytest.raises(DataError, match="not supported yet") as caught:
-        look("owner/name", DataSource(path=str(path)))
-    assert "{path: rows.jsonl, columns: {completion: chosen}}" in str(caught.value.hint)
+PAIR = {"prompt": "a", "chosen": "b c", "rejected": "d"}
+PREFERENCES: list[tuple[dict[str, Any], str, dict[str, str]]] = [
+    (PAIR, "dpo", {}),
+    ({"question": "a", "chosen": "b", "rejected": "c"}, "dpo", {"instruction": "question"}),
+    (
+        {
+            "input": {"messages": tiny.chat("hello")["messages"]},
+            "preferred_output": [{"role": "assistant", "content": "yes"}],
+            "non_preferred_output": [{"role": "assistant", "content": "no"}],
+        },
+        "dpo",
+        {"prompt": "input.messages", "chosen": "preferred_output", "rejected": "non_preferred_output"},
+    ),
+    (tiny.chat("hello", "yes", label=True), "kto", {}),
+]
+
+
+@pytest.mark.parametrize(("row", "method", "columns"), PREFERENCES)
+def test_answers_that_are_compared_get_their_method(
+    row: dict[str, Any], method: str, columns: dict[str, str], model: str, tmp_path: Path
+) -> None:
+    path = tiny.write_rows(tmp_path / "rows.jsonl", [row])
+    seen = look(model, DataSource(path=str(path)))
+    text = starter(model, "rows.jsonl", seen)
+    assert f"  kind: {method} " in text and dict(seen.columns) == columns and seen.by_tokenizer and seen.unused == ()
+    assert "optimizer: {lr: 1e-6}" in text
+    if method == "dpo":  # both answers with their prompt
+        assert f"longest pair: {seen.longest}" in text
+        assert load_recipe(tmp_file(tmp_path, text)).recipe.method.kind == "dpo"
 
 
 @pytest.mark.parametrize(("count", "words", "steps"), [(400, 30, FEW_STEPS), (700, 60, FEW_STEPS), (20, 3, 1)])

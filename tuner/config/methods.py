@@ -20,6 +20,9 @@ _TRAIN_ON = "Which tokens are learned: those of every assistant turn, of the las
 TrainOn = Annotated[Word[Literal["assistant", "last_assistant", "all"]], Field(description=_TRAIN_ON)]
 
 
+ExampleKind = Literal["sft", "pretrain", "preference", "unpaired"]
+
+
 @dataclass(frozen=True)
 class Examples:
     """What a method's examples are: the documents that a record becomes, and what is trained in each of them.
@@ -27,7 +30,7 @@ class Examples:
     Every method's section says its own by the property ``examples``.
     """
 
-    kind: Literal["sft", "pretrain", "preference", "unpaired"]
+    kind: ExampleKind
     """sft: a record is one document, of turns or of a prompt and its completion; pretrain: one, of plain text;
     preference: two, the prompt with the chosen answer, then with the rejected one; unpaired: one, with a label."""
     train_on: Literal["assistant", "last_assistant", "all"] = "all"

@@ -151,6 +151,7 @@ COLUMNS = (
     "instruction", "input", "output", "history",
     "prompt", "completion", "text",
     "input_ids", "labels", "loss_mask",
+    "chosen", "rejected", "margin", "score_chosen", "score_rejected", "label",
 )  # fmt: skip
 """Keys of a record that `columns` may find under another name."""
 

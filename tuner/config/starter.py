@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tuner.config.dump import flow
+from tuner.config.methods import ExampleKind
 from tuner.errors import RecipeError
 
 FEWEST_TO_SPLIT = 50
@@ -17,6 +18,10 @@ FEW_STEPS = 50
 """Fewer optimizer steps than this teach a model little."""
 
 
+_METHODS = {"sft": "sft", "pretrain": "pretrain", "preference": "dpo", "unpaired": "kto"}
+"""The method that learns from records of a kind."""
+
+
 @dataclass(frozen=True)
 class Look:
     """What the rows of a source are, and the lengths and sizes that suit them."""
@@ -25,8 +30,8 @@ class Look:
     rows: int
     is_all: bool
     """Whether all rows were read: else `rows` and what follows from it are estimates."""
-    pretrain: bool
-    """Whether they are plain text."""
+    kind: ExampleKind
+    """What they are examples of: pretrain for plain text."""
     columns: Mapping[str, str]
     """Where our keys are in a row, where they have other names."""
     unused: tuple[str, ...]
@@ -43,6 +48,11 @@ class Look:
     packed_rows: int
     epochs: int
     global_batch_size: int
+
+    @property
+    def pretrain(self) -> bool:
+        """Whether they are plain text."""
+        return self.kind == "pretrain"
 
     @property
     def steps(self) -> int:
@@ -62,7 +72,7 @@ def starter(model: str, data: str, seen: Look) -> str:
         (f"  name_or_path: {flow(model)}", "hub name or local directory"),
         *_template(seen),
         ("method:", ""),
-        (f"  kind: {'pretrain' if seen.pretrain else 'sft'}", _method(seen)),
+        (f"  kind: {_METHODS[seen.kind]}", _method(seen)),
         ("data:", ""),
         (f"  train: {_source(data, seen)}", _rows(seen)),
         held_out,
@@ -72,7 +82,7 @@ def starter(model: str, data: str, seen: Look) -> str:
         (f"  global_batch_size: {seen.global_batch_size}", _batch(seen)),
         ("  micro_batch_size: auto", "packed rows at once: on a GPU as many as fit and pay, by prediction"),
         ("# adapter: {kind: lora, r: 16}", "a small adapter instead of all weights"),
-        ("# optimizer: {lr: 1e-4}", "auto suits the model's size; tuner config show prints the rest"),
+        _optimizer(seen),
     ]
     width = max(len(text) for text, _ in lines if len(text) <= WIDEST)
     return "\n".join(f"{text.ljust(width)}  # {note}" if note else text for text, note in lines) + "\n"
@@ -88,8 +98,18 @@ def _template(seen: Look) -> list[tuple[str, str]]:
 def _method(seen: Look) -> str:
     if seen.pretrain:
         return f"{seen.form} records: every token is learned"
+    if seen.kind == "preference":
+        return "preference records: which of two answers is preferred is learned"
+    if seen.kind == "unpaired":
+        return "labelled records: which answers are wanted is learned"
     plain = ", without a chat template" if seen.form == "prompt_completion" else ""
     return f"{seen.form} records: the answers are learned{plain}"
+
+
+def _optimizer(seen: Look) -> tuple[str, str]:
+    if seen.kind in {"preference", "unpaired"}:
+        return "optimizer: {lr: 1e-6}", "answers are compared at far smaller ones than sft's; 1e-5 with an adapter"
+    return "# optimizer: {lr: 1e-4}", "auto suits the model's size; tuner config show prints the rest"
 
 
 def _source(data: str, seen: Look) -> str:
@@ -116,11 +136,16 @@ def not_used(seen: Look) -> str:
 
 def _length(seen: Look) -> str:
     counted = "by the model's tokenizer" if seen.by_tokenizer else "estimated from characters"
-    note = f"tokens of a packed row; longest document: {seen.longest:,} ({counted})"
+    note = f"tokens of a packed row; longest {_unit(seen)}: {seen.longest:,} ({counted})"
     if seen.whole == 1:
         return note
-    rest = "all documents are longer" if seen.whole == 0 else f"{1 - seen.whole:.1%} of the documents are longer"
+    units = f"{_unit(seen)}s"
+    rest = f"all {units} are longer" if seen.whole == 0 else f"{1 - seen.whole:.1%} of the {units} are longer"
     return f"{note}; {rest} and split" if seen.pretrain else f"{note}; {rest} and dropped: see data.too_long"
+
+
+def _unit(seen: Look) -> str:
+    return "pair" if seen.kind == "preference" else "document"
 
 
 def _duration(seen: Look) -> str:

@@ -77,6 +77,12 @@ class StepBatches:
     """int64[documents]: trained targets of each document of the global batch, where they were asked for."""
     documents: int = 0
     """Documents in the global batch, a piece of a split one as one."""
+    columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """[documents] each: columns of the documents of the global batch, where they were asked for."""
+    mismatched: list[Batch] = field(default_factory=list)
+    """One for each of `micro`, where they were asked for: its prompts, each with the answer to another one."""
+    mismatched_documents: int = 0
+    """Documents of the whole global batch in them."""
 
 
 def collate(rows: Sequence[Row]) -> Batch:
@@ -97,7 +103,7 @@ def collate(rows: Sequence[Row]) -> Batch:
         lengths=tuple(int(length) for length in lengths),
         trained_positions=np.flatnonzero(targets != IGNORED).astype(np.int64, copy=False),
         documents=np.concatenate([row.documents for row in rows]),
-        columns={name: np.concatenate([row.columns[name] for row in rows]) for name in rows[0].columns},
+        columns=_columns(rows),
     )
 
 
@@ -132,7 +138,9 @@ class GlobalBatches:
     world_size: int = 1
     max_rows: int | None = None
     by_document: bool = False
-    """Whether a step says of the whole global batch how much is trained in each document."""
+    """Whether a step says of the whole global batch how much is trained in each document, and the columns."""
+    mismatched: bool = False
+    """Whether a step has the prompts with the answers to others as well; the documents need labels."""
     _epoch_order: tuple[int, npt.NDArray[np.int64]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -160,22 +168,33 @@ class GlobalBatches:
         costs = row_costs(self.rows.tokens_per_row[row_ids], self.rows.squares_per_row[row_ids])
         balanced = balance_rows(costs, n_micro, self.world_size, self.micro_batch_size)
         cheapest = int(row_ids[costs.argmin()])
+        own = [row_ids[shares[self.rank]] for shares in balanced]
+        every = [self.rows.row(int(row_id)) for row_id in row_ids] if self.by_document else []
+        documents = int(self.rows.documents_per_row[row_ids].sum())
         return StepBatches(
             row_ids=row_ids,
             trained_count=int(self.rows.trained_per_row[row_ids].sum()),
             tokens=int(self.rows.tokens_per_row[row_ids].sum()),
-            micro=[self._batch(row_ids[shares[self.rank]], filler=cheapest) for shares in balanced],
-            trained_per_document=self._trained_per_document(row_ids) if self.by_document else None,
-            documents=int(self.rows.documents_per_row[row_ids].sum()),
+            micro=[self._batch(ids, filler=cheapest) for ids in own],
+            trained_per_document=_trained_per_document(every) if every else None,
+            documents=documents,
+            columns=_columns(every),
+            mismatched=[self._batch(ids, filler=cheapest, mismatched=True) for ids in own] if self.mismatched else [],
+            mismatched_documents=documents if self.mismatched else 0,
         )
 
-    def _trained_per_document(self, row_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return np.concatenate([collate([self.rows.row(int(row_id))]).trained_per_document for row_id in row_ids])
+    def _batch(self, row_ids: npt.NDArray[np.int64], filler: int, mismatched: bool = False) -> Batch:
+        rows = [self.rows.row(int(row_id)) for row_id in row_ids] or [self.rows.row(filler)]
+        batch = collate([self.rows.mismatched(row) for row in rows] if mismatched else rows)
+        return batch if len(row_ids) else without_targets(batch)
 
-    def _batch(self, row_ids: npt.NDArray[np.int64], filler: int) -> Batch:
-        if len(row_ids) == 0:
-            return without_targets(collate([self.rows.row(filler)]))
-        return collate([self.rows.row(int(row_id)) for row_id in row_ids])
+
+def _trained_per_document(rows: Sequence[Row]) -> npt.NDArray[np.int64]:
+    return np.concatenate([collate([row]).trained_per_document for row in rows])
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, npt.NDArray[Any]]:
+    return {name: np.concatenate([row.columns[name] for row in rows]) for name in (rows[0].columns if rows else ())}
 
 
 def row_order(seed: int, epoch: int, n_rows: int, shuffle: bool) -> npt.NDArray[np.int64]:

@@ -18,19 +18,32 @@ from tuner.data.building.bins import pack
 from tuner.data.building.documents import bad_record_error
 from tuner.data.building.encoded import bad_record
 from tuner.data.building.spec import inflated_bytes, positions_in
+from tuner.data.encoding.compared import AnyEncoder, answers_of
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.encoding.named_templates import template_source
 from tuner.data.encoding.tokenizer import TextTokenizer, parse_json
 from tuner.data.encoding.tokenizer_files import local_files
 from tuner.data.reading.blocks import blocks, examples_of, lines_in
-from tuner.data.reading.columns import proposed_columns
+from tuner.data.reading.columns import proposed_answers, proposed_columns
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, Tokens, form_of, unused_texts
+from tuner.data.reading.records import (
+    Compared,
+    Conversation,
+    Example,
+    PlainText,
+    PromptCompletion,
+    Tokens,
+    compared_by,
+    form_of,
+    unused_texts,
+)
 from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError
 
 if TYPE_CHECKING:
+    from tuner.config.methods import ExampleKind
     from tuner.config.recipe import DataSource
+    from tuner.data.encoding.turns import TrainOn
 
 READ_BYTES = 16 << 20
 """Records are read up to so many bytes of them."""
@@ -49,11 +62,16 @@ FEW_ROWS_EPOCHS = 3
 """Epochs where one alone would be too few steps of `USUAL_BATCH` rows."""
 
 
+_FORMS = {"preference": "preference", "unpaired": "labelled"}
+"""What records that compare answers are called, whatever the form of their prompt."""
+_TRAIN_ON: dict[str, "TrainOn"] = {"sft": "assistant", "pretrain": "all"}
+
+
 @dataclass
 class _Read:
     """What was read of a source."""
 
-    examples: list[Example] = field(default_factory=list)
+    examples: list[Example | Compared] = field(default_factory=list)
     """The first ones."""
     forms: Counter[str] = field(default_factory=Counter)
     """Of these."""
@@ -76,19 +94,23 @@ def look(model: str, source: "DataSource") -> Look:
     files = expand([source])
     first = _first_record(files)
     has_template = own is not None and own.has_template
+    kind = "sft" if first is None else compared_by(first, source.columns)
     if first is not None and source.format == "auto" and not source.columns:
-        source = source.model_copy(update={"columns": _columns(first, has_template)})
+        source = source.model_copy(update={"columns": _columns(first, has_template, kind)})
         files = expand([source])
-    read = _read(files, source.columns, has_template)
+    read = _read(files, source.columns, has_template, kind)
     if not read.examples:
         raise DataError(f"{source.path}: no rows")
-    pretrain = all(isinstance(example, PlainText) for example in read.examples)
-    chats = any(isinstance(example, Conversation) for example in read.examples)
+    parts = [part for example in read.examples for part in answers_of(example)]
+    if kind == "sft" and all(isinstance(example, PlainText) for example in parts):
+        kind = "pretrain"
+    pretrain = kind == "pretrain"
+    chats = any(isinstance(example, Conversation) for example in parts)
     lacks_template = chats and own is not None and not own.has_template
     counted = own if own is None or not lacks_template else TextTokenizer(own.files, template_source("chatml"))
-    lengths = _encoded_lengths(read.examples, counted, pretrain)
+    lengths = _encoded_lengths(read.examples, counted, kind)
     times = 1.0 if read.is_all else max(inflated_bytes(files) / max(read.size, 1), 1.0)
-    estimated = lengths if lengths is not None else _estimated_lengths(read.examples)
+    estimated = lengths if lengths is not None else _estimated_lengths(read.examples)  # of pairs the sum of both
     max_length = _max_length(estimated, times * read.records / len(read.examples), pretrain, positions)
     rows = _packed_rows(estimated, max_length, pretrain) * times * read.records / len(read.examples)
     epochs = FEW_ROWS_EPOCHS if not pretrain and rows < FEW_STEPS * USUAL_BATCH else 1
@@ -96,9 +118,9 @@ def look(model: str, source: "DataSource") -> Look:
         form=" and ".join(form for form, _ in read.forms.most_common()),
         rows=round(read.records * times),
         is_all=read.is_all,
-        pretrain=pretrain,
+        kind=kind,
         columns=dict(source.columns),
-        unused=() if first is None or source.format != "auto" else unused_texts(first, source.columns),
+        unused=() if first is None or source.format != "auto" else unused_texts(first, source.columns, kind),
         lacks_template=lacks_template,
         by_tokenizer=lengths is not None,
         longest=int(estimated.max()),
@@ -116,8 +138,10 @@ def _first_record(files: Sequence[SourceFile]) -> Mapping[str, object] | None:
     return None if first is None else first.value
 
 
-def _columns(first: Mapping[str, object], has_template: bool) -> Mapping[str, str]:
+def _columns(first: Mapping[str, object], has_template: bool, kind: "ExampleKind") -> Mapping[str, str]:
     """The `columns` that the keys of the first record need, or that make more of its text count."""
+    if kind == "preference":
+        return proposed_answers(first, has_template)
     form = form_of(first)
     if form not in (None, "alpaca"):
         return {}
@@ -125,7 +149,9 @@ def _columns(first: Mapping[str, object], has_template: bool) -> Mapping[str, st
     return columns if form is None else {ours: theirs for ours, theirs in columns.items() if ours == "input"}
 
 
-def _read(files: Sequence[SourceFile], columns: Mapping[str, str], has_template: bool) -> _Read:
+def _read(
+    files: Sequence[SourceFile], columns: Mapping[str, str], has_template: bool, kind: "ExampleKind"
+) -> _Read:
     """Read records until there are enough. DataError for a bad one, as preparation has it."""
     read = _Read()
     for file in files:
@@ -134,7 +160,7 @@ def _read(files: Sequence[SourceFile], columns: Mapping[str, str], has_template:
             if read.size >= READ_BYTES:
                 read.is_all = False
                 return read
-            for record, example in examples_of(block):
+            for record, example in examples_of(block, kind):
                 if isinstance(example, RecordProblem):
                     bad = bad_record(record, example)
                     raise bad_record_error(file.name, bad, before, has_template) from example
@@ -143,7 +169,7 @@ def _read(files: Sequence[SourceFile], columns: Mapping[str, str], has_template:
                     read.examples.append(example)
                     read.sampled += len(record.raw)
                     form = file.format if file.format != "auto" else form_of(record.value or {}, columns)
-                    read.forms[form or "text"] += 1
+                    read.forms[_FORMS.get(kind, form or "text")] += 1
             read.size += block.size
             before += lines_in(block)
     return read
@@ -161,22 +187,23 @@ def _of_model(model: str) -> tuple[TextTokenizer | None, int | None]:
 
 
 def _encoded_lengths(
-    examples: Sequence[Example], tokenizer: TextTokenizer | None, pretrain: bool
+    examples: Sequence[Example | Compared], tokenizer: TextTokenizer | None, kind: "ExampleKind"
 ) -> npt.NDArray[np.int64] | None:
-    """int64[documents]: tokens of each document, by the tokenizer; None where it encodes none of them."""
+    """int64[documents]: tokens of each document or pair of them, by the tokenizer; None where it encodes none."""
     if tokenizer is None:
         return None
     try:
-        encoder = Encoder(tokenizer, "all" if pretrain else "assistant", "escape", fast=False)
-        lengths = np.diff(encoder.encode(examples, checks=1).offsets)
+        encoder = Encoder(tokenizer, _TRAIN_ON.get(kind, "last_assistant"), "escape", fast=False)
+        offsets = AnyEncoder(encoder).encode(examples, checks=1).offsets
+        lengths = np.diff(offsets[::2] if kind == "preference" else offsets)
     except (DataError, FastEncoderMismatch):
         return None
     return lengths.astype(np.int64) if len(lengths) else None
 
 
-def _estimated_lengths(examples: Sequence[Example]) -> npt.NDArray[np.int64]:
+def _estimated_lengths(examples: Sequence[Example | Compared]) -> npt.NDArray[np.int64]:
     """int64[examples]: tokens of each by its characters."""
-    return np.array([_estimated(example) for example in examples], dtype=np.int64)
+    return np.array([sum(map(_estimated, answers_of(example))) for example in examples], dtype=np.int64)
 
 
 def _estimated(example: Example) -> int:

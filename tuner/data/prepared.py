@@ -1,8 +1,10 @@
 """Prepared data on disk, opened: memory-mapped documents, packed rows and held-out samples.
 
 A prepared directory holds `<split>.documents.arrow` (one document per record: `input_ids`, `trained`,
-`prompt_tokens`), `<split>.rows.arrow` (one row per record: segments `document`, `start`, `stop` and the sums
-`tokens`, `trained`, `squares`), `samples.jsonl` and `manifest.json`. The Arrow files are IPC streams.
+`prompt_tokens`, and where answers are compared `margin` or `label`; the two answers of a pair are neighbours),
+`<split>.rows.arrow` (one row per record: segments `document`, `start`, `stop` and the sums `tokens`, `trained`,
+`squares`), where answers have labels `<split>.partners.arrow` (of each document another one, whose prompt is another),
+`samples.jsonl` and `manifest.json`. The Arrow files are IPC streams.
 """
 
 from bisect import bisect_right
@@ -32,6 +34,10 @@ ROWS_SCHEMA = pa.schema(
     ]
 )
 """The columns of `<split>.rows.arrow`: a row's segments, their lengths summed, its targets, squared lengths summed."""
+
+
+PARTNERS_SCHEMA = pa.schema([("partner", pa.uint32())])
+"""The column of `<split>.partners.arrow`: of each document another one of the split."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +78,39 @@ class Documents:
         self._ids = _list_blocks(table.column("input_ids"))
         self._trained = [(view(chunk.offsets), Flags(chunk.values)) for chunk in table.column("trained").chunks]
         self._starts = _starts(table.column("input_ids"))
+        self._table = table
 
     def __len__(self) -> int:
         return self._starts[-1]
+
+    def length(self, document: int) -> int:
+        """Tokens of a document."""
+        block, i = _place(self._starts, document)
+        offsets = self._ids[block][0]
+        return int(offsets[i + 1]) - int(offsets[i])
+
+    @cached_property
+    def prompt_tokens(self) -> npt.NDArray[np.int64]:
+        """int64[documents]: tokens before the answer; 0 where there is none."""
+        chunks = [view(chunk) for chunk in self._table.column("prompt_tokens").chunks]
+        return np.concatenate([np.empty(0, dtype=np.int64), *chunks], dtype=np.int64)
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """What is known of each document besides its tokens, [documents] each.
+
+        A pair without a margin has one of 0 where others have one, and there is no such column where none has.
+        """
+        found: dict[str, npt.NDArray[Any]] = {}
+        if "label" in self._table.schema.names:
+            flags = [Flags(chunk).read(0, len(chunk)) for chunk in self._table.column("label").chunks]
+            found["label"] = np.concatenate([np.empty(0, dtype=np.bool_), *flags])
+        if "margin" in self._table.schema.names:
+            margins = [view(chunk) for chunk in self._table.column("margin").chunks]
+            values = np.concatenate([np.empty(0, dtype=np.float32), *margins])
+            unknown = np.isnan(values)
+            if not unknown.all():
+                found["margin"] = np.where(unknown, np.float32(0), values)
+        return found
 
     def read(self, document: int, start: int, stop: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
         """Return token ids (the file's unsigned type) and trained flags of tokens [start, stop) of one document.
@@ -164,6 +200,31 @@ class PackedRows:
             columns={name: values[numbers] for name, values in self.columns.items()},
         )
 
+    def mismatched(self, row: Row) -> Row:
+        """Return the documents of a row of labelled answers, each with its partner's answer in the place of its own.
+
+        A document is its prompt with what follows the prompt of its partner, cut to `max_length` tokens; numbers and
+        columns are the row's. Raises DataError where the data has no labels.
+        """
+        partners = row.columns.get("partner")
+        if partners is None:
+            raise DataError("answers without labels have no partners", hint="prepare the data for a method of labels")
+        prompts = self._documents.prompt_tokens
+        parts: list[tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]] = []
+        for own, other in zip(row.documents.tolist(), partners.tolist(), strict=True):
+            count = int(prompts[own])
+            ids, trained = self._documents.read(own, 0, count)
+            stop = min(self._documents.length(other), int(prompts[other]) + self._max_length - count)
+            answer, learned = self._documents.read(other, int(prompts[other]), stop)
+            parts.append((np.concatenate([ids, answer]), np.concatenate([trained, learned])))
+        return Row(
+            input_ids=np.concatenate([ids for ids, _ in parts], dtype=np.int64),
+            trained=np.concatenate([trained for _, trained in parts]),
+            lengths=np.array([len(ids) for ids, _ in parts], dtype=np.int32),
+            documents=row.documents,
+            columns=row.columns,
+        )
+
     def __iter__(self) -> Iterator[Row]:
         return (self.row(i) for i in range(len(self)))
 
@@ -229,7 +290,14 @@ def _open_rows(path: Path, split: str, max_length: int) -> PackedRows:
     rows = open_stream(path / f"{split}.rows.arrow")
     if not rows.schema.equals(ROWS_SCHEMA):
         raise DataError(f"{path / f'{split}.rows.arrow'}: not packed rows: {rows.schema.to_string()}")
-    return PackedRows(documents, rows, max_length)
+    columns = documents.columns()
+    if "label" in columns:
+        partners = open_stream(path / f"{split}.partners.arrow")
+        if not partners.schema.equals(PARTNERS_SCHEMA) or partners.num_rows != len(documents):
+            raise DataError(f"{path / f'{split}.partners.arrow'}: not the partners of these documents")
+        chunks = [view(chunk) for chunk in partners.column("partner").chunks]
+        columns["partner"] = np.concatenate([np.empty(0, dtype=np.int64), *chunks], dtype=np.int64)
+    return PackedRows(documents, rows, max_length, columns)
 
 
 def view(array: pa.Array) -> npt.NDArray[Any]:

@@ -93,7 +93,7 @@ def build_documents(
 def _job(spec: "PrepareSpec", much: bool, fast: bool = True) -> EncodeJob:
     return EncodeJob(
         tokenizer=spec.tokenizer,
-        train_on=spec.examples.train_on,
+        examples=spec.examples,
         special_tokens=spec.special_tokens_in_text,
         stop_at_bad_row=spec.data.on_bad_row == "error",
         fast=fast,
@@ -123,14 +123,15 @@ def _build(
     for split, documents in zip(splits, taken, strict=True):
         _refuse_nothing(split, int(documents.copies.sum()))
     chosen = taken if held_out is None else taken[0].held_out(held_out, spec.seed)
-    schema = documents_schema(spec.tokenizer.vocab_size)
+    schema = documents_schema(spec.tokenizer.vocab_size, spec.examples)
     by_name = dict(zip(("train", "eval"), chosen, strict=False))
     for split in splits:
         if split.is_chosen_from:
             names = ("train", "eval") if split.holds_out else (split.name,)
-            hashed |= _write_chosen(split, tmp, {name: by_name[name].copies for name in names}, schema)
+            copies = {name: by_name[name].copies for name in names}
+            hashed |= _write_chosen(split, tmp, copies, schema, spec.examples.documents)
     reason = slow_reason or _missing_encoder(spec, sum(split.size for split in splits))
-    return {**_body(splits, taken, by_name, keys, reason), "files": hashed}
+    return {**_body(spec, splits, taken, by_name, keys, reason), "files": hashed}
 
 
 def _missing_encoder(spec: "PrepareSpec", size: int) -> str | None:
@@ -159,7 +160,7 @@ def _read(
     ahead: deque[list[_Origin]] = deque()
     lines = 0
     with (
-        StreamFiles(documents_schema(job.tokenizer.vocab_size)) as files,
+        StreamFiles(documents_schema(job.tokenizer.vocab_size, job.examples)) as files,
         closing(answers(job, _bundles(splits, ahead), workers, pool)) as encoded,
         (tmp / REJECTS).open("w", encoding="utf-8") as rejects,
     ):
@@ -218,11 +219,16 @@ def _grouped(split: Split) -> Iterator[list[tuple[_Origin, Block]]]:
 
 
 def _write_chosen(
-    split: Split, tmp: Path, copies: Mapping[str, npt.NDArray[np.int32]], schema: pa.Schema
+    split: Split,
+    tmp: Path,
+    copies: Mapping[str, npt.NDArray[np.int32]],
+    schema: pa.Schema,
+    each: int,
 ) -> dict[str, Any]:
     """Copy the chosen documents of a split to the files of the splits, and remove the files that they were in.
 
-    Returns the manifest's entries of the new files.
+    `copies` say how often an example is taken, with all its `each` documents. Returns the manifest's entries of the new
+    files.
     """
     with StreamFiles(schema) as files:
         for name, often in copies.items():
@@ -234,7 +240,7 @@ def _write_chosen(
                 start += documents
                 # Whole passes one after the other: repeats of a document are not neighbours.
                 for number in range(int(taken.max(initial=0))):
-                    for batch in _filtered(path, taken > number):
+                    for batch in _filtered(path, np.repeat(taken > number, each)):
                         files.append(target, batch.serialize() if batch.num_rows else None)
         entries = files.entries()
     for path, _ in split.parts(tmp):
@@ -251,6 +257,7 @@ def _filtered(path: Path, kept: npt.NDArray[np.bool_]) -> Iterator[pa.RecordBatc
 
 
 def _body(
+    spec: "PrepareSpec",
     splits: Sequence[Split],
     taken: Sequence[SplitSelection],
     chosen: Mapping[str, SplitSelection],
@@ -258,6 +265,7 @@ def _body(
     slow_reason: str | None,
 ) -> dict[str, Any]:
     """What the manifest says of the documents: nothing in it depends on the clock or on the workers."""
+    each = spec.examples.documents
     every = Counts.sum(counts for split in splits for counts in split.counts)
     # What is held out was read with the rest: it counts the records that its documents come from.
     read = {name: Counts(records=documents.records_there()) for name, documents in chosen.items()}
@@ -270,7 +278,7 @@ def _body(
         "by_answer": by_answer,
         "fast_path": {
             "documents": tally.fast,
-            "share": round(tally.fast / max(every.documents + sum(every.dropped.values()), 1), 6),
+            "share": round(tally.fast / max(each * (every.documents + sum(every.dropped.values())), 1), 6),
             "reason": slow_reason,
         },
         "escaped": tally.escaped,
@@ -283,13 +291,13 @@ def _body(
             split.name: _source_reports(split, documents.copies) for split, documents in zip(splits, taken, strict=True)
         },
     }
-    held = [int(part.sum()) for part in _by_source(splits[-1], chosen["eval"].copies)] if "eval" in chosen else []
+    held = _by_source(splits[-1], chosen["eval"].copies) if "eval" in chosen else []
     names = {split.name: [file.name for source in split.sources for file in source.files] for split in splits}
     return {
         "report": report,
         "fields": dict(keys.encoded_fields),
         "sources": {"eval": [], **names},
-        "eval_documents": held,
+        "eval_documents": [each * int(part.sum()) for part in held],
     }
 
 

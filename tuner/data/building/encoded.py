@@ -11,14 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from tuner.config.methods import Examples
+from tuner.data.encoding.compared import AnyEncoder
 from tuner.data.encoding.encode import CHECKS, Encoder
 from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.encoding.turns import SpecialTokens, TrainOn
+from tuner.data.encoding.turns import SpecialTokens
 from tuner.data.prepared import arrow, arrow_bits
 from tuner.data.reading.blocks import Block, RawRecord, examples_of, lines_in, position_of
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Example
+from tuner.data.reading.records import Compared, Example
 from tuner.runtime.memory import give_back
 
 Bundle = tuple[Block, ...]
@@ -32,10 +34,11 @@ REJECT_BYTES = 10_000
 """A longer record is cut in `rejects.jsonl`."""
 TABLE = np.dtype([("digest", "<u8", 2), ("length", "<u4"), ("targets", "<u4"), ("follows", "?")])
 """What is kept of a document, 25 bytes: 128 bits of its token ids' hash, its tokens, those of them that are trained but
-for its first one, and whether it is of the same record as the one before."""
+for its first one, and whether it is of the same record as the one before. Of a pair of documents it is one entry: the
+hash of both hashes, and the sums."""
 
 
-_Found = tuple[int, RawRecord, Example | RecordProblem]
+_Found = tuple[int, RawRecord, Example | Compared | RecordProblem]
 """A record after its block, by its place in the bundle, and with its example or why it has none."""
 
 
@@ -78,6 +81,7 @@ class Counts(_Summed):
 
     records: int = 0
     documents: int = 0
+    """Those that are kept; two that are one example count as one."""
     skipped: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
 
@@ -124,7 +128,7 @@ class EncodeJob:
     """What decides how records are encoded; a worker gets it once. A `pool.Job`."""
 
     tokenizer: TextTokenizer
-    train_on: TrainOn
+    examples: Examples
     special_tokens: SpecialTokens
     stop_at_bad_row: bool
     """Whether nothing after a bad record of a bundle is wanted."""
@@ -135,18 +139,24 @@ class EncodeJob:
     def start(self) -> Callable[[Bundle], EncodedBundle]:
         """Build the encoder; what is returned raises FastEncoderMismatch and DataError."""
         give_back()  # reading a tokenizer leaves a hundred megabytes of holes, which nothing that follows would fill
-        encoder = Encoder(self.tokenizer, self.train_on, self.special_tokens, self.fast)
+        encoder = Encoder(self.tokenizer, self.examples.train_on, self.special_tokens, self.fast)
         if self.much:
             encoder.choose()
         give_back()
-        schema = documents_schema(self.tokenizer.vocab_size)
-        return lambda bundle: _encode(bundle, encoder, schema, self.stop_at_bad_row)
+        schema = documents_schema(self.tokenizer.vocab_size, self.examples)
+        return lambda bundle: _encode(bundle, AnyEncoder(encoder), schema, self)
 
 
-def documents_schema(vocab_size: int) -> pa.Schema:
+_COLUMNS = {"preference": [("margin", pa.float32())], "unpaired": [("label", pa.bool_())]}
+"""What is known of a document besides its tokens: by how much the chosen answer of its pair is preferred, not a number
+where that is not known; whether its answer is wanted."""
+
+
+def documents_schema(vocab_size: int, examples: Examples) -> pa.Schema:
     """The columns of a file of documents; token ids in the narrowest unsigned type."""
     ids = pa.uint16() if vocab_size <= 1 << 16 else pa.uint32()
-    return pa.schema([("input_ids", pa.list_(ids)), ("trained", pa.list_(pa.bool_())), ("prompt_tokens", pa.uint32())])
+    columns = [("input_ids", pa.list_(ids)), ("trained", pa.list_(pa.bool_())), ("prompt_tokens", pa.uint32())]
+    return pa.schema([*columns, *_COLUMNS.get(examples.kind, [])])
 
 
 def record_batches(path: Path) -> Iterator[pa.RecordBatch]:
@@ -177,11 +187,12 @@ def digest(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64]) -> npt.N
     return np.frombuffer(hashes, dtype="<u8").astype(np.uint64).reshape(-1, 2)
 
 
-def _encode(bundle: Bundle, encoder: Encoder, schema: pa.Schema, stop: bool) -> EncodedBundle:
+def _encode(bundle: Bundle, encoder: AnyEncoder, schema: pa.Schema, job: EncodeJob) -> EncodedBundle:
     """The kept documents of a bundle."""
-    gathered = _Gathered(bundle, schema)
+    gathered = _Gathered(bundle, schema, job.examples.documents)
     checks = CHECKS if gathered.size <= SLICE_BYTES else SLICE_CHECKS
-    for part in _slices(bundle, stop):
+    stop = job.stop_at_bad_row
+    for part in _slices(bundle, job):
         examples = [example for *_, example in part if not isinstance(example, RecordProblem)]
         gathered.add(part, encoder.encode(examples, gathered.size, checks))
         if stop and gathered.is_bad:
@@ -189,15 +200,15 @@ def _encode(bundle: Bundle, encoder: Encoder, schema: pa.Schema, stop: bool) -> 
     return gathered.done()
 
 
-def _slices(bundle: Bundle, stop: bool) -> Iterator[list[_Found]]:
-    """Read blocks and yield their records, at least one slice; with `stop`, nothing after the first bad record."""
+def _slices(bundle: Bundle, job: EncodeJob) -> Iterator[list[_Found]]:
+    """Read blocks and yield their records, at least one slice; nothing after a bad record at which the job stops."""
     part: list[_Found] = []
     size = 0
     for owner, block in enumerate(bundle):
-        for record, example in examples_of(block):
+        for record, example in examples_of(block, job.examples.kind):
             part.append((owner, record, example))
             size += len(record.raw)
-            if stop and isinstance(example, RecordProblem):
+            if job.stop_at_bad_row and isinstance(example, RecordProblem):
                 yield part
                 return
             if len(part) >= SLICE_RECORDS or size >= SLICE_BYTES:
@@ -209,9 +220,11 @@ def _slices(bundle: Bundle, stop: bool) -> Iterator[list[_Found]]:
 class _Gathered:
     """The kept documents of a bundle, as flat arrays that grow slice by slice, and what became of its records."""
 
-    def __init__(self, bundle: Bundle, schema: pa.Schema) -> None:
+    def __init__(self, bundle: Bundle, schema: pa.Schema, each: int) -> None:
         self._bundle = bundle
         self._schema = schema
+        self._each = each
+        """Documents of an example: they are kept together or not at all."""
         self.size = sum(block.size for block in bundle)
         """Bytes of all records."""
         self._columns: list[tuple[npt.NDArray[Any], ...]] = []
@@ -229,7 +242,7 @@ class _Gathered:
         """Keep what is needed of a slice, of which `batch` are the documents of those that have an example."""
         read = [(owner, record) for owner, record, example in part if not isinstance(example, RecordProblem)]
         targets = targets_of(batch.trained, batch.offsets)
-        kept = targets > 0
+        kept = np.repeat((targets > 0).reshape(-1, self._each).all(axis=1), self._each)
         self._count(np.array([owner for owner, _ in read], dtype=np.int64), batch.records, kept)
         for owner, record, example in part:
             if isinstance(example, RecordProblem):
@@ -245,11 +258,9 @@ class _Gathered:
 
     def done(self) -> EncodedBundle:
         """All of them."""
-        ids, trained, prompts, table = (np.concatenate(columns) for columns in zip(*self._columns, strict=True))
+        table, *columns = (np.concatenate(parts) for parts in zip(*self._columns, strict=True))
         self._columns.clear()
-        documents = None
-        if len(table):
-            documents = _record_batch(ids, trained, table["length"], prompts, self._schema).serialize()
+        documents = _record_batch(columns, self._schema).serialize() if len(table) else None
         bad = ([one for *_, one in sorted(found, key=lambda one: one[:2])] for found in self._bad)
         lines = map(lines_in, self._bundle)
         each = zip(self._counts, bad, lines, strict=True)
@@ -266,9 +277,9 @@ class _Gathered:
         for number in np.flatnonzero(read).tolist():
             counts = self._counts[number]
             counts.records += int(read[number])
-            counts.documents += int(documents[number])
+            counts.documents += int(documents[number]) // self._each
             if dropped[number]:
-                counts.dropped[NO_TRAINED_TOKEN] += int(dropped[number])
+                counts.dropped[NO_TRAINED_TOKEN] += int(dropped[number]) // self._each
 
     def _refuse(self, owner: int, record: RawRecord, problem: RecordProblem) -> None:
         self._counts[owner].skipped[problem.kind] += 1
@@ -277,34 +288,46 @@ class _Gathered:
     def _kept(
         self, batch: EncodedBatch, targets: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]
     ) -> tuple[npt.NDArray[Any], ...]:
-        """Ids, flags, prompts and table of the documents that are kept."""
+        """The table of what is kept, and of its documents the ids, flags, lengths, prompts and columns."""
         ids, trained, offsets = batch.input_ids, batch.trained, batch.offsets
         lengths = np.diff(offsets)
         if not kept.all():
             tokens = np.repeat(kept, lengths)
             ids, trained, lengths = ids[tokens], trained[tokens], lengths[kept]
             offsets = np.concatenate([[0], np.cumsum(lengths)])
-        table = np.empty(len(lengths), dtype=TABLE)
-        table["digest"], table["length"], table["targets"] = digest(ids, offsets), lengths, targets[kept]
-        table["follows"] = np.diff(batch.records[kept], prepend=-1) == 0
+        table = np.empty(len(lengths) // self._each, dtype=TABLE)
+        table["digest"] = _together(digest(ids, offsets), self._each)
+        table["length"], table["targets"] = (_summed(of, self._each) for of in (lengths, targets[kept]))
+        table["follows"] = np.diff(batch.records[kept][:: self._each], prepend=-1) == 0
         is_narrow = self._schema.field("input_ids").type.value_type == pa.uint16()
         ids = ids.astype(np.uint16 if is_narrow else np.uint32, copy=False)
-        return ids, trained, batch.prompt_tokens[kept].astype(np.uint32, copy=False), table
+        own = [batch.columns[name][kept] for name in self._schema.names[3:]]
+        prompts = batch.prompt_tokens[kept].astype(np.uint32, copy=False)
+        return table, ids, trained, lengths.astype(np.uint32), prompts, *own
 
 
-def _record_batch(
-    ids: npt.NDArray[Any],
-    trained: npt.NDArray[np.bool_],
-    lengths: npt.NDArray[np.uint32],
-    prompts: npt.NDArray[np.uint32],
-    schema: pa.Schema,
-) -> pa.RecordBatch:
+def _summed(values: npt.NDArray[np.int64], each: int) -> npt.NDArray[np.int64]:
+    total: npt.NDArray[np.int64] = values if each == 1 else values.reshape(-1, each).sum(axis=1)
+    return total
+
+
+def _together(digests: npt.NDArray[np.uint64], each: int) -> npt.NDArray[np.uint64]:
+    """uint64[examples, 2]: the digests of examples of so many documents, from those of the documents."""
+    if each == 1:
+        return digests
+    of_each = np.full(len(digests) // each, 4 * each, dtype=np.int64)
+    return digest(digests.astype("<u8").view("<u4").reshape(-1), np.append(0, np.cumsum(of_each)))
+
+
+def _record_batch(columns: Sequence[npt.NDArray[Any]], schema: pa.Schema) -> pa.RecordBatch:
     # Every buffer is made here, of exactly its size: the file's bytes then depend on nothing but the values.
+    ids, trained, lengths, *others = columns
     offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=offsets[1:])
     bounds = arrow(offsets)
     lists = [pa.ListArray.from_arrays(bounds, values) for values in (arrow(ids), arrow_bits(trained))]
-    return pa.record_batch([*lists, arrow(prompts)], schema=schema)
+    plain = [arrow_bits(values) if values.dtype == np.bool_ else arrow(values) for values in others]
+    return pa.record_batch([*lists, *plain], schema=schema)
 
 
 def bad_record(record: RawRecord, problem: RecordProblem) -> BadRecord:

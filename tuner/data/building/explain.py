@@ -8,6 +8,7 @@ from typing import Literal
 from tuner.data.building.documents import bad_record_error
 from tuner.data.building.encoded import bad_record
 from tuner.data.building.spec import PrepareSpec
+from tuner.data.encoding.compared import AnyEncoder
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.place import Document
 from tuner.data.reading.blocks import blocks, examples_of, lines_in
@@ -64,11 +65,11 @@ def explain(spec: PrepareSpec, n: int) -> Iterator[DocumentView]:
 
 
 def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
-    encoder = Encoder(spec.tokenizer, spec.examples.train_on, spec.special_tokens_in_text)
+    encoder = AnyEncoder(Encoder(spec.tokenizer, spec.examples.train_on, spec.special_tokens_in_text))
     for file in expand(spec.data.train):
         before = 0
         for block in blocks(file):
-            for record, example in examples_of(block):
+            for record, example in examples_of(block, spec.examples.kind):
                 try:
                     if isinstance(example, RecordProblem):
                         raise example

@@ -42,6 +42,8 @@ class Segments:
     dropped_pieces: int = 0
     """Pieces without a trained target of split documents of which other pieces are kept."""
     dropped_piece_tokens: int = 0
+    each: int = 1
+    """Neighbours that stand next to each other in a row: the documents of an example."""
 
     @property
     def tokens(self) -> U32:
@@ -49,11 +51,14 @@ class Segments:
         return self.stop - self.start
 
 
-def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -> Segments:
+def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong, each: int = 1) -> Segments:
     """Cut documents into segments of at most `max_length` tokens; those without a trained target are left out.
 
+    Where `each` is 2, documents are pairs, of which both fit together or both are left out, and pairs are counted.
     Raises DataError for 2^32 documents or more.
     """
+    if each == 2:
+        return _cut_pairs(batches, max_length, too_long)
     segments = _Columns(3 + (too_long == "split"))
     dropped = {TOO_LONG: 0, NO_TARGET: 0}
     base = truncated = n_split = pieces_dropped = tokens_dropped = 0
@@ -97,6 +102,43 @@ def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -
     return Segments(documents, starts, stops, targeted, reasons, truncated, n_split, pieces_dropped, tokens_dropped)
 
 
+def _cut_pairs(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -> Segments:
+    """Keep the pairs of documents that fit into a row, or cut them; both documents of a pair are treated alike.
+
+    The longer one is cut first, to what the shorter one leaves but at least to half a row; then both are cut to that.
+    """
+    segments = _Columns(3)
+    dropped = {TOO_LONG: 0, NO_TARGET: 0}
+    base = truncated = 0
+    for batch in _sliced(batches):
+        targets = _TrainedBefore(batch)
+        starts, lengths = targets.offsets[:-1], np.diff(targets.offsets)
+        both = lengths.reshape(-1, 2)
+        long = both.sum(axis=1) > max_length
+        stop = lengths
+        if too_long == "truncate":
+            truncated += int(long.sum())
+            most = np.maximum(max_length - both.min(axis=1), max_length // 2)
+            stop = np.minimum(lengths, np.repeat(np.where(long, most, max_length), 2))
+        else:
+            dropped[TOO_LONG] += int(long.sum())
+        # The first token of a document is never a target.
+        trained = targets[starts + stop] - targets[np.minimum(starts + 1, starts + stop)]
+        learned = (trained > 0).reshape(-1, 2).all(axis=1)
+        considered = ~long | (too_long == "truncate")
+        dropped[NO_TARGET] += int((considered & ~learned).sum())
+        kept = np.flatnonzero(np.repeat(considered & learned, 2))
+        segments.append((kept + base, stop[kept], trained[kept]))
+        base += len(lengths)
+        if base > MAX_DOCUMENTS:
+            raise DataError(f"more than {MAX_DOCUMENTS:,} documents in one split")
+    reasons = {reason: count for reason, count in dropped.items() if count}
+    documents, stops, targeted = segments.done()
+    return Segments(
+        documents, np.broadcast_to(np.uint32(0), len(stops)), stops, targeted, reasons, truncated, each=2
+    )
+
+
 def _sliced(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The batches in slices of bounded size: what is worked out in 64 bits is a hundred bytes a document."""
     for batch in batches:
@@ -108,7 +150,7 @@ def row_batches(
     segments: Segments, max_length: int, packing: bool, limits: tuple[int, int] = (BATCH_ROWS, BATCH_SEGMENTS)
 ) -> Iterator[pa.RecordBatch]:
     """Yield the packed rows in record batches of at most `limits` rows and segments (but of a row at least)."""
-    order, offsets = pack(segments.tokens, max_length) if packing else _alone(segments)
+    order, offsets = _packed(segments, max_length) if packing else _alone(segments)
     max_rows, max_segments = limits
     first, n_rows = 0, len(offsets) - 1
     while first < n_rows:
@@ -118,13 +160,26 @@ def row_batches(
         first = last
 
 
-def _alone(segments: Segments) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """A row for each segment."""
+Order = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+
+
+def _packed(segments: Segments, max_length: int) -> tuple[Order, npt.NDArray[np.int64]]:
+    """Segments in the order of rows, and where each row begins: neighbours that belong together are one item."""
+    each = segments.each
+    if each == 1:
+        return pack(segments.tokens, max_length)
+    items, offsets = pack(segments.tokens.reshape(-1, each).sum(axis=1, dtype=np.uint32), max_length)
+    order = items.astype(np.int64)[:, None] * each + np.arange(each)
+    return order.reshape(-1), offsets * each
+
+
+def _alone(segments: Segments) -> tuple[Order, npt.NDArray[np.int64]]:
+    """A row for each segment, or for those that belong together."""
     count = len(segments.document)
-    return np.arange(count, dtype=np.int32), np.arange(count + 1, dtype=np.int64)
+    return np.arange(count, dtype=np.int32), np.arange(0, count + 1, segments.each, dtype=np.int64)
 
 
-def _record_batch(segments: Segments, chosen: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> pa.RecordBatch:
+def _record_batch(segments: Segments, chosen: Order, offsets: npt.NDArray[np.int64]) -> pa.RecordBatch:
     """Rows of the `chosen` segments; row i holds those from `offsets[i]` to `offsets[i + 1]`, less the first offset."""
     starts = offsets[:-1] - offsets[0]
     bounds = arrow((offsets - offsets[0]).astype(np.int32))

@@ -19,7 +19,9 @@ from tuner.data.building.documents import REJECTS, EncodingPool, build_documents
 from tuner.data.building.encoded import record_batches
 from tuner.data.building.losses import WHOLE, kept_by, lengths_that_keep, raised
 from tuner.data.building.pack import cut, row_batches
+from tuner.data.building.partners import write_partners
 from tuner.data.building.spec import Keys, PrepareSpec
+from tuner.data.encoding.compared import answers_of
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.id_probes import ID_PROBES, IdProbe, id_probe, write_probes
 from tuner.data.prepared import ROWS_SCHEMA, view
@@ -31,6 +33,7 @@ from tuner.runtime.files import sha256_file
 from tuner.runtime.memory import give_back
 
 if TYPE_CHECKING:
+    from tuner.config.methods import ExampleKind
     from tuner.runtime.console import Console
 
 MAX_SAMPLES = 16
@@ -63,7 +66,7 @@ def build_rows(
     samples = _samples(tmp / "eval.documents.arrow", spec) if report["eval"] is not None else []
     with jsonlines.open(tmp / "samples.jsonl", "w") as writer:
         writer.write_all(samples)
-    write_probes(tmp / ID_PROBES, _record_probes(keys, spec.tokenizer))
+    write_probes(tmp / ID_PROBES, _record_probes(keys, spec.tokenizer, spec.examples.kind))
     report["tokenizer"] = spec.tokenizer.loaded_as
     return {
         "report": report,
@@ -90,17 +93,20 @@ def _linked_name(name: str) -> str:
 
 
 def _write_rows(spec: PrepareSpec, tmp: Path, split: str) -> dict[str, Any]:
-    segments = cut(record_batches(tmp / f"{split}.documents.arrow"), spec.max_length, spec.too_long)
+    each = spec.examples.documents
+    segments = cut(record_batches(tmp / f"{split}.documents.arrow"), spec.max_length, spec.too_long, each)
     n_rows = 0
     path = str(tmp / f"{split}.rows.arrow")
     with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, ROWS_SCHEMA) as writer:
         for batch in row_batches(segments, spec.max_length, spec.data.packing):
             writer.write_batch(batch)
             n_rows += batch.num_rows
+    if spec.examples.kind == "unpaired" and n_rows:
+        write_partners(tmp / f"{split}.documents.arrow", tmp / f"{split}.partners.arrow")
     tokens = int(segments.tokens.sum(dtype=np.int64))
     return {
         "packed_rows": n_rows,
-        "packed_documents": 1 + int(np.count_nonzero(np.diff(segments.document))) if n_rows else 0,
+        "packed_documents": (1 + int(np.count_nonzero(np.diff(segments.document)))) // each if n_rows else 0,
         "packed_tokens": tokens,
         "packed_trained": int(segments.trained.sum(dtype=np.int64)),
         "fill": round(tokens / (n_rows * spec.max_length), 6) if n_rows else 0.0,
@@ -138,6 +144,9 @@ def _samples(path: Path, spec: PrepareSpec) -> list[dict[str, Any]]:
     for batch in record_batches(path):
         ids, prompts = batch.column("input_ids"), view(batch.column("prompt_tokens")).tolist()
         for i, count in enumerate(prompts):
+            # Of a pair the chosen answer comes first; of labelled ones those that are wanted count.
+            if "label" in batch.schema.names and not batch.column("label")[i].as_py():
+                continue
             document = view(ids[i].values).tolist() if 0 < count < spec.max_length else []
             prompt = tuple(document[:count])
             if prompt and prompt not in samples:
@@ -156,16 +165,17 @@ def _answer(ids: list[int], spec: PrepareSpec) -> list[int]:
     return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids))]
 
 
-def _record_probes(keys: Keys, tokenizer: TextTokenizer) -> Iterator[IdProbe]:
+def _record_probes(keys: Keys, tokenizer: TextTokenizer, kind: "ExampleKind") -> Iterator[IdProbe]:
     """Yield up to `MAX_PROBES` probes: of the first records of every file that can be used."""
     files = [file for source in keys.train for file in source.files][:MAX_PROBES]
     for file in files:
-        examples = (example for block in blocks(file) for _, example in examples_of(block))
-        found = (probe for example in examples for probe in _probes(example, tokenizer))
+        examples = (example for block in blocks(file) for _, example in examples_of(block, kind))
+        usable = (example for example in examples if not isinstance(example, RecordProblem))
+        found = (probe for example in usable for probe in _probes(answers_of(example)[0], tokenizer))
         yield from islice(found, MAX_PROBES // len(files))
 
 
-def _probes(example: Example | RecordProblem, tokenizer: TextTokenizer) -> Iterator[IdProbe]:
+def _probes(example: Example, tokenizer: TextTokenizer) -> Iterator[IdProbe]:
     if isinstance(example, Conversation):
         messages = [dict(message) for message in example.messages]
         try:
@@ -173,8 +183,8 @@ def _probes(example: Example | RecordProblem, tokenizer: TextTokenizer) -> Itera
         except DataError:
             return
         probe = id_probe(text, tokenizer, messages, example.tools)
-    elif isinstance(example, Tokens | RecordProblem):
-        return  # preparation says what is wrong with a record
+    elif isinstance(example, Tokens):
+        return
     else:
         probe = id_probe(example.prompt if isinstance(example, PromptCompletion) else example.text, tokenizer)
     if len(probe.text) <= MAX_PROBE_CHARS:

@@ -1,6 +1,7 @@
 """Many texts end to end: the bytes of their turns, where tokens lie between them, and the documents they become."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -162,6 +163,8 @@ class EncodedBatch:
     notes: Counter[str] = field(default_factory=Counter)
     by_answer: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Conversations of which each answer is a document -> the reasons of answers that have none."""
+    columns: Mapping[str, npt.NDArray[np.generic]] = field(default_factory=dict)
+    """[n] each: what is known of a document besides its tokens."""
 
 
 def joined(batch: EncodedBatch | None, placed: dict[int, list[Document]]) -> EncodedBatch:

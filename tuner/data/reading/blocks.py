@@ -6,20 +6,26 @@ along with the block.
 """
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from tuner.data.reading.block import Block, RawRecord, parts
 from tuner.data.reading.json_blocks import json_blocks, json_records
 from tuner.data.reading.jsonl import locate
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Example, parse_record
+from tuner.data.reading.records import Compared, Example, parse_compared, parse_record
 from tuner.data.reading.tables import table_blocks, table_records
 from tuner.data.reading.text_blocks import csv_blocks, csv_records, text_blocks, text_records
 from tuner.data.sources import Kind, SourceFile, file_error
 
+if TYPE_CHECKING:
+    from tuner.config.methods import ExampleKind
+
 __all__ = ["Block", "RawRecord", "blocks", "lines_in", "position_of", "records_of"]
 Cut = Callable[[SourceFile], Iterator[Block]]
-Read = Callable[[Block], Iterator[RawRecord]]
-_WAYS: dict[Kind, tuple[Cut, Read]] = {
+Records = Callable[[Block], Iterator[RawRecord]]
+Read = Example | Compared | RecordProblem
+"""What a record is an example of, or why it is none."""
+_WAYS: dict[Kind, tuple[Cut, Records]] = {
     "jsonl": (json_blocks, json_records),
     "json": (json_blocks, json_records),
     "csv": (csv_blocks, csv_records),
@@ -46,15 +52,22 @@ def records_of(block: Block) -> Iterator[RawRecord]:
         raise file_error(block.file, error) from error
 
 
-def examples_of(block: Block) -> Iterator[tuple[RawRecord, Example | RecordProblem]]:
-    """Yield the records of a block, each with its example or with why it has none. DataError as for `records_of`."""
+def examples_of(block: Block, kind: "ExampleKind" = "sft") -> Iterator[tuple[RawRecord, Read]]:
+    """Yield the records of a block, each with its example or with why it has none. DataError as for `records_of`.
+
+    `kind` says what the method's examples are.
+    """
     form, columns = block.file.format, dict(block.file.columns)
     for record in records_of(block):
         if record.value is None:
             yield record, record.problem or RecordProblem("the row cannot be read", 1)
             continue
+        example: Read
         try:
-            example = parse_record(record.value, form, columns)
+            if kind == "preference" or kind == "unpaired":  # noqa: PLR1714 (which narrows the type)
+                example = parse_compared(record.value, kind, form, columns)
+            else:
+                example = parse_record(record.value, form, columns)
         except RecordProblem as problem:
             yield record, problem
         else:

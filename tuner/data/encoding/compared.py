@@ -1,0 +1,170 @@
+"""Pairs of answers and labelled answers to documents: each answer is encoded as one that is learned by itself.
+
+Both documents of a pair have the same ids before the answer: the prompt's own, since before every trained answer stand
+the ids that its prompt alone has. A record of which that cannot be shown for both answers is refused.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tuner.data.encoding.encode import CHECKS, Encoder
+from tuner.data.encoding.flat import EncodedBatch, Ints, offsets_of
+from tuner.data.encoding.place import Document, Placed
+from tuner.data.reading.examples import Answered, Compared, Example, Labelled, Pair
+from tuner.data.reading.problems import RecordProblem
+
+NO_ONE_TEXT = "no one text of the conversation has an exact mask for every trained answer, and the row is one document"
+EQUAL = "chosen and rejected become the same tokens"
+OTHER_PROMPT = "the template writes the prompt of chosen and that of rejected differently"
+WITH_MARGIN = "pairs with a margin"
+AT_ITS_TURN = "answers written as at their turn: the whole conversation has no exact mask"
+_SIDES = ("chosen", "rejected")
+
+
+def answers_of(example: Example | Compared) -> tuple[Example, ...]:
+    """What becomes a document each: both answers of a pair, the chosen one first."""
+    if isinstance(example, Pair):
+        return example.chosen, example.rejected
+    return (example.example,) if isinstance(example, Labelled) else (example,)
+
+
+class AnyEncoder:
+    """Encodes examples of every kind; those of one call are of one kind."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+
+    def encode(
+        self, examples: Sequence[Example | Compared], total_bytes: int | None = None, checks: int = CHECKS
+    ) -> EncodedBatch:
+        """Encode as `Encoder.encode` does. The documents of a pair lie next to each other, or are both left out.
+
+        Labels and margins become columns; `prompt_tokens` are then all before the first trained token.
+        """
+        compared = [example for example in examples if isinstance(example, (Pair, Labelled))]
+        if len(compared) < len(examples) or not compared:
+            alone = [example for example in examples if not isinstance(example, (Pair, Labelled))]
+            return self._encoder.encode(alone, total_bytes, checks)
+        parts: list[Answered] = []
+        for each in compared:
+            parts += (each.chosen, each.rejected) if isinstance(each, Pair) else (each.example,)
+        return _compared(compared, self._encoder.encode(parts, total_bytes, checks))
+
+    def explain(self, example: Example | Compared) -> Placed:
+        """Encode one example with the rule of every token. Raises RecordProblem."""
+        if not isinstance(example, (Pair, Labelled)):
+            return self._encoder.explain(example)
+        batch = self.encode([example])
+        if batch.problems:
+            raise batch.problems[0]
+        documents = [self._encoder.explain(part).documents[0] for part in answers_of(example)]
+        return Placed([_with_prompt(document) for document in documents], ())
+
+
+def _with_prompt(document: Document) -> Document:
+    trained = document.trained
+    return replace(document, prompt_tokens=int(np.argmax(trained)) if trained.any() else len(trained))
+
+
+def _compared(examples: Sequence[Compared], batch: EncodedBatch) -> EncodedBatch:
+    """The documents of answers as those of the examples that they belong to, with their columns."""
+    each = 2 if isinstance(examples[0], Pair) else 1
+    count = len(examples)
+    problems: dict[int, RecordProblem] = {}
+    for part, problem in sorted(batch.problems.items()):
+        problems.setdefault(part // each, _placed(problem, _SIDES[part % 2] if each == 2 else None))
+    for part in np.flatnonzero(np.bincount(batch.records, minlength=count * each) > 1).tolist():
+        problems.setdefault(part // each, RecordProblem(NO_ONE_TEXT, 1))
+    for part, left_out in batch.by_answer.items():
+        if left_out:
+            problems.setdefault(part // each, RecordProblem(NO_ONE_TEXT, 1))
+    records = batch.records // each
+    whole = _only(batch, ~np.isin(records, list(problems)) if problems else np.ones(len(records), dtype=np.bool_))
+    prompts = _prompts(whole)
+    if each == 2:
+        pairs = whole.records[::2] // 2
+        for reason, found in _unlike(whole, prompts):
+            problems |= {record: RecordProblem(reason, 1) for record in pairs[found].tolist() if record not in problems}
+        keep = ~np.isin(whole.records // 2, list(problems))
+        whole, prompts = _only(whole, keep), prompts[keep]
+    notes = Counter(batch.notes)
+    if batch.by_answer:
+        notes[AT_ITS_TURN] += sum(part // each not in problems for part in batch.by_answer)
+    own = whole.records // each
+    made = replace(
+        whole, prompt_tokens=prompts.astype(np.uint32), records=own, problems=problems, by_answer={}, notes=notes,
+        fast=min(batch.fast, len(own)),
+    )  # fmt: skip
+    return replace(made, columns=_columns(examples, own, notes))
+
+
+def _placed(problem: RecordProblem, side: str | None) -> RecordProblem:
+    """The problem of one answer's document, with the key of that answer for its place."""
+    if side is None:
+        return problem
+    return RecordProblem(problem.reason, problem.col if not problem.path else None, (side,), problem.hint)
+
+
+def _only(batch: EncodedBatch, keep: npt.NDArray[np.bool_]) -> EncodedBatch:
+    """Some documents of a batch."""
+    if keep.all():
+        return batch
+    lengths = np.diff(batch.offsets)
+    tokens = np.repeat(keep, lengths)
+    return replace(
+        batch, input_ids=batch.input_ids[tokens], trained=batch.trained[tokens], offsets=offsets_of(lengths[keep]),
+        prompt_tokens=batch.prompt_tokens[keep], records=batch.records[keep],
+    )  # fmt: skip
+
+
+def _prompts(batch: EncodedBatch) -> Ints:
+    """int64[documents]: tokens before the first trained one; all of them where none is."""
+    at = np.append(np.flatnonzero(batch.trained), len(batch.trained))
+    first = at[np.searchsorted(at, batch.offsets[:-1])]
+    prompts: Ints = np.minimum(first, batch.offsets[1:]) - batch.offsets[:-1]
+    return prompts
+
+
+class _Unlike(NamedTuple):
+    reason: str
+    pairs: npt.NDArray[np.bool_]
+
+
+def _unlike(batch: EncodedBatch, prompts: Ints) -> list[_Unlike]:
+    """Which pairs of neighbours are no two answers to one prompt, bool[pairs] for each reason."""
+    lengths = np.diff(batch.offsets)
+    chosen, rejected = slice(None, None, 2), slice(1, None, 2)
+    learned = (prompts < lengths)[chosen] & (prompts < lengths)[rejected]  # the others are left out for another reason
+    alike = prompts[chosen] == prompts[rejected]
+    shared = _equal_tokens(batch, np.where(alike, prompts[chosen], 0))
+    same_length = lengths[chosen] == lengths[rejected]
+    equal = same_length & _equal_tokens(batch, np.where(same_length, lengths[chosen], 0))
+    return [_Unlike(EQUAL, equal), _Unlike(OTHER_PROMPT, learned & ~(alike & shared))]
+
+
+def _equal_tokens(batch: EncodedBatch, counts: Ints) -> npt.NDArray[np.bool_]:
+    """bool[pairs]: whether both documents of a pair begin with the same `counts` ids."""
+    starts = batch.offsets[:-1]
+    within = np.arange(counts.sum(), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    one, other = (np.repeat(first, counts) + within for first in (starts[::2], starts[1::2]))
+    differs = batch.input_ids[one] != batch.input_ids[other]
+    owner = np.repeat(np.arange(len(counts)), counts)
+    equal: npt.NDArray[np.bool_] = np.bincount(owner[differs], minlength=len(counts)) == 0
+    return equal
+
+
+def _columns(examples: Sequence[Compared], records: Ints, notes: Counter[str]) -> dict[str, npt.NDArray[np.generic]]:
+    """What is known of each document besides its tokens; NaN where a pair has no margin."""
+    if isinstance(examples[0], Labelled):
+        labels = np.array([isinstance(example, Labelled) and example.label for example in examples], dtype=np.bool_)
+        return {"label": labels[records]}
+    found = [example.margin if isinstance(example, Pair) else None for example in examples]
+    margins = np.array([np.nan if margin is None else margin for margin in found], dtype=np.float32)
+    if with_margin := int((~np.isnan(margins[records[::2]])).sum()):
+        notes[WITH_MARGIN] += with_margin
+    return {"margin": margins[records]}

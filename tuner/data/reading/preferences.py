@@ -1,0 +1,253 @@
+"""Records that compare answers: a chosen and a rejected one to the same prompt, or one with a label.
+
+The prompt is a key of its own (`prompt`, `conversations`, `instruction`, `messages`) or what both answers begin with:
+the longest run of equal messages, or of equal text up to a space. Everything an assistant says after it is learned.
+"""
+
+import math
+import os.path
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tuner.data.reading.columns import turns_in
+from tuner.data.reading.examples import Answered, Conversation, Labelled, Pair, PromptCompletion, Record
+from tuner.data.reading.forms import alpaca_question, conversation, turns_of
+from tuner.data.reading.messages import Message, check_string, said_by, type_name
+from tuner.data.reading.problems import RecordProblem
+
+SIDES = (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
+"""Keys of a chosen and a rejected answer."""
+LABELS = ("label", "kto_tag")
+"""Keys of whether an answer is wanted."""
+SCORES = ("score_chosen", "score_rejected")
+_PROMPTS = {
+    "prompt_completion": "prompt", "sharegpt": "conversations", "alpaca": "instruction", "messages": "messages",
+}  # fmt: skip
+"""Form -> where it has its prompt; of a record whose form is not named the first of them counts."""
+READ = frozenset((*(key for keys in SIDES for key in keys), *_PROMPTS.values(), *SCORES, "margin", "input", "history"))
+"""Keys of a pair of answers that are read, wherever they stand."""
+_WITH_SYSTEM = ("conversations", "instruction")
+_LABELS_AS_TEXT = {"true": True, "1": True, "false": False, "0": False}
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_LARGEST = 3.4028234e38
+"""A margin is kept as a number of 32 bits."""
+
+_Answer = str | list[Message]
+
+
+class _Prompt(NamedTuple):
+    key: str | None
+    given: _Answer | None
+
+
+def sides_of(value: Record) -> tuple[str, str] | None:
+    """The keys of both answers; None where a record has not both."""
+    return next((keys for keys in SIDES if all(value.get(key) is not None for key in keys)), None)
+
+
+def label_key(value: Record) -> str | None:
+    """The key of the label, whatever its value; None where a record has none."""
+    return next((key for key in LABELS if value.get(key) not in (None, "")), None)
+
+
+def pair_of(value: Record, keys: tuple[str, str], format: str) -> Pair:  # noqa: A002 (the recipe's word)
+    """Return the two answers at `keys` and their prompt; `format` names the form of the prompt. RecordProblem."""
+    chosen, rejected = _answered(value, keys, format)
+    return Pair(chosen, rejected, _margin(value))
+
+
+def labelled_of(value: Record, key: str, format: str) -> Labelled:  # noqa: A002 (the recipe's word)
+    """Return the answer of a record with the label at `key`. RecordProblem."""
+    label = value[key]
+    found = _LABELS_AS_TEXT.get(label.strip().lower()) if isinstance(label, str) else label
+    if not isinstance(found, (bool, int)) or found not in (0, 1):
+        raise RecordProblem(f"{key} is true or false, got {_shown(label)}", path=(key,))
+    for form, answer in (("prompt_completion", "completion"), ("alpaca", "output")):
+        if format in {"auto", form} and value.get(answer) is not None and value.get(_PROMPTS[form]) is not None:
+            return Labelled(_answered(value, (answer,), form)[0], bool(found))
+    for form in ("messages", "sharegpt"):
+        if format in {"auto", form} and (place := _turns_key(value, form)) is not None:
+            return Labelled(_last_answer(value, place, format), bool(found))
+    raise RecordProblem("no messages, conversations, prompt + completion or instruction + output next to the label", 1)
+
+
+def _turns_key(value: Record, form: str) -> str | None:
+    """Where a record has its turns; the form sharegpt reads messages too."""
+    keys = (_PROMPTS[form], "messages") if form == "sharegpt" else (_PROMPTS[form],)
+    return next((key for key in keys if value.get(key) is not None), None)
+
+
+def _last_answer(value: Record, key: str, format: str) -> Conversation:  # noqa: A002 (the recipe's word)
+    """The conversation of which the last message is the answer."""
+    messages = turns_of(value, key, by_speaker=format == "sharegpt")
+    prompt, answer = messages[:-1], messages[-1:]
+    if answer[0]["role"] != "assistant":
+        raise RecordProblem(f"the last message of {key} is no answer of the assistant", path=(key, len(prompt)))
+    if not prompt:
+        raise RecordProblem(f"{key} has no prompt before the answer", path=(key,))
+    _check_said(answer, key)
+    return _joined(value, _Prompt(key, prompt), answer, key)
+
+
+def _answered(value: Record, keys: Sequence[str], format: str) -> list[Answered]:  # noqa: A002 (the recipe's word)
+    """The prompt with each of the answers at `keys`."""
+    prompt = _prompt(value, format)
+    answers = [_answer(value, key, format == "sharegpt") for key in keys]
+    texts = [answer for answer in answers if isinstance(answer, str)]
+    if texts and len(texts) < len(answers):
+        raise RecordProblem(f"of {' and '.join(keys)} one is a text and one a list of messages", path=(keys[1],))
+    for key, text in zip(keys, texts, strict=False):
+        if not text.strip():
+            raise RecordProblem(f"{key} is empty", path=(key,))
+    if texts and not isinstance(prompt.given, list):
+        _refuse_equal(texts, keys)
+        shared, texts = (prompt.given, texts) if prompt.given is not None else _shared_text(texts, keys)
+        return [PromptCompletion(shared, text) for text in texts]
+    said = [[said_by("assistant", text)] for text in texts] or [list(answer) for answer in answers]  # type: ignore[arg-type]
+    _refuse_equal(said, keys)
+    if not texts:
+        prompt, said = _after_prompt(prompt, said, keys)
+    for key, messages in zip(keys, said, strict=True):
+        _check_said(messages, key)
+    return [_joined(value, prompt, messages, key) for key, messages in zip(keys, said, strict=True)]
+
+
+def _prompt(value: Record, format: str) -> _Prompt:  # noqa: A002 (the recipe's word)
+    keys = _PROMPTS.values() if format == "auto" else (_PROMPTS[format],)
+    key = next((key for key in keys if value.get(key) is not None), None)
+    if key is None and format == "sharegpt" and value.get("messages") is not None:
+        key = "messages"
+    if key is None:
+        return _Prompt(None, None)
+    if key == "instruction":
+        return _Prompt(key, alpaca_question(value))
+    given = value[key]
+    if key == "prompt" and (not isinstance(given, (str, list)) or (isinstance(given, str) and turns_in(given) is None)):
+        return _Prompt(key, check_string(given, (key,)))
+    return _Prompt(key, turns_of(value, key, format == "sharegpt"))
+
+
+def _answer(value: Record, key: str, by_speaker: bool) -> _Answer:
+    """A text, or the messages of an answer: one by itself, or a list."""
+    given = value[key]
+    if isinstance(given, str) and turns_in(given) is None:
+        return given
+    if isinstance(given, dict):
+        try:
+            return turns_of({key: [given]}, key, by_speaker)
+        except RecordProblem as problem:
+            path = (key, *problem.path[2:])
+            raise RecordProblem(problem.reason, problem.col, path, problem.hint) from problem
+    if not isinstance(given, (str, list)):
+        raise RecordProblem(f"{key} is a text or a list of messages, got {type_name(given)}", path=(key,))
+    return turns_of(value, key, by_speaker)
+
+
+def _refuse_equal(answers: Sequence[Any], keys: Sequence[str]) -> None:
+    if len(answers) == 2 and answers[0] == answers[1]:
+        raise RecordProblem(f"{keys[0]} and {keys[1]} are equal", path=(keys[1],))
+
+
+def _shared_text(texts: list[str], keys: Sequence[str]) -> tuple[str, list[str]]:
+    """What texts begin with, up to a space before a word in which they differ, and the rest of each."""
+    shared = os.path.commonprefix(texts)
+    stop = len(shared)
+    while stop and not shared[stop - 1].isspace():
+        stop -= 1
+    prompt = shared[:stop].rstrip()
+    if not prompt:
+        raise RecordProblem(f"no prompt: {' and '.join(keys)} do not begin with the same words", path=(keys[0],))
+    return prompt, [text[len(prompt) :] for text in texts]
+
+
+def _after_prompt(
+    prompt: _Prompt, said: list[list[Message]], keys: Sequence[str]
+) -> tuple[_Prompt, list[list[Message]]]:
+    """The messages of the prompt, and of each answer what follows it where it repeats it."""
+    whole = [messages[0]["role"] != "assistant" for messages in said]
+    given = prompt.given
+    if not any(whole):
+        if given is None:
+            raise RecordProblem(f"no prompt: {' and '.join(keys)} begin with an answer", path=(keys[0],))
+        return _Prompt(prompt.key, [said_by("user", given)] if isinstance(given, str) else given), said
+    if isinstance(given, list) and prompt.key != "messages":
+        shared = len(given)
+        agrees = all(messages[:shared] == given for messages in said)
+    else:
+        shared = _equal_messages(said)
+        agrees = not isinstance(given, str) or any(_says(message, given) for message in said[0][:shared])
+    if not agrees:
+        raise RecordProblem(f"{keys[-1]} does not repeat the {prompt.key} that it is an answer to", path=(keys[-1],))
+    for key, messages in zip(keys, said, strict=True):
+        if len(messages) == shared:
+            raise RecordProblem(f"{key} is empty: it has no message after the prompt", path=(key,))
+        if messages[shared]["role"] != "assistant":
+            reason = f"the prompts of {' and '.join(keys)} differ" if len(keys) > 1 else f"{key} begins with no answer"
+            what = "what follows the shared messages is not the assistant's"
+            raise RecordProblem(f"{reason}: {what}", path=(key, shared))
+    return _Prompt(prompt.key, said[0][:shared]), [messages[shared:] for messages in said]
+
+
+def _equal_messages(said: list[list[Message]]) -> int:
+    """How many messages all of them begin with."""
+    equal = [all(message == both[0] for message in both) for both in zip(*said, strict=False)]
+    return next((i for i, same in enumerate(equal) if not same), len(equal))
+
+
+def _says(message: Message, text: str) -> bool:
+    return str(message["content"]).strip() == text.strip()
+
+
+def _check_said(answer: list[Message], key: str) -> None:
+    """Refuse an answer in which the assistant says nothing."""
+    said = [message for message in answer if message["role"] == "assistant"]
+    if not any(
+        message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content") for message in said
+    ):
+        raise RecordProblem(f"{key} is empty: the assistant says nothing", path=(key,))
+
+
+def _joined(value: Record, prompt: _Prompt, answer: list[Message], key: str) -> Conversation:
+    """A conversation of prompt and answer, of which the assistant's messages in the answer are trained."""
+    given = prompt.given if isinstance(prompt.given, list) else []
+    for part, place, trains in ((given, prompt.key or key, False), (answer, key, True)):
+        for message in part:
+            if "train" in message and message["train"] != (trains and message["role"] == "assistant"):
+                what = "what the assistant says after the prompt is trained, and nothing else"
+                raise RecordProblem(f"train or weight of a message contradicts: {what}", path=(place,))
+    plain = [{name: item for name, item in message.items() if name != "train"} for message in (*given, *answer)]
+    made = conversation(value, plain, system=prompt.key in _WITH_SYSTEM)
+    # The last answer is trained by the method's rule; the flags say it of those before it.
+    said = [i for i, message in enumerate(made.messages) if message["role"] == "assistant"][:-1]
+    first = len(made.messages) - len(answer)
+    flags = [True if i >= first and i in said else None for i in range(len(made.messages))]
+    return made._replace(train=flags)
+
+
+def _margin(value: Record) -> float | None:
+    if value.get("margin") not in (None, ""):
+        return _number(value, "margin")
+    if any(value.get(key) in (None, "") for key in SCORES):
+        return None
+    return _checked(_number(value, SCORES[0]) - _number(value, SCORES[1]), SCORES[0])
+
+
+def _number(value: Record, key: str) -> float:
+    """A finite number, which a CSV file has as text."""
+    number = value[key]
+    if isinstance(number, str) and _NUMBER.fullmatch(number.strip()):
+        number = float(number)
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise RecordProblem(f"{key} is a number, got {_shown(number)}", path=(key,))
+    return _checked(number, key)
+
+
+def _checked(number: float, key: str) -> float:
+    if not -_LARGEST <= number <= _LARGEST or math.isnan(number):
+        raise RecordProblem(f"{key} is too large for a number of 32 bits", path=(key,))
+    return float(number)
+
+
+def _shown(value: Any) -> str:
+    return f"{value}" if isinstance(value, (int, float)) and not isinstance(value, bool) else type_name(value)
