@@ -494,8 +494,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "model-last-chunk-alone",
-        "model.output_layer._Head",
-        "A if B.start == 0 else C",
+        "model.output_layer._Gradients.add",
+        "A if self._first else B",
         "A",
         MODEL,
     ),

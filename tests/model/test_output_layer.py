@@ -1,5 +1,6 @@
 """The chunked loss equals plain cross-entropy, in value and gradients."""
 
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -68,6 +69,59 @@ def test_losses_by_position_have_the_gradient_of_any_function_of_them(
     torch.testing.assert_close(losses, expected)
     for a, b in zip(torch.autograd.grad(loss(losses), [hidden, weight, bias]), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("kernel", [softmax_into_gradient, native_into_gradient])
+@pytest.mark.parametrize("shape", [LogitTransform(), LogitTransform(0.5, 2.0)])
+@pytest.mark.parametrize("trained", [False, True])
+def test_losses_by_position_are_the_same_bits_with_and_without_gradients(
+    trained: bool, shape: LogitTransform, kernel: Any
+) -> None:
+    """And a graph that is kept gives the same gradients a second time, though the last chunk's logits are gone."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(13, 8, requires_grad=True), torch.randn(11, 8, requires_grad=trained)
+    targets, shares, leaves = torch.randint(0, 11, (13,)), torch.randn(13), [hidden, weight][: 1 + trained]
+    head = OutputLayer(weight, None, shape, kernel)
+    with torch.no_grad():
+        alone = head.losses(hidden, targets)
+    losses = head.losses(hidden, targets)
+    assert torch.equal(losses, alone) and not alone.requires_grad
+    first = torch.autograd.grad((losses * shares).sum(), leaves, retain_graph=True)
+    logits = torch.nn.functional.linear(hidden, weight) * shape.scale
+    logits = logits if shape.cap is None else shape.cap * torch.tanh(logits / shape.cap)
+    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    wanted = torch.autograd.grad((expected * shares).sum(), leaves)
+    second = torch.autograd.grad((losses * shares).sum(), leaves)
+    for a, b, c in zip(first, second, wanted, strict=True):
+        torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("trained", "made"), [(False, 4), (True, 7)])
+def test_of_losses_by_position_no_more_products_are_made_than_needed_and_never_two_chunks_are_there(
+    trained: bool, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four chunks a frozen layer's are made once; a trained one's a second time, but for the last."""
+    monkeypatch.setattr(module, "CHUNK_LOGITS", {"cpu": 5 * 11})
+    there: list[weakref.ref[torch.Tensor]] = []
+    real = module._Head._products
+
+    def counted(head: Any, rows: torch.Tensor) -> torch.Tensor:
+        assert all(other() is None for other in there)
+        products = real(head, rows)
+        there.append(weakref.ref(products))
+        return products
+
+    monkeypatch.setattr(module._Head, "_products", counted)
+    hidden, weight = torch.randn(18, 8, requires_grad=True), torch.randn(11, 8, requires_grad=trained)
+    targets = torch.randint(0, 11, (18,))
+    OutputLayer(weight).losses(hidden, targets).square().sum().backward()
+    assert len(there) == made
+    with torch.no_grad():
+        OutputLayer(weight).losses(hidden, targets)
+    OutputLayer(weight).cross_entropy(hidden, targets)
+    assert len(there) == made + 8
 
 
 def test_frozen_weight_gets_no_gradient() -> None:

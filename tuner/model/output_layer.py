@@ -7,7 +7,8 @@ operations). Normaliser, loss and the step from logits to gradient are float32, 
 On a CPU the weight is converted, and its gradient added up, a block of the vocabulary at a time: both stay in the
 cache, and neither has a second copy of its size. On a GPU the weight is converted once for all chunks, which are few
 and large, the rows of the logits begin at multiples of 128 bytes whatever the vocabulary, as its matrix units want
-them. The weight's gradient is added up in float32 whatever its type.
+them. The weight's gradient is added up in float32 whatever its type. (Longer than other files, since everything here
+shares one chunk of logits, of which there is never a second one.)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -147,10 +148,14 @@ class OutputLayer:
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The cross-entropy at each position, ``[N]``, for any function of them, such as a mean over documents.
 
-        A backward pass computes the logits a second time, by the kernel, and never keeps them.
+        The same bits with gradients and without. Of more than a chunk of positions a backward pass that reaches the
+        weight makes the logits of all but the last chunk a second time.
         """
+        weight, bias = self.weight, self.bias
+        if not torch.is_grad_enabled():
+            hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
         losses: torch.Tensor = _PositionLosses.apply(  # type: ignore[no-untyped-call]
-            hidden, self.weight, self.bias, targets, self.transform, self.kernel
+            hidden, weight, bias, targets, self.transform, self.kernel
         )
         return losses
 
@@ -189,47 +194,28 @@ class _Head:
         on_gpu = target(weight) == "cuda"
         return _Head(hidden, weight.to(dtype) if on_gpu else weight, bias, dtype, on_gpu)
 
-    def chunks(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """The positions of each chunk, their hidden states in the type of the products, and their products."""
+    def chunks(self, stop: int | None = None) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """The positions of each chunk, their hidden states in the type of the products, and their products.
+
+        With ``stop``, the beginning of a chunk, those before it.
+        """
         logits = _most(CHUNK_LOGITS, self.weight, CHUNK_MEMORY)
-        for span in _spans(len(self.hidden), max(1, logits // self._row_length())):
+        for span in _spans(len(self.hidden) if stop is None else stop, max(1, logits // self._row_length())):
             rows = self.hidden[span].to(self.dtype)
             yield span, rows, self._products(rows)
 
     def sweep(
         self, targets: torch.Tensor, weights: torch.Tensor | None, kernel: Kernel, wanted: Sequence[bool]
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """The summed loss, and its gradients by hidden, weight and bias, None where not ``wanted``; chunk by chunk.
-
-        Those of weight and bias are float32, or a wider type of the products or their own.
-        """
-        hidden, weight, exact_dtype = self.hidden, self.weight, torch.promote_types(self.dtype, torch.float32)
-        hidden_dtype = hidden.dtype if self.on_gpu else exact_dtype
-        grad_hidden = torch.zeros_like(hidden, dtype=hidden_dtype) if wanted[0] else None
-        make = torch.empty_like if len(hidden) else torch.zeros_like
-        grad_weight = make(weight, dtype=self._summed_in(weight)) if wanted[1] else None
-        grad_bias = None
-        if wanted[2] and self.bias is not None:
-            grad_bias = torch.zeros_like(self.bias, dtype=self._summed_in(self.bias))
-        loss = torch.zeros((), dtype=exact_dtype, device=hidden.device)
+        """The summed loss, and its gradients by hidden, weight and bias, None where not ``wanted``; chunk by chunk."""
+        gradients = _Gradients(self, wanted)
+        exact_dtype = torch.promote_types(self.dtype, torch.float32)
+        loss = torch.zeros((), dtype=exact_dtype, device=self.hidden.device)
         for span, rows, logits in self.chunks():
             loss += kernel(logits, targets[span], any(wanted), None if weights is None else weights[span])
-            if grad_bias is not None:
-                grad_bias += logits.sum(0, dtype=exact_dtype)
-            if grad_hidden is not None and self.on_gpu:
-                grad_hidden[span] = logits @ weight
-            for block in _blocks(weight):
-                share = logits[:, block]
-                if grad_hidden is not None and not self.on_gpu:
-                    grad_hidden[span] += share @ weight[block].to(self.dtype)
-                if grad_weight is not None:
-                    product = share.T @ rows
-                    grad_weight[block].copy_(product) if span.start == 0 else grad_weight[block].add_(product)
-        return loss, [None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias]
-
-    def _summed_in(self, parameter: torch.Tensor) -> torch.dtype:
-        """The type in which the gradient of weight or bias is added up: at least float32, however it is gathered."""
-        return torch.promote_types(parameter.dtype, torch.promote_types(self.dtype, torch.float32))
+            gradients.add(span, rows, logits)
+            del logits  # before the next chunk has its own
+        return loss, gradients.made
 
     def _row_length(self) -> int:
         """Elements from one row of the logits to the next."""
@@ -248,6 +234,51 @@ class _Head:
         if self.bias is not None:
             products += self.bias
         return products
+
+
+class _Gradients:
+    """Gradients by hidden, weight and bias, None where not ``wanted``, as chunks of positions add to them.
+
+    Those of weight and bias are float32, or a wider type of the products or their own.
+    """
+
+    def __init__(self, head: _Head, wanted: Sequence[bool]) -> None:
+        self._head, self._exact_dtype = head, torch.promote_types(head.dtype, torch.float32)
+        hidden, weight, bias = head.hidden, head.weight, head.bias
+        hidden_dtype = hidden.dtype if head.on_gpu else self._exact_dtype
+        self._hidden = torch.zeros_like(hidden, dtype=hidden_dtype) if wanted[0] else None
+        make = torch.empty_like if len(hidden) else torch.zeros_like
+        self._weight = make(weight, dtype=self._summed_in(weight)) if wanted[1] else None
+        self._bias = None
+        if wanted[2] and bias is not None:
+            self._bias = torch.zeros_like(bias, dtype=self._summed_in(bias))
+        self._first = True
+
+    def add(self, span: slice, rows: torch.Tensor, logits: torch.Tensor) -> None:
+        """Add the share of a chunk: its positions, their hidden states, and the gradient of their products."""
+        weight, on_gpu = self._head.weight, self._head.on_gpu
+        if self._bias is not None:
+            self._bias += logits.sum(0, dtype=self._exact_dtype)
+        if self._hidden is not None and on_gpu:
+            self._hidden[span] = logits @ weight
+        for block in _blocks(weight):
+            share = logits[:, block]
+            if self._hidden is not None and not on_gpu:
+                self._hidden[span] += share @ weight[block].to(rows.dtype)
+            if self._weight is not None:
+                product = share.T @ rows
+                self._weight[block].copy_(product) if self._first else self._weight[block].add_(product)
+        self._first = False
+
+    @property
+    def made(self) -> list[torch.Tensor | None]:
+        """What all chunks gave, that of the hidden states in their type."""
+        hidden = None if self._hidden is None else self._hidden.to(self._head.hidden.dtype)
+        return [hidden, self._weight, self._bias]
+
+    def _summed_in(self, parameter: torch.Tensor) -> torch.dtype:
+        """The type in which the gradient of weight or bias is added up: at least float32, however it is gathered."""
+        return torch.promote_types(parameter.dtype, self._exact_dtype)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -275,7 +306,12 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _PositionLosses(torch.autograd.Function):
-    """Forgets the logits, and makes them again in the backward pass, where each position's share of it is known."""
+    """The share that a position's loss has in the whole is known in the backward pass alone.
+
+    Where the hidden states alone want a gradient, it is made while the logits are there, and only multiplied by that
+    share later. Where the weight wants one too, the last chunk's logits are kept: at the peak of memory, which is the
+    beginning of the backward pass, a chunk's are there in any case. Those of earlier chunks are made a second time.
+    """
 
     @staticmethod
     def forward(
@@ -287,24 +323,47 @@ class _PositionLosses(torch.autograd.Function):
         transform: LogitTransform,
         kernel: Kernel,
     ) -> torch.Tensor:
-        dtype = _dtype(hidden)
+        dtype, (of_hidden, *of_head) = _dtype(hidden), ctx.needs_input_grad[:3]
         losses = torch.empty(len(targets), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
-        for span, _, logits in _Head.of(hidden, weight, bias, dtype).chunks():
+        head, ctx.last, ctx.hidden_alone = _Head.of(hidden, weight, bias, dtype), None, of_hidden and not any(of_head)
+        gradients = _Gradients(head, (ctx.hidden_alone, False, False))
+        for span, rows, logits in head.chunks():
             wanted, found = targets[span], losses[span]
-            transform.apply_(logits)
+            tanh = transform.apply_(logits)
             for block in _spans(len(logits), max(1, _block_logits(logits) // len(weight))):
                 exact = logits[block].to(losses.dtype)
                 found[block] = torch.logsumexp(exact, -1) - exact.gather(1, wanted[block, None])[:, 0]
-        ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.dtype, ctx.kernel = dtype, transformed(kernel, transform)
+            if ctx.hidden_alone:
+                kernel(logits, wanted, True, None)
+                transform.backward_(logits, tanh)
+                gradients.add(span, rows, logits)
+            elif any(of_head) and span.stop == len(hidden):
+                ctx.last = span, rows, logits, tanh
+            del logits, tanh  # before the next chunk has its own
+        ctx.dtype, ctx.kernel, ctx.transform = dtype, kernel, transform
+        ctx.save_for_backward(*gradients.made[:1] if ctx.hidden_alone else (hidden, weight, bias, targets))
         return losses
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.hidden_alone:
+            (made,) = ctx.saved_tensors
+            return ((made * upstream[:, None]).to(made.dtype), None, None, None, None, None)
         hidden, weight, bias, targets = ctx.saved_tensors
         head = _Head.of(hidden, weight, bias, ctx.dtype)
-        _, gradients = head.sweep(targets, upstream, ctx.kernel, ctx.needs_input_grad[:3])
-        return (*_in_types(gradients, _types(hidden, weight, bias)), None, None, None)
+        gradients, last = _Gradients(head, ctx.needs_input_grad[:3]), None
+        if ctx.last is not None:
+            (last, rows, logits, tanh), ctx.last = ctx.last, None
+            ctx.kernel(logits, targets[last], True, upstream[last])
+            ctx.transform.backward_(logits, tanh)
+            gradients.add(last, rows, logits)
+            del logits, tanh
+        kernel = transformed(ctx.kernel, ctx.transform)
+        for span, rows, logits in head.chunks(None if last is None else last.start):
+            kernel(logits, targets[span], True, upstream[span])
+            gradients.add(span, rows, logits)
+            del logits
+        return (*_in_types(gradients.made, _types(hidden, weight, bias)), None, None, None)
 
 
 def _dtype(hidden: torch.Tensor) -> torch.dtype:
