@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -47,6 +48,28 @@ class Examples:
         return 2 if self.kind == "preference" else 1
 
 
+@dataclass(frozen=True)
+class Figure:
+    """A mean over tokens, documents or pairs that a method measures next to its loss, in steps and in evaluations.
+
+    Every method's section says its own by the property ``figures``: names in the order of their importance.
+    """
+
+    better: Literal["higher", "lower"]
+    """Which of two values is the better one: ``checkpoint.keep_best`` goes by it."""
+    heading: str
+    """Its name where there is little room: at most 7 letters."""
+
+
+_REWARDS: Mapping[str, Figure] = {
+    "accuracy": Figure("higher", "acc"),
+    "margin": Figure("higher", "margin"),
+    "reward_chosen": Figure("higher", "chosen"),
+    "reward_rejected": Figure("lower", "reject"),
+}
+"""What methods over pairs log: rewards of both answers, how far apart they are, and how often the chosen one wins."""
+
+
 class SftMethod(Section):
     """Supervised fine-tuning on conversations or prompt and completion."""
 
@@ -60,6 +83,11 @@ class SftMethod(Section):
         """One document each, of turns or of a prompt and its completion."""
         return Examples("sft", self.train_on)
 
+    @property
+    def figures(self) -> Mapping[str, Figure]:
+        """None: the loss says it all."""
+        return {}
+
 
 class PretrainMethod(Section):
     """Next-token prediction on plain text."""
@@ -70,6 +98,11 @@ class PretrainMethod(Section):
     def examples(self) -> Examples:
         """One document each, of plain text."""
         return Examples("pretrain")
+
+    @property
+    def figures(self) -> Mapping[str, Figure]:
+        """None: the loss says it all."""
+        return {}
 
 
 _BETA = "How strongly the policy is held to the reference: the log-ratios are multiplied by it."
@@ -93,6 +126,11 @@ class DpoMethod(Section):
         """Two documents each: the prompt with either answer, of which the answer is trained."""
         return Examples("preference", "last_assistant")
 
+    @property
+    def figures(self) -> Mapping[str, Figure]:
+        """Implicit rewards."""
+        return _REWARDS
+
 
 class CustomMethod(Section):
     """A custom loss."""
@@ -110,3 +148,8 @@ class CustomMethod(Section):
     def examples(self) -> Examples:
         """Those of the method that ``rows`` names."""
         return Examples("sft", self.train_on) if self.rows == "sft" else Examples("pretrain")
+
+    @property
+    def figures(self) -> Mapping[str, Figure]:
+        """None that are known before it has run; an evaluation measures the cross-entropy."""
+        return {}

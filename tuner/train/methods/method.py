@@ -83,9 +83,24 @@ class Method(ABC):
         each. Shapes as for :meth:`terms`."""
         return {}
 
+    @property
+    def extra_forwards(self) -> int:
+        """Forwards without gradients that a step takes of each micro-batch, besides the one that is trained."""
+        return 1 if self.reference == "adapter_off" else 0
+
+    def made_up(self, batch: Batch) -> Batch:
+        """The batch with what :meth:`columns` reads of it besides its tokens, made up where it is not there.
+
+        Memory is tried and predicted with it: types and shapes count, values do not.
+        """
+        return batch
+
     @abstractmethod
     def counts(self, batches: StepBatches) -> Counts:
-        """The global batch's counts by which sums are divided; the same on every rank, so none is communicated."""
+        """The global batch's counts by which sums are divided; the same on every rank, so none is communicated.
+
+        Those of two sets of documents are the sum of both: an evaluation adds them up, source by source.
+        """
 
     @abstractmethod
     def columns(self, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:

@@ -5,8 +5,10 @@ of each the answer is trained. Its log-probability is the sum over the answer's 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -53,6 +55,13 @@ class PairMethod(Method):
     def columns(self, batch: Batch) -> Mapping[str, npt.NDArray[Any]]:
         """Trained tokens of each document, and what the documents have besides."""
         return {"trained": batch.trained_per_document, **batch.columns}
+
+    def made_up(self, batch: Batch) -> Batch:
+        """With a reference that gives nothing, where the reference is columns."""
+        if self.reference != "columns":
+            return batch
+        made: npt.NDArray[np.float32] = np.zeros(len(batch.documents), dtype=np.float32)
+        return replace(batch, columns={REFERENCE: made, **batch.columns})
 
     def reference_values(
         self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
