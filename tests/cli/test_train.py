@@ -249,7 +249,7 @@ def test_two_launches_on_one_run_have_one_winner(workplace: Path) -> None:
 def test_the_end_of_a_run_names_the_best_step_where_it_is_an_earlier_one(
     best: int | None, said: str, export: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    noted = None if best is None else {"metric": "eval/loss", "step": best, "loss": 1.453}
+    noted = None if best is None else {"metric": "eval/loss", "step": best, "value": 1.453}
     ended = RunResult(Path("r"), "finished", 6, 9, None, {"eval_loss": 1.6, "eval_step": 6, "best": noted})
     assert outcome_of(ended, Console()).next == export
     assert capsys.readouterr().err.rstrip().endswith(said)

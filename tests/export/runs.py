@@ -86,7 +86,7 @@ def write_run(  # noqa: PLR0913 - what a run can be
         7,
         tensors,
         {"step": 7, "tokens": 700, "trained_tokens": 300, "epoch": 1.0, "finished": True, "rows_seen": 14}
-        | ({} if best is None else {"best": {"metric": "eval/loss", "step": best, "loss": 1.0}}),
+        | ({} if best is None else {"best": {"metric": "eval/loss", "step": best, "value": 1.0}}),
         checkpoint_facts(
             base, model, lora, {"name_or_path": str(base), "dtype": frozen, "config": {}, "freeze": list(left_alone)}
         )

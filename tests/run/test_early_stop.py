@@ -14,7 +14,7 @@ from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
 from tuner.run.options import LaunchOptions
 from tuner.train.plan import Plan
-from tuner.train.progress import EarlyStop, Progress
+from tuner.train.progress import Criterion, EarlyStop, Progress
 
 FLAGS = {
     "data__eval": "25%",
@@ -43,7 +43,7 @@ def test_it_is_due_after_so_many_evaluations_that_are_not_lower(
     whole = EarlyStop(2, min_delta)
     due = []
     for step, loss in enumerate(losses):
-        whole.evaluated(step, loss)
+        whole.evaluated(step, {"loss": loss})
         due += [step] if whole.is_due else []
         again = EarlyStop(2, min_delta)
         again.restore(json.loads(json.dumps(whole.as_state())))
@@ -51,12 +51,26 @@ def test_it_is_due_after_so_many_evaluations_that_are_not_lower(
     assert (due[0] if due else None) == ends_at
 
 
+def test_it_goes_by_what_the_best_is_kept_by() -> None:
+    whole = EarlyStop(2, 0.1, Criterion("eval/accuracy", "higher"))
+    for step, accuracy in enumerate((0.5, 0.7, 0.75, 0.6)):
+        assert not whole.is_due
+        whole.evaluated(step, {"loss": 1.0 - step, "accuracy": accuracy})
+    said = "eval/accuracy did not rise by 0.1 above the 0.7000 of step 1 in 2 evaluations"
+    assert whole.is_due and said in whole.reason()
+    other = EarlyStop(2, 0.1)
+    other.restore(whole.as_state())
+    assert other == EarlyStop(2, 0.1), "another figure is counted from its first evaluation"
+    other.restore({"lowest": 0.25, "lowest_step": 3, "stale": 1})
+    assert (other.best, other.best_step, other.stale) == (0.25, 3, 1), "as an older version wrote it"
+
+
 def test_only_a_run_with_a_patience_has_it_in_its_state() -> None:
     plain, patient = Progress(Plan(4, 4, 1, 5)), Progress(Plan(4, 4, 1, 5), early=EarlyStop(1, 0.0))
     assert patient.as_state().keys() - plain.as_state().keys() == {"early_stop"}
     for progress in (plain, patient):
-        progress.evaluated(2.0)
-        progress.evaluated(2.0)
+        progress.evaluated({"loss": 2.0})
+        progress.evaluated({"loss": 2.0})
     assert (plain.is_over, plain.is_finished) == (False, False)
     assert (patient.is_over, patient.is_finished, patient.is_last_step) == (True, True, False)
 

@@ -22,7 +22,7 @@ def run(directory: Path, steps: tuple[int, ...], launches: list[dict[str, Any]],
     """A run of four steps with checkpoints; the last step's state says that it is finished."""
     path = made.run(directory, launches=launches, status=status)
     for step in steps:
-        best = {"metric": "eval/loss", "step": 2, "loss": 1.0}
+        best = {"metric": "eval/loss", "step": 2, "value": 1.0}
         state = {"step": step, "finished": step == 4, "best": best}
         save(CheckpointDir(path / "checkpoints", "r"), step, {"model/w": torch.zeros(8)}, state, {})
     return path

@@ -14,12 +14,13 @@ from tests.fixtures import trainings
 from tests.fixtures.trainings import TOTAL, launch
 from tuner.checkpoint.manifest import step_dirs
 from tuner.config.duration import Duration
+from tuner.config.methods import DpoMethod
 from tuner.errors import RecipeError
 from tuner.run.options import LaunchOptions
 from tuner.run.tasks import evaluate as evaluate_task
 from tuner.train.evaluate import Evaluation
 from tuner.train.plan import Plan, mark_steps
-from tuner.train.progress import Best, best_after, best_of
+from tuner.train.progress import Best, Criterion, best_after, best_of
 
 HELD = {"data__eval": "7 documents", "eval__every": "2 steps", "eval__samples": "0", "train__duration": "12 steps"}
 SPARSE = {"checkpoint__every": "6 steps", "checkpoint__keep": "1"}
@@ -51,17 +52,33 @@ def test_marks_are_steps_of_the_run() -> None:
 
 
 def test_the_best_is_the_lowest_and_the_earlier_of_equals() -> None:
+    loss, of_b = Criterion(), Criterion("eval/loss/b")
     assert best_after(None, None, 4, {"loss": 1.0}) is None
-    assert best_after(None, "eval/loss", 0, {"loss": 1.0}) is None
-    first = best_after(None, "eval/loss", 4, {"loss": 1.0})
+    assert best_after(None, loss, 0, {"loss": 1.0}) is None
+    first = best_after(None, loss, 4, {"loss": 1.0})
     assert first == Best("eval/loss", 4, 1.0)
-    assert best_after(first, "eval/loss", 8, {"loss": 1.0}) is first
-    assert best_after(first, "eval/loss", 8, {"loss": float("nan")}) is first
-    assert best_after(first, "eval/loss", 8, {"loss": 0.5}) == Best("eval/loss", 8, 0.5)
-    assert best_after(None, "eval/loss/b", 4, {"loss": 1.0, "loss/b": 3.0}) == Best("eval/loss/b", 4, 3.0)
+    assert best_after(first, loss, 8, {"loss": 1.0}) is first
+    assert best_after(first, loss, 8, {"loss": float("nan")}) is first
+    assert best_after(first, loss, 8, {"loss": 0.5}) == Best("eval/loss", 8, 0.5)
+    assert best_after(None, of_b, 4, {"loss": 1.0, "loss/b": 3.0}) == Best("eval/loss/b", 4, 3.0)
+    assert best_after(None, of_b, 4, {"loss": 1.0}) is None
     assert first is not None
     assert best_of(json.loads(json.dumps(first.as_state())), "eval/loss") == first
     assert best_of(first.as_state(), "eval/loss/b") is None
+    assert best_of({"metric": "eval/loss", "step": 4, "loss": 1.0}, "eval/loss") == first  # an older version's
+
+
+def test_the_best_is_the_highest_where_that_is_better() -> None:
+    figures = DpoMethod().figures
+    accuracy = Criterion.of("eval/accuracy/chats", figures)
+    assert accuracy == Criterion("eval/accuracy/chats", "higher")
+    assert Criterion.of("eval/reward_rejected", figures) == Criterion("eval/reward_rejected", "lower")
+    assert Criterion.of("eval/loss/accuracy", figures) == Criterion("eval/loss/accuracy", "lower")
+    assert Criterion.of(None, figures) is None
+    best = None
+    for step, value in ((2, 0.5), (4, 0.75), (6, 0.75), (8, float("inf")), (10, 0.6)):
+        best = best_after(best, accuracy, step, {"loss": 1.0 / step, "accuracy": 0.1, "accuracy/chats": value})
+    assert best == Best("eval/accuracy/chats", 4, 0.75)
 
 
 def test_marked_steps_are_saved_and_never_pruned(workplace: Path) -> None:
@@ -77,7 +94,7 @@ def test_the_best_evaluation_is_saved_and_stays(workplace: Path, monkeypatch: py
     result = launch(workplace, **flags)
     assert steps(result.run_dir) == [4, 12]
     record = json.loads((result.run_dir / "run.json").read_text())
-    assert record["best"] == result.metrics["best"] == {"metric": "eval/loss", "step": 4, "loss": 3.0}
+    assert record["best"] == result.metrics["best"] == {"metric": "eval/loss", "step": 4, "value": 3.0}
 
 
 def test_the_last_evaluation_is_saved_where_it_is_the_best(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +126,8 @@ def test_a_loss_that_nothing_measures_is_refused(workplace: Path) -> None:
     with pytest.raises(RecipeError, match="no evaluation measures eval/loss/orders") as refused:
         launch(workplace, checkpoint__keep_best="eval/loss/orders", **HELD)
     assert refused.value.hint == "write eval/loss"
+    with pytest.raises(RecipeError, match=r"eval/accuracy  is not measured with method.kind: sft; write eval/loss"):
+        launch(workplace, checkpoint__keep_best="eval/accuracy", **HELD)
     with pytest.raises(RecipeError, match=r"keep_best eval/loss  needs held-out rows"):
         launch(workplace, checkpoint__keep_best="eval/loss")
     never = {"eval__every": "never", "eval__at_end": "false"}

@@ -165,9 +165,15 @@ def _evaluated(metrics: Mapping[str, Any]) -> str:
 
 
 def _better(result: RunResult) -> str:
-    """The lowest loss where an earlier step has it, whose checkpoint the recipe kept; else nothing."""
+    """The best evaluation where it is an earlier step's, whose checkpoint the recipe kept; else nothing."""
     best = result.metrics.get("best")
-    return f" · best {best['loss']:.3f} at step {best['step']}" if best and best["step"] != result.step else ""
+    if not best or best["step"] == result.step:
+        return ""
+    from tuner.rundir.record import best_value
+
+    name = str(best["metric"]).removeprefix("eval/")
+    named = "" if name == "loss" else f"{name} "
+    return f" · best {named}{best_value(best):.3f} at step {best['step']}"
 
 
 def _shown(path: Path) -> str:

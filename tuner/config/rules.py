@@ -33,6 +33,14 @@ def _best_needs_rows(recipe: Recipe, given: Set[str]) -> str | None:
     return None
 
 
+def _best_is_measured(recipe: Recipe, given: Set[str]) -> str | None:
+    metric, figures = recipe.checkpoint.keep_best, recipe.method.figures
+    if metric is None or metric.split("/")[1] in {"loss", *figures}:
+        return None
+    names = " or ".join(f"eval/{name}" for name in ("loss", *figures))
+    return f"is not measured with method.kind: {recipe.method.kind}; write {names}"
+
+
 def _patience_needs_rows(recipe: Recipe, given: Set[str]) -> str | None:
     if recipe.eval.patience is None:
         return None
@@ -148,6 +156,7 @@ def _profile_records_something(recipe: Recipe, given: Set[str]) -> str | None:
 RULES: tuple[Rule, ...] = (
     Rule(("eval.every", "data.eval"), _cadence_needs_rows),
     Rule(("checkpoint.keep_best", "data.eval", "eval.every"), _best_needs_rows),
+    Rule(("checkpoint.keep_best", "method.kind"), _best_is_measured),
     Rule(("eval.patience", "data.eval"), _patience_needs_rows),
     Rule(("train.micro_batch_size", "train.global_batch_size"), _micro_divides_global),
     Rule(("model.config", "model.init"), _config_needs_random),

@@ -119,6 +119,35 @@ def without_targets(batch: Batch) -> Batch:
     )
 
 
+def selected(batch: Batch, chosen: npt.NDArray[np.bool_]) -> Batch:
+    """The batch of those documents alone that are chosen, ``bool[documents]``, at least one, in their order."""
+    lengths = np.array(batch.lengths, dtype=np.int64)
+    tokens = np.repeat(chosen, lengths)
+    targets = batch.targets[tokens]
+    return replace(
+        batch,
+        input_ids=batch.input_ids[tokens],
+        targets=targets,
+        position_ids=batch.position_ids[tokens],
+        lengths=tuple(lengths[chosen].tolist()),
+        trained_positions=np.flatnonzero(targets != IGNORED).astype(np.int64, copy=False),
+        documents=batch.documents[chosen],
+        columns={name: values[chosen] for name, values in batch.columns.items()},
+    )
+
+
+def step_of(micro: Sequence[Batch]) -> StepBatches:
+    """Batches as a step of their own, with the counts of all of them."""
+    return StepBatches(
+        row_ids=np.empty(0, np.int64),
+        trained_count=sum(len(batch.trained_positions) for batch in micro),
+        tokens=sum(len(batch.input_ids) for batch in micro),
+        micro=list(micro),
+        trained_per_document=np.concatenate([batch.trained_per_document for batch in micro]),
+        documents=sum(len(batch.documents) for batch in micro),
+    )
+
+
 @dataclass(eq=False)
 class GlobalBatches:
     """Every step's rows, and which of them this rank computes, by arithmetic alone.

@@ -10,7 +10,7 @@ from typing import Any
 from tuner.checkpoint.manifest import step_dirs
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.model_path import HfDirectory, RunCheckpoint, Warn, Which, ignore_warning, resolve_model_path
-from tuner.rundir.record import read_run
+from tuner.rundir.record import best_value, read_run
 from tuner.rundir.run_json import is_run
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -80,7 +80,7 @@ def resolve(path: Path, warn: Warn = ignore_warning, shards: bool = True, step: 
 
 
 def warn_of_better(source: Source, warn: Warn) -> None:
-    """Warn where the run keeps a checkpoint with a lower held-out loss than this one.
+    """Warn where the run keeps a checkpoint that evaluations found better than this one.
 
     It is the best by the recipe's `checkpoint.keep_best`; without that key, the lowest of the steps that were both
     evaluated and kept.
@@ -88,19 +88,21 @@ def warn_of_better(source: Source, warn: Warn) -> None:
     kept = {step for step, _ in step_dirs(source.checkpoint.path.parent)} - {source.step}
     best = source.checkpoint.state.get("best")
     if isinstance(best, Mapping):
-        choice, step, loss = "best", best["step"], best["loss"]
+        choice, step, value = "best", best["step"], best_value(best)
+        figure = str(best["metric"]).split("/")[1]
     else:
         losses = _losses(source.run_dir)
         of_kept = {step: loss for step, loss in losses.items() if step in kept}
         if source.step not in losses or not of_kept:
             return
         step = min(of_kept, key=lambda step: of_kept[step])
-        choice, loss = str(step), of_kept[step]
-        if loss >= losses[source.step]:
+        choice, value, figure = str(step), of_kept[step], "loss"
+        if value >= losses[source.step]:
             return
     if step in kept:
+        which = f"{'lower' if figure == 'loss' else 'better'} held-out {figure}"
         warn(
-            f"step {source.step} is exported, but step {step} has a lower held-out loss ({loss:.3f}); "
+            f"step {source.step} is exported, but step {step} has a {which} ({value:.3f}); "
             f"to export that one, add --step {choice}"
         )
 

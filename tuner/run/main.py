@@ -34,7 +34,7 @@ from tuner.setup.build import Assembly, build
 from tuner.setup.resolve import Resolved
 from tuner.train.loop import train_loop
 from tuner.train.prefetcher import Prefetcher
-from tuner.train.progress import EarlyStop, Progress
+from tuner.train.progress import Criterion, EarlyStop, Progress
 from tuner.train.tasks import Event, Status, Tasks
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def train(
         record = Collective(gloo_group()).on_rank0(lambda: begin_launch(ready, loaded, assembly, options))
         console.keep(ready.run.logs / log_name(rank_info.rank))
         table = assembly.timetable
-        progress = Progress(table.plan, table.data_start, early=_early_stop(resolved.recipe.eval))
+        progress = Progress(table.plan, table.data_start, early=_early_stop(resolved.recipe.eval, assembly.keeps))
         context = LaunchContext(ready.run, str(record["run_id"]), assembly, progress, ready.resets, console, signals)
         tasks = launch_tasks(context, ready.found, exporter)
         return _run(context, ready, record, tasks)
@@ -147,9 +147,11 @@ def _run(context: LaunchContext, ready: Preflight, record: dict[str, Any], launc
     return run_result(run, ended, saved, progress.plan.total_steps, run_state(context, finished))
 
 
-def _early_stop(section: EvalSection) -> EarlyStop | None:
-    """What ends the run early, where the recipe has a patience."""
-    return None if section.patience is None else EarlyStop(section.patience, section.min_delta)
+def _early_stop(section: EvalSection, keeps: Criterion | None) -> EarlyStop | None:
+    """What ends the run early, where the recipe has a patience: by what the best is kept by, or else by the loss."""
+    if section.patience is None:
+        return None
+    return EarlyStop(section.patience, section.min_delta, keeps or Criterion())
 
 
 def _why_early(progress: Progress) -> str | None:

@@ -173,7 +173,7 @@ def _never_saved(run_dir: Path, record: Mapping[str, Any] | None) -> DataError:
 
 
 def _best_step(last: CheckpointInfo) -> int:
-    """The step of the lowest loss that the last checkpoint knows of."""
+    """The step of the best evaluation that the last checkpoint knows of."""
     best = last.state.get("best")
     if not isinstance(best, Mapping) or type(best.get("step")) is not int:
         raise RecipeError(

@@ -41,7 +41,7 @@ from tuner.train.evaluate import HeldOut, check_metric, held_out
 from tuner.train.guard import Guard
 from tuner.train.methods.method import build_method, check_logits
 from tuner.train.optimizer import build_optimizer
-from tuner.train.progress import MfuMeter
+from tuner.train.progress import Criterion, MfuMeter
 from tuner.train.step import StepConfig, TrainState
 
 if TYPE_CHECKING:
@@ -66,6 +66,12 @@ class Assembly:
     held_out: HeldOut | None
     mfu: MfuMeter
 
+    @property
+    def keeps(self) -> Criterion | None:
+        """What the best checkpoint is chosen by, where the recipe keeps it."""
+        recipe = self.resolved.recipe
+        return Criterion.of(recipe.checkpoint.keep_best, recipe.method.figures)
+
 
 def build(
     resolved: Resolved,
@@ -82,7 +88,7 @@ def build(
     rows = rows_at_once(recipe)
     check_division(recipe.train.global_batch_size, rows, mesh.data_size)
     table, held = timetable(recipe, prepared, starts), held_out_rows(recipe, prepared)
-    check_metric(recipe.checkpoint.keep_best, held)
+    check_metric(recipe.checkpoint.keep_best, held, recipe.method.figures)
     index = device_index(rank_info)
     computed = "tf32" if recipe.train.tf32 and recipe.train.precision == "fp32" else recipe.train.precision
     peak = measured_peak(resolved.facts.kind, computed, index)  # while the memory is free

@@ -58,7 +58,7 @@ def check_setup(
         size = mesh_of(recipe, rank_info).data_size
         check_division(recipe.train.global_batch_size, rows_at_once(recipe), size)
     with found.of("checkpoint.keep_best"):
-        check_metric(recipe.checkpoint.keep_best, held_out_rows(recipe, prepared))
+        check_metric(recipe.checkpoint.keep_best, held_out_rows(recipe, prepared), recipe.method.figures)
     if not found.problems:
         check_parts(recipe, meta_model(resolved.config, torch.float32), found, resolved.new_ids)
 
@@ -103,13 +103,13 @@ def _select_each(patterns: Sequence[str], names: Iterable[str], key: str, found:
 
 
 def _check_best(recipe: Recipe, found: Findings) -> None:
-    """Check that evaluations measure the loss that the best checkpoint is chosen by."""
+    """Check that evaluations measure the figure that the best checkpoint is chosen by."""
     metric, held = recipe.checkpoint.keep_best, recipe.data.eval
     if metric is None or held is None:
         return
     sources = recipe.data.train if isinstance(held, Duration) else held
     with found.of("checkpoint.keep_best"):
-        require_metric(metric, source_names([source.path for source in sources]))
+        require_metric(metric, source_names([source.path for source in sources]), recipe.method.figures)
 
 
 def _check_shapes(recipe: Recipe, directory: Path, model: PreTrainedModel, found: Findings) -> None:

@@ -1,9 +1,13 @@
-"""Loss on held-out documents, of each source and of all, and sample answers."""
+"""Loss on held-out documents, of each source and of all, and sample answers.
+
+Most methods are measured by the cross-entropy of the trained tokens, and those that say so by their own terms
+(:mod:`tuner.train.evaluate_terms`).
+"""
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 import numpy as np
@@ -19,6 +23,7 @@ from tuner.errors import RecipeError
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import sync_gradients
 from tuner.runtime.device import to_device
+from tuner.train.methods.method import Method
 from tuner.train.step import StepConfig, TrainState
 
 MAX_ANSWER_TOKENS = 128
@@ -38,39 +43,64 @@ class HeldOut:
     documents: tuple[int, ...]
     """Documents of each; those of one source lie together, in the order of the sources."""
 
+    def source_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """int64[documents]: the source of each, by its place."""
+        return np.searchsorted(np.cumsum(self.documents), documents, side="right")
+
     def by_source(self, batch: Batch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The batch's trained positions, those of one source together, and how many each source has."""
         if len(self.sources) == 1:
             return batch.trained_positions, np.array([len(batch.trained_positions)])
-        document = batch.documents[batch.document_of_trained]
-        source = np.searchsorted(np.cumsum(self.documents), document, side="right")
+        source = self.source_of(batch.documents[batch.document_of_trained])
         order = np.argsort(source, kind="stable")
         return batch.trained_positions[order], np.bincount(source, minlength=len(self.sources))
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A loss in nats per trained token, over so many of them; of each source too, where there are several."""
+    """A loss over so many trained tokens, in nats for each of them or whatever the method's loss is a mean of; of each
+    source too, where there are several."""
 
     loss: float
     tokens: int
     sources: dict[str, "Evaluation"] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What else a method that is measured by its own terms has measured; a mean over nothing is left out."""
 
     def line(self) -> dict[str, float]:
-        """The losses as `metrics.jsonl` names them: `loss` and `loss/<source>`."""
-        return {"loss": self.loss, **{f"loss/{name}": part.loss for name, part in self.sources.items()}}
+        """The figures as `metrics.jsonl` names them: `loss`, `accuracy`, then `loss/<source>`, `accuracy/<source>`."""
+        of_all = {"loss": self.loss, **self.figures}
+        return of_all | {
+            f"{name}/{source}": value
+            for name in of_all
+            for source, part in self.sources.items()
+            for value in ([part.loss] if name == "loss" else [part.figures[name]] if name in part.figures else [])
+        }
 
 
-def check_metric(metric: str | None, held: HeldOut | None) -> None:
-    """Raise RecipeError, naming what there is, for a loss that evaluations of these held-out rows do not measure."""
+@dataclass(frozen=True)
+class ByTerms:
+    """A method that is measured by its own terms, over global batches of so many rows."""
+
+    method: Method
+    global_batch_size: int
+
+    @staticmethod
+    def of(method: Method, global_batch_size: int) -> "ByTerms | None":
+        """None for a method that is measured by the cross-entropy of the trained tokens."""
+        return ByTerms(method, global_batch_size) if method.by_terms else None
+
+
+def check_metric(metric: str | None, held: HeldOut | None, figures: Iterable[str]) -> None:
+    """Raise RecipeError, naming what there is, for a figure that evaluations of these held-out rows do not measure."""
     if metric is not None and held is not None:
-        require_metric(metric, held.sources)
+        require_metric(metric, held.sources, figures)
 
 
-def require_metric(metric: str, sources: Sequence[str]) -> None:
-    """Raise RecipeError, naming what there is, for a loss that evaluations of these sources do not measure."""
-    names = ["eval/loss"]
-    names += [f"eval/loss/{name}" for name in sources] if len(sources) > 1 else []
+def require_metric(metric: str, sources: Sequence[str], figures: Iterable[str]) -> None:
+    """Raise RecipeError, naming what there is, for a figure that evaluations of these sources do not measure."""
+    of_all = [f"eval/{name}" for name in ("loss", *figures)]
+    names = of_all + [f"{name}/{source}" for name in of_all for source in (sources if len(sources) > 1 else ())]
     if metric not in names:
         raise RecipeError(f"checkpoint.keep_best: no evaluation measures {metric}", hint=f"write {' or '.join(names)}")
 
@@ -112,10 +142,12 @@ def evaluate(
     micro_batch_size: int,
     max_rows: int | None,
     between: Callable[[], None] = lambda: None,
+    by_terms: ByTerms | None = None,
 ) -> Evaluation:
     """Mean losses over the held-out rows, every process taking its share in one pass. Collective.
 
-    ``between`` is called before each batch, as often on every process.
+    ``between`` is called before each batch, as often on every process. ``by_terms`` is a method that is measured by its
+    own terms, in place of the cross-entropy of the trained tokens.
 
     Sums are kept in float64 on the device, one for each source, and read once at the end; the whole's is their sum.
     """
@@ -130,6 +162,8 @@ def evaluate(
         world_size=step_config.mesh.data_size,
         max_rows=max_rows,
     )
+    if by_terms is not None:
+        return _evaluate_terms(root, step_config, held, batches, between, by_terms)
     sums = torch.zeros(len(held.sources), dtype=torch.float64, device=step_config.device)
     counts = np.zeros(len(held.sources), dtype=np.int64)
     sync_gradients(root, True)
@@ -152,6 +186,28 @@ def evaluate(
     }
     tokens = int(sum(numbers))
     return Evaluation(sum(totals) / max(1, tokens), tokens, parts if len(held.sources) > 1 else {})
+
+
+def _evaluate_terms(
+    root: CausalLM,
+    step_config: StepConfig,
+    held: HeldOut,
+    batches: GlobalBatches,
+    between: Callable[[], None],
+    by_terms: ByTerms,
+) -> Evaluation:
+    """What a method measures of itself."""
+    from tuner.train.evaluate_terms import Sources, term_means
+
+    method, sources = by_terms.method, Sources(len(held.sources), held.source_of)
+    batches = replace(batches, global_batch_size=by_terms.global_batch_size, by_document=method.by_document)
+    whole, each = term_means(root, step_config, method, batches, sources, between)
+    parts = {
+        name: Evaluation(one.loss, one.tokens, figures=one.figures)
+        for name, one in zip(held.sources, each, strict=True)
+        if one.tokens
+    }
+    return Evaluation(whole.loss, whole.tokens, parts if len(held.sources) > 1 else {}, whole.figures)
 
 
 def answer_samples(

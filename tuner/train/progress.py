@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from tuner.config.methods import Figure
 from tuner.data.batches import Batch, StepBatches
 from tuner.train.plan import Plan
 
@@ -22,73 +23,114 @@ CLOCKED = ("step_s", "data_s", "tok_per_s", "trained_per_s", "mem_gib", "data_wa
 
 
 @dataclass(frozen=True)
+class Criterion:
+    """A figure of evaluations by which models are compared, as `metrics.jsonl` names it, and which way is better."""
+
+    metric: str = "eval/loss"
+    better: Literal["higher", "lower"] = "lower"
+
+    @staticmethod
+    def of(metric: str | None, figures: Mapping[str, Figure]) -> Criterion | None:
+        """That of a metric of `checkpoint.keep_best`, where the method has these figures."""
+        if metric is None:
+            return None
+        figure = figures.get(metric.split("/")[1])
+        return Criterion(metric, "lower" if figure is None else figure.better)
+
+    def value(self, line: Mapping[str, float]) -> float | None:
+        """What an evaluation measured, by its line; None where that is not finite, or nothing."""
+        return finite(line.get(self.metric.removeprefix("eval/")))
+
+    def is_better(self, value: float | None, than: float | None, by: float = 0.0) -> bool:
+        """Whether a value is better than another by more than so much; anything is better than nothing."""
+        if value is None or than is None:
+            return value is not None
+        return value > than + by if self.better == "higher" else value < than - by
+
+
+@dataclass(frozen=True)
 class Best:
-    """The lowest loss that an evaluation of a run has measured after a step, and which one."""
+    """The best value of a metric that an evaluation of a run has measured after a step, and which one."""
 
     metric: str
     step: int
-    loss: float
+    value: float
 
     def as_state(self) -> dict[str, Any]:
         """Its part of a checkpoint's JSON state and of `run.json`."""
         return asdict(self)
 
 
-def best_after(best: Best | None, metric: str | None, step: int, line: Mapping[str, float]) -> Best | None:
+def best_after(best: Best | None, keeps: Criterion | None, step: int, line: Mapping[str, float]) -> Best | None:
     """The best once the evaluation of `step` gave `line`; the earlier of two equal ones. Step 0 was not trained."""
-    if metric is None or step == 0:
+    if keeps is None or step == 0:
         return best
-    loss = line.get(metric.removeprefix("eval/"))
-    if loss is None or not loss < (float("inf") if best is None else best.loss):
+    value = keeps.value(line)
+    if value is None or not keeps.is_better(value, None if best is None else best.value):
         return best
-    return Best(metric, step, loss)
+    return Best(keeps.metric, step, value)
 
 
 def best_of(state: Mapping[str, Any] | None, metric: str | None) -> Best | None:
-    """The best that a checkpoint's JSON state tells of; None where the recipe now goes by another metric."""
-    return Best(**state) if state is not None and state["metric"] == metric else None
+    """The best that a checkpoint's JSON state tells of; None where the recipe now goes by another metric.
+
+    Versions that knew losses alone called the value one.
+    """
+    if state is None or state["metric"] != metric:
+        return None
+    return Best(state["metric"], int(state["step"]), float(state["value"] if "value" in state else state["loss"]))
 
 
 @dataclass
 class EarlyStop:
-    """Ends a run whose loss falls no more, after `patience` evaluations that are not `min_delta` below the lowest.
+    """Ends a run after `patience` evaluations that are not better by more than `min_delta` than the best before them.
 
-    It follows from the losses of evaluations alone, which are the same on every rank.
+    It follows from the figures of evaluations alone, which are the same on every rank.
     """
 
     patience: int
     min_delta: float
-    lowest: float | None = None
-    lowest_step: int = 0
+    criterion: Criterion = Criterion()
+    best: float | None = None
+    best_step: int = 0
     stale: int = 0
-    """Evaluations since the lowest."""
+    """Evaluations since the best."""
 
     @property
     def is_due(self) -> bool:
         """Whether the run ends here."""
         return self.stale >= self.patience
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """An evaluation after `step`; one that is not finite is none that is lower."""
-        if self.lowest is None or loss < self.lowest - self.min_delta:
-            self.lowest, self.lowest_step, self.stale = loss, step, 0
+    def evaluated(self, step: int, line: Mapping[str, float]) -> None:
+        """An evaluation after `step`; a value that is not finite is none that is better."""
+        value = self.criterion.value(line)
+        if self.criterion.is_better(value, self.best, self.min_delta):
+            self.best, self.best_step, self.stale = value, step, 0
         else:
             self.stale += 1
 
     def reason(self) -> str:
         """Why the run ends, for the record."""
-        below = f" by {self.min_delta:g}" if self.min_delta else ""
-        lowest = "" if self.lowest is None else f" below the {self.lowest:.4f} of step {self.lowest_step}"
-        return f"early: eval/loss did not fall{below}{lowest} in {self.stale} evaluations (eval.patience)"
+        verb, side = ("rise", "above") if self.criterion.better == "higher" else ("fall", "below")
+        by = f" by {self.min_delta:g}" if self.min_delta else ""
+        best = "" if self.best is None else f" {side} the {self.best:.4f} of step {self.best_step}"
+        return f"early: {self.criterion.metric} did not {verb}{by}{best} in {self.stale} evaluations (eval.patience)"
 
     def as_state(self) -> dict[str, Any]:
         """Its part of a checkpoint's JSON state."""
-        return {"lowest": finite(self.lowest), "lowest_step": self.lowest_step, "stale": self.stale}
+        counted = {"best": self.best, "best_step": self.best_step, "stale": self.stale}
+        return {"metric": self.criterion.metric, **counted}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over a checkpoint's JSON state."""
-        self.lowest, self.lowest_step = state["lowest"], int(state["lowest_step"])
-        self.stale = int(state["stale"])
+        """Take over a checkpoint's JSON state, unless the recipe goes by another metric by now.
+
+        Versions that knew `eval/loss` alone called the best value the lowest.
+        """
+        if state.get("metric", "eval/loss") != self.criterion.metric:
+            return
+        older = "lowest" in state
+        self.best = state["lowest" if older else "best"]
+        self.best_step, self.stale = int(state["lowest_step" if older else "best_step"]), int(state["stale"])
 
 
 @dataclass
@@ -145,12 +187,13 @@ class Progress:
         self.tokens += batches.tokens
         self.trained_tokens += batches.trained_count
 
-    def evaluated(self, loss: float) -> None:
-        """The model was evaluated."""
+    def evaluated(self, line: Mapping[str, float]) -> None:
+        """The model was evaluated: its loss and figures as `metrics.jsonl` names them."""
+        loss = line["loss"]
         self.eval_loss, self.eval_step = loss, self.step
         self.evaluation_owed = False
         if self.early is not None:
-            self.early.evaluated(self.step, loss)
+            self.early.evaluated(self.step, line)
         if self.first_eval_loss is None:
             self.first_eval_loss, self.first_eval_step = loss, self.step
 

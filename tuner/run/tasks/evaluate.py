@@ -1,4 +1,4 @@
-"""The task that measures the loss on held-out rows and shows sample answers."""
+"""The task that measures the loss and figures on held-out rows and shows sample answers."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from tuner.runtime.console import LABEL_WIDTH, Updates, one_line
 from tuner.runtime.files import gib
 from tuner.runtime.process import any_rank, gloo_group
 from tuner.setup.settled import rows_at_once
-from tuner.train.evaluate import Evaluation, EvaluationCutError, HeldOut, answer_samples, evaluate
+from tuner.train.evaluate import ByTerms, Evaluation, EvaluationCutError, HeldOut, answer_samples, evaluate
 from tuner.train.progress import best_after, finite
 from tuner.train.tasks import Event, Request, Task
 
@@ -61,18 +61,18 @@ class EvaluateTask(Task):
         except EvaluationCutError:
             self._console.say("eval", f"step {progress.step}: cut short; it is repeated when the run is resumed")
             return
-        progress.evaluated(result.loss)
-        metric = self._assembly.resolved.recipe.checkpoint.keep_best
-        progress.best = best_after(progress.best, metric, progress.step, result.line())
+        progress.evaluated(result.line())
+        progress.best = best_after(progress.best, self._assembly.keeps, progress.step, result.line())
         if progress.early is not None and progress.early.is_due:
             self._console.say("ending", progress.early.reason())
         self._keep(answers)
         seconds = time.monotonic() - started
-        losses = {name: finite(loss) for name, loss in result.line().items()}
-        if None in losses.values():
-            self._console.warn(f"step {progress.step}: an evaluation's loss is not finite")
+        figures = {name: finite(value) for name, value in result.line().items()}
+        if None in figures.values():
+            lost = ", ".join(name for name, value in figures.items() if value is None)
+            self._console.warn(f"step {progress.step}: an evaluation's {lost} is not finite")
         times = {"eval_s": round(seconds, 3), "samples_s": round(samples_s, 3)}
-        line = {"kind": "eval", "step": progress.step, **losses, **times}
+        line = {"kind": "eval", "step": progress.step, **figures, **times}
         self._log.metrics.add(line)
         self._samples.flush()
         self._log.clock.leave_out(seconds)
@@ -90,7 +90,8 @@ class EvaluateTask(Task):
 
         with self._console.doing(between(0)) as doing:
             heed = self._heeding(doing, between)
-            return evaluate(state.root, state.step_config, held, at_once, self._settings.max_rows, heed)
+            own = ByTerms.of(state.method, self._assembly.resolved.recipe.train.global_batch_size)
+            return evaluate(state.root, state.step_config, held, at_once, self._settings.max_rows, heed, own)
 
     def _heeding(self, doing: Updates, words: Callable[[int], str]) -> Callable[[], None]:
         """What is called before each forward: it counts them, and ends the work on a signal. Collective."""
