@@ -47,6 +47,16 @@ class Examples:
         """Documents of an example: they stand next to each other, in one row."""
         return 2 if self.kind == "preference" else 1
 
+    @property
+    def unit(self) -> str:
+        """What an example is called where examples are counted."""
+        return "pair" if self.kind == "preference" else "document"
+
+    @property
+    def compares(self) -> bool:
+        """Whether it is learned which answers are preferred or wanted."""
+        return self.kind in {"preference", "unpaired"}
+
 
 @dataclass(frozen=True)
 class Figure:

@@ -87,6 +87,24 @@ def _pretrain_has_no_turns(recipe: Recipe, given: Set[str]) -> str | None:
     return None
 
 
+def _compared_answers_are_chats_or_texts(recipe: Recipe, given: Set[str]) -> str | None:
+    examples = recipe.method.examples
+    if not examples.compares:
+        return None
+    sources = (*recipe.data.train, *(recipe.data.eval if isinstance(recipe.data.eval, tuple) else ()))
+    for source in sources:
+        if source.format in {"text", "tokens"}:
+            kind = recipe.method.kind
+            return f"got format {source.format}; method.kind {kind} compares answers to prompts; set format: auto"
+    return None
+
+
+def _compared_answers_are_whole(recipe: Recipe, given: Set[str]) -> str | None:
+    if not recipe.method.examples.compares or recipe.data.too_long != "split":
+        return None
+    return f"method.kind {recipe.method.kind} compares whole answers; set data.too_long: drop or truncate"
+
+
 def _freeze_needs_full(recipe: Recipe, given: Set[str]) -> str | None:
     if not recipe.model.freeze or recipe.adapter.kind == "none":
         return None
@@ -165,6 +183,8 @@ RULES: tuple[Rule, ...] = (
     Rule(("train.compile", "data.packing"), _compiled_rows_are_packed),
     Rule(("data.train", "method.kind"), _pretrain_takes_text),
     Rule(("tokenizer.chat_template", "method.kind"), _pretrain_has_no_turns),
+    Rule(("data.train", "data.eval", "method.kind"), _compared_answers_are_chats_or_texts),
+    Rule(("data.too_long", "method.kind"), _compared_answers_are_whole),
     Rule(("data.eval",), _split_fits_cap),
     Rule(
         ("optimizer.adjust_lr", "optimizer.scale_parameter", "optimizer.lr", "optimizer.adamw_lr", "optimizer.kind"),

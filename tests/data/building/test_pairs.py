@@ -15,6 +15,7 @@ from tuner.data.building.bins import pack
 from tuner.data.building.explain import explain
 from tuner.data.building.partners import partners
 from tuner.data.building.prepare import prepare
+from tuner.data.building.report import report_lines
 from tuner.data.encoding.encode import Encoder
 from tuner.data.prepared import PackedRows, PreparedData, open_prepared
 from tuner.data.reading.records import Pair, parse_compared
@@ -146,6 +147,20 @@ def test_pairs_that_are_no_two_answers_are_refused_with_their_place(tmp_path: Pa
     template = template.replace("assistant\n' }}{% endif %}", "assistant\n' }}" + asked + "{% endif %}")
     with pytest.raises(DataError, match="writes the prompt of chosen and that of rejected differently"):
         prepare(spec(tmp_path, [{**rows[-1], "chosen": "b", "rejected": "c"}], tokenizer=tiny.tokenizer(template)))
+
+
+def test_reports_and_warnings_speak_of_pairs(tmp_path: Path) -> None:
+    rows = [*pairs.rows(20), *({"prompt": "x " * 90, "chosen": f"a {i}", "rejected": f"b {i}"} for i in range(3))]
+    info = prepare(spec(tmp_path, rows, max_length=130))
+    [warning] = info.warnings
+    assert warning.startswith("data.train: 3 of 23 pairs (13%) are dropped: longer than data.max_length (130); ")
+    needed = max(sum(len(ids) for ids, _ in expected(row)) for row in rows)
+    assert warning.endswith(f"; data.max_length: {needed} keeps 99% of them whole")
+    lines = dict(report_lines(info.report, "preference", 130, True))
+    assert lines["masks"] == "verified for all 23 rows used" and lines["train"].startswith("20 pairs  ")
+    assert lines["note"] == "pairs with a margin (8)"
+    with pytest.raises(DataError, match=r"nothing is left of 20 pairs: 20 longer than max_length \(8\)"):
+        prepare(spec(tmp_path, pairs.rows(20), max_length=8))
 
 
 def test_explain_shows_both_answers(tmp_path: Path) -> None:

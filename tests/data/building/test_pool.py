@@ -17,6 +17,7 @@ import pytest
 from tests.data import tiny
 from tests.data.building.worker_jobs import Echo, NeverStarts, Threaded, Unreadable
 from tests.fixtures.processes import gone, wait_until_gone
+from tuner.config.methods import SftMethod
 from tuner.data.building.encoded import EncodeJob
 from tuner.data.building.pool import WINDOW, WorkerDiedError, WorkerPool, answers
 from tuner.errors import DataError
@@ -174,7 +175,7 @@ def test_a_pool_that_is_not_needed(at_once: bool) -> None:
 
 def test_nothing_that_encodes_starts_a_thread_before_the_workers_are_forked() -> None:
     before = children(os.getpid())
-    job = EncodeJob(tiny.tokenizer(), "assistant", "refuse", stop_at_bad_row=True, much=True)
+    job = EncodeJob(tiny.tokenizer(), SftMethod().examples, "refuse", stop_at_bad_row=True, much=True)
     with WorkerPool(job, 2) as pool:
         list(pool.answers([(), ()]))
         (first,) = children(os.getpid()) - before

@@ -121,7 +121,7 @@ def _build(
     give_back()  # what encoding held: choosing documents needs its own
     taken = [split.taken(spec.seed) for split in splits]
     for split, documents in zip(splits, taken, strict=True):
-        _refuse_nothing(split, int(documents.copies.sum()))
+        _refuse_nothing(split, int(documents.copies.sum()), spec.examples.unit)
     chosen = taken if held_out is None else taken[0].held_out(held_out, spec.seed)
     schema = documents_schema(spec.tokenizer.vocab_size, spec.examples)
     by_name = dict(zip(("train", "eval"), chosen, strict=False))
@@ -323,8 +323,8 @@ def _source_reports(split: Split, often: npt.NDArray[np.int32]) -> list[dict[str
     ]
 
 
-def _refuse_nothing(split: Split, documents: int) -> None:
-    """DataError where a split has no document at all, with the reasons."""
+def _refuse_nothing(split: Split, documents: int, unit: str) -> None:
+    """DataError where a split has no document (or other `unit`) at all, with the reasons."""
     if documents:
         return
     files = [file for source in split.sources for file in source.files]
@@ -334,7 +334,7 @@ def _refuse_nothing(split: Split, documents: int) -> None:
         raise DataError(f"{names}: no rows")
     if counts.documents:
         raise DataError(
-            f"{names}: no document is taken of {counts.documents:,}", hint=f"raise the weight of data.{split.name}"
+            f"{names}: no {unit} is taken of {counts.documents:,}", hint=f"raise the weight of data.{split.name}"
         )
     reasons = counts.skipped + counts.dropped
     listed = "; ".join(f"{count:,} {reason}" for reason, count in reasons.most_common(3))

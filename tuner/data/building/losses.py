@@ -50,11 +50,9 @@ def length_warnings(spec: "PrepareSpec", report: Mapping[str, Any], directory: P
     for loss in _losses(report):
         if loss.share <= MANY:
             continue
-        lengths = lengths_that_keep(directory / f"{loss.split}.documents.arrow", WHOLE)
-        text = (
-            f"data.{loss.split}: {loss.affected:,} of {loss.documents:,} documents ({loss.share:.0%}) are {loss.what}: "
-            f"longer than data.max_length ({spec.max_length:,})"
-        )
+        lengths = lengths_that_keep(directory / f"{loss.split}.documents.arrow", WHOLE, spec.examples.documents)
+        of = f"{loss.affected:,} of {loss.documents:,} {spec.examples.unit}s ({loss.share:.0%})"
+        text = f"data.{loss.split}: {of} are {loss.what}: longer than data.max_length ({spec.max_length:,})"
         if loss.share > MOST and spec.data.too_long == "auto":
             ways = "data.too_long: truncate (to cut them) or drop (to leave them out all the same)"
             ways = f"{raised(spec, lengths)}{ways}"
@@ -63,11 +61,14 @@ def length_warnings(spec: "PrepareSpec", report: Mapping[str, Any], directory: P
     return warnings
 
 
-def lengths_that_keep(documents: Path, shares: Sequence[float]) -> tuple[int, ...]:
-    """The row length with which each of these shares of a file's documents stays whole, at most 1/64 too large."""
+def lengths_that_keep(documents: Path, shares: Sequence[float], each: int = 1) -> tuple[int, ...]:
+    """The row length with which each of these shares of a file's documents stays whole, at most 1/64 too large.
+
+    Where an example is `each` neighbours, of the examples, which need the sum of their lengths.
+    """
     counts: dict[int, int] = {}
     longest = 0
-    for lengths in _lengths(documents):
+    for lengths in (lengths.reshape(-1, each).sum(axis=1) for lengths in _lengths(documents)):
         values, often = np.unique(_rounded_up(lengths), return_counts=True)
         for value, count in zip(values.tolist(), often.tolist(), strict=True):
             counts[value] = counts.get(value, 0) + count

@@ -135,7 +135,8 @@ def _warnings(spec: PrepareSpec, report: dict[str, Any], directory: Path) -> tup
     from tuner.data.building.losses import length_warnings
     from tuner.data.building.report import warnings_of
 
-    return (*warnings_of(report, str(directory / "rejects.jsonl")), *length_warnings(spec, report, directory))
+    found = warnings_of(report, str(directory / "rejects.jsonl"), spec.examples.unit)
+    return (*found, *length_warnings(spec, report, directory))
 
 
 def _early_pool(spec: PrepareSpec, sources: "list[Source]") -> "EncodingPool | None":

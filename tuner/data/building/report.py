@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tuner.config.methods import Examples
 from tuner.data.building.losses import MANY
 from tuner.data.building.pack import NO_TARGET
 
 if TYPE_CHECKING:
+    from tuner.config.methods import ExampleKind
     from tuner.data.building.spec import Source
     from tuner.runtime.console import Console, ProgressBar
 
@@ -22,10 +24,11 @@ PLAIN_EVERY_S = 30.0
 MB = 1_000_000
 
 
-def report_lines(report: Mapping[str, Any], method: str, max_length: int, packing: bool) -> list[Line]:
+def report_lines(report: Mapping[str, Any], kind: "ExampleKind", max_length: int, packing: bool) -> list[Line]:
     """The lines of a prepared directory's report."""
+    unit = Examples(kind).unit
     lines: list[Line] = _tokenizer_lines(report.get("tokenizer"))
-    if method == "sft":
+    if kind != "pretrain":
         lines += _mask_lines(report)
     lines += [("note", f"{note} ({count:,})") for note, count in report["notes"].items()]
     fast = report["fast_path"]
@@ -38,11 +41,11 @@ def report_lines(report: Mapping[str, Any], method: str, max_length: int, packin
         where = _count(report["escaped"], "document")
         lines.append(("escaped", f"control tokens that appear literally in {where} are plain text"))
     for split in ("train", "eval"):
-        lines += _source_lines(split, report["sources"].get(split, []))
+        lines += _source_lines(split, report["sources"].get(split, []), unit)
     splits = [split for split in ("train", "eval") if report[split] is not None]
-    lines += [(split, _split_text(report[split])) for split in splits]
+    lines += [(split, _split_text(report[split], unit)) for split in splits]
     for split in splits:
-        how = f"{report[split]['fill']:.2%} full" if packing else "one document each"
+        how = f"{report[split]['fill']:.2%} full" if packing else f"one {unit} each"
         text = f"{_count(report[split]['packed_rows'], 'row')} of {max_length:,}, {how}"
         lines.append(("packing", text) if split == "train" else ("", f"{text} (eval)"))
     return lines
@@ -69,23 +72,23 @@ def by_answer_of(report: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def warnings_of(report: Mapping[str, Any], rejects: str) -> list[str]:
-    """What deserves a second look; `rejects` is the path of the file of skipped rows."""
+def warnings_of(report: Mapping[str, Any], rejects: str, unit: str = "document") -> list[str]:
+    """What deserves a second look; `rejects` is the path of the file of skipped rows, `unit` what is counted."""
     warnings = []
     for split in ("train", "eval"):
         if report[split] is not None:
-            warnings += _split_warnings(split, report[split], rejects)
+            warnings += _split_warnings(split, report[split], rejects, unit)
     for split, sources in report["sources"].items():
         for source in sources:
             if source["documents"] and not source["sampled"]:
-                warnings.append(f"data.{split}: nothing is taken of {source['path']}: its share rounds to no document")
+                warnings.append(f"data.{split}: nothing is taken of {source['path']}: its share rounds to no {unit}")
     for reason, count in by_answer_of(report)["left_out"].items():
         warnings.append(f"{count:,} answers of chats with others that are trained are left out: {reason}")
     if report["overlap"]:
         documents = report["eval"]["documents"]
         is_all = report["overlap"] == documents - report["eval"]["duplicates"]
         of = f"all {documents:,} of its" if is_all else f"{report['overlap']:,} of its different"
-        warnings.append(f"data.eval: {of} documents are in data.train too")
+        warnings.append(f"data.eval: {of} {unit}s are in data.train too")
     if others := (report.get("tokenizer") or {}).get("other_versions"):
         now = report["tokenizer"]["transformers"]
         listed = f"transformers {now} gives other ids than {', '.join(others)} did for the same tokenizer files"
@@ -93,8 +96,8 @@ def warnings_of(report: Mapping[str, Any], rejects: str) -> list[str]:
     return warnings
 
 
-def _split_warnings(split: str, counts: Mapping[str, Any], rejects: str) -> list[str]:
-    """What of a split's documents is left out or superfluous, but for those that are too long."""
+def _split_warnings(split: str, counts: Mapping[str, Any], rejects: str, unit: str) -> list[str]:
+    """What of a split's examples is left out or superfluous, but for those that are too long."""
     warnings = []
     rows, documents = max(counts["rows"], 1), max(counts["documents"], 1)
     if skipped := sum(counts["skipped"].values()):
@@ -105,10 +108,10 @@ def _split_warnings(split: str, counts: Mapping[str, Any], rejects: str) -> list
         warnings.append(f"data.{split}: {what}, and are left out")
     cut_off = counts.get("dropped_rows", {}).get(NO_TARGET, 0)
     if cut_off > MANY * documents:
-        what = f"{cut_off:,} of {documents:,} documents ({cut_off / documents:.0%}) have no trained token"
+        what = f"{cut_off:,} of {documents:,} {unit}s ({cut_off / documents:.0%}) have no trained token"
         warnings.append(f"data.{split}: {what} within data.max_length and are left out: raise it")
     if counts["duplicates"] > MANY_DUPLICATES * documents:
-        what = f"{counts['duplicates']:,} of {documents:,} documents ({counts['duplicates'] / documents:.0%})"
+        what = f"{counts['duplicates']:,} of {documents:,} {unit}s ({counts['duplicates'] / documents:.0%})"
         warnings.append(f"data.{split}: {what} are exact duplicates; all copies are trained on")
     return warnings
 
@@ -140,14 +143,14 @@ def _tokenizer_lines(tokenizer: Mapping[str, Any] | None) -> list[Line]:
     return [("tokenizer", f"{how}, which differs from tokenizer.json in: {parts}")]
 
 
-def _source_lines(split: str, sources: list[dict[str, Any]]) -> list[Line]:
+def _source_lines(split: str, sources: list[dict[str, Any]], unit: str) -> list[Line]:
     """A line for each source, where there are several or a share is taken."""
     plain = all(source["sampled"] == source["documents"] and not source["repeated"] for source in sources)
     if plain and len(sources) < 2:
         return []
     lines = []
     for source in sources:
-        text = f"{source['path']}  {_count(source['documents'], 'document')}"
+        text = f"{source['path']}  {_count(source['documents'], unit)}"
         if source["sampled"] < source["documents"]:
             text += f"  {source['sampled']:,} sampled"
         if source["repeated"]:
@@ -156,10 +159,10 @@ def _source_lines(split: str, sources: list[dict[str, Any]]) -> list[Line]:
     return lines
 
 
-def _split_text(counts: Mapping[str, Any]) -> str:
+def _split_text(counts: Mapping[str, Any], unit: str) -> str:
     share = counts["packed_trained"] / max(counts["packed_tokens"], 1)
     parts = [
-        _count(counts["packed_documents"], "document"),
+        _count(counts["packed_documents"], unit),
         _count(counts["packed_tokens"], "token"),
         f"{counts['packed_trained']:,} trained ({share:.0%})",
         f"longest {counts['longest']:,}",

@@ -121,11 +121,12 @@ def _write_rows(spec: PrepareSpec, tmp: Path, split: str) -> dict[str, Any]:
 def _nothing_left(spec: PrepareSpec, keys: Keys, path: Path, documents: int, dropped: Mapping[str, int]) -> DataError:
     split = path.name.partition(".")[0]
     reasons = "; ".join(f"{count:,} {why}" for why, count in dropped.items())
-    lengths = lengths_that_keep(path, WHOLE)
-    plain = spec.examples.kind != "pretrain" and _is_plain_text(keys)
+    lengths = lengths_that_keep(path, WHOLE, spec.examples.documents)
+    plain = spec.examples.kind == "sft" and _is_plain_text(keys)
     cut_up = "method.kind: pretrain, which splits plain text into rows, or " if plain else ""
+    of = f"{documents:,} {spec.examples.unit}{'' if documents == 1 else 's'}"
     return DataError(
-        f"data.{split}: nothing is left of {documents:,} document{'' if documents == 1 else 's'}: {reasons} "
+        f"data.{split}: nothing is left of {of}: {reasons} "
         f"({spec.max_length:,}); {kept_by(lengths)}",
         hint=f"write {cut_up}{raised(spec, lengths)}data.too_long: truncate",
     )

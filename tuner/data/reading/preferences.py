@@ -200,12 +200,12 @@ def _says(message: Message, text: str) -> bool:
 
 
 def _check_said(answer: list[Message], key: str) -> None:
-    """Refuse an answer in which the assistant says nothing."""
+    """Refuse an answer in which no word and no tool call of the assistant."""
     said = [message for message in answer if message["role"] == "assistant"]
     if not any(
         message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content") for message in said
     ):
-        raise RecordProblem(f"{key} is empty: the assistant says nothing", path=(key,))
+        raise RecordProblem(f"{key} is empty: no word and no tool call of the assistant", path=(key,))
 
 
 def _joined(value: Record, prompt: _Prompt, answer: list[Message], key: str) -> Conversation:
