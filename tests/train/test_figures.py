@@ -39,6 +39,7 @@ def test_a_section_names_what_its_method_logs(kind: str) -> None:
     ids = np.random.default_rng(0).integers(0, 11, int(lengths.sum()))
     batch = method.made_up(collate([Row(ids, trained, lengths, np.arange(4))]))
     columns = {name: torch.as_tensor(values) for name, values in method.columns(batch).items()}
+    columns |= {"kl": torch.zeros(())} if method.mismatched else {}
     at = method.positions(batch)
     targets = torch.as_tensor(batch.targets[at])
     terms = method.terms(torch.randn(len(at), 5), OutputLayer(torch.randn(11, 5)), targets, columns)

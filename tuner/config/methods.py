@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from tuner.config.numbers import Real
-from tuner.config.section import Options, Section, Use
-from tuner.config.value_types import T, Word
+from tuner.config.numbers import Real, Weights
+from tuner.config.section import ByKind, Options, Section, Use
+from tuner.config.value_types import T, Word, refuse
 
 _METHOD_KIND = (
-    "sft learns answers to prompts; pretrain every token of plain text; dpo which of two answers is preferred; "
-    "custom has a loss of your own."
+    "sft learns answers to prompts; pretrain every token of plain text; dpo, orpo and simpo which of two answers is "
+    "preferred; kto which answers are desirable; custom has a loss of your own."
 )
 MethodKind = Annotated[Word[T], Field(description=_METHOD_KIND)]
 _TRAIN_ON = "Which tokens are learned: those of every assistant turn, of the last one, or all."
@@ -71,16 +71,31 @@ class Figure:
     """Its name where there is little room: at most 7 letters."""
 
 
-_REWARDS: Mapping[str, Figure] = {
+_PAIRS: Mapping[str, Figure] = {
     "accuracy": Figure("higher", "acc"),
     "margin": Figure("higher", "margin"),
     "reward_chosen": Figure("higher", "chosen"),
     "reward_rejected": Figure("lower", "reject"),
+    "logp_chosen": Figure("higher", "logp_c"),
+    "logp_rejected": Figure("lower", "logp_r"),
 }
-"""What methods over pairs log: rewards of both answers, how far apart they are, and how often the chosen one wins."""
+"""What methods over pairs log: how often the chosen answer's reward is the higher one and by how much, the rewards, and
+the answers' log-probabilities."""
 
 
-class SftMethod(Section):
+class MethodSection(Section):
+    """What every method's section is made of, besides ``kind`` and ``examples``."""
+
+    lr: ClassVar[float | None] = None
+    """What ``optimizer.lr: auto`` is where all weights are trained, with an adapter ten times that; None: by size."""
+
+    @property
+    def figures(self) -> Mapping[str, Figure]:
+        """None: the loss says it all."""
+        return {}
+
+
+class SftMethod(MethodSection):
     """Supervised fine-tuning on conversations or prompt and completion."""
 
     kind: MethodKind[Literal["sft"]] = "sft"
@@ -93,13 +108,8 @@ class SftMethod(Section):
         """One document each, of turns or of a prompt and its completion."""
         return Examples("sft", self.train_on)
 
-    @property
-    def figures(self) -> Mapping[str, Figure]:
-        """None: the loss says it all."""
-        return {}
 
-
-class PretrainMethod(Section):
+class PretrainMethod(MethodSection):
     """Next-token prediction on plain text."""
 
     kind: MethodKind[Literal["pretrain"]] = "pretrain"
@@ -109,27 +119,26 @@ class PretrainMethod(Section):
         """One document each, of plain text."""
         return Examples("pretrain")
 
-    @property
-    def figures(self) -> Mapping[str, Figure]:
-        """None: the loss says it all."""
-        return {}
 
-
-_BETA = "How strongly the policy is held to the reference: the log-ratios are multiplied by it."
+_BETA = (
+    "Scale of rewards: for dpo and kto of log-ratios to the reference, to which a larger one holds the policy more "
+    "strongly; for simpo of average log-probabilities; for orpo the weight of its odds ratio."
+)
 Beta = Annotated[float, Real(gt=0), Field(description=_BETA)]
 _REFERENCE = (
     "Log-probabilities of the reference: columns computed once, before the first step, and kept with the prepared "
     "data, or adapter_off, computed in each step without the adapter; auto: adapter_off where there is an adapter."
 )
 Reference = Annotated[Word[Literal["auto", "columns", "adapter_off"]], Field(description=_REFERENCE)]
+_SFT_WEIGHT = "Weight of the cross-entropy of chosen answers, per token, that is added to the loss; 0 adds none."
+SftWeight = Annotated[float, Real(ge=0), Field(description=_SFT_WEIGHT)]
+DpoLoss = Literal[
+    "sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "apo_zero", "apo_down", "sppo", "nca", "bco"
+]  # fmt: skip
 
 
-class DpoMethod(Section):
-    """Direct preference optimization: which of two answers is preferred, against the model at the start."""
-
-    kind: MethodKind[Literal["dpo"]] = "dpo"
-    beta: Beta = 0.1
-    reference: Reference = "auto"
+class PairSection(MethodSection):
+    """What the sections of methods over pairs of answers have in common."""
 
     @property
     def examples(self) -> Examples:
@@ -137,12 +146,106 @@ class DpoMethod(Section):
         return Examples("preference", "last_assistant")
 
     @property
+    def losses(self) -> tuple[str, ...]:
+        """The terms of the loss by name; a single one is named loss."""
+        return ("loss",)
+
+    @property
     def figures(self) -> Mapping[str, Figure]:
-        """Implicit rewards."""
-        return _REWARDS
+        """Rewards and log-probabilities, and the terms of the loss where there are several."""
+        several = self.losses if len(self.losses) > 1 else ()
+        return {**_PAIRS, **{name: Figure("lower", name[:7]) for name in several}}
 
 
-class CustomMethod(Section):
+class DpoMethod(PairSection):
+    """Direct preference optimization: which of two answers is preferred, against the model at the start."""
+
+    lr: ClassVar[float | None] = 1e-6
+
+    kind: MethodKind[Literal["dpo"]] = "dpo"
+    beta: Beta = 0.1
+    loss: Annotated[Mapping[DpoLoss, float], Weights()] = {"sigmoid": 1.0}
+    """The loss of a pair, or several with their weights, such as {sigmoid: 0.8, bco: 0.2}."""
+    label_smoothing: Annotated[float, Real(ge=0, lt=0.5)] = 0.0
+    """Share of the pairs that are taken to be labelled the wrong way round, by the losses sigmoid and robust."""
+    sft_weight: SftWeight = 0.0
+    reference: Reference = "auto"
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Those of ``loss``, and `sft`."""
+        names = (*self.loss, *(("sft",) if self.sft_weight else ()))
+        return names if len(names) > 1 else ("loss",)
+
+    @model_validator(mode="after")
+    def _smooths_what_can_be(self) -> DpoMethod:
+        if self.label_smoothing and not {"sigmoid", "robust"} & set(self.loss):
+            raise refuse(f"loss {' and '.join(self.loss)} has no label_smoothing; write it with sigmoid or robust")
+        if "robust" in self.loss and not self.label_smoothing:
+            raise refuse("loss robust is sigmoid at label_smoothing 0; write label_smoothing, such as 0.1")
+        return self
+
+
+class OrpoMethod(PairSection):
+    """Odds ratio preference optimization: learns chosen answers, and to prefer them, without a reference."""
+
+    lr: ClassVar[float | None] = 8e-6
+
+    kind: MethodKind[Literal["orpo"]] = "orpo"
+    beta: Beta = 0.1
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Cross-entropy of chosen answers, and the odds ratio's loss."""
+        return ("sft", "odds_ratio")
+
+
+class SimpoMethod(PairSection):
+    """Simple preference optimization: by average log-probabilities, without a reference."""
+
+    lr: ClassVar[float | None] = 1e-6
+
+    kind: MethodKind[Literal["simpo"]] = "simpo"
+    beta: Beta = 2.0
+    gamma: Annotated[float, Real(ge=0)] = 1.0
+    """How far apart the rewards, beta times average log-probabilities, are wanted: the margin inside the loss."""
+    sft_weight: SftWeight = 0.0
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """That of the rewards, and `sft`."""
+        return ("preference", "sft") if self.sft_weight else ("loss",)
+
+
+class KtoMethod(MethodSection):
+    """Kahneman-Tversky optimization: which answers are desirable, one by one, against the model at the start."""
+
+    lr: ClassVar[float | None] = 1e-6
+
+    kind: MethodKind[Literal["kto"]] = "kto"
+    beta: Beta = 0.1
+    baseline: Word[Literal["kl", "zero"]] = "kl"
+    """What log-ratios are measured against: kl, the divergence from the reference in a global batch; zero: nothing."""
+    desirable_weight: Annotated[float, Real(gt=0)] = 1.0
+    """Weight of desirable answers: keep it times their number near that of undesirable ones, or up to a third above."""
+    undesirable_weight: Annotated[float, Real(gt=0)] = 1.0
+    """Weight of undesirable answers."""
+    reference: Reference = "auto"
+
+    @property
+    def examples(self) -> Examples:
+        """One document each, of which the answer is trained, with a label."""
+        return Examples("unpaired", "last_assistant")
+
+    @property
+    def figures(self) -> Mapping[str, Figure]:
+        """Rewards by label, and the divergence from the reference."""
+        kl = {"kl": Figure("lower", "kl")} if self.baseline == "kl" else {}
+        rewards = {"reward_desirable": Figure("higher", "good"), "reward_undesirable": Figure("lower", "bad")}
+        return rewards | kl
+
+
+class CustomMethod(MethodSection):
     """A custom loss."""
 
     kind: MethodKind[Literal["custom"]] = "custom"
@@ -159,7 +262,8 @@ class CustomMethod(Section):
         """Those of the method that ``rows`` names."""
         return Examples("sft", self.train_on) if self.rows == "sft" else Examples("pretrain")
 
-    @property
-    def figures(self) -> Mapping[str, Figure]:
-        """None that are known before it has run; an evaluation measures the cross-entropy."""
-        return {}
+
+Method = Annotated[
+    SftMethod | PretrainMethod | DpoMethod | OrpoMethod | SimpoMethod | KtoMethod | CustomMethod, ByKind()
+]
+"""A method's section; each kind has a file of its name in `train/methods`."""

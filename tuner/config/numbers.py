@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Self, get_args
 
-from tuner.config.value_types import ValueType, shown
+from tuner.config.value_types import ValueType, meant, shown
 
 DECIMAL_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 BINARY_SUFFIXES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -156,6 +156,53 @@ class Real(ValueType):
         names = {"minimum": self.ge, "exclusiveMinimum": self.gt, "maximum": self.le, "exclusiveMaximum": self.lt}
         bounds = {name: bound for name, bound in names.items() if bound is not None}
         return {"anyOf": [{"type": "number"} | bounds, {"type": "string", "pattern": r"^[+-]?[\d.].*$"}]}
+
+
+@dataclass(frozen=True)
+class Weights(ValueType):
+    """Words of a `Literal` with their weights, numbers above 0; one word by itself has the weight 1."""
+
+    metavar = "WORD"
+    values: tuple[str, ...] = ()
+
+    def of(self, annotation: Any) -> Self:
+        """The value type of a field with this annotation, a mapping."""
+        return replace(self, values=get_args(get_args(annotation)[0]))
+
+    @property
+    def what(self) -> str:
+        """The description of the ordinary values."""
+        return f"{' or '.join(self.values)}, or a mapping of them to weights above 0"
+
+    def read(self, value: Any) -> dict[str, float]:
+        """Return the weights by word."""
+        if isinstance(value, str):
+            value = {value: 1}
+        if not isinstance(value, Mapping) or not value:
+            raise TypeError
+        for word in value:
+            if word not in self.values:
+                raise ValueError(f"got {shown(word)}; allowed: {self.allowed}{meant(word, self.values)}")
+        return {word: self._weight(word, weight) for word, weight in value.items()}
+
+    def _weight(self, word: str, weight: Any) -> float:
+        try:
+            return _WEIGHT.read(weight)
+        except TypeError:
+            raise ValueError(f"got {shown(weight)} for {word}; allowed: {_WEIGHT.what}") from None
+
+    def plain(self, value: Any) -> Any:
+        """Return the word, or the mapping."""
+        return next(iter(value)) if list(value.values()) == [1] else dict(value)
+
+    def schema(self) -> dict[str, Any]:
+        """A word, or an object of numbers."""
+        weights = dict.fromkeys(self.values, _WEIGHT.schema())
+        mapping = {"type": "object", "properties": weights, "additionalProperties": False, "minProperties": 1}
+        return {"anyOf": [{"enum": list(self.values)}, mapping]}
+
+
+_WEIGHT = Real(gt=0)
 
 
 @dataclass(frozen=True)

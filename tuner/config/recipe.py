@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag,
 
 from tuner.config.chat_templates import TemplateNameOrPath
 from tuner.config.duration import Cadence, Duration, Span, bare_number
-from tuner.config.methods import CustomMethod, DpoMethod, PretrainMethod, SftMethod
+from tuner.config.methods import Method, SftMethod
 from tuner.config.numbers import Bytes, Real, Skips, Whole
 from tuner.config.optimizers import (
     GROUPS,
@@ -406,7 +406,6 @@ ITEMS: dict[str, Items] = {
 }
 """Keys whose value is a list of sections."""
 Adapter = Annotated[NoAdapter | LoraAdapter | DoraAdapter, ByKind()]
-Method = Annotated[SftMethod | PretrainMethod | DpoMethod | CustomMethod, ByKind()]
 Optimizer = Annotated[AdamwOptimizer | SgdOptimizer | AdafactorOptimizer | MuonOptimizer | CustomOptimizer, ByKind()]
 Schedule = Annotated[
     CosineSchedule

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PretrainedConfig
 
-from tuner.config.methods import CustomMethod, PretrainMethod, SftMethod
 from tuner.config.optimizers import MuonOptimizer
 from tuner.config.recipe import Recipe
 from tuner.errors import MachineError, RecipeError
@@ -95,7 +94,7 @@ def resolve(
     settle("parallel", "shard", "hybrid" if machines else "full", "several machines" if machines else "one machine")
     settle("parallel", "accumulate", *_accumulated())
     settle("data", "max_length", max_length, "as prepared")
-    if not isinstance(recipe.method, SftMethod | PretrainMethod | CustomMethod):
+    if "reference" in type(recipe.method).model_fields:
         settle("method", "reference", "adapter_off" if frozen else "columns", f"adapter.kind: {recipe.adapter.kind}")
     examples = recipe.method.examples
     settle("data", "too_long", examples.too_long, examples.kind)
@@ -151,6 +150,10 @@ def _accumulated() -> tuple[str, str]:
 
 
 def _default_lr(recipe: Recipe, n_parameters: int) -> tuple[float, str]:
+    method = recipe.method
+    if method.lr is not None:
+        frozen = recipe.adapter.kind != "none"
+        return (10 * method.lr, f"{method.kind}, adapter") if frozen else (method.lr, method.kind)
     if recipe.adapter.kind != "none":
         return 2e-4, "adapter"
     if recipe.model.init == "random":

@@ -5,12 +5,14 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tuner.data.batches import Batch, StepBatches
+from tuner.data.batches import Batch, StepBatches, without_targets
+from tuner.model.output_layer import Objective, Result
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import squared_norm, sum_whole_gradients, sync_gradients
 from tuner.parallel.mesh import Mesh
@@ -131,12 +133,21 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
     root, step_config = state.root, state.step_config
     counts, sums = state.method.counts(batches), None
     root.train()
-    for number, batch in enumerate(batches.micro):
-        sync_gradients(root, number == len(batches.micro) - 1, step_config.accumulate_whole)
+
+    def seed(number: int) -> None:
         # Dropout depends on the position in the run alone, so a resumed run needs no generator state.
         torch.manual_seed(_mixed(step_config.seed, index - state.rng_start, number, step_config.mesh.data_rank))
+
+    shared: Mapping[str, torch.Tensor] = {}
+    if state.method.mismatched:
+        seed(len(batches.micro))
         phase.enter_part(index + 1, "forward")
-        terms = microbatch_terms(root, state.method, batch, step_config)
+        shared = of_step(root, state.method, batches, step_config)
+    for number, batch in enumerate(batches.micro):
+        sync_gradients(root, number == len(batches.micro) - 1, step_config.accumulate_whole)
+        seed(number)
+        phase.enter_part(index + 1, "forward")
+        terms = microbatch_terms(root, state.method, batch, step_config, shared)
         sums = terms.plus(sums)
         phase.enter_part(index + 1, "backward")
         terms.loss(counts).backward()
@@ -150,17 +161,55 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
     return sums, counts
 
 
-def microbatch_terms(root: CausalLM, method: Method, batch: Batch, step_config: StepConfig) -> Terms:
-    """The method's sums of one micro-batch, scalars on the device."""
+def microbatch_terms(
+    root: CausalLM,
+    method: Method,
+    batch: Batch,
+    step_config: StepConfig,
+    shared: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Terms:
+    """The method's sums of one micro-batch, scalars on the device; ``shared`` is what :func:`of_step` gave."""
+    columns = {**device_columns(root, method, batch, step_config), **shared}
+    return _at_positions(root, method, batch, step_config, functools.partial(method.terms, columns=columns))
+
+
+@torch.no_grad()
+def of_step(root: CausalLM, method: Method, batches: StepBatches, step_config: StepConfig) -> dict[str, torch.Tensor]:
+    """What all micro-batches of a step share: the method's estimates by name, float64 scalars on the device.
+
+    Means over the mismatched documents of the whole global batch, so the same on every rank. Collective for a method
+    that has estimates; nothing for others.
+    """
+    if not method.mismatched:
+        return {}
+    sums: Terms | None = None
+    for batch in batches.mismatched or [without_targets(batches.micro[0])]:  # none in a step that is made up
+        columns = device_columns(root, method, batch, step_config)
+        found = _at_positions(root, method, batch, step_config, functools.partial(method.estimates, columns=columns))
+        sums = Terms(found, {}).plus(sums)
+    assert sums is not None, "a step has at least one micro-batch"
+    totals, counts = torch.stack([one.value.double() for one in sums.losses.values()]), method.counts(batches)
+    if dist.is_initialized():
+        dist.all_reduce(totals)
+    parts = zip(sums.losses.items(), totals.unbind(), strict=True)
+    return {name: Sum(total, one.per).mean(counts) for (name, one), total in parts}
+
+
+def device_columns(root: CausalLM, method: Method, batch: Batch, step_config: StepConfig) -> dict[str, torch.Tensor]:
+    """What the method knows of one micro-batch on the device."""
+    return {name: to_device(array, step_config.device) for name, array in method.columns(batch).items()}
+
+
+def _at_positions(
+    root: CausalLM, method: Method, batch: Batch, step_config: StepConfig, objective: Objective[Result]
+) -> Result:
+    """What the objective makes of the positions that the method wants of one micro-batch."""
     at = method.positions(batch)
     arrays = (batch.input_ids, batch.position_ids, at, batch.targets[at])
     ids, places, positions, wanted = (to_device(array, step_config.device) for array in arrays)
-    columns = {name: to_device(array, step_config.device) for name, array in method.columns(batch).items()}
     with step_config.autocast():
-        terms: Terms = root(
-            ids, places, batch.lengths, positions, wanted, functools.partial(method.terms, columns=columns)
-        )
-    return terms
+        found: Result = root(ids, places, batch.lengths, positions, wanted, objective)
+    return found
 
 
 def _mixed(*numbers: int) -> int:

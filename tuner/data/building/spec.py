@@ -21,8 +21,8 @@ from tuner.runtime.files import read_json
 from tuner.runtime.process import cores
 
 if TYPE_CHECKING:
-    from tuner.config.methods import Examples
-    from tuner.config.recipe import DataSection, DataSource, Method, ModelSection, TokenizerSection
+    from tuner.config.methods import Examples, Method
+    from tuner.config.recipe import DataSection, DataSource, ModelSection, TokenizerSection
     from tuner.data.building.pack import TooLong
     from tuner.data.encoding.turns import SpecialTokens
 

@@ -1,37 +1,118 @@
-"""Direct preference optimization (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290).
+"""Direct preference optimization (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290), and losses after it.
 
-The log-ratio of an answer is its log-probability less what the reference gives it; its implicit reward is beta times
-that. The loss of a pair is ``-log sigmoid`` of the difference of both rewards.
+The log-ratio r of an answer is its log-probability less what the reference gives it, and its implicit reward beta times
+that; n is its trained tokens, _c marks the chosen answer, _r the rejected one, and s is the logistic function. The loss
+of a pair, by `loss`:
+
+- sigmoid: ``-log s(beta (r_c - r_r))``; with label smoothing e (Mitchell 2023, cDPO,
+  https://ericmitchell.ai/cdpo.pdf) ``-(1 - e) log s(beta (r_c - r_r)) - e log s(-beta (r_c - r_r))``.
+- robust (Chowdhury et al. 2024, https://arxiv.org/abs/2403.00409): ``[-(1 - e) log s(x) + e log s(-x)] / (1 - 2e)``.
+- hinge (Zhao et al. 2023, SLiC, https://arxiv.org/abs/2305.10425): ``max(0, 1 - beta (r_c - r_r))``.
+- ipo (Azar et al. 2023, https://arxiv.org/abs/2310.12036): ``(r_c / n_c - r_r / n_r - 1 / (2 beta))^2``, log-ratios per
+  token, as its authors told other implementations.
+- sigmoid_norm (Lambert et al. 2024, Tulu 3, https://arxiv.org/abs/2411.15124, from SimPO's average):
+  ``-log s(beta (r_c / n_c - r_r / n_r))``.
+- apo_zero, apo_down (D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266): ``1 - s(beta r_c) + s(beta r_r)``
+  and ``s(beta r_c) + 1 - s(beta (r_c - r_r))``.
+- sppo (Wu et al. 2024, https://arxiv.org/abs/2405.00675, with hard labels):
+  ``(r_c - 1 / (2 beta))^2 + (r_r + 1 / (2 beta))^2``.
+- nca (Chen et al. 2024, https://arxiv.org/abs/2402.05369):
+  ``-log s(beta r_c) - (log s(-beta r_c) + log s(-beta r_r)) / 2``.
+- bco (Jung et al. 2024, https://arxiv.org/abs/2404.04656, without its shift of the rewards):
+  ``-log s(beta r_c) - log s(-beta r_r)``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from tuner.config.methods import DpoMethod
+from tuner.config.methods import DpoLoss, DpoMethod
 from tuner.model.output_layer import OutputLayer
 from tuner.train.methods.method import Sum, Terms
-from tuner.train.methods.preference import REFERENCE, PairMethod, answers, reward_figures
+from tuner.train.methods.preference import REFERENCE, PairMethod, Pairs, answers, chosen_cross_entropy, pair_figures
+
+PairLoss = Callable[[Pairs, DpoMethod], torch.Tensor]
+"""From the log-ratios of the answers to the loss of each pair, ``[pairs]``."""
+
+
+def _sigmoid(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
+    wrong, x = section.label_smoothing, section.beta * ratios.difference
+    return -(1 - wrong) * logsigmoid(x) - wrong * logsigmoid(-x)
+
+
+def _robust(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
+    wrong, x = section.label_smoothing, section.beta * ratios.difference
+    return (wrong * logsigmoid(-x) - (1 - wrong) * logsigmoid(x)) / (1 - 2 * wrong)
+
+
+def _hinge(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
+    return torch.relu(1 - section.beta * ratios.difference)
+
+
+def _ipo(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
+    return (ratios.per_token.difference - 1 / (2 * section.beta)) ** 2
+
+
+def _sigmoid_norm(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
+    return -logsigmoid(section.beta * ratios.per_token.difference)
+
+
+def _apo_zero(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
+    return torch.sigmoid(-section.beta * ratios.chosen) + torch.sigmoid(section.beta * ratios.rejected)
+
+
+def _apo_down(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
+    return torch.sigmoid(section.beta * ratios.chosen) + torch.sigmoid(-section.beta * ratios.difference)
+
+
+def _sppo(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
+    half = 1 / (2 * section.beta)
+    return (ratios.chosen - half) ** 2 + (ratios.rejected + half) ** 2
+
+
+def _nca(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
+    chosen, rejected = section.beta * ratios.chosen, section.beta * ratios.rejected
+    return -logsigmoid(chosen) - (logsigmoid(-chosen) + logsigmoid(-rejected)) / 2
+
+
+def _bco(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
+    return -logsigmoid(section.beta * ratios.chosen) - logsigmoid(-section.beta * ratios.rejected)
+
+
+LOSSES: Mapping[DpoLoss, PairLoss] = {
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "robust": _robust,
+    "sigmoid_norm": _sigmoid_norm,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "sppo": _sppo,
+    "nca": _nca,
+    "bco": _bco,
+}
 
 
 class Dpo(PairMethod):
-    """The mean over pairs of their losses."""
+    """The mean over pairs of their losses, each times its weight, and one over the tokens of chosen answers."""
 
     def __init__(self, section: DpoMethod) -> None:
-        self._beta = section.beta
+        self._section = section
+        self.by_document = section.sft_weight > 0
         self.reference = "adapter_off" if section.reference == "adapter_off" else "columns"
 
     def terms(
         self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
     ) -> Terms:
-        """The loss, and the figures of the implicit rewards."""
-        chosen, rejected = answers(hidden, head, targets, columns)
-        reference = columns[REFERENCE]
-        reward_chosen = self._beta * (chosen - reference[::2])
-        reward_rejected = self._beta * (rejected - reference[1::2])
-        loss = -logsigmoid(reward_chosen - reward_rejected).sum()
-        return Terms({"loss": Sum(loss, "pairs")}, reward_figures(reward_chosen, reward_rejected))
+        """The losses, and the figures of the implicit rewards."""
+        section, log_p, reference = self._section, answers(hidden, head, targets, columns), columns[REFERENCE]
+        ratios = log_p._replace(chosen=log_p.chosen - reference[::2], rejected=log_p.rejected - reference[1::2])
+        losses = [Sum(weight * LOSSES[one](ratios, section).sum(), "pairs") for one, weight in section.loss.items()]
+        if section.sft_weight:
+            losses.append(chosen_cross_entropy(log_p, section.sft_weight))
+        rewards = ratios._replace(chosen=section.beta * ratios.chosen, rejected=section.beta * ratios.rejected)
+        return Terms(dict(zip(section.losses, losses, strict=True)), pair_figures(rewards, log_p))
 
 
 def build(section: DpoMethod) -> Dpo:

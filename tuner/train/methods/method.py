@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tuner.config import recipe
+from tuner.config import methods
 from tuner.config.methods import CustomMethod
 from tuner.data.batches import Batch, StepBatches
 from tuner.errors import PluginError
@@ -72,6 +72,11 @@ class Method(ABC):
     """Where :meth:`reference_values` come from: they are not asked for; they were computed by the model at the start of
     the run and are columns of the documents; or they are computed before each micro-batch, without the adapter."""
 
+    @property
+    def mismatched(self) -> bool:
+        """Whether a step has mismatched documents, each a prompt with the answer to another, for :meth:`estimates`."""
+        return False
+
     def positions(self, batch: Batch) -> npt.NDArray[np.int64]:
         """int64[N]: where :meth:`terms` wants hidden states; by default the positions whose next token is trained."""
         return batch.trained_positions
@@ -81,6 +86,13 @@ class Method(ABC):
     ) -> dict[str, torch.Tensor]:
         """Of the reference model, without gradients: by name what :meth:`terms` finds in its columns, ``[documents]``
         each. Shapes as for :meth:`terms`."""
+        return {}
+
+    def estimates(
+        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
+    ) -> dict[str, Sum]:
+        """Sums over a micro-batch of mismatched documents, taken before a step's first forward and without gradients:
+        :meth:`terms` finds their means over the whole global batch in its columns. Shapes as for :meth:`terms`."""
         return {}
 
     @property
@@ -118,7 +130,7 @@ class Method(ABC):
         """
 
 
-def build_method(section: recipe.Method) -> Method:
+def build_method(section: methods.Method) -> Method:
     """The method of a section: what ``build`` of the file named as its kind makes of it.
 
     Raises PluginError for code of the user's own that is not there or fails.
@@ -127,13 +139,13 @@ def build_method(section: recipe.Method) -> Method:
     return method
 
 
-def check_method(section: recipe.Method) -> None:
+def check_method(section: methods.Method) -> None:
     """Load a loss of the user's own and check its signature. Raises PluginError; nothing is called."""
     if isinstance(section, CustomMethod):
         import_module(f"tuner.train.methods.{section.kind}").factory_of(section)
 
 
-def check_logits(section: recipe.Method, transform: LogitTransform) -> None:
+def check_logits(section: methods.Method, transform: LogitTransform) -> None:
     """Raise PluginError for a loss of the user's own on a model that caps its logits, of which it could not know."""
     if isinstance(section, CustomMethod) and transform.cap is not None:
         raise PluginError(

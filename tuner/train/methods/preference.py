@@ -1,12 +1,13 @@
-"""What methods over pairs of answers share: log-probabilities of documents, and the figures that people look at.
+"""What methods over answers share: log-probabilities of documents, and the figures that people look at.
 
-An example is two documents next to each other, the prompt with the chosen answer and the prompt with the rejected one;
-of each the answer is trained. Its log-probability is the sum over the answer's tokens.
+A document is a prompt with an answer, of which the answer is trained. Its log-probability is the sum over the answer's
+tokens. In data of pairs an example is two documents next to each other: the prompt with the chosen answer, then with
+the rejected one.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,31 +27,53 @@ def log_probabilities(
     """Summed log-probabilities in nats of documents, float32 ``[documents]``.
 
     The N trained positions lie document by document, ``lengths`` int64 ``[documents]`` of each. A document's sum has
-    one order whatever lies around it.
+    one order whatever lies around it, and is rounded once: two models that agree give the same bits, and what remains
+    of their difference is no rounding of a long sum.
     """
     found = -head.losses(hidden, targets)
     if len(lengths) == 0:  # a batch that keeps a rank in step with others
         return found
     # Unsafe: the lengths are sums of a mask that is known; to check them would read the device.
-    return torch.segment_reduce(found, "sum", lengths=lengths, unsafe=True)
+    return torch.segment_reduce(found.double(), "sum", lengths=lengths, unsafe=True).to(found.dtype)
+
+
+class Pairs(NamedTuple):
+    """A value of each answer, and the trained tokens that it has: ``[pairs]`` each."""
+
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+    chosen_tokens: torch.Tensor
+    rejected_tokens: torch.Tensor
+
+    @staticmethod
+    def of(values: torch.Tensor, tokens: torch.Tensor) -> "Pairs":
+        """Values and tokens of documents ``[documents]``, two by two."""
+        return Pairs(values[::2], values[1::2], tokens[::2], tokens[1::2])
+
+    @property
+    def per_token(self) -> "Pairs":
+        """The values divided by the tokens."""
+        chosen = self.chosen / self.chosen_tokens.clamp_min(1)
+        return self._replace(chosen=chosen, rejected=self.rejected / self.rejected_tokens.clamp_min(1))
+
+    @property
+    def difference(self) -> torch.Tensor:
+        """By how much the chosen answer's value is the larger one."""
+        return self.chosen - self.rejected
 
 
 def answers(
     hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-probabilities of chosen and rejected answers, float32 ``[pairs]`` each."""
-    both = log_probabilities(hidden, head, targets, columns["trained"])
-    return both[::2], both[1::2]
+) -> Pairs:
+    """The log-probabilities of chosen and rejected answers."""
+    tokens = columns["trained"]
+    return Pairs.of(log_probabilities(hidden, head, targets, tokens), tokens)
 
 
-class PairMethod(Method):
-    """A mean over pairs."""
+class AnswerMethod(Method):
+    """A loss of the log-probabilities of answers."""
 
     by_terms = True
-
-    def counts(self, batches: StepBatches) -> Counts:
-        """Pairs."""
-        return {"pairs": batches.documents // 2}
 
     def columns(self, batch: Batch) -> Mapping[str, npt.NDArray[Any]]:
         """Trained tokens of each document, and what the documents have besides."""
@@ -70,8 +93,24 @@ class PairMethod(Method):
         return {REFERENCE: log_probabilities(hidden, head, targets, columns["trained"])}
 
 
+class PairMethod(AnswerMethod):
+    """A mean over pairs, and where ``by_document`` is set one over the tokens of chosen answers."""
+
+    def counts(self, batches: StepBatches) -> Counts:
+        """Pairs, and where they are asked for trained tokens of chosen answers."""
+        counts = {"pairs": batches.documents // 2}
+        if batches.trained_per_document is not None:
+            counts["chosen_tokens"] = int(batches.trained_per_document[::2].sum())
+        return counts
+
+
+def chosen_cross_entropy(log_p: Pairs, weight: float) -> Sum:
+    """The cross-entropy of the chosen answers, per token, times ``weight``."""
+    return Sum(-weight * log_p.chosen.sum(), "chosen_tokens")
+
+
 def reward_figures(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, Sum]:
-    """Means over pairs of implicit rewards ``[pairs]``, of their difference, and of how often the chosen one wins."""
+    """Means over pairs of rewards ``[pairs]``, of their difference, and of how often the chosen answer's is higher."""
     chosen, rejected = chosen.detach(), rejected.detach()
     return {
         "reward_chosen": Sum(chosen.sum(), "pairs"),
@@ -79,3 +118,12 @@ def reward_figures(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, Su
         "margin": Sum((chosen - rejected).sum(), "pairs"),
         "accuracy": Sum((chosen > rejected).sum(), "pairs"),
     }
+
+
+def pair_figures(rewards: Pairs, log_p: Pairs) -> dict[str, Sum]:
+    """Those of the rewards, and the mean log-probability of chosen and of rejected answers."""
+    log_probabilities = {
+        "logp_chosen": Sum(log_p.chosen.detach().sum(), "pairs"),
+        "logp_rejected": Sum(log_p.rejected.detach().sum(), "pairs"),
+    }
+    return reward_figures(rewards.chosen, rewards.rejected) | log_probabilities
