@@ -17,7 +17,10 @@ LIBRARIES = ("torch", "transformers")
 # All of transformers that is imported outside its adapter; anything deeper has no promise.
 PROMISED = {"transformers", "transformers.utils"}
 # Of nn.Module, which subclasses share with it, of peft's layers, of namedtuple, and of the interpreter.
-OTHERS = {"_parameters", "_buffers", "_modules", "_cache_clear", "_cast_input_dtype", "_replace", "_exit"}
+OTHERS = {
+    "_parameters", "_buffers", "_modules", "_cache_clear", "_cast_input_dtype", "_disable_adapters", "_replace",
+    "_exit",
+}  # fmt: skip
 
 
 def private_parts(name: str) -> bool:

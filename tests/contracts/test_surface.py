@@ -16,7 +16,7 @@ COMMON = "--json --verbose|-v --debug"
 SURFACE = {
     "init": "--model|-m! --data|-d!",
     "import": "FILE --from --processes",
-    "prepare-data": "(RECIPE) --explain --check --dry-run",
+    "prepare-data": "(RECIPE) --explain --check --dry-run --reference",
     "data list": "--cache-dir",
     "data show": "ENTRY --cache-dir",
     "data verify": "(WANTED) --cache-dir",

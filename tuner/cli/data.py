@@ -22,7 +22,7 @@ ENTRY_HELP = "Directory, beginning of a key, or - for a path on stdin."
 @app.command("list")
 @command("data list")
 def list_directories(cache_dir: CacheOption = None) -> Outcome:
-    """List prepared and encoded directories: key, size, documents, tokens, rows and sources."""
+    """List prepared, encoded and reference directories: key, size, documents, tokens, rows and sources."""
     from tuner.data.building.cache import entries
 
     root = _root(cache_dir)
@@ -83,7 +83,8 @@ def verify(
 @command("data gc")
 def gc(
     unused: Annotated[
-        bool, typer.Option("--unused", help="Also remove encoded directories that no prepared one was made from.")
+        bool,
+        typer.Option("--unused", help="Also remove encoded and reference directories that no prepared one goes with."),
     ] = False,
     hashes: Annotated[
         bool, typer.Option("--verify", help="Look for damage by SHA-256 of every file, not by sizes alone.")
@@ -133,6 +134,8 @@ def _facts(entry: Entry) -> dict[str, Any]:
         return facts
     splits = [split for split in (entry.manifest["report"][name] for name in ("train", "eval")) if split is not None]
     facts |= {name: sum(split[name] for split in splits) for name in ("documents", "tokens")}
+    if entry.level == "reference":
+        return facts | {"rows": sum(split["packed_rows"] for split in splits), "sources": [entry.manifest["model"]]}
     facts["sources"] = [path for paths in entry.manifest["sources"].values() for path in paths]
     if entry.level == "prepared":
         facts |= {"rows": sum(split["packed_rows"] for split in splits), "max_length": entry.manifest["max_length"]}
@@ -145,7 +148,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
     lines = [("level", "key", "bytes", "documents", "tokens", "rows", "sources")]
     for row in rows:
-        packed = f"{row['rows']:,} x {row['max_length']:,}" if "rows" in row else ""
+        packed = f"{row['rows']:,}" if "rows" in row else ""
+        packed += f" x {row['max_length']:,}" if "max_length" in row else ""
         sources = row.get("sources", [])
         shown = ", ".join(sources[:2]) + (f" and {len(sources) - 2:,} more" if len(sources) > 2 else "")
         counts = ("damaged", "") if row["damaged"] else (f"{row['documents']:,}", f"{row['tokens']:,}")
@@ -160,8 +164,10 @@ def _shown(entry: Entry) -> str:
 
     manifest = dict(entry.manifest or {})
     lines = [("level", entry.level), ("key", entry.key), ("path", str(entry.path)), ("size", f"{entry.size:,} bytes")]
+    if entry.level == "reference":
+        lines += [("model", manifest["model"]), ("from", f"prepared/{manifest['prepared_key']}")]
     for name in ("train", "eval"):
-        lines += [(f"{name} of", path) for path in manifest["sources"].get(name, [])[:10]]
+        lines += [(f"{name} of", path) for path in manifest.get("sources", {}).get(name, [])[:10]]
     if entry.level == "prepared":
         lines += [
             ("from", f"encoded/{manifest['encoded_key']}"),

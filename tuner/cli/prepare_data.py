@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,6 +23,7 @@ from tuner.cli.command import (
 )
 
 if TYPE_CHECKING:
+    from tuner.config.load import LoadedRecipe
     from tuner.data.building.prepare import PreparedInfo
     from tuner.data.building.spec import PrepareSpec
     from tuner.runtime.console import Console
@@ -41,6 +44,10 @@ def prepare_data(
         bool, typer.Option("--check", help="Print the directory if it is prepared, else exit with 3; build nothing.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be read and built, then stop.")] = False,
+    reference: Annotated[
+        bool,
+        typer.Option("--reference", help="Also compute the columns of the method's reference, as training would."),
+    ] = False,
     json: JsonOption = False,
     verbose: VerboseOption = False,
     debug: DebugOption = False,
@@ -55,8 +62,10 @@ def prepare_data(
         from tuner.errors import RecipeError
         from tuner.runtime.console import Console
 
-        if sum((explain is not None, check, dry_run)) > 1:
-            raise RecipeError("--explain, --check and --dry-run each do one thing and stop: give one of them")
+        if sum((explain is not None, check, dry_run, reference)) > 1:
+            raise RecipeError(
+                "--explain, --check and --dry-run each do one thing and stop, and --reference needs the data: give one"
+            )
         loaded = load_for_command(recipe, overrides_of(ctx))
         given = loaded.recipe
         console = Console(level="debug" if verbose else "info")
@@ -70,7 +79,8 @@ def prepare_data(
             return _checked(spec)
         if dry_run:
             return _planned(spec, console)
-        return _prepared(spec, console, str(loaded.path) if loaded.path else None)
+        outcome = _prepared(spec, console, str(loaded.path) if loaded.path else None)
+        return _with_reference(loaded, outcome, console, verbose) if reference else outcome
 
     run_command("prepare-data", OutputOptions(json, verbose, debug), calm_collector()(body))
 
@@ -91,6 +101,17 @@ def _prepared(spec: PrepareSpec, console: Console, recipe: str | None) -> Outcom
         warnings=list(info.warnings),
         next=f"tuner train {recipe}" if recipe else None,
     )
+
+
+def _with_reference(loaded: LoadedRecipe, outcome: Outcome, console: Console, verbose: bool) -> Outcome:
+    """The outcome with the directory of the reference, computed on the processes that training would have."""
+    with console.doing("loading libraries"):
+        from tuner.run.options import LaunchOptions
+        from tuner.run.prepare_reference import prepare_reference
+
+    options = LaunchOptions(level="debug" if verbose else "info")
+    found = prepare_reference(loaded, Path(outcome.result), console, options)
+    return replace(outcome, artifacts={**outcome.artifacts, "reference": str(found)})
 
 
 def say_report(info: PreparedInfo, spec: PrepareSpec, console: Console) -> None:

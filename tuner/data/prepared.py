@@ -157,6 +157,17 @@ class PackedRows:
         return PackedRows(self._documents, self._rows, self._max_length, {**self.columns, **columns})
 
     @property
+    def document_count(self) -> int:
+        """The documents of the split, those that no row holds too."""
+        return len(self._documents)
+
+    @property
+    def document_numbers(self) -> npt.NDArray[np.int64]:
+        """int64[segments of all rows]: the document of each segment, row after row."""
+        numbers = [values[offsets[0] : offsets[-1]] for offsets, values in self._segments[0]]
+        return np.concatenate([np.empty(0, dtype=np.int64), *numbers], dtype=np.int64, casting="unsafe")
+
+    @property
     def max_length(self) -> int:
         """The most tokens that a row holds."""
         return self._max_length

@@ -7,7 +7,8 @@ https://arxiv.org/abs/2402.09353) trains the length of every row of the sum on i
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,6 +215,23 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
     """Name and module of every layer that holds the adapter."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """Have the model compute what it does without its adapter, for the length of the block.
+
+    Neither its parameters nor what of them is trained changes, as peft's own switch would have it. What is trained
+    besides the adapter (``modules_to_save``, rows of new tokens) stays.
+    """
+    layers = [layer for _, layer in lora_layers(model)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def _train_in_full(model: PreTrainedModel, module: nn.Module) -> None:

@@ -31,6 +31,8 @@ from tuner.model.vetting import vet_config
 from tuner.runtime.files import inside, read_json
 
 _HALF = (torch.bfloat16, torch.float16)
+_RANDOM = ("pdrop", "layerdrop", "drop_path_rate", "jitter_noise")
+"""What else than dropout draws in training, by the ends of keys."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class ModelSpec:
     config_overrides: Mapping[str, Any] = field(default_factory=dict)
     new_ids: range = range(0)
     """Of tokens that were added to the model's own."""
+    without_dropout: bool = False
+    """Whether shares of dropout in the config are made zero, whatever it says."""
 
 
 def model_config(spec: ModelSpec) -> PretrainedConfig:
@@ -88,9 +92,21 @@ def _own_config(spec: ModelSpec) -> PretrainedConfig:
             config = type(config).from_dict(changed)
         except Exception as error:  # configs validate themselves, each with exceptions of its own
             raise RecipeError(f"model.config: {_reason(error)}", hint="these values do not go together") from error
+    if spec.without_dropout:
+        for part in {id(part): part for part in (config, config.get_text_config())}.values():
+            for key in dropouts_of(part):
+                setattr(part, key, 0.0)
     config.use_cache = False
     forget_attention(config)  # what the file names is for whoever wrote it
     return config
+
+
+def dropouts_of(config: PretrainedConfig) -> dict[str, float]:
+    """The config's shares of what is left out at random in training, by key: dropout, and noise of a router."""
+    text = config.get_text_config()
+    values = {**config.to_dict(), **text.to_dict()}
+    named = {key: value for key, value in values.items() if key.endswith(_RANDOM) or "dropout" in key}
+    return {key: float(value) for key, value in named.items() if type(value) is float and value > 0}
 
 
 def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedModel:

@@ -58,16 +58,28 @@ def frozen_hash(model: PreTrainedModel) -> str | None:
 
     Names are those of the model without an adapter. Tensors are hashed side by side, one on each core.
     """
-    frozen = {name: model.get_parameter(own).detach() for name, own in frozen_names(model).items()}
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        digests = dict(zip(frozen, pool.map(_digest, frozen.values()), strict=True))
-    return hash_of_frozen({name: (p.dtype, p.shape, digests[name]) for name, p in frozen.items()})
+    return _hash_of({name: model.get_parameter(own).detach() for name, own in frozen_names(model).items()})
+
+
+def weights_hash(model: PreTrainedModel) -> str:
+    """SHA-256 over names, types, shapes and bytes of all parameters and persistent buffers: of what it computes with.
+
+    Tensors are hashed side by side, one on each core.
+    """
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    return str(_hash_of(tensors))
 
 
 def hash_of_frozen(contents: Mapping[str, tuple[torch.dtype, Sequence[int], str]]) -> str | None:
     """The same from type, shape and SHA-256 of the bytes of each, by name."""
     facts = [f"{name} {dtype} {list(shape)} {sha256}" for name, (dtype, shape, sha256) in sorted(contents.items())]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest() if facts else None
+
+
+def _hash_of(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        digests = dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
+    return hash_of_frozen({name: (tensor.dtype, tensor.shape, digests[name]) for name, tensor in tensors.items()})
 
 
 def _digest(tensor: torch.Tensor) -> str:

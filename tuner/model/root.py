@@ -38,6 +38,9 @@ class CausalLM(nn.Module):
         """What the model does to the output layer's products before they are logits."""
         self.frozen_hash: str | None = None
         """SHA-256 of what is not trained (:func:`~tuner.model.freeze.frozen_hash`), which checkpoints do not hold."""
+        self.weights_hash: str | None = None
+        """SHA-256 of all weights as they were built (:func:`~tuner.model.freeze.weights_hash`), where a reference is
+        computed with them."""
         self.gathered_head: Callable[..., Any] | None = None
         """:meth:`at_head` between a gather of the output layer and its end, where that is sharded by itself."""
         self.padding: Padding | None = None

@@ -79,6 +79,7 @@ def _facts(
         "began_from": str(found.path) if found is not None and ready.record is None else None,
         "total_steps": assembly.timetable.plan.total_steps,
         **({"settled": dict(assembly.resolved.settled)} if assembly.resolved.settled else {}),
+        **({} if assembly.reference is None else {"reference": dict(assembly.reference)}),
         **({} if given is None else {"command": list(given.command)}),
     }
 

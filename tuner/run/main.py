@@ -68,7 +68,7 @@ def train(
             lambda name: console.say("stopping", f"{name}: after this step; repeat to stop at once")
         ) as signals,
         process_group(rank_info, resolved.facts.kind, loaded.recipe.parallel.timeout.seconds),
-        _exactness(resolved.recipe.train),
+        exactness(resolved.recipe.train),
         _memory_errors(resolved, rank_info),
     ):
         ready = agreed(ready, options, Collective(gloo_group()))
@@ -76,6 +76,8 @@ def train(
         assembly = _built(ready, resolved, rank_info, console)
         if ready.found is not None:
             require_same_data(ready.found, assembly, "data" in pending(ready.resets, ready.found.step))
+        if assembly.train_state.method.reference != "none":
+            assembly = _referred(ready, assembly, console, signals)
         record = Collective(gloo_group()).on_rank0(lambda: begin_launch(ready, loaded, assembly, options))
         console.keep(ready.run.logs / log_name(rank_info.rank))
         table = assembly.timetable
@@ -97,6 +99,14 @@ def _built(ready: Preflight, resolved: Resolved, rank_info: RankInfo, console: C
     from tuner.setup.first_kernels import build_runnable
 
     return build_runnable(resolved, make, console)
+
+
+def _referred(ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
+    """The assembly with what the reference gives its documents, where that is not computed in each step. Collective."""
+    from tuner.run.reference import referred
+
+    phase.enter("reference")
+    return referred(ready, assembly, console, lambda: signals.requested)
 
 
 def _check_launch(loaded: LoadedRecipe, resolved: Resolved, ready: Preflight, rank_info: RankInfo) -> None:
@@ -190,7 +200,7 @@ def _main_holds(lock: FileLock, run: RunDir, rank_info: RankInfo) -> Iterator[No
         yield
 
 
-def _exactness(train: TrainSection) -> contextlib.ExitStack:
+def exactness(train: TrainSection) -> contextlib.ExitStack:
     """How exactly kernels compute, where the recipe says more than that they are torch's own."""
     stack = contextlib.ExitStack()
     if train.deterministic or train.tf32:

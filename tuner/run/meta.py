@@ -38,6 +38,7 @@ def run_meta(assembly: Assembly) -> dict[str, Any]:
         "frozen_hash": assembly.train_state.root.frozen_hash,
         "tokenizer_hash": assembly.tokenizer.hash,
         "data_key": assembly.prepared.key,
+        **({} if assembly.reference is None else {"reference": dict(assembly.reference)}),
         "data": {
             split: {
                 "rows": len(rows),

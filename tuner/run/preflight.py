@@ -225,8 +225,9 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info:
     )
     micro, row = rows_at_once(recipe), "packed row" if recipe.data.packing else "row"
     accumulated = -(-plan.global_batch_size // (micro * mesh_of(recipe, rank_info).data_size))
-    if "attention" in resolved.reasons:
-        console.say("attention", resolved.reasons["attention"])
+    for label in ("attention", "dropout"):
+        if label in resolved.reasons:
+            console.say(label, resolved.reasons[label])
     console.say(
         "plan",
         f"{plan.derivation(recipe.train.duration, row)} · micro-batch {micro} x {accumulated} x {processes} · "

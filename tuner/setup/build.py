@@ -1,7 +1,7 @@
 """What training works with, built from a resolved recipe: the model, the optimizer, the batches."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from tuner.model.build import build_model, meta_model
 from tuner.model.documents import Padding
 from tuner.model.flash_versions import use_flash_version
 from tuner.model.flops import training_flops
-from tuner.model.freeze import frozen_hash
+from tuner.model.freeze import frozen_hash, weights_hash
 from tuner.model.kernels import KERNELS
 from tuner.model.output_layer import LogitTransform
 from tuner.model.probe import require_isolation
@@ -34,7 +34,7 @@ from tuner.runtime.dist import RankInfo
 from tuner.runtime.memory import keep_freed_memory
 from tuner.runtime.process import Collective, device_index, gloo_group
 from tuner.setup.probes import probe_inputs
-from tuner.setup.resolve import Resolved, check_division, model_spec
+from tuner.setup.resolve import Resolved, check_division, model_spec, reference_of
 from tuner.setup.settled import rows_at_once
 from tuner.setup.timetable import Starts, Timetable, timetable
 from tuner.train.evaluate import HeldOut, check_metric, held_out
@@ -65,6 +65,8 @@ class Assembly:
     probes: list[torch.Tensor]
     held_out: HeldOut | None
     mfu: MfuMeter
+    reference: Mapping[str, Any] | None = None
+    """By what the reference's columns are known, where the rows have any."""
 
     @property
     def keeps(self) -> Criterion | None:
@@ -256,28 +258,30 @@ def _spread(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.de
     """Shards or a copy on every rank, filled from the whole model of rank 0. Collective."""
     source: list[CausalLM] = []  # on rank 0 alone; a failure there is raised on every rank, so that none waits for it
 
-    def build_source() -> str | None:
+    def build_source() -> tuple[str | None, str | None]:
         source.append(assemble(spec.for_values(), _whole_model(resolved), inspect=partial(_inspect, resolved)))
-        return source[0].frozen_hash
+        return source[0].frozen_hash, source[0].weights_hash
 
-    frozen = Collective(gloo_group()).on_rank0(build_source)
+    hashes = Collective(gloo_group()).on_rank0(build_source)
     root = assemble(
         spec,
         meta_model_of(resolved),
         device_mesh=mesh.device_mesh(device.type),
         give_values=lambda root: materialise(root, source[0] if source else None, device),
     )
-    root.frozen_hash = frozen
+    root.frozen_hash, root.weights_hash = hashes
     return root
 
 
 def _inspect(resolved: Resolved, root: CausalLM) -> None:
-    """Check that documents of a row do not see each other, and note the hash of what is not trained."""
+    """Check that documents of a row do not see each other, and note the hashes of what its weights are known by."""
     recipe, rows = resolved.recipe, rows_at_once(resolved.recipe)
     packed = recipe.data.packing or rows > 1
     vocab_size, longest = resolved.config.get_text_config().vocab_size, int(recipe.data.max_length)
     require_isolation(root, vocab_size, packed, longest, rows)
     root.frozen_hash = frozen_hash(root.model)
+    if reference_of(recipe.method) == "columns":
+        root.weights_hash = weights_hash(root.model)
 
 
 def _device(facts: DeviceFacts, rank_info: RankInfo) -> torch.device:

@@ -1,16 +1,16 @@
 """A recipe resolved for a machine: every `auto` replaced by a value, with the reason."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig
 
 from tuner.config.optimizers import MuonOptimizer
-from tuner.config.recipe import Recipe
+from tuner.config.recipe import LowRankAdapter, Method, Recipe
 from tuner.errors import MachineError, RecipeError
-from tuner.model.build import ModelSpec, generation_config, meta_model, model_config
+from tuner.model.build import ModelSpec, dropouts_of, generation_config, meta_model, model_config
 from tuner.model.flash_versions import kernel_and_reason
 from tuner.model.kernels import has_liger
 from tuner.model.native.library import native_problem
@@ -59,8 +59,12 @@ def resolve(
     facts = facts or device_facts(recipe.train.device, device_index(rank_info))
     spec = model_spec(recipe, new_ids)
     config = model_config(spec)
+    dropouts = dropouts_of(model_config(replace(spec, without_dropout=False))) if spec.without_dropout else {}
     n_parameters = sum(p.numel() for p in meta_model(config, torch.float32).parameters())
     reasons: dict[str, str] = {}
+    if dropouts:
+        was = ", ".join(f"{key} {value:g}" for key, value in dropouts.items())
+        reasons["dropout"] = f"the model's own is off ({was}): its reference has none"
     values: dict[str, dict[str, Any]] = {}
 
     def settle(section: str, key: str, value: object, reason: str) -> None:
@@ -94,8 +98,8 @@ def resolve(
     settle("parallel", "shard", "hybrid" if machines else "full", "several machines" if machines else "one machine")
     settle("parallel", "accumulate", *_accumulated())
     settle("data", "max_length", max_length, "as prepared")
-    if "reference" in type(recipe.method).model_fields:
-        settle("method", "reference", "adapter_off" if frozen else "columns", f"adapter.kind: {recipe.adapter.kind}")
+    if reference_of(recipe.method) is not None:
+        settle("method", "reference", *_reference(recipe, new_ids, values))
     examples = recipe.method.examples
     settle("data", "too_long", examples.too_long, examples.kind)
     changed = {section: getattr(recipe, section).model_copy(update=update) for section, update in values.items()}
@@ -109,7 +113,39 @@ def resolve(
 def model_spec(recipe: Recipe, new_ids: range) -> ModelSpec:
     """The model section as the model package takes it."""
     model = recipe.model
-    return ModelSpec(model.name_or_path, model.revision, model.init == "random", model.config, new_ids)
+    has_reference = reference_of(recipe.method) is not None
+    return ModelSpec(model.name_or_path, model.revision, model.init == "random", model.config, new_ids, has_reference)
+
+
+def reference_of(method: Method) -> str | None:
+    """Where a method's section has its reference from; None for one without a reference."""
+    found: str | None = getattr(method, "reference", None)
+    return found
+
+
+def _reference(recipe: Recipe, new_ids: range, values: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
+    """Where the reference's values come from, and why.
+
+    Without its adapter a model is the one at the start where nothing else is trained, and where the adapter's own
+    start adds nothing, to the last bit. Raises RecipeError for one that is to be so, and is not.
+    """
+    adapter = recipe.adapter
+    if not isinstance(adapter, LowRankAdapter):
+        reason = f"adapter.kind: {adapter.kind}"
+    elif adapter.modules_to_save:
+        reason = f"modules are trained besides the adapter: {', '.join(adapter.modules_to_save)}"
+    elif new_ids:
+        reason = "rows of new tokens are trained besides the adapter"
+    elif adapter.kind == "dora" and values.get("model", {}).get("dtype", recipe.model.dtype) != "fp32":
+        reason = "DoRA on bf16 weights begins with rounding"
+    else:
+        return "adapter_off", f"adapter.kind: {adapter.kind}"
+    if reference_of(recipe.method) == "adapter_off":
+        raise RecipeError(
+            f"method.reference: without its adapter this model is not the one at the start: {reason}",
+            hint="write method.reference: columns, which are computed once before the first step",
+        )
+    return "columns", reason
 
 
 def _kernels(model_type: str, facts: DeviceFacts, is_here: bool) -> tuple[str, str]:

@@ -196,8 +196,26 @@ def of_step(root: CausalLM, method: Method, batches: StepBatches, step_config: S
 
 
 def device_columns(root: CausalLM, method: Method, batch: Batch, step_config: StepConfig) -> dict[str, torch.Tensor]:
-    """What the method knows of one micro-batch on the device."""
-    return {name: to_device(array, step_config.device) for name, array in method.columns(batch).items()}
+    """What the method knows of one micro-batch on the device, with the reference's values where a step computes them.
+
+    The reference is the model without its adapter, run as the model itself is a moment later, in one more forward.
+    """
+    columns = {name: to_device(array, step_config.device) for name, array in method.columns(batch).items()}
+    if method.reference == "adapter_off":
+        from tuner.model.adapter import adapter_off
+
+        with torch.no_grad(), adapter_off(root.model):
+            columns |= reference_values(root, method, batch, step_config)
+    return columns
+
+
+def reference_values(root: CausalLM, method: Method, batch: Batch, step_config: StepConfig) -> dict[str, torch.Tensor]:
+    """What a reference says of one micro-batch, ``[documents]`` by name, where the model as it is now is the reference.
+
+    It computes as a training's forward does, in whichever mode the model is.
+    """
+    columns = {name: to_device(array, step_config.device) for name, array in method.columns(batch).items()}
+    return _at_positions(root, method, batch, step_config, functools.partial(method.reference_values, columns=columns))
 
 
 def _at_positions(

@@ -1,6 +1,7 @@
 """The cache of prepared data: directories named by their content, each built once, under its lock, and renamed.
 
     <cache>/encoded/<key>/     documents of the first level       <cache>/prepared/<key>/   packed rows, the second
+    <cache>/reference/<key>/   what a model gives the documents of prepared rows (`data/building/columns.py`)
     <cache>/<level>/.<key>.lock   held by whoever builds or removes that key; the file itself is never removed
     <cache>/<level>/.tmp-<key>-*, .trash-*<key>-*   leftovers of a builder that was killed
 
@@ -31,10 +32,15 @@ from tuner.runtime.files import (
 )
 from tuner.runtime.lock import FileLock
 
-Level = Literal["prepared", "encoded"]
-LEVELS: tuple[Level, ...] = ("prepared", "encoded")
-ENCODED_SCHEMA = "tuner.encoded/3"
-SCHEMAS: dict[Level, str] = {"prepared": PREPARED_SCHEMA, "encoded": ENCODED_SCHEMA}
+ColumnLevel = Literal["reference"]
+Level = Literal["prepared", "encoded"] | ColumnLevel
+LEVELS: tuple[Level, ...] = ("prepared", "encoded", "reference")
+ENCODED_SCHEMA, REFERENCE_SCHEMA = "tuner.encoded/3", "tuner.reference/1"
+SCHEMAS: dict[Level, str] = {
+    "prepared": PREPARED_SCHEMA,
+    "encoded": ENCODED_SCHEMA,
+    "reference": REFERENCE_SCHEMA,
+}
 LEFT_SPOOL = "standard input of a process that was killed"
 _KEY = re.compile(r"[0-9a-f]{16}")
 _LEFTOVER = re.compile(r"\.(?:(?:tmp|trash)-)+([0-9a-f]{16})-.+")
@@ -119,20 +125,21 @@ def build_once(
                 if console is not None:
                     console.warn(f"{final} is damaged; it is built again")
                 discard_dir(final)
-            manifest = _build(final, SCHEMAS[level], make)
+            manifest = build_held(final, level, make)
         if use is not None:
             use(final)
     return manifest, found
 
 
-def _build(final: Path, schema: str, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def build_held(final: Path, level: Level, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Build a directory, by whoever holds its lock; `make` as for `build_once`. Raises MachineError."""
     tmp = final.parent / f".tmp-{final.name}-{os.getpid()}"
     try:
         tmp.mkdir()
         body = make(tmp)
         known = body.pop("files", {})
         files = {**file_entries(tmp, exclude={MANIFEST_NAME, *known}), **known}
-        manifest = {**body, "schema": schema, "key": final.name, "files": files}
+        manifest = {**body, "schema": SCHEMAS[level], "key": final.name, "files": files}
         write_json(tmp / MANIFEST_NAME, manifest)
         publish_dir(tmp, final)
     except OSError as error:
@@ -157,7 +164,8 @@ def find(cache_dir: Path, wanted: str) -> Entry:
     """The directory that a path or the beginning of a key names. DataError without one, RecipeError with several."""
     path = Path(wanted).expanduser()
     if path.is_dir() and ("/" in wanted or not _KEY.match(wanted.ljust(16, "0"))):
-        level: Level = "encoded" if path.absolute().parent.name == "encoded" else "prepared"
+        parent = path.absolute().parent.name
+        level = next((level for level in LEVELS if level == parent), LEVELS[0])
         return Entry(level, path.absolute(), valid(path, level))
     matching = [entry for entry in entries(cache_dir) if entry.key.startswith(wanted)]
     if not matching:
@@ -189,7 +197,7 @@ def damages(entry: Entry) -> list[str]:
 def collect(cache_dir: Path, unused: bool = False, verify: bool = False, dry_run: bool = False) -> list[Garbage]:
     """Remove leftovers, those of standard input too, and damaged directories.
 
-    With `unused` also encoded directories that no prepared one was made from.
+    With `unused` also encoded directories that no prepared one was made from, and references of none that is there.
 
     With `verify` damage is looked for by SHA-256, else by size. What somebody is building is left alone, and so are
     symbolic links and everything that is not named like a part of the cache. With `dry_run` nothing is removed.
@@ -199,7 +207,7 @@ def collect(cache_dir: Path, unused: bool = False, verify: bool = False, dry_run
 
     garbage = [Garbage(path, LEFT_SPOOL, size) for path, size in remove_left_spools(dry_run)]
     for level in LEVELS:
-        needed = _needed(cache_dir, {item.path for item in garbage}) if unused and level == "encoded" else None
+        needed = _needed(cache_dir, level, {item.path for item in garbage}) if unused and level != "prepared" else None
         for key in sorted(_keys(cache_dir / level)):
             final = cache_path(cache_dir, level, key)
             if not _condemned(final, level, needed, verify):
@@ -224,17 +232,18 @@ def _condemned(final: Path, level: Level, needed: set[str] | None, verify: bool)
     elif verify and (wrong := damages(Entry(level, final, manifest))):
         found.append(Garbage(final, wrong[0], _size(final)))
     elif needed is not None and final.name not in needed:
-        found.append(Garbage(final, "no prepared data was made from it", _size(final)))
+        why = "no prepared data was made from it" if level == "encoded" else "its prepared data is not there"
+        found.append(Garbage(final, why, _size(final)))
     return found
 
 
-def _needed(cache_dir: Path, gone: set[Path]) -> set[str]:
-    """Keys of encoded directories that a prepared one was made from."""
-    return {
-        str(entry.manifest.get("encoded_key"))
-        for entry in entries(cache_dir)
-        if entry.level == "prepared" and entry.manifest is not None and entry.path not in gone
-    }
+def _needed(cache_dir: Path, level: Level, gone: set[Path]) -> set[str]:
+    """Keys of a level's directories that prepared ones which are there were made from, or are for."""
+    whole = [entry for entry in entries(cache_dir) if entry.manifest is not None and entry.path not in gone]
+    prepared = {entry.key: entry.manifest for entry in whole if entry.level == "prepared"}
+    if level == "encoded":
+        return {str((manifest or {}).get("encoded_key")) for manifest in prepared.values()}
+    return {entry.key for entry in whole if (entry.manifest or {}).get("prepared_key") in prepared}
 
 
 @contextmanager
@@ -243,8 +252,8 @@ def _free(final: Path, dry_run: bool) -> Iterator[bool]:
     with ExitStack() as held:
         free = True
         try:
-            if not dry_run or _lock_path(final).exists():
-                held.enter_context(FileLock(_lock_path(final), wait=False))
+            if not dry_run or lock_path(final).exists():
+                held.enter_context(FileLock(lock_path(final), wait=False))
         except MachineError as error:
             if error.__cause__ is not None:  # the lock cannot be taken by anybody
                 raise
@@ -256,7 +265,7 @@ def _free(final: Path, dry_run: bool) -> Iterator[bool]:
 def _lock(final: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
     with ExitStack() as held:
         try:
-            held.enter_context(FileLock(_lock_path(final), on_wait=on_wait))
+            held.enter_context(FileLock(lock_path(final), on_wait=on_wait))
         except MachineError as error:
             cause = error.__cause__
             if isinstance(cause, OSError) and cause.errno in _NO_LOCKS:
@@ -268,7 +277,8 @@ def _lock(final: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _lock_path(final: Path) -> Path:
+def lock_path(final: Path) -> Path:
+    """The file that is locked by whoever builds or removes a directory."""
     # Dotted, and one lock for each key: other keys are built meanwhile.
     return final.parent / f".{final.name}.lock"
 

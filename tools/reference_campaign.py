@@ -1,0 +1,150 @@
+"""Kill preference training with SIGKILL at random moments, its reference's computation included, and run it again.
+
+    python tools/reference_campaign.py --trials 40 --world-sizes 1 2 --seed 0
+
+Tiny pairs of answers are trained on with DPO, against columns that the launch computes first. For each number of
+processes it is done once unbroken. Each trial begins without columns, is killed at a moment drawn from the whole time
+that the unbroken run took (all processes, or one of them and the launcher then kills the others), and the same command
+again must end with the same columns and the same tensors (SHA-256), and the same log. Prints one JSON line for each
+trial and the figures at the end; exits with 1 when a trial differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.fixtures import forked, paired  # noqa: E402
+from tests.fixtures.trainings import outcome  # noqa: E402
+
+Start = Callable[..., "subprocess.Popen[Any]"]
+ROWS, STEPS = 300, 24
+TRAIN = ["-m", "tuner", "train", "r.yaml", "--resume", "auto", "--train.duration", f"{STEPS} steps"]
+
+
+def launch(
+    directory: Path, world_size: int, name: str, start: Start, kill: tuple[float, int] | None = None
+) -> list[int]:
+    """Run one process a rank; with ``kill``, a rank (-1: all) dies after so many seconds. Returns the exit codes."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    processes = []
+    for rank in range(world_size):
+        ranks = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own = {k: str(v) for k, v in (ranks | place).items()} if world_size > 1 else {}
+        words = [sys.executable, *TRAIN, "--name", name]
+        with (directory / f"rank{rank}.log").open("w") as log:
+            processes.append(start(words, cwd=directory, env=env | own, stdout=log, stderr=log))
+    began = time.monotonic()
+    while any(p.poll() is None for p in processes):
+        if kill is not None and time.monotonic() - began >= kill[0]:
+            for rank, process in enumerate(processes):
+                if kill[1] in (-1, rank):
+                    process.kill()
+            kill = None
+        if any(p.poll() not in (None, 0, 75) for p in processes):
+            time.sleep(0.1)
+            for process in processes:
+                process.kill()
+        time.sleep(0.002)
+    return [process.wait() for process in processes]
+
+
+def ended(directory: Path, name: str) -> dict[str, Any]:
+    """What a run is judged by, its columns included."""
+    made = sorted((directory / "cache" / "reference").glob("[0-9a-f]*/manifest.json"))
+    columns = {path.parent.name: json.loads(path.read_text())["files"] for path in made}
+    return {**outcome(directory / "runs" / name), "columns": columns}
+
+
+def where(directory: Path, name: str) -> str:
+    """What a run was at when it was killed."""
+    reference = directory / "cache" / "reference"
+    if (directory / "runs" / name / "run.json").is_file():
+        return "training"
+    parts = [path for path in reference.glob(".tmp-*-parts*/*.npz")]
+    if parts or any(reference.glob(".tmp-*")):
+        return f"reference, {len(parts)} parts"
+    return "after the reference" if any(reference.glob("[0-9a-f]*")) else "before"
+
+
+def trial(
+    directory: Path, world_size: int, number: int, rng: random.Random, unbroken: dict[str, Any], start: Start
+) -> dict[str, Any]:
+    """One kill, and the same command again."""
+    shutil.rmtree(directory / "cache" / "reference")
+    name, rank = f"w{world_size}-t{number}", rng.choice([-1, *range(world_size)])
+    moment = rng.uniform(0.0, unbroken["seconds"])
+    killed = launch(directory, world_size, name, start, (moment, rank))
+    at = where(directory, name)
+    codes = launch(directory, world_size, name, start)
+    found = ended(directory, name) if not any(codes) else None
+    return {
+        "world_size": world_size,
+        "trial": number,
+        "seconds": round(moment, 3),
+        "killed": any(killed),
+        "at": at if any(killed) else "finished",
+        "resumed": not any(codes),
+        "identical": found == unbroken["outcome"],
+    }
+
+
+def campaign(
+    directory: Path, world_size: int, trials: int, seed: int, start: Start = forked.Popen, rows: int = ROWS
+) -> list[dict[str, Any]]:
+    """All trials at one number of processes, in `directory`, which is empty; `start` starts each process."""
+    paired.prepare(directory, rows)
+    for name in ("first", "unbroken"):  # the first one pays for what is made once, such as the data's hashes
+        shutil.rmtree(directory / "cache" / "reference", ignore_errors=True)
+        began = time.monotonic()
+        codes = launch(directory, world_size, name, start)
+        seconds = time.monotonic() - began
+        if any(codes):
+            raise RuntimeError(f"the unbroken run failed: {codes}\n{(directory / 'rank0.log').read_text()[-2000:]}")
+    unbroken = {"seconds": seconds, "outcome": ended(directory, "unbroken")}
+    rng = random.Random(seed * 1000 + world_size)
+    results = []
+    for number in range(trials):
+        results.append(trial(directory, world_size, number, rng, unbroken, start))
+        print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def main() -> int:
+    """Run the campaign."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=40, help="of each number of processes")
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    results = []
+    for world_size in options.world_sizes:
+        with tempfile.TemporaryDirectory(prefix="tuner-campaign-") as directory:
+            results += campaign(Path(directory), world_size, options.trials, options.seed)
+    good = sum(r["resumed"] and r["identical"] for r in results)
+    places = Counter(r["at"].split(",")[0] for r in results)
+    print(json.dumps({"trials": len(results), "identical": good, "at": places, "seed": options.seed}))
+    return 0 if good == len(results) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

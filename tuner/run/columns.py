@@ -1,0 +1,132 @@
+"""Columns of prepared rows that a model computes once, before the first step, on all processes of a launch."""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from tuner.data.batches import Batch, collate, without_targets
+from tuner.data.building.cache import ColumnLevel, cache_path
+from tuner.data.building.columns import PART_ROWS, Builder, Columns, building
+from tuner.data.prepared import PackedRows
+from tuner.errors import MachineError
+from tuner.parallel.mesh import Mesh
+from tuner.runtime.console import Console, Updates, clock
+from tuner.runtime.process import Collective, any_rank, gloo_group
+
+RETRY_S = 1.0
+"""Seconds between two looks at whether another launch is done with the same columns."""
+State = Literal["there", "missing", "busy"]
+
+
+@dataclass(frozen=True)
+class ColumnsSpec:
+    """Which columns: where they are kept, of which rows by split, and what their manifest says besides."""
+
+    cache_dir: Path
+    level: ColumnLevel
+    key: str
+    splits: Mapping[str, PackedRows]
+    body: Mapping[str, Any]
+    wanted: Mapping[str, Any] | None = None
+    """Sizes and hashes that the files must have, where they were there once."""
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return cache_path(self.cache_dir, self.level, self.key)
+
+
+@dataclass(frozen=True)
+class Work:
+    """How they are computed: what a batch gives, on which processes, and when to leave off."""
+
+    values_of: Callable[[Batch], Columns]
+    """Called with one row at a time, so that a value does not depend on the rows around it; as often on every rank."""
+    mesh: Mesh
+    console: Console
+    is_stopping: Callable[[], bool] = lambda: False
+
+
+def computed(spec: ColumnsSpec, work: Work) -> tuple[Path, bool]:
+    """The directory of the columns, and whether they were there; what is missing of them is computed. Collective.
+
+    Rows are dealt to the ranks one by one, and each part is on the disk before the next one begins. Raises
+    KeyboardInterrupt on every rank where one is asked to stop, VerificationError where they should be other ones.
+    """
+    ranks, held = Collective(gloo_group()), ExitStack()
+    builder: list[Builder | None] = [None]
+
+    def take() -> State:
+        try:
+            builder[0] = held.enter_context(building(spec.cache_dir, spec.level, spec.key))
+        except MachineError as error:
+            if error.__cause__ is not None:
+                raise
+            return "busy"
+        return "there" if builder[0] is None else "missing"
+
+    with held:
+        state: State = ranks.on_rank0(take)
+        if state == "busy":
+            work.console.say("waiting", f"another process is computing the same {spec.level}")
+        while state == "busy":
+            time.sleep(RETRY_S)
+            if any_rank(work.is_stopping(), ranks.group):
+                raise KeyboardInterrupt
+            state = ranks.on_rank0(take)
+        if state == "missing":
+            _compute(spec, work, builder[0], ranks)
+    return spec.path, state == "there"
+
+
+def _compute(spec: ColumnsSpec, work: Work, builder: Builder | None, ranks: Collective) -> None:
+    """Compute the parts that are not there, and publish them all. ``builder`` is rank 0's alone. Collective."""
+    parts = {split: -(-len(rows) // PART_ROWS) for split, rows in spec.splits.items()}
+    every = [(split, number) for split, count in parts.items() for number in range(count)]
+    has: list[bool] = ranks.on_rank0(lambda: [_of(builder).has(*part) for part in every])
+    missing = [part for part, there in zip(every, has, strict=True) if not there]
+    total = sum(len(_rows_of(spec, *part)) for part in missing)
+    done, started = 0, time.monotonic()
+    with work.console.doing(_so_far(spec, 0, total, 0.0)) as doing:
+        for split, number in missing:
+            taken = _rows_of(spec, split, number)
+            found = _part(spec.splits[split], taken, work, ranks, doing)
+            ranks.on_rank0(lambda split=split, number=number, found=found: _of(builder).add(split, number, found))  # type: ignore[misc]
+            done += len(taken)
+            doing.update(_so_far(spec, done, total, time.monotonic() - started))
+        ranks.on_rank0(lambda: _of(builder).publish(parts, spec.body, spec.wanted))
+
+
+def _rows_of(spec: ColumnsSpec, split: str, number: int) -> range:
+    return range(number * PART_ROWS, min(len(spec.splits[split]), (number + 1) * PART_ROWS))
+
+
+def _so_far(spec: ColumnsSpec, done: int, total: int, seconds: float) -> str:
+    left = f", {clock(seconds / done * (total - done))} left" if done else ""
+    return f"computing the {spec.level}: {done:,} of {total:,} rows{left}"
+
+
+def _of(builder: Builder | None) -> Builder:
+    assert builder is not None, "rank 0 has it"
+    return builder
+
+
+def _part(rows: PackedRows, taken: range, work: Work, ranks: Collective, doing: Updates) -> Columns:
+    """The columns of some rows, on every rank; each rank computes every so-manieth of them. Collective."""
+    size, own, mine = work.mesh.data_size, work.mesh.data_rank, dict[int, Columns]()
+    for first in range(0, len(taken), size):
+        if any_rank(work.is_stopping(), ranks.group):
+            work.console.say("stopping", "what is computed so far is kept: the same command takes it up")
+            raise KeyboardInterrupt
+        at = min(first + own, len(taken) - 1)
+        batch = collate([rows.row(taken[at])])
+        values = work.values_of(batch if first + own < len(taken) else without_targets(batch))
+        if first + own < len(taken):
+            mine[at] = values
+    found = {at: values for of_rank in ranks.on_all_ranks(lambda: mine) for at, values in of_rank.items()}
+    return {name: np.concatenate([found[at][name] for at in range(len(taken))]) for name in found[0]}
