@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-FROZEN, TRAINED = 4, 6
-"""Operations for each weight of a product and token, forward and backward."""
+FORWARD, FROZEN, TRAINED = 2, 4, 6
+"""Operations for each weight of a product and token: forward, and forward and backward."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
@@ -35,6 +35,9 @@ class Flops:
     """By window (None: the whole document): operations for each squared token, all layers of that window together."""
     complete: bool = True
     """Whether the config says what attention costs. Where it does not, that part is left out of every sum."""
+    forward_products: float = 0.0
+    forward_output: float = 0.0
+    """Of products and output layer, what their forward pass costs."""
 
     def parts(self, lengths: Sequence[int], n_trained: int) -> dict[str, float]:
         """Operations for documents of these lengths, `n_trained` of whose tokens are trained, by part of the model."""
@@ -44,6 +47,11 @@ class Flops:
             "attention": sum(each * squares[window] for window, each in self.attention.items()),
             "output": self.output * n_trained,
         }
+
+    def forward_of(self, lengths: Sequence[int], n_trained: int) -> float:
+        """Operations of a forward pass alone, without gradients, by which a reference or a teacher is asked."""
+        attention = self.parts(lengths, n_trained)["attention"] * FORWARD / TRAINED
+        return self.forward_products * sum(lengths) + self.forward_output * n_trained + attention
 
     def of(self, lengths: Sequence[int], n_trained: int) -> float:
         """Operations for documents of these lengths, `n_trained` of whose tokens are trained."""
@@ -62,14 +70,17 @@ def training_flops(model: PreTrainedModel) -> Flops:
     attention: dict[int | None, float] | None = None
     with suppress(Exception):  # configs of other kinds of model raise errors of their own
         routed, attention = _routed(config), _attention(config)
-    products = output = 0.0
+    products = output = forward_products = forward_output = 0.0
     for name, weight in _weights(model):
-        cost = weight.numel() * (TRAINED if weight.requires_grad else FROZEN)
+        cost = TRAINED if weight.requires_grad else FROZEN
         if id(weight) in of_head:
-            output += cost
+            output += weight.numel() * cost
+            forward_output += weight.numel() * FORWARD
         else:
-            products += cost * (routed[0] if _is_of_experts(name, weight, routed[1]) else 1.0)
-    return Flops(products, output, attention or {}, complete=attention is not None)
+            met = weight.numel() * (routed[0] if _is_of_experts(name, weight, routed[1]) else 1.0)
+            products += met * cost
+            forward_products += met * FORWARD
+    return Flops(products, output, attention or {}, attention is not None, forward_products, forward_output)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

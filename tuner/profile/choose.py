@@ -85,8 +85,7 @@ class _Speed:
     def __init__(self, recipe: Recipe, target: Target, prepared: Path | None) -> None:
         self._target = target
         self._resolved, _ = resolved_for(recipe, target)
-        max_length, config = int(self._resolved.recipe.data.max_length), self._resolved.config
-        self._work = workload(recipe, max_length, target.rank_info, config, prepared)
+        self._work = workload(recipe, self._resolved, target.rank_info, prepared)
         self._flops = _flops_of(self._resolved)
 
     def worth(self, values: Mapping[str, Any], sizes: Sequence[int], best: Choice | None) -> list[int]:

@@ -63,7 +63,7 @@ def predict(recipe: Recipe, target: Target, prepared: Path | None = None) -> Pre
     recipe = without_prediction(recipe)
     check_division(recipe.train.global_batch_size, rows_at_once(recipe), rank_info.world_size)
     resolved, assumptions = resolved_for(recipe, target)
-    work = workload(recipe, int(resolved.recipe.data.max_length), rank_info, resolved.config, prepared)
+    work = workload(recipe, resolved, rank_info, prepared)
     compiled = device.kind == "cuda" and wants_compiled(recipe, device)
     trace = trace_step(resolved, rank_info, work.batches, work.held_out, work.samples, compiled)
     always, constants = _constants(resolved, trace, rank_info)
@@ -187,6 +187,8 @@ def computing(recipe: Recipe, flops: Flops, device: Device, rank_info: RankInfo,
     parts = {name: value * share for name, value in flops.parts(lengths, trained).items()}
     again = AGAIN[train.gradient_checkpointing] * _forward_share(recipe) * _layers_share(recipe)
     parts["again"] = again * (parts["layers"] + parts["attention"])
+    if work.extra_forwards:
+        parts["extra"] = work.extra_forwards * flops.forward_of(lengths, trained) * share
     rate, basis = _rate(device, str(train.precision))
     reached = rate * REACHED * tokens * share / (tokens * share + HALF_REACHED)
     return Computing(micro * sum(parts.values()) / reached, micro, parts, basis)

@@ -33,7 +33,7 @@ from tuner.runtime.dist import RankInfo
 from tuner.setup.build import assembly_spec, build_train_state, mesh_of, meta_model_of, run_tensors, step_config_of
 from tuner.setup.resolve import Resolved
 from tuner.train.evaluate import batch_losses
-from tuner.train.step import TrainState, optimizer_step
+from tuner.train.step import TrainState, microbatch_terms, optimizer_step
 
 if TYPE_CHECKING:
     from tuner.profile.allocations import AllocationTracker, Change, Storage
@@ -192,7 +192,10 @@ def _evaluate(
     sync_gradients(train_state.root, True)
     tracker.phase = "evaluation"
     with tracker, torch.no_grad():
-        batch_losses(train_state.root, train_state.step_config, batch, batch.trained_positions)
+        if train_state.method.by_terms:
+            microbatch_terms(train_state.root, train_state.method, batch, train_state.step_config)
+        else:
+            batch_losses(train_state.root, train_state.step_config, batch, batch.trained_positions)
         if samples:
             prompts, limits = zip(*(([0] * length, limit) for length, limit in samples), strict=True)
             with train_state.step_config.autocast():

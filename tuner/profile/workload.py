@@ -10,15 +10,18 @@ from transformers import PretrainedConfig
 
 from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.config.recipe import Recipe
-from tuner.data.batches import Batch, StepBatches, collate
+from tuner.data.batches import Batch, StepBatches, collate, step_of
 from tuner.data.building.prepare import find_prepared
 from tuner.data.building.spec import prepare_spec
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PackedRows, PreparedData, open_prepared
 from tuner.errors import TunerError
 from tuner.runtime.dist import RankInfo
+from tuner.setup.mock import full_rows
+from tuner.setup.resolve import Resolved
 from tuner.setup.settled import rows_at_once
 from tuner.train.evaluate import MAX_ANSWER_TOKENS, answer_limits
+from tuner.train.methods.method import build_method
 
 TRACED = 2
 """Microbatches of a step that are traced: all after the second are like it."""
@@ -36,36 +39,44 @@ class Workload:
     samples: tuple[tuple[int, int], ...]
     """Tokens of each prompt that is answered at an evaluation, and the most that its answer may have."""
     assumptions: tuple[str, ...]
+    extra_forwards: int = 0
+    """Forwards without gradients that the method takes of each microbatch besides the one that is trained."""
 
 
-def workload(
-    recipe: Recipe, max_length: int, rank_info: RankInfo, config: PretrainedConfig, directory: Path | None = None
-) -> Workload:
-    """What a recipe's step is made of; data that are prepared are looked at, and nothing is prepared.
+def workload(recipe: Recipe, resolved: Resolved, rank_info: RankInfo, directory: Path | None = None) -> Workload:
+    """What a step of a recipe, and of what it is resolved to, is made of; data that are prepared are looked at, and
+    nothing is prepared.
 
     They are in `directory`, where that is known; else their place follows from the sources, which are hashed.
     """
+    max_length, config = int(resolved.recipe.data.max_length), resolved.config
+    method = build_method(resolved.recipe.method)
     n_rows = rows_at_once(recipe)
     count = min(TRACED, -(-recipe.train.global_batch_size // (n_rows * rank_info.world_size)))
     found = _prepared_for(recipe, directory)
     if found is None:
-        batch = full_rows(max_length, n_rows)
+        examples = recipe.method.examples
+        vocab_size = config.get_text_config().vocab_size
+        batch = method.made_up(full_rows(examples, max_length, n_rows, vocab_size))
         held_out = None if recipe.data.eval is None else batch
-        assumed = [f"the data is not prepared: every row is taken as one document of {max_length:,} trained tokens"]
+        of_row = "one document" if examples.documents == 1 else f"{examples.documents} documents together"
+        assumed = [f"the data is not prepared: every row is taken as {of_row} of {max_length:,} trained tokens"]
         samples = () if held_out is None else _assumed_samples(recipe, max_length)
         if samples:
             assumed.append(f"sample answers run to the end of a row: {len(samples)} of {samples[0][1]} tokens")
-        return Workload(_step(batch, count), held_out, float(max_length), None, samples, tuple(assumed))
+        step, extra = step_of([batch] * count), method.extra_forwards
+        return Workload(step, held_out, float(max_length), None, samples, tuple(assumed), extra)
     prepared, tokenizer = found
-    batch = fullest(prepared.train, n_rows)
-    held_out = None if prepared.eval is None else fullest(prepared.eval, n_rows)
+    batch = method.made_up(fullest(prepared.train, n_rows))
+    held_out = None if prepared.eval is None else method.made_up(fullest(prepared.eval, n_rows))
     mean = float(prepared.train.tokens_per_row.mean())
     which = "longest" if n_rows == 1 else f"{n_rows:,} longest"
     rows = f"every micro-batch holds the {which} of the {len(prepared.train):,} prepared rows"
     asked = prepared.samples[: recipe.eval.samples]
     limits = answer_limits(asked, tokenizer, config)
     samples = tuple((len(sample.prompt_ids), limit) for sample, limit in zip(asked, limits, strict=True))
-    return Workload(_step(batch, count), held_out, mean, prepared, samples, (rows,))
+    step = step_of([batch] * count)
+    return Workload(step, held_out, mean, prepared, samples, (rows,), method.extra_forwards)
 
 
 def added_ids(recipe: Recipe, config: PretrainedConfig) -> tuple[range, tuple[str, ...]]:
@@ -100,27 +111,7 @@ def _prepared_for(recipe: Recipe, directory: Path | None) -> tuple[PreparedData,
     return None if found is None else (open_prepared(found), spec.tokenizer)
 
 
-def full_rows(max_length: int, n_rows: int) -> Batch:
-    """A microbatch of rows with one document each, all tokens trained that have a next one."""
-    targets = np.ones((n_rows, max_length), dtype=np.int64)
-    targets[:, -1] = -100
-    return Batch(
-        input_ids=np.ones(n_rows * max_length, dtype=np.int64),
-        targets=targets.reshape(-1),
-        position_ids=np.tile(np.arange(max_length, dtype=np.int64), n_rows),
-        lengths=(max_length,) * n_rows,
-        trained_positions=np.flatnonzero(targets.reshape(-1) != -100),
-        documents=np.arange(n_rows, dtype=np.int64),
-    )
-
-
 def fullest(rows: PackedRows, n_rows: int) -> Batch:
     """The longest rows as one microbatch; where as long, those with the most trained tokens."""
     order = np.lexsort((rows.trained_per_row, rows.tokens_per_row))[::-1]
     return collate([rows.row(int(i)) for i in order[:n_rows]])
-
-
-def _step(batch: Batch, count: int) -> StepBatches:
-    trained, tokens = len(batch.trained_positions), len(batch.input_ids)
-    by_document = np.tile(batch.trained_per_document, count)
-    return StepBatches(np.empty(0, np.int64), trained * count, tokens * count, [batch] * count, by_document)

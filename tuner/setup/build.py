@@ -118,7 +118,7 @@ def build(
         mesh=mesh,
         probes=probe_inputs(prepared.train),
         held_out=held,
-        mfu=MfuMeter(training_flops(train_state.root.model), peak),
+        mfu=MfuMeter(training_flops(train_state.root.model), peak, train_state.method.extra_forwards),
     )
 
 

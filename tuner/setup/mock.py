@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from tuner.data.batches import Batch, StepBatches
+from tuner.config.methods import Examples
+from tuner.data.batches import IGNORED, Batch, StepBatches, step_of
 from tuner.errors import MemoryLimitError, is_out_of_memory
 from tuner.runtime.console import Console
 from tuner.setup.build import Assembly
@@ -13,7 +14,7 @@ from tuner.train.step import forward_backward
 
 
 def mock_batch(assembly: Assembly, console: Console) -> None:
-    """Run forward and backward on full rows of random tokens, all trained, and forget the gradients. Collective.
+    """Run forward and backward on full rows of random tokens and forget the gradients. Collective.
 
     The optimizer's state is there already, so this is a step's peak. Raises MemoryLimitError.
     """
@@ -37,7 +38,7 @@ def mock_batch(assembly: Assembly, console: Console) -> None:
 
 
 def full_batches(assembly: Assembly) -> StepBatches:
-    """Full rows of random tokens, all trained, as a step has them.
+    """Full rows of random tokens as a step has them.
 
     Two microbatches where several follow each other: gradients of the first are alive during the second.
     """
@@ -45,19 +46,23 @@ def full_batches(assembly: Assembly) -> StepBatches:
     vocab_size = assembly.resolved.config.get_text_config().vocab_size
     rows, data_size = rows_at_once(recipe), assembly.mesh.data_size
     per_step = recipe.train.global_batch_size // (rows * data_size)
-    batch = _full(assembly.prepared.train.max_length, rows, vocab_size)
-    count = min(2, per_step)
-    return StepBatches(np.empty(0, np.int64), 1, 0, [batch] * count, np.tile(batch.trained_per_document, count))
+    batch = full_rows(recipe.method.examples, assembly.prepared.train.max_length, rows, vocab_size)
+    return step_of([assembly.train_state.method.made_up(batch)] * min(2, per_step))
 
 
-def _full(max_length: int, n_rows: int, vocab_size: int) -> Batch:
-    n_tokens = max_length * n_rows
-    input_ids = np.random.default_rng(0).integers(0, vocab_size, n_tokens, dtype=np.int64)
+def full_rows(examples: Examples, max_length: int, n_rows: int, vocab_size: int) -> Batch:
+    """A micro-batch of rows with one example each, of documents as long as can be: random tokens, all of them trained
+    that have a next one."""
+    lengths = [len(part) for part in np.array_split(np.arange(max_length), examples.documents)] * n_rows
+    n_tokens = sum(lengths)
+    ids = np.random.default_rng(0).integers(0, vocab_size, n_tokens, dtype=np.int64)
+    targets = np.roll(ids, -1)
+    targets[np.cumsum(lengths) - 1] = IGNORED
     return Batch(
-        input_ids=input_ids,
-        targets=np.roll(input_ids, -1),
-        position_ids=np.tile(np.arange(max_length, dtype=np.int64), n_rows),
-        lengths=(max_length,) * n_rows,
-        trained_positions=np.arange(n_tokens, dtype=np.int64),
-        documents=np.arange(n_rows, dtype=np.int64),
+        input_ids=ids,
+        targets=targets,
+        position_ids=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
+        lengths=tuple(lengths),
+        trained_positions=np.flatnonzero(targets != IGNORED),
+        documents=np.arange(len(lengths), dtype=np.int64),
     )

@@ -238,9 +238,11 @@ class MfuMeter:
     flops: Flops
     peak: float
     """Operations a second in one large product, measured before the model was built, in the run's precision."""
+    extra_forwards: int = 0
+    """Forwards without gradients that the method takes of each micro-batch besides the one that is trained."""
 
     def mfu(self, batches: Sequence[Batch], seconds: float) -> float | None:
-        """The share of the peak that forward and backward of these microbatches reach in so many seconds.
+        """The share of the peak that the arithmetic of these microbatches reaches in so many seconds.
 
         None where the model's arithmetic is not known.
         """
@@ -248,7 +250,9 @@ class MfuMeter:
         return None if operations is None else operations / seconds / self.peak
 
     def operations(self, batches: Sequence[Batch]) -> float | None:
-        """What forward and backward of these microbatches ask for; None where that is not known."""
+        """What training on these microbatches asks for, forwards of a reference too; None where that is not known."""
         if not self.flops.complete:
             return None
-        return sum(self.flops.of(batch.lengths, len(batch.trained_positions)) for batch in batches)
+        asked = [(batch.lengths, len(batch.trained_positions)) for batch in batches]
+        trained = sum(self.flops.of(*one) for one in asked)
+        return trained + sum(self.extra_forwards * self.flops.forward_of(*one) for one in asked)
