@@ -13,7 +13,7 @@ from tests.rundir import made
 from tuner.errors import RecipeError
 from tuner.rundir.curves import Chart, Curve, Points, charts, thinned
 from tuner.rundir.page import MARK, SMOOTHED_POINTS, page, write_page
-from tuner.rundir.record import read_run
+from tuner.rundir.record import read_run, summary
 from tuner.rundir.terminal import draw, number
 
 
@@ -160,3 +160,20 @@ def test_only_a_page_is_written_over(tmp_path: Path) -> None:
             write_page(tmp_path / name, runs, charts(runs), 0.5)
         assert "--output" in str(error.value.hint)
     assert (tmp_path / "mine.html").read_text() == "<!doctype html> mine"
+
+
+def test_figures_of_a_method_stand_next_to_its_loss(tmp_path: Path) -> None:
+    measured = made.eval_line(0, 0.6) | {"accuracy": 0.5, "accuracy/a": 0.25, "accuracy/b": 0.75, "margin": 0.1}
+    lines = [measured, made.step_line(1, accuracy=0.75, margin=0.5, odds=2.0)]
+    own, custom = (
+        read_run(made.run(tmp_path / kind, lines, f"method: {{kind: {kind}}}\n")) for kind in ("dpo", "custom")
+    )
+    found = {chart.key: chart for chart in charts([own])}
+    keys = ["loss", "eval", "accuracy", "eval accuracy", "margin", "eval margin", "lr", "grad_norm", "tok_per_s"]
+    assert list(found) == [*keys, "odds"]
+    assert (found["loss"].unit, found["eval"].unit, found["eval accuracy"].unit) == ("", "", "%")
+    assert [curve.source for curve in found["eval accuracy"].curves] == ["", "a", "b"]
+    theirs = {chart.key: chart for chart in charts([custom])}
+    assert (theirs["loss"].unit, theirs["eval"].unit) == ("", "nats per token")
+    assert (theirs["accuracy"].label, theirs["accuracy"].unit) == ("accuracy", "")
+    assert summary(own)["eval_figures"] == {"accuracy": 0.5, "margin": 0.1}

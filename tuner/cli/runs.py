@@ -19,7 +19,7 @@ from tuner.errors import DataError, VerificationError
 from tuner.rundir.curves import Chart, charts
 from tuner.rundir.last_checkpoint import problem_of
 from tuner.rundir.layout import CURVES
-from tuner.rundir.record import Run, differing, find_runs, read_run, read_runs, source_losses, summary
+from tuner.rundir.record import Run, best_value, differing, find_runs, read_run, read_runs, source_losses, summary
 from tuner.rundir.remove import remove_runs
 from tuner.rundir.run_json import TIME_FORMAT
 from tuner.rundir.terminal import LETTERS, draw
@@ -34,7 +34,7 @@ FIGURES = {
 TEXT = frozenset({"status"})
 SHOWN_CHARACTERS, SHORTEST_VALUE = 40, 14
 """Columns of a value at most, and at least where a narrow terminal cuts it."""
-DRAWN = ("loss", "eval", "lr", "grad_norm", "tok_per_s")
+DRAWN = ("loss", "eval", "accuracy", "eval accuracy", "margin", "lr", "grad_norm", "tok_per_s")
 """Charts that the terminal shows; the page shows all."""
 CHART_ROWS, TWO_CHARTS, MOST_COLUMNS = 6, 100, 160
 
@@ -83,12 +83,14 @@ def compare(runs: RunsArgument) -> Outcome:
     keys = differing(recipes)
     summaries = [summary(run) for run in found]
     values = [{key: recipe[key] for key in keys if key in recipe} for recipe in recipes]
-    lines = [["run", *keys, *FIGURES.values()]]
+    own = list(dict.fromkeys(name for item in summaries for name in item["eval_figures"]))
+    lines = [["run", *keys, *FIGURES.values(), *(f"eval {name}" for name in own)]]
     most = _value_width(lines[0], len(found))
     for name, item, recipe in zip(_names(found), summaries, values, strict=True):
         shown = [_cut(flow(recipe[key]), most) if key in recipe else "-" for key in keys]
         first, *rest = _row(name, item)
-        lines.append([first, *shown, *rest])
+        figures = item["eval_figures"]
+        lines.append([first, *shown, *rest, *(f"{figures[one]:.4f}" if one in figures else "-" for one in own)])
     text = _table(lines, len(keys)) if len(found) >= len(lines[0]) else _table_across(lines)
     compared = [{**item, "recipe": recipe} for item, recipe in zip(summaries, values, strict=True)]
     return Outcome(text, artifacts={"runs": compared, "differing": keys}, warnings=left_out, is_text=True)
@@ -237,6 +239,11 @@ def _shown(run: Run) -> str:
     lines.append(("loss", f"{_figure(item, 'loss')}  eval {_figure(item, 'eval_loss')}"))
     if item["best_eval_loss"] is not None:
         lines[-1] = ("loss", f"{lines[-1][1]}  best eval {_figure(item, 'best_eval_loss')}")
+    if item["eval_figures"]:
+        lines.append(("figures", "  ".join(f"{name} {value:.4f}" for name, value in item["eval_figures"].items())))
+    best = run.record.get("best")
+    if best and best["metric"] != "eval/loss":
+        lines.append(("best", f"{best['metric']} {best_value(best):.4f} at {best['step']:,}"))
     lines += [("eval", f"{loss:.4f}  {name}") for name, loss in source_losses(run).items()]
     lines += [(f"launch {number}", _launch(launch)) for number, launch in enumerate(run.launches, 1)]
     lines += [_saved(run, path) for path in run.every_checkpoint]

@@ -145,6 +145,7 @@ def step_of(micro: Sequence[Batch]) -> StepBatches:
         micro=list(micro),
         trained_per_document=np.concatenate([batch.trained_per_document for batch in micro]),
         documents=sum(len(batch.documents) for batch in micro),
+        columns={name: np.concatenate([batch.columns[name] for batch in micro]) for name in micro[0].columns},
     )
 
 

@@ -8,9 +8,23 @@ from dataclasses import dataclass, field
 
 from tuner.rundir.record import Line, Run
 
+FIGURES = {
+    "accuracy": ("accuracy", "%"),
+    "margin": ("reward margin", ""),
+    "reward_chosen": ("reward of chosen answers", ""),
+    "reward_rejected": ("reward of rejected answers", ""),
+}
+"""Label and unit of what methods that compare answers log, in steps and in evaluations."""
+OF_EVALUATION = "eval "
+"""What the key of a chart begins with whose values are evaluations', of another metric than the loss."""
 LABELS = {
     "loss": ("training loss", "nats per token"),
     "eval": ("evaluation loss", "nats per token"),
+    **{
+        key: value
+        for name, (label, unit) in FIGURES.items()
+        for key, value in ((name, (label, unit)), (f"{OF_EVALUATION}{name}", (f"{label} in evaluations", unit)))
+    },
     "lr": ("learning rate", ""),
     "grad_norm": ("gradient norm", ""),
     "tok_per_s": ("throughput", "tokens/s"),
@@ -23,6 +37,9 @@ LABELS = {
 
 Values in `%` are shares: 0.5 is 50 %.
 """
+PER_TOKEN = frozenset({"sft", "pretrain"})
+MEASURED_PER_TOKEN = PER_TOKEN | {"custom"}
+"""Kinds of methods whose loss, in steps and in evaluations, is a mean over tokens: that of others has no unit."""
 MEMORY = {"cpu": "peak memory of the process (RSS)", "cuda": "peak memory allocated on the GPU"}
 """What `mem_gib` is, by the device of a run."""
 POSITIONS = frozenset({"kind", "step", "epoch", "tokens", "step_s", "data_s", "eval_s", "samples_s"})
@@ -77,8 +94,11 @@ def charts(runs: Sequence[Run], max_points: int = MAX_POINTS) -> list[Chart]:
 def _chart(key: str, curves: list[Curve], runs: Sequence[Run]) -> Chart:
     """A chart with its label and unit, as far as these runs agree on them."""
     label, unit = LABELS.get(key, (key, ""))
-    if key == "loss" and any(run.recipe.get("method.kind") == "custom" for run in runs):
+    kinds = {str(run.recipe.get("method.kind", "sft")) for run in runs}
+    if key in {"loss", "eval"} and kinds - (PER_TOKEN if key == "loss" else MEASURED_PER_TOKEN):
         unit = ""
+    if "custom" in kinds and key.removeprefix(OF_EVALUATION) in FIGURES:
+        label, unit = key, ""  # whatever the user's own loss means by it
     if key == "mem_gib":
         devices = {str(run.recipe.get("train.device")) for run in runs}
         label = MEMORY.get(devices.pop(), label) if len(devices) == 1 else label
@@ -129,7 +149,7 @@ def _chart_of(line: Line, name: str) -> tuple[str, str]:
     if line.get("kind") != "eval":
         return name, ""
     metric, _, source = name.partition("/")
-    return ("eval" if metric == "loss" else f"eval {metric}"), source
+    return ("eval" if metric == "loss" else f"{OF_EVALUATION}{metric}"), source
 
 
 def _number(value: object) -> float | None:

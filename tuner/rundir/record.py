@@ -265,6 +265,8 @@ def _seconds(text: object) -> float | None:
         return None
 
 
+NOT_FIGURES = frozenset({"kind", "step", "loss", "eval_s", "samples_s"})
+"""What the line of an evaluation has that is no figure of the method."""
 NAMES = frozenset({"name", "output_dir"})
 """Keys that differ between any two runs."""
 
@@ -272,8 +274,9 @@ NAMES = frozenset({"name", "output_dir"})
 def summary(run: Run) -> dict[str, Any]:
     """A run's figures as JSON values; None where it has none.
 
-    `loss` is the newest step's, `eval_loss` the newest evaluation's; `seconds` the time of all launches, start and
-    evaluations included. `damage` is what is wrong with the last checkpoint by its manifest and sizes.
+    `loss` is the newest step's; `eval_loss` the newest evaluation's, and `eval_figures` what it measured besides;
+    `seconds` the time of all launches, start and evaluations included. `damage` is what is wrong with the last
+    checkpoint by its manifest and sizes.
     """
     step, evaluations, best = run.latest.step or {}, run.latest.evaluations, run.latest.best
     return {
@@ -287,6 +290,7 @@ def summary(run: Run) -> dict[str, Any]:
         "tokens": step.get("tokens"),
         "loss": step.get("loss"),
         "eval_loss": evaluations[-1].get("loss") if evaluations else None,
+        "eval_figures": eval_figures(run),
         "best_eval_loss": best["loss"] if best else None,
         "best_eval_step": best["step"] if best else None,
         "seconds": round(run.seconds, 1),
@@ -305,6 +309,13 @@ def source_losses(run: Run) -> dict[str, float]:
     """The newest evaluation's loss of each source by name; empty where there is one source alone."""
     newest = run.latest.evaluations[-1] if run.latest.evaluations else {}
     return {key.removeprefix("loss/"): value for key, value in newest.items() if key.startswith("loss/")}
+
+
+def eval_figures(run: Run) -> dict[str, float]:
+    """What the newest evaluation measured besides the loss, by name; of all sources together."""
+    newest = run.latest.evaluations[-1] if run.latest.evaluations else {}
+    others = {name: value for name, value in newest.items() if name not in NOT_FIGURES and "/" not in name}
+    return {name: float(value) for name, value in others.items() if isinstance(value, (int, float))}
 
 
 def differing(recipes: Sequence[Mapping[str, Any]]) -> list[str]:

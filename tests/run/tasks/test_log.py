@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tuner.config.methods import DpoMethod, Figure
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.flops import Flops
 from tuner.run.tasks import log
@@ -42,7 +43,7 @@ def log_task(flops: Flops = FLOPS, step: int = 1) -> LogTask:
     return LogTask(progress, Records(None), StepClock(), MfuMeter(flops, peak=1e4), torch.device("cpu"))
 
 
-def console_task() -> tuple[ConsoleTask, Progress, list[str]]:
+def console_task(figures: Mapping[str, Figure] | None = None) -> tuple[ConsoleTask, Progress, list[str]]:
     """A console task of five steps that evaluates after each second one, and the lines that it prints."""
     shown: list[str] = []
     console = Console(main=False)
@@ -50,7 +51,8 @@ def console_task() -> tuple[ConsoleTask, Progress, list[str]]:
     console.say = lambda label, text, level="info": shown.append(f"{label} {text}")  # type: ignore[method-assign]
     progress = Progress(Plan(4, 4, 1, 5))
     due = Due(5, Cadence((2,)), False, False, Cadence(), frozenset(), False)
-    return ConsoleTask(console, Records(None), 1000.0, progress, TimeLeft(due)), progress, shown
+    task = ConsoleTask(console, Records(None), 1000.0, progress, TimeLeft(due), figures=figures or {})
+    return task, progress, shown
 
 
 def test_figures_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +69,13 @@ def test_figures_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (line["tok_per_s"], line["trained_per_s"]) == (10.0, 1.5)
     operations = 100 * 9 + 1000 * 3 + (3**2 + 2**2 + 4**2)
     assert line["mfu"] == round(operations / 4 / 1e4, 4) == 0.0982
+
+
+def test_the_share_counts_the_forwards_of_a_reference() -> None:
+    batches = [batch(3, 2, trained=2), batch(4, trained=1)]
+    flops = replace(FLOPS, forward_products=40.0, forward_output=400.0)
+    plain, twice = (MfuMeter(flops, 1e4, forwards).operations(batches) for forwards in (0, 2))
+    assert plain is not None and twice == plain + 2 * (40 * 9 + 400 * 3 + (3**2 + 2**2 + 4**2) / 3)
 
 
 def test_a_share_that_is_not_known_is_left_out() -> None:
@@ -108,6 +117,21 @@ def test_what_follows_a_step_is_told_after_its_line() -> None:
     ]  # fmt: skip
     assert shown[3].endswith("(best so far)") and not shown[5].endswith("(best so far)")
     assert [text.split()[-1] for text in (shown[1], shown[2], shown[4])] == ["1:00", "1:00", "1:00"]  # one is left
+
+
+def test_the_first_figures_of_a_method_have_columns_within_80() -> None:
+    task, progress, shown = console_task(DpoMethod().figures)
+    row = {"step": 1, "loss": 0.5, "grad_norm": 0.1, "lr": 1e-3, "tok_per_s": 9.0, "data_wait": 0.0, "step_s": 1.0}
+    task.notify(Event("step", 1, 9, row | {"accuracy": 0.75, "margin": -123.456, "reward_chosen": 9.0}))
+    measured = {"loss": 0.25, "accuracy": 0.875, "loss/chats": 0.5, "accuracy/chats": 1.0, "margin/chats": 12345.6}
+    task.notify(Event("evaluation", 1, 9, {"kind": "eval", "step": 1, **measured, "eval_s": 2.0}))
+    header, trained, evaluated, source = shown
+    assert header.split() == ["step", "loss", "eval", "acc", "margin", "grad", "lr", "tok/s", "left"]
+    assert trained.split()[:4] == ["1", "0.5000", "0.750", "-123.5"]
+    assert evaluated.split()[:5] == ["1", "-", "0.2500", "0.875", "-"]
+    assert source.split() == ["0.5000", "1.000", "12346", "chats"]
+    assert {len(header), len(trained), len(evaluated)} == {79} and progress.step == 0
+    assert [evaluated.index("0.875") + 5, source.index("1.000") + 5] == [header.index(" acc") + 4] * 2
 
 
 def test_a_step_after_which_the_run_must_end_is_not_counted(tmp_path: Path) -> None:

@@ -3,15 +3,25 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
+from tuner.config.methods import Figure
 from tuner.run.tasks.time_left import TimeLeft
 from tuner.rundir.records import Records
 from tuner.runtime.console import Console, ProgressBar, clock
 from tuner.train.progress import Progress
 from tuner.train.tasks import Event, Request, Task
 
-HEADER = f"{'step':>6} {'loss':>8} {'eval':>8} {'grad':>8} {'lr':>10} {'tok/s':>9} {'mfu':>6} {'wait':>6} {'left':>8}"
+SHOWN_FIGURES = 2
+"""Figures of a method that have a column: its first ones. MFU and the wait for data give way to them."""
+
+
+def header(figures: Mapping[str, Figure]) -> str:
+    """The names of the columns, which fit a terminal of 80; the method's first figures stand next to its loss."""
+    own = "".join(f" {figure.heading:>7}" for figure in list(figures.values())[:SHOWN_FIGURES])
+    rates = "" if own else f" {'mfu':>6} {'wait':>6}"
+    return f"{'step':>6} {'loss':>8} {'eval':>8}{own} {'grad':>8} {'lr':>10} {'tok/s':>9}{rates} {'left':>8}"
 
 
 class ConsoleTask(Task):
@@ -28,6 +38,7 @@ class ConsoleTask(Task):
         progress: Progress,
         time_left: TimeLeft,
         compiles: bool = False,
+        figures: Mapping[str, Figure] = MappingProxyType({}),
     ) -> None:
         self._console, self._records, self._refresh_s = console, records, refresh_s
         self._progress, self._time_left = progress, time_left
@@ -37,6 +48,7 @@ class ConsoleTask(Task):
         self._last_shown = time.monotonic()
         self._line: Mapping[str, Any] | None = None
         self._shown_step = 0
+        self._header, self._figures = header(figures), tuple(figures)[:SHOWN_FIGURES]
         self._header_shown = False
         self._first = "compiling the decoder layers in the first step" if compiles else "training the first step"
         self._is_first = True
@@ -109,10 +121,12 @@ class ConsoleTask(Task):
         self._shown_step = line["step"]
         self._show_header()
         loss, norm, left = _shown(line["loss"], 4), _shown(line["grad_norm"], 3), self._left(line["step"])
+        own = self._own(line)
         mfu = f"{line['mfu']:.1%}" if "mfu" in line else "-"
+        rates = "" if own else f" {mfu:>6} {line['data_wait']:>6.1%}"
         self._console.line(
-            f"{line['step']:>6} {loss:>8} {'':>8} {norm:>8} {line['lr']:>10.2e} "
-            f"{line['tok_per_s']:>9,.0f} {mfu:>6} {line['data_wait']:>6.1%} {left:>8}"
+            f"{line['step']:>6} {loss:>8} {'':>8}{own} {norm:>8} {line['lr']:>10.2e} "
+            f"{line['tok_per_s']:>9,.0f}{rates} {left:>8}"
         )
         if self._bar is not None:
             self._bar.update(line["step"], f"loss {loss}  {line['tok_per_s']:,.0f} tok/s  {left} left")
@@ -122,21 +136,34 @@ class ConsoleTask(Task):
         return "-" if seconds is None else clock(seconds)
 
     def _show_evaluation(self, event: Event) -> None:
-        """Print an evaluation, below it the losses of its sources."""
+        """Print an evaluation, below it those of its sources."""
         self._show_header()
         for name, loss in event.metrics.items():
             kind, _, source = name.partition("/")
             if kind != "loss":
                 continue
-            none = "".join(f" {'-':>{width}}" for width in (8, 10, 9, 6, 6))
+            own = self._own(event.metrics, source)
+            none = "".join(f" {'-':>{width}}" for width in ((8, 10, 9) if own else (8, 10, 9, 6, 6)))
             at, rest = ("", f" {source}") if source else (event.step, f"{none} {self._left(event.step):>8}")
-            self._console.line(f"{at:>6} {'' if source else '-':>8} {_shown(loss, 4):>8}{rest}")
+            self._console.line(f"{at:>6} {'' if source else '-':>8} {_shown(loss, 4):>8}{own}{rest}")
+
+    def _own(self, line: Mapping[str, Any], source: str = "") -> str:
+        """The columns of the method's figures, with what a line has of them, or of one source."""
+        values = [line.get(f"{name}/{source}" if source else name) for name in self._figures]
+        return "".join(f" {_brief(value):>7}" for value in values)
 
     def _show_header(self) -> None:
         if not self._header_shown:
-            self._console.line(HEADER)
+            self._console.line(self._header)
             self._header_shown = True
 
 
 def _shown(value: float | None, digits: int) -> str:
     return "none" if value is None else f"{value:.{digits}f}"
+
+
+def _brief(value: float | None) -> str:
+    """A figure in at most 7 letters, as long as it has no more than six digits before its point."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}" if abs(value) < 10_000 else f"{value:.0f}"

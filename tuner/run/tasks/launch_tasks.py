@@ -74,7 +74,9 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
         stop,
         EvaluateTask(context, log, samples),
         SaveTask(context, saver, log, samples, time_left, resumed_from),
-        ConsoleTask(console, metrics, refresh_s, progress, time_left, recipe.train.compile is True),
+        ConsoleTask(
+            console, metrics, refresh_s, progress, time_left, recipe.train.compile is True, recipe.method.figures
+        ),
     ]
     return LaunchTasks(Tasks(tasks), hooks, stop, (metrics, samples))
 
