@@ -59,6 +59,7 @@ CAMPAIGNS = (
     ),
     Campaign("rows", ("pytest", "tests/reference"), "every row of others' files and drawn ones, against transformers"),
     Campaign("recipes", ("recipes_campaign",), "every shipped recipe: predicted for its card, two steps in small"),
+    Campaign("preferences", ("preference_task",), "what shipped preference recipes teach, on held-out notes"),
     Campaign("predict", ("predict_campaign",), "predicted memory against counted allocations, 85 cases"),
     Campaign("cuda", ("cuda_campaign",), "all causal types: predicted for a GPU, or refused with a reason"),
     Campaign("liger", ("liger_campaign",), "liger's kernels compiled for compute capabilities 8.0 to 12.0"),

@@ -1,0 +1,310 @@
+"""Every preference loss of `tuner train` against TRL's: the same pairs, the same model, 20 steps in fp32.
+
+    python tools/preference_vs_trl.py [--model DIR] [--only NAME ...] [--trl-python PYTHON] [--trl-path DIR]
+
+Each side runs in a process of its own, with its own Python: ours is the real command, TRL's `preference_trl.py`, which
+needs `trl` (`--trl-python` names one that has it, or `--trl-path` a directory that holds it). The pairs are real ones
+(tools/real_preferences.py), prepared by `prepare-data`; TRL gets the very token ids and the same boundary
+between prompt and answer, in the same order, four pairs a step, without packing. Without `--model` it is a tiny Llama.
+
+Losses of the 20 steps differ by at most 1e-4, or the normalisation differs and the table says how. What differs is
+shown to be that and nothing else: where the two cannot differ (one micro-batch a step, a cross-entropy of answers
+alone), the losses meet. A table goes to stderr, one JSON object to stdout; exit 1 where a bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools import real_preferences as real  # noqa: E402
+
+STEPS, PAIRS, BOUND, LR = 20, 4, 1e-4, 5e-4
+TINY: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 49152, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+MAX_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class Case:
+    """One loss on both sides, and how many micro-batches a step has on theirs."""
+
+    name: str
+    method: dict[str, Any]
+    trainer: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    accumulated: int = 1
+    apart: str | None = None
+    """Why the losses may differ by more than the bound; None where they may not."""
+    answers_only: bool = False
+    """Whether TRL's cross-entropy is kept to answers."""
+
+
+def _dpo(name: str, theirs: str, **more: Any) -> Case:
+    options = {"label_smoothing": more["label_smoothing"]} if more else {}
+    return Case(name, {"kind": "dpo", "loss": name} | options, "dpo", {"loss_type": [theirs]} | options)
+
+
+_SFT = "TRL's sft term is a mean over the micro-batch's tokens, averaged over micro-batches; ours is over the step's"
+_ORPO = "TRL's cross-entropy is over prompt and answer, ours (as the paper's) over the answer"
+_KL = "TRL's KL is of the micro-batch, ours of the step's whole global batch"
+CASES = (
+    _dpo("sigmoid", "sigmoid"),
+    _dpo("hinge", "hinge"),
+    _dpo("ipo", "ipo"),
+    _dpo("sigmoid_norm", "sigmoid_norm"),
+    _dpo("robust", "robust", label_smoothing=0.1),
+    _dpo("nca", "nca_pair"),
+    _dpo("bco", "bco_pair"),
+    _dpo("sppo", "sppo_hard"),
+    _dpo("apo_zero", "apo_zero"),
+    _dpo("apo_down", "apo_down"),
+    Case(
+        "several",
+        {"kind": "dpo", "loss": {"sigmoid": 0.8, "bco": 0.2}, "sft_weight": 0.5},
+        "dpo",
+        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 0.5]},
+    ),
+    Case(
+        "several, accumulated",
+        {"kind": "dpo", "loss": {"sigmoid": 0.8, "bco": 0.2}, "sft_weight": 0.5},
+        "dpo",
+        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 0.5]},
+        accumulated=4,
+        apart=_SFT,
+    ),
+    Case("sigmoid, accumulated", {"kind": "dpo"}, "dpo", accumulated=4),
+    Case("orpo", {"kind": "orpo"}, "orpo", apart=_ORPO),
+    Case("orpo, answers alone", {"kind": "orpo"}, "orpo", answers_only=True),
+    Case(
+        "simpo", {"kind": "simpo", "beta": 2.0, "gamma": 1.0}, "cpo",
+        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 0.0},
+    ),
+    Case(
+        "simpo with a supervised term", {"kind": "simpo", "beta": 2.0, "gamma": 1.0, "sft_weight": 1.0}, "cpo",
+        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 1.0},
+    ),
+    Case("kto", {"kind": "kto", "desirable_weight": 1.2}, "kto", {"desirable_weight": 1.2}),
+    Case("kto, accumulated", {"kind": "kto"}, "kto", accumulated=2, apart=_KL),
+    Case("kto, baseline zero", {"kind": "kto", "baseline": "zero"}, "kto", {"loss_type": "apo_zero_unpaired"}),
+    Case("reward", {"kind": "reward"}, "reward"),
+    Case("reward, centred", {"kind": "reward", "center": 0.01}, "reward", {"center_rewards_coefficient": 0.01}),
+)  # fmt: skip
+
+
+@dataclass
+class Comparison:
+    """Where files lie, and how TRL is run."""
+
+    model: Path
+    work: Path
+    sources: Path
+    trl_python: str
+    trl_path: str | None
+
+    def rows(self, case: Case) -> Path:
+        """The rows of a case, written as messages."""
+        unpaired = case.method["kind"] == "kto"
+        name = "labelled" if unpaired else "pairs"
+        path = self.work / f"{name}.jsonl"
+        if not path.is_file():
+            items = real.shortest(real.labelled(self.sources) if unpaired else real.pairs(self.sources)[:300], 80)
+            items = interleaved(items) if unpaired else items
+            path.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
+        return path
+
+    def recipe(self, case: Case) -> dict[str, Any]:
+        """What the command is given; all else is its default."""
+        return {
+            "output_dir": str(self.work / case.name.replace(" ", "-").replace(",", "")),
+            "model": {"name_or_path": str(self.model)},
+            "method": {"beta": 0.1} | case.method if case.trainer != "reward" else case.method,
+            "data": {
+                "train": str(self.rows(case)),
+                "max_length": MAX_LENGTH,
+                "packing": False,
+                "shuffle": False,
+                "cache_dir": str(self.work / "cache"),
+            },
+            "train": {
+                "duration": f"{STEPS} steps",
+                "global_batch_size": PAIRS,
+                "micro_batch_size": PAIRS,
+                "precision": "fp32",
+                "device": "cpu",
+            },
+            "optimizer": {"lr": LR, "betas": [0.9, 0.999], "weight_decay": 0.0},
+            "schedule": {"kind": "constant", "warmup": "never"},
+            "checkpoint": {"at_end": case.trainer == "reward"},
+        }
+
+    def ours(self, case: Case) -> dict[str, Any]:
+        """Prepare and train with the command: its losses, and the token ids that it trained on."""
+        recipe = self.recipe(case)
+        path = self.work / "recipe.yaml"
+        path.write_text(json.dumps(recipe), encoding="utf-8")
+        prepared = self._tuner("prepare-data", str(path))["artifacts"]["path"]
+        self._tuner("train", str(path))
+        lines = (Path(recipe["output_dir"]) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        steps = [line for line in map(json.loads, lines) if line["kind"] == "train"]
+        return {"loss": [line["loss"] for line in steps], "rows": token_rows(Path(prepared), case.method["kind"])}
+
+    def theirs(self, runs: list[dict[str, Any]]) -> dict[str, Any]:
+        """TRL's side of all cases, in one process."""
+        job = self.work / "job.json"
+        job.write_text(
+            json.dumps({"model": str(self.model), "output_dir": str(self.work / "trl"), "runs": runs}), "utf-8"
+        )
+        command = [self.trl_python, str(ROOT / "tools" / "preference_trl.py"), str(job)]
+        return dict(run_json(command, {"PYTHONPATH": self.trl_path} if self.trl_path else {})["runs"])
+
+    def run_of(self, case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """What TRL is asked for: the same ids, order, batch, optimizer and rate."""
+        path = self.work / f"{case.name}.json"
+        path.write_text(json.dumps(rows), encoding="utf-8")
+        kind = {"beta": case.method.get("beta", 0.1)} if case.trainer != "reward" else {}
+        same = {
+            "per_device_train_batch_size": PAIRS // case.accumulated,
+            "gradient_accumulation_steps": case.accumulated,
+            "learning_rate": LR,
+            "lr_scheduler_type": "constant",
+            "adam_beta2": 0.999,
+            "max_grad_norm": 1.0,
+            "max_length": MAX_LENGTH,
+            "bf16": False,
+            "gradient_checkpointing": False,
+        }
+        return {
+            "name": case.name,
+            "trainer": case.trainer,
+            "rows": str(path),
+            "steps": STEPS,
+            "answers_only": case.answers_only,
+            "settings": {**same, **kind, **case.settings},
+        }
+
+    def _tuner(self, *words: str) -> Any:
+        return run_json([sys.executable, "-m", "tuner", *words, "--json"], {"PYTHONPATH": str(ROOT)})
+
+
+def interleaved(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Desirable and undesirable answers by turns, so that every step has both."""
+    good, bad = ([item for item in items if item["label"] is label] for label in (True, False))
+    return [item for pair in zip(good, bad, strict=False) for item in pair]
+
+
+def token_rows(prepared: Path, kind: str) -> list[dict[str, Any]]:
+    """The prepared documents as TRL takes them: ids of the prompt up to the first trained token, and of the answer."""
+    from tuner.data.prepared import open_prepared
+
+    found = []
+    for row in open_prepared(prepared).train:
+        ends = row.lengths.cumsum()
+        parts = []
+        for end, length in zip(ends.tolist(), row.lengths.tolist(), strict=True):
+            ids, trained = row.input_ids[end - length : end].tolist(), row.trained[end - length : end].tolist()
+            first = trained.index(True)
+            last = length - trained[::-1].index(True)
+            if not all(trained[first:last]):
+                raise SystemExit("an answer with a gap: TRL has no such mask")
+            parts.append((ids[:first], ids[first:last], ids[first:]))
+        if kind == "kto":
+            ((prompt, answer, _),) = parts
+            found.append({"prompt_ids": prompt, "completion_ids": answer, "label": bool(row.columns["label"][0])})
+            continue
+        (prompt, chosen, whole), (_, rejected, other) = parts
+        texts = {"prompt": "", "chosen": "", "rejected": ""}
+        if kind == "reward":
+            found.append({"chosen_ids": prompt + whole, "rejected_ids": prompt + other})
+        else:
+            found.append({**texts, "prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected})
+    return found
+
+
+def compare(comparison: Comparison, cases: list[Case]) -> list[dict[str, Any]]:
+    """Both sides of every case, and their largest difference."""
+    ours = {case.name: comparison.ours(case) for case in cases}
+    theirs = comparison.theirs([comparison.run_of(case, ours[case.name]["rows"]) for case in cases])
+    report = []
+    for case in cases:
+        a, b = ours[case.name]["loss"], theirs[case.name]["loss"]
+        first = abs(a[0] - b[0])
+        largest = max(abs(x - y) for x, y in zip(a, b, strict=True))
+        report.append(
+            {
+                "case": case.name,
+                "first_step": first,
+                "largest": largest,
+                "moved": abs(a[-1] - a[0]),
+                "apart": case.apart,
+                "missed": case.apart is None and largest > BOUND,
+                "ours": a,
+                "trl": b,
+            }
+        )
+    return report
+
+
+def write_tiny(directory: Path, tokenizer: Path) -> None:
+    """A tiny Llama with random weights and SmolLM2's tokenizer."""
+    import shutil
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY)).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tokenizer / name, directory)
+
+
+def run_json(command: list[str], more: dict[str, str]) -> Any:
+    """What a command prints last, with more variables in its environment. Raises SystemExit where it fails."""
+    environment = {**os.environ, **more}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> int:
+    """Compare, print the table and the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a model directory; a tiny one where it is not given")
+    parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2", help="whose tokenizer is taken")
+    parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where packages are")
+    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], metavar="NAME")
+    parser.add_argument("--trl-python", default=sys.executable)
+    parser.add_argument("--trl-path")
+    options = parser.parse_args()
+    cases = [case for case in CASES if options.only is None or case.name in options.only]
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        model = options.model
+        if model is None:
+            model = work / "tiny"
+            write_tiny(model, options.smollm2)
+        comparison = Comparison(model.absolute(), work, options.sources, options.trl_python, options.trl_path)
+        report = compare(comparison, cases)
+    for one in report:
+        verdict = "MISSED" if one["missed"] else one["apart"] or ""
+        print(f"{one['case']:28} first {one['first_step']:.1e}, largest {one['largest']:.1e} of a change of "
+              f"{one['moved']:.3f}  {verdict}", file=sys.stderr)  # fmt: skip
+    print(json.dumps(report))
+    return 1 if any(one["missed"] for one in report) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
