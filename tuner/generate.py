@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TextStreamer,
@@ -184,7 +185,9 @@ def load_generator(
     if path.is_dir() or path.is_absolute() or name_or_path.startswith(("./", "../", "~")):
         found = resolve_model_path(path, warn)
         if isinstance(found, RunCheckpoint):
-            return _from_run(Source(found.run_dir, found.checkpoint))
+            source = Source(found.run_dir, found.checkpoint)
+            _require_text(name_or_path, source.head == "tokens")
+            return _from_run(source)
     device, dtype = _device()
     with _readable_errors(name_or_path), quiet():
         if (path / "adapter_config.json").is_file():
@@ -237,6 +240,7 @@ def _with_adapter(path: Path, base: str | None, dtype: torch.dtype) -> Any:
     from peft import PeftModel
 
     facts = read_json(path / "adapter_config.json")
+    _require_text(str(path), facts.get("task_type") != "SEQ_CLS")
     name, revision = base or facts.get("base_model_name_or_path"), None if base else facts.get("revision")
     if not name:
         name, revision = base_of(str(path))
@@ -251,10 +255,20 @@ def _with_adapter(path: Path, base: str | None, dtype: torch.dtype) -> Any:
 
 def _plain_model(name_or_path: str, revision: str | None, dtype: torch.dtype) -> PreTrainedModel:
     vet_config(name_or_path, revision)
+    named = PretrainedConfig.get_config_dict(name_or_path, revision=revision)[0].get("architectures") or ()
+    _require_text(name_or_path, not any("ForSequenceClassification" in str(name) for name in named))
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         name_or_path, revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False
     )
     return model
+
+
+def _require_text(name: str, writes: bool) -> None:
+    if not writes:
+        raise RecipeError(
+            f"{name}: is a reward model: it scores text and writes none",
+            hint=f"measure how it ranks held-out pairs: tuner eval {name} RECIPE",
+        )
 
 
 def _generation_defaults(name_or_path: str, revision: str | None) -> GenerationConfig | None:

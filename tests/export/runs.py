@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from tests.model.tiny import VOCAB, tiny_config
 from tuner.checkpoint.save import CheckpointDir, save
+from tuner.config.methods import Head
 from tuner.export.verify import last_logits
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
@@ -66,12 +67,14 @@ def write_run(  # noqa: PLR0913 - what a run can be
     amount: float = 0.05,
     facts: dict[str, str] | None = None,
     best: int | None = None,
+    head: Head = "tokens",
 ) -> Path:
     """A run directory with one checkpoint at step 7, saved by the product's own writer; `best` is noted in it."""
     dtype = torch.bfloat16 if frozen == "bf16" else torch.float32
-    model = build_model(ModelSpec(str(base)), dtype, seed=0)
+    model = build_model(ModelSpec(str(base), head=head), dtype, seed=0)
     model.config.save_pretrained(run / "model_config")
-    model.generation_config.save_pretrained(run / "model_config")
+    if head == "tokens":
+        model.generation_config.save_pretrained(run / "model_config")
     write_tokenizer(run / "tokenizer")
     if lora is not None:
         add_lora(model, lora, seed=0)
@@ -88,7 +91,11 @@ def write_run(  # noqa: PLR0913 - what a run can be
         {"step": 7, "tokens": 700, "trained_tokens": 300, "epoch": 1.0, "finished": True, "rows_seen": 14}
         | ({} if best is None else {"best": {"metric": "eval/loss", "step": best, "value": 1.0}}),
         checkpoint_facts(
-            base, model, lora, {"name_or_path": str(base), "dtype": frozen, "config": {}, "freeze": list(left_alone)}
+            base,
+            model,
+            lora,
+            {"name_or_path": str(base), "dtype": frozen, "config": {}, "freeze": list(left_alone)},
+            "reward" if head == "score" else "sft",
         )
         | {"tokenizer_files": file_entries(run / "tokenizer")}
         | ({"model": {"name_or_path": str(base), "revision": None, "init": "pretrained", **facts}} if facts else {}),
@@ -98,7 +105,7 @@ def write_run(  # noqa: PLR0913 - what a run can be
 
 
 def checkpoint_facts(
-    base: Path, model: PreTrainedModel, lora: LoraSpec | None, section: dict[str, Any]
+    base: Path, model: PreTrainedModel, lora: LoraSpec | None, section: dict[str, Any], kind: str = "sft"
 ) -> dict[str, Any]:
     """What a run notes in the manifest of a checkpoint; ``section`` is the recipe's model section."""
     adapter = None
@@ -118,7 +125,7 @@ def checkpoint_facts(
             "name": "tiny",
             "seed": 0,
             "model": section,
-            "method": {"kind": "sft"},
+            "method": {"kind": kind},
             "optimizer": {"kind": "custom", "use": f"{base.parent}/own.py:Mine", "lr": 0.001},
             "logging": {"project": "s3cret"},
             "hooks": [{"use": "hook.py:Tell", "options": {"token": "s3cret"}}],

@@ -14,7 +14,8 @@ from tuner.config.value_types import T, Word, refuse
 
 _METHOD_KIND = (
     "sft learns answers to prompts; pretrain every token of plain text; dpo, orpo and simpo which of two answers is "
-    "preferred; kto which answers are desirable; custom has a loss of your own."
+    "preferred; kto which answers are desirable; reward scores answers, for a model that ranks them; custom has a loss "
+    "of your own."
 )
 MethodKind = Annotated[Word[T], Field(description=_METHOD_KIND)]
 _TRAIN_ON = "Which tokens are learned: those of every assistant turn, of the last one, or all."
@@ -71,16 +72,20 @@ class Figure:
     """Its name where there is little room: at most 7 letters."""
 
 
-_PAIRS: Mapping[str, Figure] = {
+_REWARDS: Mapping[str, Figure] = {
     "accuracy": Figure("higher", "acc"),
     "margin": Figure("higher", "margin"),
     "reward_chosen": Figure("higher", "chosen"),
     "reward_rejected": Figure("lower", "reject"),
+}
+"""What every method over pairs logs: how often the chosen answer's reward is the higher one and by how much, and the
+rewards."""
+_PAIRS: Mapping[str, Figure] = {
+    **_REWARDS,
     "logp_chosen": Figure("higher", "logp_c"),
     "logp_rejected": Figure("lower", "logp_r"),
 }
-"""What methods over pairs log: how often the chosen answer's reward is the higher one and by how much, the rewards, and
-the answers' log-probabilities."""
+"""With the log-probabilities of the answers."""
 
 
 class MethodSection(Section):
@@ -245,6 +250,36 @@ class KtoMethod(MethodSection):
         return rewards | kl
 
 
+class RewardMethod(PairSection):
+    """A reward model: a score for an answer, learned from which of two is preferred."""
+
+    kind: MethodKind[Literal["reward"]] = "reward"
+    center: Annotated[float, Real(ge=0)] = 0.0
+    """Weight of the mean of (chosen + rejected)^2, which keeps rewards around 0; 0.01 is usual, 0 leaves it out."""
+    margin: Word[Literal["none", "rows"]] = "none"
+    """By how much the chosen answer has to win: none, or what each row says by its margin or its two scores."""
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """That of the pairs, and `center`."""
+        return ("ranking", "center") if self.center else ("loss",)
+
+    @property
+    def figures(self) -> Mapping[str, Figure]:
+        """The rewards, and both parts of the loss where it has two."""
+        parts = self.losses if self.center else ()
+        return {**_REWARDS, **{name: Figure("lower", name) for name in parts}}
+
+
+Head = Literal["tokens", "score"]
+"""What stands on a model's decoder: a causal model's output layer, or the score of a reward model."""
+
+
+def head_of(method: Section) -> Head:
+    """What a method trains on the decoder."""
+    return "score" if isinstance(method, RewardMethod) else "tokens"
+
+
 class CustomMethod(MethodSection):
     """A custom loss."""
 
@@ -264,6 +299,14 @@ class CustomMethod(MethodSection):
 
 
 Method = Annotated[
-    SftMethod | PretrainMethod | DpoMethod | OrpoMethod | SimpoMethod | KtoMethod | CustomMethod, ByKind()
+    SftMethod
+    | PretrainMethod
+    | DpoMethod
+    | OrpoMethod
+    | SimpoMethod
+    | KtoMethod
+    | RewardMethod
+    | CustomMethod,
+    ByKind(),
 ]
 """A method's section; each kind has a file of its name in `train/methods`."""

@@ -37,6 +37,8 @@ _NAMES: dict[str, str] = {
     "roles_to_train train_on_last_turn_only train_on_input",
     "method.beta": "pref_beta dpo_beta rl_beta",
     "method.reference": "precompute_ref_log_probs precompute_ref_logprobs",
+    "method.center": "center_rewards_coefficient",
+    "method.margin": "margin_loss",
     "data.train": "datasets dataset dataset_name train_file train_files dataset_path train_dataset",
     "data.eval": "val_set_size test_datasets eval_dataset eval_file validation_file val_size val_dataset "
     "validation_split",

@@ -13,6 +13,7 @@ import transformers
 
 import tuner
 from tuner.config.dump import flow
+from tuner.export.scoring import scoring
 from tuner.export.source import Source, hub_name
 from tuner.rundir.layout import METRICS
 
@@ -86,20 +87,23 @@ def without_paths(value: Any) -> Any:
     return value
 
 
-def card(source: Source, facts: Mapping[str, Any], is_adapter: bool) -> str:
+def card(source: Source, facts: Mapping[str, Any], is_adapter: bool, is_padded: bool) -> str:
     """The README.md of the export: front matter that hubs read, how it was trained, how to load it."""
     base = hub_name(str(source.model.get("name_or_path", ""))) if source.hub_name else None
     title = _one_line(str(facts["source"]["run"]))
-    front = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}", "pipeline_tag: text-generation"]
+    task = "text-classification" if source.head == "score" else "text-generation"
+    front = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}", f"pipeline_tag: {task}"]
     if base:
         front += [f"base_model: {base}", f"base_model_relation: {'adapter' if is_adapter else 'finetune'}"]
     if licence := facts["base_model"]["licence"]:
         front.append(f"license: {licence}")
-    front += ["tags:", "- tuner", "---", ""]
+    front += ["tags:", "- tuner", *(["- reward-model"] if source.head == "score" else []), "---", ""]
     rows = [(key, value) for key, value in _facts(source, facts, base) if value is not None]
     table = ["| | |", "|---|---|", *(f"| {key} | {_one_line(str(value))} |" for key, value in rows)]
     size = source.model["config"].get("vocab_size") if source.new_ids else None
     usage, losses = _usage(is_adapter, size), _losses(facts["metrics"])
+    if source.head == "score":
+        usage = scoring(source, is_adapter, size, is_padded)
     return "\n".join([*front, f"# {title}", "", *table, "", *usage, "", *losses, *_settings(facts)])
 
 

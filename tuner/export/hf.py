@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 from torch import nn
 
-from tuner.checkpoint.load import CheckpointHold, is_held, read_probe
-from tuner.checkpoint.manifest import PROBE_NAME
+from tuner.checkpoint.load import CheckpointHold, is_held
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export import verify
 from tuner.export.card import CARD, card, lineage
 from tuner.export.frozen import require_same_frozen
 from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
+from tuner.export.padding import Padding, require_batches, reward_padding, write_padding
 from tuner.export.shards import Output, Shard, Written, plan_shards, write_shards
 from tuner.export.source import Source, resolve, warn_of_better
 from tuner.export.tensors import OpenFiles
@@ -200,27 +200,33 @@ def _written_and_proven(plan: ExportPlan, started: float) -> ExportReport:
     verify.require_memory(trained.plain)
     with CheckpointHold(plan.source.checkpoint.path), _temporary(plan.output) as directory:
         with quiet():
+            padding = reward_padding(plan.source)
             verify.require_same_tokenizer(plan.source)
             with OpenFiles() as files:
                 require_same_frozen(plan.source, trained.plain, frozen_names(trained.adapted), files)
-            outputs, written = write_files(plan, directory, trained)
+            outputs, written = write_files(plan, directory, trained, padding)
             id_probes = verify.require_same_ids(directory, plan.source)
             digests = verify.require_written(directory, written, outputs)
             probes = read_probes(plan.source)
-            difference = compare_logits(plan, directory, probes)
-        _write_identity(plan, directory, digests)
+            difference = compare_logits(plan, directory, probes, padding)
+        _write_identity(plan, directory, digests, padding)
         if _is_done(plan):  # by another process meanwhile: its bytes are the same
             return _report(replace(plan, done=True), None, None, started)
         publish_dir(directory, plan.output)
     return replace(_report(plan, difference, probes, started), id_probes=id_probes)
 
 
-def write_files(plan: ExportPlan, directory: Path, trained: Trained) -> tuple[list[Output], dict[str, Written]]:
+def write_files(
+    plan: ExportPlan, directory: Path, trained: Trained, padding: Padding | None = None
+) -> tuple[list[Output], dict[str, Written]]:
     """Write every file but the identity; the tensors, and what was handed to the system of the files that hold them."""
     source, dtype = plan.source, DTYPES[plan.dtype]
     config = read_config(source)
     write_tokenizer(directory, source)
-    write_generation_config(directory, source, config)
+    if source.head == "score":
+        write_padding(directory, config, padding)
+    else:
+        write_generation_config(directory, source, config)
     with OpenFiles() as files:
         values = Values(source, trained, files)
         if plan.adapter == "keep":
@@ -250,20 +256,25 @@ def base_named(source: Source, name: str | None) -> tuple[str | None, str | None
 
 def read_probes(source: Source) -> verify.Probes:
     """The run's probes, or fixed ones that the model answers, rebuilt from the checkpoint, where it recorded none."""
-    has_probes = PROBE_NAME in source.checkpoint.manifest["files"]
-    recorded = verify.read_probes(read_probe(source.checkpoint)) if has_probes else None
-    return recorded or verify.fallback_probes(load_trained(source))
+    return verify.recorded_probes(source) or verify.fallback_probes(load_trained(source))
 
 
-def compare_logits(plan: ExportPlan, directory: Path, probes: verify.Probes) -> verify.Difference:
+def compare_logits(
+    plan: ExportPlan, directory: Path, probes: verify.Probes, padding: Padding | None = None
+) -> verify.Difference:
     """Load the export as its users will and hold its answers against those of the trained model.
 
     With the weights as training held them they must be the same, with those that were written close.
     """
     if plan.adapter == "keep":
-        loaded = verify.load_adapter(directory, plain_base(plan.source))
+        base = plain_base(plan.source)
+        if plan.source.head == "score":  # as the card says to do
+            base.config.get_text_config().pad_token_id = None if padding is None else padding.id
+        loaded = verify.load_adapter(directory, base)
     else:
-        loaded = verify.load_plain(directory)
+        loaded = verify.load_plain(directory, plan.source.head)
+    if padding is not None:
+        require_batches(loaded, probes, padding)
     difference = exact = verify.answers(loaded, probes)
     if plan.dtype != "fp32":
         _fill(plan, loaded)
@@ -283,9 +294,10 @@ def _fill(plan: ExportPlan, loaded: nn.Module) -> None:
             verify.fill(loaded, values.whole())
 
 
-def _write_identity(plan: ExportPlan, directory: Path, digests: Mapping[str, str]) -> None:
+def _write_identity(plan: ExportPlan, directory: Path, digests: Mapping[str, str], padding: Padding | None) -> None:
     facts = lineage(plan.source, plan.manifest_sha256, plan.options)
-    write_new(directory / CARD, card(plan.source, facts, plan.adapter == "keep").encode())
+    text = card(plan.source, facts, plan.adapter == "keep", is_padded=padding is not None)
+    write_new(directory / CARD, text.encode())
     files = file_entries(directory, exclude=(LINEAGE, *digests))
     files |= {name: {"size": regular_size(directory / name), "sha256": sha256} for name, sha256 in digests.items()}
     write_new(directory / LINEAGE, json_bytes({**facts, "files": dict(sorted(files.items()))}))

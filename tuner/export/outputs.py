@@ -52,8 +52,8 @@ def trained_skeleton(source: Source) -> Trained:
     Raises DataError where the checkpoint lacks a trained tensor, holds another, or one of another shape.
     """
     config, choice = read_config(source), trainable_spec_of(source)
-    plain = meta_model(config, torch.float32)
-    adapted = plain if choice.is_all else meta_model(config, torch.float32)
+    plain = meta_model(config, torch.float32, source.head)
+    adapted = plain if choice.is_all else meta_model(config, torch.float32, source.head)
     choice.apply(adapted, seed=0)
     wanted = {name: tuple(p.shape) for name, p in adapted.named_parameters() if p.requires_grad}
     require_tensors(source, wanted)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.checkpoint.manifest import step_dirs
+from tuner.config.methods import Head
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.model_path import HfDirectory, RunCheckpoint, Warn, Which, ignore_warning, resolve_model_path
 from tuner.rundir.record import best_value, read_run
@@ -51,6 +52,12 @@ class Source(RunCheckpoint):
         if not isinstance(adapter, Mapping) or adapter.get("kind", "lora") == "none":
             return None
         return adapter
+
+    @property
+    def head(self) -> Head:
+        """What was trained on the decoder: an output layer, or a reward model's score."""
+        method = self.recipe.get("method")
+        return "score" if isinstance(method, Mapping) and method.get("kind") == "reward" else "tokens"
 
     @property
     def new_ids(self) -> range:

@@ -13,10 +13,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch.nn.functional import kl_div, log_softmax
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from tuner.checkpoint.index import DTYPE_NAMES
+from tuner.checkpoint.load import read_probe
+from tuner.checkpoint.manifest import PROBE_NAME
 from tuner.checkpoint.storage import tensor_bytes
+from tuner.config.methods import Head
 from tuner.errors import DataError, MemoryLimitError, VerificationError
 from tuner.export.published import state_names
 from tuner.export.shards import Output, Written, sha256_of_same
@@ -24,6 +27,7 @@ from tuner.export.source import Source
 from tuner.export.tensors import TensorSource
 from tuner.export.write import ADAPTER_WEIGHTS
 from tuner.model.attention import withdrawn
+from tuner.model.build import auto_model
 from tuner.rundir.layout import ID_PROBES, TOKENIZER
 from tuner.runtime.device import host_memory
 from tuner.runtime.files import file_entries, gib, verify_entries
@@ -87,6 +91,12 @@ def read_probes(tensors: Mapping[str, torch.Tensor]) -> Probes | None:
     return Probes(prompts, logits.float(), recorded=True) if prompts else None
 
 
+def recorded_probes(source: Source) -> Probes | None:
+    """Those of a run's checkpoint, None where it recorded none. Raises DataError."""
+    has_probes = PROBE_NAME in source.checkpoint.manifest["files"]
+    return read_probes(read_probe(source.checkpoint)) if has_probes else None
+
+
 def fallback_probes(model: PreTrainedModel) -> Probes:
     """Fixed random prompts answered by the model rebuilt from the checkpoint, where the run recorded none."""
     generator = torch.Generator().manual_seed(0)
@@ -98,11 +108,13 @@ def fallback_probes(model: PreTrainedModel) -> Probes:
 
 @torch.no_grad()
 def last_logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Logits ``[P, V]`` in float32 at the last position of each prompt, each run alone and unpacked."""
+    """Logits ``[P, V]`` in float32 at the last position of each prompt, each run alone and unpacked; scores ``[P, 1]``.
+    """
     rows = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], dtype=torch.int64)
-        rows.append(model(input_ids=ids, use_cache=False).logits[0, -1].float())
+        logits = model(input_ids=ids, use_cache=False).logits[0]
+        rows.append((logits if logits.ndim == 1 else logits[-1]).float())  # transformers' own choice of a scored token
     return torch.stack(rows)
 
 
@@ -119,9 +131,16 @@ def compare(expected: torch.Tensor, actual: torch.Tensor) -> Difference:
     expected, actual = expected.double(), actual.double()
     absolute = float((expected - actual).abs().max())
     scale = max(float(expected.abs().max()), 1e-12)
+    if expected.shape[-1] == 1:  # scores: what they say of each two prompts is which is preferred, and how much
+        expected, actual = _pairs(expected), _pairs(actual)
     spread = max(float(expected.std(-1).mean()), 1e-12)
     kl = max(_kl(expected, actual), _kl(expected / spread, actual / spread))
     return Difference(absolute, absolute / scale, kl)
+
+
+def _pairs(scores: torch.Tensor) -> torch.Tensor:
+    """Scores ``[P, 1]`` of each two prompts ``[P (P - 1) / 2, 2]``: logits of which is preferred."""
+    return torch.combinations(scores[:, 0])
 
 
 def _kl(expected: torch.Tensor, actual: torch.Tensor) -> float:
@@ -168,11 +187,10 @@ def require_written(directory: Path, written: Mapping[str, Written], outputs: Se
     return digests
 
 
-def load_plain(directory: Path) -> PreTrainedModel:
+def load_plain(directory: Path, head: Head) -> PreTrainedModel:
     """The export loaded by transformers alone, in float32. Raises VerificationError unless it is complete."""
-    auto: Any = AutoModelForCausalLM
     try:
-        model, report = auto.from_pretrained(
+        model, report = auto_model(head).from_pretrained(
             directory, dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from tuner.checkpoint.load import read_tensors
+from tuner.config.methods import Head
 from tuner.errors import DataError
 from tuner.export.published import state_names
 from tuner.export.source import Source
 from tuner.model import transformers_private
 from tuner.model.adapter import LoraSpec
-from tuner.model.build import ModelSpec, build_model
+from tuner.model.build import ModelSpec, auto_model, build_model
 from tuner.model.tokens import resize_embeddings
 from tuner.model.trainable import TrainableSpec
 from tuner.model.vetting import vet_config
@@ -36,7 +37,7 @@ def load_trained(source: Source) -> PreTrainedModel:
     if choice.lora is not None:
         model = base_model(source)
     else:
-        model = plain_model(read_config(source))
+        model = plain_model(read_config(source), source.head)
         if choice.frozen or len(state_names(model)) > len(list(model.parameters())):  # or buffers that files hold
             _copy_base(model, base_model(source))
     choice.apply(model, seed=0)
@@ -79,11 +80,10 @@ def read_config(source: Source) -> PretrainedConfig:
     return config
 
 
-def plain_model(config: PretrainedConfig) -> PreTrainedModel:
+def plain_model(config: PretrainedConfig, head: Head) -> PreTrainedModel:
     """A float32 model of this config with stock attention, whose parameters are allocated and hold nothing yet."""
-    auto: Any = AutoModelForCausalLM
     with transformers_private.no_init_weights():
-        model: PreTrainedModel = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
+        model: PreTrainedModel = auto_model(head).from_config(copy.deepcopy(config), dtype=torch.float32)
     model.tie_weights()
     model.train(False)
     return model
@@ -121,15 +121,16 @@ def plain_base(source: Source) -> PreTrainedModel:
     if facts.get("init") != "random" and not source.recipe.get("model", {}).get("config"):
         name, revision = facts["name_or_path"], facts.get("revision")
         vet_config(name, revision)
-        base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            name, revision=revision, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        labels = {"num_labels": 1} if source.head == "score" else {}
+        base: PreTrainedModel = auto_model(source.head).from_pretrained(
+            name, revision=revision, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **labels
         )
         for tensor in state_names(base).values():  # what it computes itself (Gemma's scale) is not rounded
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(frozen_dtype(source))
         resize_embeddings(base, read_config(source).get_text_config().vocab_size)
         return _widened(base)
-    plain = plain_model(read_config(source))
+    plain = plain_model(read_config(source), source.head)
     _copy_base(plain, base_model(source))
     return plain
 
@@ -143,6 +144,7 @@ def base_model(source: Source) -> PreTrainedModel:
         random_init=facts.get("init") == "random",
         config_overrides=source.recipe.get("model", {}).get("config", {}),
         new_ids=source.new_ids,
+        head=source.head,
     )
     return build_model(spec, frozen_dtype(source), int(source.recipe.get("seed", 42)))
 

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreT
 from tuner.errors import DataError, RecipeError
 from tuner.export.source import Source
 from tuner.model.adapter import ADAPTER, LoraSpec, saved_modules
+from tuner.model.build import has_score
 from tuner.model.tokens import trainable_tokens
 from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
 from tuner.runtime.files import inside, json_bytes, read_json, regular_size, write_new
@@ -48,7 +49,7 @@ def write_adapter_config(
     """Write peft's config; ``base`` is the base model's hub name and revision, each None where there is none."""
     # peft resolved these against the model: the layers behind `all-linear` and globs, and GPT-2's transposed weights.
     injected: Any = getattr(adapted, "peft_config", {})[ADAPTER]
-    config: Any = lora.peft_config(sorted(injected.target_modules), base[0])
+    config: Any = lora.peft_config(sorted(injected.target_modules), has_score(adapted), base[0])
     facts = json.loads(json.dumps(config.to_dict(), default=_plain))
     facts["fan_in_fan_out"] = bool(injected.fan_in_fan_out)
     facts |= {**_saved_modules(adapted, lora), **_new_tokens(adapted), "inference_mode": True, "revision": base[1]}
@@ -82,9 +83,9 @@ def _new_tokens(model: PreTrainedModel) -> dict[str, Any]:
 
 def _saved_modules(model: PreTrainedModel, lora: LoraSpec) -> dict[str, Any]:
     """What peft's config says of modules trained in full; tied ones stay one tensor where it is asked to."""
-    if not lora.modules_to_save:
-        return {}
     saved, tied = set(saved_modules(model, lora)), _tied_and_saved(model, lora)
+    if not saved:
+        return {}
     if tied is None:
         return {"modules_to_save": sorted(saved)}
     return {"modules_to_save": sorted((saved | {tied[1]}) - {tied[0]}), "ensure_weight_tying": True}
@@ -96,6 +97,8 @@ def _tied_and_saved(model: PreTrainedModel, lora: LoraSpec) -> tuple[str, str] |
         return None
     names = {module: name for name, module in model.named_modules()}
     source, output = model.get_input_embeddings(), model.get_output_embeddings()
+    if has_score(model):
+        return None
     if source.weight is not output.weight or not set(saved_modules(model, lora)) & {names[source], names[output]}:
         return None
     return names[source], names[output]

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
+from tuner.model.build import has_score, head_layer
 from tuner.model.freeze import select
 
 ADAPTER = "default"
@@ -41,7 +42,7 @@ class LoraSpec:
     use_dora: bool = False
     modules_to_save: Sequence[str] = ()
 
-    def peft_config(self, targets: Sequence[str], base: str | None = None) -> LoraConfig:
+    def peft_config(self, targets: Sequence[str], scores: bool, base: str | None = None) -> LoraConfig:
         """The same as peft's config for these layers, which ``adapter_config.json`` holds."""
         return LoraConfig(
             r=self.r,
@@ -51,7 +52,7 @@ class LoraSpec:
             use_rslora=self.use_rslora,
             use_dora=self.use_dora,
             bias="none",
-            task_type="CAUSAL_LM",
+            task_type="SEQ_CLS" if scores else "CAUSAL_LM",
             base_model_name_or_path=base,
         )
 
@@ -66,7 +67,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
     on_meta = next(model.parameters()).device.type == "meta"
     saved = saved_modules(model, spec)
     targets = _target_names(model, spec, saved)
-    config = spec.peft_config(_shortest(model, targets))
+    config = spec.peft_config(_shortest(model, targets), has_score(model))
     config.fan_in_fan_out = any(type(module).__name__ == "Conv1D" for module in model.modules())
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -200,11 +201,15 @@ def _not_adaptable(layers: Iterable[str], name: str, why: str) -> RecipeError:
 def saved_modules(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
     """Full names of the modules that are trained in full; outermost ones only.
 
-    A module that shares its weight with another stands for both: they stay one tensor.
+    A module that shares its weight with another stands for both: they stay one tensor. A reward model's score is one
+    of them whether it is named or not.
     """
     owning = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     chosen = select(spec.modules_to_save, owning, "adapter.modules_to_save")
-    return [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
+    if has_score(model):
+        head = [name for name, module in model.named_modules() if module is head_layer(model)]
+        chosen = [*chosen, *head]
+    return [name for name in dict.fromkeys(chosen) if not any(name.startswith(f"{other}.") for other in chosen)]
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -1,4 +1,4 @@
-"""Build a transformers causal language model: its config, its weights from files or from a seed, its blocks."""
+"""Build a transformers language model: its config, its weights from files or from a seed, its blocks."""
 
 import contextlib
 import difflib
@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from tuner.config.methods import Head
 from tuner.errors import DataError, MachineError, RecipeError, is_out_of_memory
 from tuner.model import attention
 from tuner.model.tokens import resize_embeddings, resize_vocabulary
@@ -27,8 +28,8 @@ from tuner.model.transformers_private import (
     plain_config,
     takes_our_attention,
 )
-from tuner.model.vetting import vet_config
-from tuner.runtime.files import inside, read_json
+from tuner.model.vetting import broken_weights, require_own_files, vet_config
+from tuner.runtime.files import read_json
 
 _HALF = (torch.bfloat16, torch.float16)
 _RANDOM = ("pdrop", "layerdrop", "drop_path_rate", "jitter_noise")
@@ -47,6 +48,7 @@ class ModelSpec:
     """Of tokens that were added to the model's own."""
     without_dropout: bool = False
     """Whether shares of dropout in the config are made zero, whatever it says."""
+    head: Head = "tokens"
 
 
 def model_config(spec: ModelSpec) -> PretrainedConfig:
@@ -98,6 +100,10 @@ def _own_config(spec: ModelSpec) -> PretrainedConfig:
                 setattr(part, key, 0.0)
     config.use_cache = False
     forget_attention(config)  # what the file names is for whoever wrote it
+    if spec.head == "score":
+        from tuner.model.score import require_scores
+
+        require_scores(config)
     return config
 
 
@@ -114,20 +120,25 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
 
     Weights are read by transformers straight into the tensors of a model built on the meta device, with its conversion
     of file names to module names; with ``random_init`` they are drawn from ``seed``. Raises DataError where a weight
-    is missing, left over or of another shape: nothing is ever re-initialised silently. Rows for new tokens are zero.
+    is missing, left over or of another shape: nothing is ever re-initialised silently. Rows for new tokens are zero,
+    and a score that the files do not have is drawn from ``seed``, in float32.
     """
     attention.register()
-    grown = model_config(spec)
+    grown, auto = model_config(spec), auto_model(spec.head)
     if spec.random_init:
         with torch.random.fork_rng(devices=[]), _clear_errors(spec):
             torch.manual_seed(seed)
-            model = _attending(grown, partial(AutoModelForCausalLM.from_config, grown, dtype=dtype))
+            model = _attending(grown, partial(auto.from_config, grown, dtype=dtype))
+        if spec.head == "score":
+            from tuner.model.score import draw_score
+
+            draw_score(model, seed)
         return _finished(model)
-    _require_own_files(spec)
+    require_own_files(Path(spec.name_or_path))
     own = _own_config(spec)
-    with _clear_errors(spec), _without_progress():
+    with _clear_errors(spec), _without_progress(reports=spec.head == "tokens"):
         load = partial(
-            AutoModelForCausalLM.from_pretrained,
+            auto.from_pretrained,
             spec.name_or_path,
             revision=spec.revision,
             config=own,
@@ -137,6 +148,10 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
             output_loading_info=True,
         )
         model, report = _attending(own, load)
+    if spec.head == "score":
+        from tuner.model.score import give_score
+
+        report = give_score(model, report, seed)
     _require_complete(spec, report)
     resize_embeddings(model, grown.get_text_config().vocab_size)
     return _finished(model)
@@ -163,12 +178,12 @@ def fetch_weights(spec: ModelSpec) -> None:
             snapshot_download(name, revision=spec.revision, allow_patterns=sorted(shards))
 
 
-def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def meta_model(config: PretrainedConfig, dtype: torch.dtype, head: Head = "tokens") -> PreTrainedModel:
     """The same model on the meta device: every parameter has its shape and type and no storage."""
     attention.register()
     try:
         with torch.device("meta"):
-            model = _attending(config, partial(AutoModelForCausalLM.from_config, config, dtype=dtype))
+            model = _attending(config, partial(auto_model(head).from_config, config, dtype=dtype))
     except ImportError as error:
         raise _missing(config.model_type, error) from error
     except (ValueError, TypeError, ZeroDivisionError, RuntimeError, AttributeError, KeyError) as error:
@@ -191,6 +206,25 @@ def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
     if not blocks:
         raise RecipeError(f"{type(model).__name__} names no decoder layers, so it cannot be sharded over processes")
     return blocks
+
+
+def auto_model(head: Head) -> Any:
+    """What of transformers finds the class of a model with this head."""
+    if head == "tokens":
+        return AutoModelForCausalLM
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification
+
+
+def has_score(model: nn.Module) -> bool:
+    """Whether a model scores hidden states, in place of making logits of them."""
+    return type(model).__name__.endswith("ForSequenceClassification")
+
+
+def head_layer(model: PreTrainedModel) -> Any:
+    """The layer that is applied to hidden states: the output layer, or the score of a reward model."""
+    return model.score if has_score(model) else model.get_output_embeddings()
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
@@ -227,6 +261,11 @@ def _finished(model: PreTrainedModel) -> PreTrainedModel:
     _exact_constants(model)
     model.config.use_cache = False
     model.eval()
+    if has_score(model):
+        from tuner.model.score import require_score_layer
+
+        require_score_layer(model)
+        head_layer(model).float()  # it is trained whatever else is
     return model
 
 
@@ -253,34 +292,6 @@ def _half_constants(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Buffers of 16 bits that are in no file, by name."""
     kept = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if buffer.dtype in _HALF and name not in kept}
-
-
-def _require_own_files(spec: ModelSpec) -> None:
-    """Check that a local directory's weights are its own files. Raises DataError naming what leads elsewhere."""
-    directory = Path(spec.name_or_path)
-    if (directory / "adapter_config.json").is_file():  # transformers would load the model that it names instead
-        raise DataError(
-            f"{directory / 'adapter_config.json'}: an adapter for another model is next to the weights",
-            hint="take it away, or merge the adapter into its model: tuner export-hf",
-        )
-    for path in sorted(directory.glob("*.index.json")) if directory.is_dir() else ():
-        names = read_json(path).get("weight_map")
-        for name in sorted(set(names.values()), key=str) if isinstance(names, dict) else ():
-            try:
-                inside(directory, str(name))
-            except DataError as error:
-                raise DataError(f"{path}: {error.message}") from error
-
-
-def _broken_weights(directory: Path) -> str:
-    """The first weights file of a directory that is not one."""
-    for path in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(path, "pt"):
-                pass
-        except SafetensorError:
-            return path.name
-    return "its weights"
 
 
 def _require_complete(spec: ModelSpec, report: Mapping[str, Any]) -> None:
@@ -312,7 +323,7 @@ def _clear_errors(spec: ModelSpec) -> Iterator[None]:
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = _reason(error)
         if isinstance(error, SafetensorError):
-            reason = f"{_broken_weights(path)}: {reason}"
+            reason = f"{broken_weights(path)}: {reason}"
         if is_out_of_memory(error):
             raise
         if "can't allocate memory" in reason:
@@ -333,13 +344,17 @@ def _reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _without_progress() -> Iterator[None]:
+def _without_progress(reports: bool = True) -> Iterator[None]:
+    """Within, transformers shows no bars and, without ``reports``, not what of the files it does not take."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    if not reports:
+        logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()

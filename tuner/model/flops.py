@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from tuner.model.build import head_layer
+
 FORWARD, FROZEN, TRAINED = 2, 4, 6
 """Operations for each weight of a product and token: forward, and forward and backward."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -63,7 +65,7 @@ def training_flops(model: PreTrainedModel) -> Flops:
 
     Never raises: a config that does not say heads and layers gives a count that is not ``complete``.
     """
-    head = model.get_output_embeddings()
+    head = head_layer(model)
     of_head = set() if head is None else {id(weight) for weight in head.parameters()}
     config = model.config.get_text_config()
     routed: tuple[float, int] = (1.0, 0)

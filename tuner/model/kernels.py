@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
 from tuner.model import attention
+from tuner.model.build import decoder_of, has_score
 from tuner.model.native import library
 from tuner.model.native.attention import apply_native_rotation
 from tuner.model.native.layers import apply_native_gates, apply_native_norms
@@ -52,7 +53,8 @@ def apply_liger(model: PreTrainedModel) -> None:
         raise RecipeError(
             f"model.kernels: liger has no kernels for {model.config.model_type}", hint="write kernels: torch"
         )
-    _apply_liger_kernel_to_instance(model=model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
+    whole = decoder_of(model) if has_score(model) else model  # it knows no model with a score
+    _apply_liger_kernel_to_instance(model=whole, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def has_liger(model_type: str) -> bool:

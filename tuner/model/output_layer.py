@@ -145,6 +145,12 @@ class OutputLayer:
         loss: torch.Tensor = _CrossEntropy.apply(hidden, weight, bias, targets, weights, kernel)  # type: ignore[no-untyped-call]
         return loss
 
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of a reward model, whose weight is ``[1, D]``: the score at each position, ``[N]``, at least float32."""
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return (hidden.to(exact) @ self.weight.to(exact).T)[:, 0]
+
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The cross-entropy at each position, ``[N]``, for any function of them, such as a mean over documents.
 

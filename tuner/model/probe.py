@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from tuner.errors import RecipeError, is_out_of_memory
 from tuner.model import transformers_private
 from tuner.model.attention import Unsupported
+from tuner.model.build import has_score
 from tuner.model.root import CausalLM
 from tuner.model.tokens import TrainableTokens
 from tuner.model.transformers_private import attention_of, from_config, plain_config, registered
@@ -160,14 +161,23 @@ def _compare(
 
 
 def _last_logits(root: CausalLM, documents: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Logits ``[n, V]`` of the last document of a row."""
+    """Logits ``[n, V]`` of the last document of a row; of a reward model the hidden states ``[n, D]`` it scores."""
     lengths = tuple(map(len, documents))
     position_ids = torch.cat([torch.arange(length) for length in lengths])
     positions = torch.arange(sum(lengths) - lengths[-1], sum(lengths))
-    return root.logits(torch.cat(list(documents)), position_ids, lengths, positions).float()
+    ids = torch.cat(list(documents))
+    if has_score(root.model):  # one number has no spread: what it is made of is compared
+        from tuner.model.score import scored
+
+        return scored(root.model, lambda: root.logits(ids, position_ids, lengths, positions))[0].float()
+    return root.logits(ids, position_ids, lengths, positions).float()
 
 
 def _plain_logits(plain: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    if has_score(plain):
+        from tuner.model.score import hidden_of_class
+
+        return hidden_of_class(plain, ids)
     logits: torch.Tensor = plain(input_ids=ids[None], use_cache=False).logits[0].float()
     return logits
 

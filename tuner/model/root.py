@@ -12,10 +12,11 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from tuner.model import attention
-from tuner.model.build import decoder_of
+from tuner.model.build import decoder_of, has_score, head_layer
 from tuner.model.documents import Documents, GrowingDocuments, Padding
 from tuner.model.longrope import RotationByDocument
 from tuner.model.output_layer import (
+    PLAIN,
     Kernel,
     LogitTransform,
     Objective,
@@ -27,14 +28,14 @@ from tuner.model.output_layer import (
 
 
 class CausalLM(nn.Module):
-    """A transformers causal language model whose forward gives the objective of one packed microbatch."""
+    """A transformers language model whose forward gives the objective of one packed microbatch."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
         self.loss_kernel: Kernel = softmax_into_gradient
         """What turns logits into the loss of training and its gradient."""
-        self.logit_transform = LogitTransform.of(model.config)
+        self.logit_transform = PLAIN if has_score(model) else LogitTransform.of(model.config)
         """What the model does to the output layer's products before they are logits."""
         self.frozen_hash: str | None = None
         """SHA-256 of what is not trained (:func:`~tuner.model.freeze.frozen_hash`), which checkpoints do not hold."""
@@ -89,9 +90,12 @@ class CausalLM(nn.Module):
         document_lengths: tuple[int, ...],
         positions: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits ``[N, V]`` at the given positions of a packed microbatch; without gradients where they are capped."""
+        """Logits ``[N, V]`` at the given positions of a packed microbatch; without gradients where they are capped.
+
+        Of a reward model, scores ``[N, 1]``.
+        """
         hidden = self._hidden(input_ids, position_ids, document_lengths)
-        logits: torch.Tensor = self.model.get_output_embeddings()(hidden[positions])
+        logits: torch.Tensor = head_layer(self.model)(hidden[positions])
         self.logit_transform.apply_(logits)
         return logits
 
@@ -138,7 +142,7 @@ class CausalLM(nn.Module):
 
     def at_head(self, objective: Objective[Result], hidden: torch.Tensor, targets: torch.Tensor) -> Result:
         """What the ``objective`` makes of hidden states ``[N, D]`` and the output layer, whose weight is whole here."""
-        head = self.model.get_output_embeddings()
+        head = head_layer(self.model)
         layer = OutputLayer(head.weight, getattr(head, "bias", None), self.logit_transform, self.loss_kernel)
         return objective(hidden, layer, targets)
 
@@ -159,7 +163,7 @@ FORWARD_METHODS = ("losses", "logits", "next_logits")
 def outer_parameters(root: CausalLM) -> set[str]:
     """Names of the parameters of embeddings and of the output layer: what stands at the ends of the network."""
     model = root.model
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    ends = [model.get_input_embeddings(), head_layer(model)]
     ends += [module for module in model.modules() if isinstance(module, nn.Embedding)]
     found = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in found}

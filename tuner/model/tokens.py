@@ -66,7 +66,7 @@ def resize_embeddings(model: PreTrainedModel, size: int) -> None:
         return
     with torch.random.fork_rng(devices=[]):  # it draws rows of its own, which are overwritten
         model.resize_token_embeddings(size, mean_resizing=False)
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+    for module in _ends(model):
         for tensor in module.parameters(recurse=False):
             tensor[there:] = 0
 
@@ -83,8 +83,7 @@ def train_new_tokens(model: PreTrainedModel, new_ids: range, drawn: bool) -> Non
         return
     names = {module: name for name, module in model.named_modules()}
     rows: dict[nn.Parameter, nn.Parameter] = {}
-    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    for layer in ends:
+    for layer in _ends(model):
         weight = layer.weight
         if hasattr(layer, "base_layer"):
             raise RecipeError(
@@ -104,6 +103,12 @@ def train_new_tokens(model: PreTrainedModel, new_ids: range, drawn: bool) -> Non
 def trainable_tokens(model: nn.Module) -> dict[str, TrainableTokens]:
     """The layers whose rows of new tokens are a tensor apart, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, TrainableTokens)}
+
+
+def _ends(model: PreTrainedModel) -> list[Any]:
+    """The embeddings and the output layer; a reward model has no output layer."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return [layer for layer in ends if layer is not None]
 
 
 def _known(layer: nn.Module) -> nn.Module:

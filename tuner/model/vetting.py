@@ -12,9 +12,11 @@ import torch
 from huggingface_hub import hf_hub_download
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
+from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from tuner.errors import DataError
+from tuner.runtime.files import inside, read_json
 
 KERNELS = frozenset(
     {
@@ -91,6 +93,33 @@ def licence_of(name_or_path: str, revision: str | None) -> str | None:
             if isinstance(licence, str) and len(licence) <= MAX_LICENCE_CHARACTERS and licence.isprintable():
                 return licence
     return None
+
+
+def require_own_files(directory: Path) -> None:
+    """Check that a local directory's weights are its own files. Raises DataError naming what leads elsewhere."""
+    if (directory / "adapter_config.json").is_file():  # transformers would load the model that it names instead
+        raise DataError(
+            f"{directory / 'adapter_config.json'}: an adapter for another model is next to the weights",
+            hint="take it away, or merge the adapter into its model: tuner export-hf",
+        )
+    for path in sorted(directory.glob("*.index.json")) if directory.is_dir() else ():
+        names = read_json(path).get("weight_map")
+        for name in sorted(set(names.values()), key=str) if isinstance(names, dict) else ():
+            try:
+                inside(directory, str(name))
+            except DataError as error:
+                raise DataError(f"{path}: {error.message}") from error
+
+
+def broken_weights(directory: Path) -> str:
+    """The first weights file of a directory that is not one."""
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError:
+            return path.name
+    return "its weights"
 
 
 def _refuse(where: str, key: str, value: Any) -> None:

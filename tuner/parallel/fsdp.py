@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tuner.model.build import decoder_blocks
+from tuner.model.build import decoder_blocks, has_score, head_layer
 from tuner.model.root import FORWARD_METHODS, CausalLM
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.device import to_device
@@ -47,13 +47,14 @@ def shard(
     blocks = decoder_blocks(root.model)
     for block in blocks:
         _unit(block, mesh, reshard_after_forward, rounded_to)
-    embedding, head = root.model.get_input_embeddings(), root.model.get_output_embeddings()
+    embedding, head = root.model.get_input_embeddings(), head_layer(root.model)
     looked_up = set() if tokens is None else _looked_up(embedding, root, mesh, tokens)
     if isinstance(embedding, nn.Embedding) and not looked_up and _is_apart(embedding, root):
         _unit(embedding, mesh, True)
         _state_of(embedding).set_unshard_in_backward(False)  # looking up needs no weight to go backward
     if _is_apart(head, root):
-        _unit(head, mesh, False, rounded_to)  # the backward pass begins with it
+        rounded = None if has_score(root.model) else rounded_to  # a score is float32 under autocast too
+        _unit(head, mesh, False, rounded)  # the backward pass begins with it
         _state_of(blocks[-1]).set_modules_to_forward_prefetch([_state_of(head)])
         _gather_for_objective(root, head)
     fully_shard(root, mesh=mesh, reshard_after_forward=False, ignored_params=looked_up)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from tuner.config.methods import head_of
 from tuner.config.recipe import LowRankAdapter, Recipe
 from tuner.data.batches import GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -116,7 +117,7 @@ def build(
         tokenizer=tokenizer,
         rank_info=rank_info,
         mesh=mesh,
-        probes=probe_inputs(prepared.train),
+        probes=probe_inputs(prepared.train, from_end=head_of(recipe.method) == "score"),
         held_out=held,
         mfu=MfuMeter(training_flops(train_state.root.model), peak, train_state.method.extra_forwards),
     )
@@ -231,9 +232,10 @@ def _lora_spec(adapter: LowRankAdapter) -> "LoraSpec":
     )
 
 
-def meta_model_of(resolved: Resolved) -> PreTrainedModel:
-    """The model that is trained, without storage."""
-    return meta_model(resolved.config, DTYPES[resolved.recipe.model.dtype])
+def meta_model_of(resolved: Resolved, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The model that is trained, without storage; in another type where one is given."""
+    recipe = resolved.recipe
+    return meta_model(resolved.config, dtype or DTYPES[recipe.model.dtype], head_of(recipe.method))
 
 
 def trained_count(resolved: Resolved) -> int:

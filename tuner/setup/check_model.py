@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from tuner.config.duration import Duration
+from tuner.config.methods import head_of
 from tuner.config.optimizers import MuonOptimizer
 from tuner.config.recipe import LowRankAdapter, Recipe
 from tuner.data.building.spec import resolve_max_length
@@ -22,7 +23,7 @@ from tuner.model.output_layer import LogitTransform
 from tuner.model.root import CausalLM, outer_parameters, trained_parameters
 from tuner.parallel.assemble import recomputed_count
 from tuner.runtime.dist import RankInfo
-from tuner.setup.build import check_fits, held_out_rows, mesh_of, trainable_of
+from tuner.setup.build import check_fits, held_out_rows, mesh_of, meta_model_of, trainable_of
 from tuner.setup.findings import Findings
 from tuner.setup.resolve import Resolved, check_division, model_spec
 from tuner.setup.settled import rows_at_once
@@ -39,7 +40,7 @@ def check_model(recipe: Recipe, directory: Path, found: Findings) -> None:
     _check_best(recipe, found)
     with found.of("model.name_or_path"):
         config = model_config(model_spec(here, range(0)))
-        model = meta_model(config, torch.float32)
+        model = meta_model(config, torch.float32, head_of(recipe.method))
         if recipe.model.init == "pretrained":
             _check_shapes(recipe, directory, model, found)
         check_parts(recipe, model, found)
@@ -60,7 +61,7 @@ def check_setup(
     with found.of("checkpoint.keep_best"):
         check_metric(recipe.checkpoint.keep_best, held_out_rows(recipe, prepared), recipe.method.figures)
     if not found.problems:
-        check_parts(recipe, meta_model(resolved.config, torch.float32), found, resolved.new_ids)
+        check_parts(recipe, meta_model_of(resolved, torch.float32), found, resolved.new_ids)
 
 
 def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids: range = range(0)) -> None:

@@ -44,13 +44,17 @@ def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
 
 
-def probe_inputs(rows: PackedRows) -> list[torch.Tensor]:
-    """The first tokens of the first documents of the training rows: at most 20 tensors int64 of at most 64 tokens."""
+def probe_inputs(rows: PackedRows, from_end: bool = False) -> list[torch.Tensor]:
+    """The first tokens of the first documents of the training rows: at most 20 tensors int64 of at most 64 tokens.
+
+    With ``from_end`` the last ones: a score is that of a document's last token.
+    """
+    part = slice(-MAX_TOKENS, None) if from_end else slice(MAX_TOKENS)
     probes: list[torch.Tensor] = []
     for index in range(min(len(rows), MAX_PROBES)):
         row = rows.row(index)
         documents = torch.as_tensor(row.input_ids).split(row.lengths.tolist())
-        probes += [document[:MAX_TOKENS].clone() for document in documents if len(document) > 1]
+        probes += [document[part].clone() for document in documents if len(document) > 1]
         if len(probes) >= MAX_PROBES:
             break
     return probes[:MAX_PROBES]
@@ -60,7 +64,8 @@ def probe_inputs(rows: PackedRows) -> list[torch.Tensor]:
 def record_probes(root: CausalLM, probes: list[torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """Float32 logits at the last position of each probe, each run alone. Collective.
 
-    Returns input_ids int64 ``[P, L]`` padded with zeros, lengths int64 ``[P]`` and logits float32 ``[P, V]``.
+    Returns input_ids int64 ``[P, L]`` padded with zeros, lengths int64 ``[P]`` and logits float32 ``[P, V]``; of a
+    reward model its scores ``[P, 1]``.
     """
     root.eval()
     lengths = torch.tensor([len(p) for p in probes])

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PretrainedConfig
 
+from tuner.config.methods import Method, head_of
 from tuner.config.optimizers import MuonOptimizer
-from tuner.config.recipe import LowRankAdapter, Method, Recipe
+from tuner.config.recipe import LowRankAdapter, Recipe
 from tuner.errors import MachineError, RecipeError
 from tuner.model.build import ModelSpec, dropouts_of, generation_config, meta_model, model_config
 from tuner.model.flash_versions import kernel_and_reason
@@ -60,7 +61,7 @@ def resolve(
     spec = model_spec(recipe, new_ids)
     config = model_config(spec)
     dropouts = dropouts_of(model_config(replace(spec, without_dropout=False))) if spec.without_dropout else {}
-    n_parameters = sum(p.numel() for p in meta_model(config, torch.float32).parameters())
+    n_parameters = sum(p.numel() for p in meta_model(config, torch.float32, spec.head).parameters())
     reasons: dict[str, str] = {}
     if dropouts:
         was = ", ".join(f"{key} {value:g}" for key, value in dropouts.items())
@@ -114,7 +115,10 @@ def model_spec(recipe: Recipe, new_ids: range) -> ModelSpec:
     """The model section as the model package takes it."""
     model = recipe.model
     has_reference = reference_of(recipe.method) is not None
-    return ModelSpec(model.name_or_path, model.revision, model.init == "random", model.config, new_ids, has_reference)
+    head, random_init = head_of(recipe.method), model.init == "random"
+    return ModelSpec(
+        model.name_or_path, model.revision, random_init, model.config, new_ids, without_dropout=has_reference, head=head
+    )
 
 
 def reference_of(method: Method) -> str | None:

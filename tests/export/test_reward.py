@@ -1,0 +1,152 @@
+"""An exported reward model, loaded by transformers or peft alone, scores as the trained one."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForSequenceClassification
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from tests.export.runs import PROMPTS, write_base, write_run
+from tests.fixtures import forked
+from tuner.api import export_hf
+from tuner.errors import RecipeError, VerificationError
+from tuner.export.verify import compare, last_logits
+from tuner.generate import load_generator
+from tuner.model.adapter import LoraSpec
+from tuner.rundir.layout import TOKENIZER
+
+LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
+CASES = [("llama-tied", None), ("llama", LORA), ("gpt2", LORA), ("gemma3", None)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
+    """Runs with one checkpoint each, by kind of model and whether it has an adapter."""
+    found = {}
+    for kind, lora in CASES:
+        place = tmp_path_factory.mktemp(kind)
+        base = write_base(place / "base", kind)
+        found[kind, lora is not None] = write_run(place / "run", base, lora, head="score", amount=0.2)
+    return found
+
+
+def recorded(run: Path) -> torch.Tensor:
+    return load_file(run / "checkpoints" / "step-7" / "probe.safetensors")["logits"]
+
+
+def padded(model: Any, directory: Path) -> torch.Tensor:
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    batch = tokenizer.pad({"input_ids": PROMPTS}, return_tensors="pt")
+    with torch.no_grad():
+        scores: torch.Tensor = model(**batch).logits
+    return scores
+
+
+@pytest.mark.parametrize("case", [(kind, lora is not None) for kind, lora in CASES])
+def test_the_export_scores_as_the_trained_model(runs: dict[Any, Path], tmp_path: Path, case: tuple[str, bool]) -> None:
+    report = export_hf(runs[case], tmp_path / "out", dtype="fp32")
+    config = json.loads((report.path / "config.json").read_text())
+    assert config["architectures"][0].endswith("ForSequenceClassification")
+    assert (config["id2label"], config["problem_type"]) == ({"0": "reward"}, "regression")
+    assert not (report.path / "generation_config.json").exists()
+    names = load_file(report.path / "model.safetensors")
+    assert names["score.weight"].shape == (1, 32) and not any("lm_head" in name or "lora" in name for name in names)
+    model = AutoModelForSequenceClassification.from_pretrained(report.path, dtype=torch.float32).eval()
+    wanted = recorded(runs[case])
+    assert float(wanted.std()) > 0.01
+    torch.testing.assert_close(last_logits(model, PROMPTS), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(padded(model, report.path), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_rounded_exports_are_verified_by_what_they_prefer(runs: dict[Any, Path], tmp_path: Path) -> None:
+    report = export_hf(runs["llama-tied", False], tmp_path / "out")
+    assert report.dtype == "bf16" and report.kl is not None and 0 < report.kl < 0.02
+    scores = torch.tensor([[2.0], [0.5], [-1.0]])
+    assert compare(scores, scores).kl == 0
+    assert compare(scores, -scores).kl > 0.5  # another order
+    assert compare(scores, scores + 3).kl < 1e-9  # the same preferences
+
+
+def test_a_kept_adapter_is_pefts_with_its_score(runs: dict[Any, Path], tmp_path: Path) -> None:
+    run = runs["llama", True]
+    report = export_hf(run, tmp_path / "out", adapter="keep", dtype="fp32")
+    config = json.loads((report.path / "adapter_config.json").read_text())
+    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    model = AutoPeftModelForSequenceClassification.from_pretrained(report.path, num_labels=1, dtype=torch.float32)
+    model.base_model.model.config.pad_token_id = AutoTokenizer.from_pretrained(report.path).pad_token_id
+    torch.testing.assert_close(last_logits(model.eval(), PROMPTS), recorded(run), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(padded(model, report.path), recorded(run), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("adapter", ["merge", "keep"])
+def test_what_the_card_says_runs_and_ranks(runs: dict[Any, Path], tmp_path: Path, adapter: Any) -> None:
+    report = export_hf(runs["llama", True], tmp_path / "out", adapter=adapter, dtype="fp32")
+    card = (report.path / "README.md").read_text()
+    assert "pipeline_tag: text-classification" in card and "- reward-model" in card and "method | reward" in card
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    base = runs["llama", True].parent / "base"
+    text = f"DIRECTORY, BASE_MODEL = {str(report.path)!r}, {str(base)!r}\n{code}\nprint(*scores.shape)"
+    done = forked.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["2"], done.stderr[-2000:]
+
+
+def test_the_pipeline_gives_the_score_itself(runs: dict[Any, Path], tmp_path: Path) -> None:
+    report = export_hf(runs["llama-tied", False], tmp_path / "out", dtype="fp32")
+    classify: Any = pipeline("text-classification", model=str(report.path), device="cpu")
+    tokenizer = AutoTokenizer.from_pretrained(report.path)
+    (found,) = classify("w10 w11 w12", add_special_tokens=False)
+    model = AutoModelForSequenceClassification.from_pretrained(report.path).eval()
+    wanted = last_logits(model, [tokenizer("w10 w11 w12", add_special_tokens=False)["input_ids"]])
+    assert found["label"] == "reward" and found["score"] == pytest.approx(wanted.item(), rel=1e-2)
+
+
+def test_the_padding_ends_no_document(tmp_path: Path) -> None:
+    """The tokenizer pads with what documents end with: transformers would score the token before it."""
+    run = write_run(tmp_path / "run", write_base(tmp_path / "base", "llama"), head="score", amount=0.2)
+    tokenizer = AutoTokenizer.from_pretrained(run / TOKENIZER)
+    assert tokenizer.pad_token == "<pad>"
+    report = export_hf(run, tmp_path / "plain", dtype="fp32")
+    assert AutoTokenizer.from_pretrained(report.path).pad_token == "<pad>"
+    from tuner.export import padding
+    from tuner.export.source import resolve
+
+    ends = [prompt[-1] for prompt in PROMPTS]
+    source = resolve(run)
+    config = AutoModelForSequenceClassification.from_pretrained(report.path).config
+    for taken, name in (([], "<pad>"), ([0], "<s>"), ([0, 1], None)):
+        found = padding._padding_of(source, config, [*ends, *taken])
+        assert (found and found.token) == name
+
+
+def test_a_score_that_was_changed_is_not_published(
+    runs: dict[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tuner.export import hf
+
+    real = hf.verify.load_plain
+
+    def other(directory: Path, head: Any) -> Any:
+        model: Any = real(directory, head)
+        model.score.weight.data[0, 0] += 0.05
+        return model
+
+    monkeypatch.setattr(hf.verify, "load_plain", other)
+    with pytest.raises(VerificationError, match="not the trained model"):
+        export_hf(runs["llama-tied", False], tmp_path / "out", dtype="fp32")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_reward_model_writes_no_text(runs: dict[Any, Path], tmp_path: Path) -> None:
+    merged = export_hf(runs["llama", True], tmp_path / "merged", dtype="fp32").path
+    kept = export_hf(runs["llama", True], tmp_path / "kept", adapter="keep", dtype="fp32").path
+    for path in (runs["llama", True], merged, kept):
+        with pytest.raises(RecipeError, match="is a reward model: it scores text and writes none"):
+            load_generator(str(path))
