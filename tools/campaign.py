@@ -58,6 +58,7 @@ CAMPAIGNS = (
         "ids of training against an export's readers, 35 tokenizers",
     ),
     Campaign("rows", ("pytest", "tests/reference"), "every row of others' files and drawn ones, against transformers"),
+    Campaign("pairs", ("pairs_campaign",), "5,000 mutated rows of pairs and of labels: verdict, texts and masks"),
     Campaign("recipes", ("recipes_campaign",), "every shipped recipe: predicted for its card, two steps in small"),
     Campaign("preferences", ("preference_task",), "what shipped preference recipes teach, on held-out notes"),
     Campaign("predict", ("predict_campaign",), "predicted memory against counted allocations, 85 cases"),
