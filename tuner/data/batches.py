@@ -136,16 +136,19 @@ def selected(batch: Batch, chosen: npt.NDArray[np.bool_]) -> Batch:
     )
 
 
-def step_of(micro: Sequence[Batch]) -> StepBatches:
-    """Batches as a step of their own, with the counts of all of them."""
+def step_of(micro: Sequence[Batch], mismatched: bool = False) -> StepBatches:
+    """Batches as a step of their own, with the counts of all of them; they stand for ``mismatched`` ones as well."""
+    documents = sum(len(batch.documents) for batch in micro)
     return StepBatches(
         row_ids=np.empty(0, np.int64),
         trained_count=sum(len(batch.trained_positions) for batch in micro),
         tokens=sum(len(batch.input_ids) for batch in micro),
         micro=list(micro),
         trained_per_document=np.concatenate([batch.trained_per_document for batch in micro]),
-        documents=sum(len(batch.documents) for batch in micro),
+        documents=documents,
         columns={name: np.concatenate([batch.columns[name] for batch in micro]) for name in micro[0].columns},
+        mismatched=list(micro) if mismatched else [],
+        mismatched_documents=documents if mismatched else 0,
     )
 
 

@@ -64,7 +64,7 @@ def workload(recipe: Recipe, resolved: Resolved, rank_info: RankInfo, directory:
         samples = () if held_out is None else _assumed_samples(recipe, max_length)
         if samples:
             assumed.append(f"sample answers run to the end of a row: {len(samples)} of {samples[0][1]} tokens")
-        step, extra = step_of([batch] * count), method.extra_forwards
+        step, extra = step_of([batch] * count, method.mismatched), method.extra_forwards
         return Workload(step, held_out, float(max_length), None, samples, tuple(assumed), extra)
     prepared, tokenizer = found
     batch = method.made_up(fullest(prepared.train, n_rows))
@@ -75,7 +75,7 @@ def workload(recipe: Recipe, resolved: Resolved, rank_info: RankInfo, directory:
     asked = prepared.samples[: recipe.eval.samples]
     limits = answer_limits(asked, tokenizer, config)
     samples = tuple((len(sample.prompt_ids), limit) for sample, limit in zip(asked, limits, strict=True))
-    step = step_of([batch] * count)
+    step = step_of([batch] * count, method.mismatched)
     return Workload(step, held_out, mean, prepared, samples, (rows,), method.extra_forwards)
 
 

@@ -47,7 +47,8 @@ def full_batches(assembly: Assembly) -> StepBatches:
     rows, data_size = rows_at_once(recipe), assembly.mesh.data_size
     per_step = recipe.train.global_batch_size // (rows * data_size)
     batch = full_rows(recipe.method.examples, assembly.prepared.train.max_length, rows, vocab_size)
-    return step_of([assembly.train_state.method.made_up(batch)] * min(2, per_step))
+    method = assembly.train_state.method
+    return step_of([method.made_up(batch)] * min(2, per_step), method.mismatched)
 
 
 def full_rows(examples: Examples, max_length: int, n_rows: int, vocab_size: int) -> Batch:

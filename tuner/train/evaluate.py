@@ -200,7 +200,12 @@ def _evaluate_terms(
     from tuner.train.evaluate_terms import Sources, term_means
 
     method, sources = by_terms.method, Sources(len(held.sources), held.source_of)
-    batches = replace(batches, global_batch_size=by_terms.global_batch_size, by_document=method.by_document)
+    batches = replace(
+        batches,
+        global_batch_size=by_terms.global_batch_size,
+        by_document=method.by_document,
+        mismatched=method.mismatched,
+    )
     whole, each = term_means(root, step_config, method, batches, sources, between)
     parts = {
         name: Evaluation(one.loss, one.tokens, figures=one.figures)

@@ -14,7 +14,7 @@ from tuner.data.prepared import PackedRows
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import sync_gradients
 from tuner.train.methods.method import Counts, Method, Terms, logged
-from tuner.train.step import StepConfig, microbatch_terms
+from tuner.train.step import StepConfig, microbatch_terms, of_step
 
 
 class Means(NamedTuple):
@@ -109,11 +109,12 @@ def term_means(
     sync_gradients(root, True)
     for index in range(batches.steps_per_epoch):
         step = batches.step(index)
+        shared = of_step(root, method, step, step_config)
         # Sharded processes compute together: each takes every source that any of them has.
         expected = sources.of_rows(batches.rows, step.row_ids) if step_config.mesh.data_size > 1 else ()
         for batch in step.micro:
             between()
             for source, part in sources.split(batch, expected):
-                terms = microbatch_terms(root, method, part, step_config)
+                terms = microbatch_terms(root, method, part, step_config, shared)
                 totals.add(source, terms, method.counts(step_of([part])), len(part.trained_positions))
     return totals.means()
