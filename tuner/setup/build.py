@@ -107,6 +107,7 @@ def build(
         rank=mesh.data_rank,
         world_size=mesh.data_size,
         by_document=train_state.method.by_document,
+        mismatched=train_state.method.mismatched,
     )
     return Assembly(
         resolved=resolved,
