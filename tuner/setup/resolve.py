@@ -101,6 +101,8 @@ def resolve(
     settle("data", "max_length", max_length, "as prepared")
     if reference_of(recipe.method) is not None:
         settle("method", "reference", *_reference(recipe, new_ids, values))
+    if spec.head == "score":
+        values.setdefault("eval", {})["samples"] = 0  # it writes no answers
     examples = recipe.method.examples
     settle("data", "too_long", examples.too_long, examples.kind)
     changed = {section: getattr(recipe, section).model_copy(update=update) for section, update in values.items()}
