@@ -1,4 +1,4 @@
-"""`tuner eval`: the loss of a run, a checkpoint or a Hugging Face directory on a recipe's held-out rows."""
+"""`tuner eval`: loss and figures of a run, a checkpoint or a Hugging Face directory on a recipe's held-out rows."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tuner.config.overrides import Override
     from tuner.run.score import Score, Trained
     from tuner.runtime.console import Console
+    from tuner.train.evaluate import Evaluation
 
 OF_THE_MODEL = ("model.", "adapter.", "tokenizer.")
 
@@ -30,7 +31,7 @@ def eval(  # noqa: A001 - the command's name
     ] = None,
     verbose: VerboseOption = False,
 ) -> Outcome:
-    """Measure the loss on held-out rows, of each source and of all, and print it."""
+    """Measure loss and figures on held-out rows, of each source and of all, and print the loss."""
     if model == recipe == "-":
         raise RecipeError("only one of the two can be read from stdin")
     path = run_path(model)
@@ -71,8 +72,8 @@ def _load(trained: Trained, recipe: str | None, flags: list[Override]) -> Loaded
 
 def _outcome(score: Score) -> Outcome:
     whole = score.evaluation
-    sources = {name: _figures(part.loss, part.tokens) for name, part in whole.sources.items()}
-    figures = _figures(whole.loss, whole.tokens)
+    sources = {name: _figures(part) for name, part in whole.sources.items()}
+    figures = _figures(whole)
     return Outcome(
         repr(whole.loss),
         artifacts={"path": str(score.path), "sources": sources},
@@ -81,8 +82,10 @@ def _outcome(score: Score) -> Outcome:
     )
 
 
-def _figures(loss: float, tokens: int) -> dict[str, Any]:
-    return {"loss": loss, "perplexity": perplexity(loss), "tokens": tokens}
+def _figures(part: Evaluation) -> dict[str, Any]:
+    """A loss per token has a perplexity; one of the method's own has the method's figures."""
+    own = part.figures or {"perplexity": perplexity(part.loss)}
+    return {"loss": part.loss, **own, "tokens": part.tokens}
 
 
 def perplexity(loss: float) -> float:
@@ -96,7 +99,20 @@ def perplexity(loss: float) -> float:
 def _show(score: Score, console: Console) -> None:
     whole = score.evaluation
     parts = [*whole.sources.items(), ("all" if whole.sources else "held out", whole)]
-    lines = [["", "loss", "perplexity", "tokens"]]
-    lines += [[name, f"{part.loss:.4f}", f"{perplexity(part.loss):,.2f}", f"{part.tokens:,}"] for name, part in parts]
-    for line in columns(lines, right=(1, 2, 3)).split("\n"):
+    figures = tuple(whole.figures)
+    if not figures:
+        lines = [["", "loss", "perplexity", "tokens"]]
+        lines += [[name, f"{p.loss:.4f}", f"{perplexity(p.loss):,.2f}", f"{p.tokens:,}"] for name, p in parts]
+        shown = columns(lines, right=(1, 2, 3))
+    else:  # there may be more of them than a line has room for: one below the other
+        values = [(name, {"loss": p.loss, **p.figures}, p.tokens) for name, p in parts]
+        lines = [["", *(name for name, _, _ in values)]]
+        lines += [[one, *(_shown(of.get(one)) for _, of, _ in values)] for one in ("loss", *figures)]
+        lines += [["tokens", *(f"{tokens:,}" for _, _, tokens in values)]]
+        shown = columns(lines, right=range(1, len(lines[0])))
+    for line in shown.split("\n"):
         console.line(line)
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

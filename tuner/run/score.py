@@ -1,28 +1,32 @@
-"""The loss of a trained model on a recipe's held-out rows, outside of any run: what `tuner eval` does."""
+"""Loss and figures of a trained model on a recipe's held-out rows, outside of any run: what `tuner eval` does."""
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tuner.checkpoint.load import load_into, require_same_base
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import ModelSection, NoAdapter, Recipe
 from tuner.data.building.prepare import prepare_to_use
 from tuner.data.building.spec import prepare_spec
-from tuner.data.prepared import open_prepared
+from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, DivergedError, RecipeError
 from tuner.model.root import trained_parameters
 from tuner.rundir.layout import MODEL_PREFIX, RESOLVED_RECIPE
 from tuner.rundir.model_path import HfDirectory, RunCheckpoint, resolve_model_path
+from tuner.rundir.run_json import is_run, read_record
 from tuner.runtime.console import Console
 from tuner.runtime.deterministic import tf32_products
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
 from tuner.setup.build import assemble_model, check_fits, held_out_rows, mesh_of
-from tuner.setup.resolve import resolve
+from tuner.setup.resolve import Resolved, resolve
 from tuner.setup.settled import rows_at_once
-from tuner.train.evaluate import Evaluation, evaluate
+from tuner.train.evaluate import ByTerms, Evaluation, HeldOut, evaluate
+from tuner.train.methods.method import build_method
 
 Trained = RunCheckpoint | HfDirectory
 """A model to evaluate."""
@@ -58,8 +62,9 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
     """Evaluate the model on the recipe's held-out rows, preparing them where that is not done. Collective.
 
     Model, adapter and tokenizer are the directory's own; rows, method, batch size and precision the recipe's, where
-    `auto` is what the run had. Raises RecipeError for a recipe without held-out rows, DivergedError where the loss is
-    not finite.
+    `auto` is what the run had. A method with a reference is measured against that of the model's run; without it pairs
+    are compared by their log-probabilities. Raises RecipeError for a recipe without held-out rows, and for labelled
+    answers without their reference, DivergedError where the loss is not finite.
     """
     recipe = _recipe(trained, loaded)
     if recipe.data.eval is None:
@@ -71,6 +76,7 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
     held = held_out_rows(resolved.recipe, data)
     if held is None:
         raise DataError(f"{data.path}: holds no held-out rows")
+    held, by_terms = _measured(trained, resolved, held, data, spec.cache_dir, console)
     console.say("model", f"{trained.path} · {resolved.facts.kind}, {resolved.recipe.train.precision} compute")
     joined = process_group(rank_info, resolved.facts.kind, recipe.parallel.timeout.seconds)
     with joined, tf32_products(resolved.recipe.train.tf32):
@@ -85,7 +91,7 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
         micro_batch_size, max_rows = rows_at_once(resolved.recipe), resolved.recipe.eval.max_rows
         rows = len(held.rows) if max_rows is None else min(max_rows, len(held.rows))
         with console.doing(f"evaluating {rows:,} rows"):
-            result = evaluate(root, step_config, held, micro_batch_size, max_rows)
+            result = evaluate(root, step_config, held, micro_batch_size, max_rows, by_terms=by_terms)
         seconds = time.monotonic() - started
     if not math.isfinite(result.loss):
         raise DivergedError(f"{trained.path}: the loss is {result.loss}", hint="look at the run: tuner runs plot RUN")
@@ -101,6 +107,45 @@ def run_recipe(trained: Trained) -> Path:
     return path
 
 
+def _measured(
+    trained: Trained, resolved: Resolved, held: HeldOut, data: PreparedData, cache_dir: Path, console: Console
+) -> tuple[HeldOut, ByTerms | None]:
+    """The rows, with the columns of a reference where the method has one, and how they are measured."""
+    recipe = resolved.recipe
+    method, rows = build_method(recipe.method), recipe.train.global_batch_size
+    if method.reference != "columns":
+        return held, ByTerms.of(method, rows)
+    from tuner.run.reference import ReferenceInfo, cached_columns, with_row_columns
+    from tuner.train.methods.preference import AnswersAlone
+
+    info = ReferenceInfo.of_meta(_noted(trained))
+    columns = cached_columns(cache_dir, info) if info is not None and info.prepared_key == data.key else None
+    if columns is not None:
+        return replace(held, rows=with_row_columns(held.rows, columns["eval"])), ByTerms.of(method, rows)
+    kind, examples = recipe.method.kind, recipe.method.examples
+    if examples.kind != "preference":
+        raise RecipeError(
+            f"method.kind: {kind} measures against a reference, which is not here for these rows",
+            hint="evaluate the run itself on its own rows: tuner eval RUN",
+        )
+    console.say(
+        "reference",
+        f"that of {kind} is not here for these rows: pairs are compared by their log-probabilities alone, and the loss "
+        "is the cross-entropy of chosen answers",
+    )
+    return held, ByTerms.of(AnswersAlone(), rows)
+
+
+def _noted(trained: Trained) -> Mapping[str, Any]:
+    """What is noted of the launch that trained a model: in its checkpoint, or in the run that an export lies in."""
+    if isinstance(trained, RunCheckpoint):
+        meta: Mapping[str, Any] = trained.checkpoint.manifest["meta"]
+        return meta
+    run_dir = trained.path.absolute().parent.parent
+    launches = read_record(run_dir)["launches"] if is_run(run_dir) else []
+    return launches[-1] if launches else {}
+
+
 def _recipe(trained: Trained, loaded: LoadedRecipe) -> Recipe:
     """The recipe with the directory's own model in place of its own."""
     plain = loaded.recipe.train.model_copy(update={"compile": False})  # no layer is compiled for evaluation
@@ -108,7 +153,11 @@ def _recipe(trained: Trained, loaded: LoadedRecipe) -> Recipe:
     if isinstance(trained, HfDirectory):
         model = ModelSection(name_or_path=str(trained.path), kernels=recipe.model.kernels)
         tokenizer = recipe.tokenizer.model_copy(update={"add_tokens": ()})  # what was added is in its own by now
-        return recipe.model_copy(update={"model": model, "adapter": NoAdapter(), "tokenizer": tokenizer})
+        method = recipe.method
+        if "reference" in type(method).model_fields:
+            method = method.model_copy(update={"reference": "columns"})  # an export has no adapter to switch off
+        update = {"model": model, "adapter": NoAdapter(), "tokenizer": tokenizer, "method": method}
+        return recipe.model_copy(update=update)
     own = load_recipe(run_recipe(trained)).recipe
     had = {key: getattr(own.train, key) for key in ("precision", "micro_batch_size")}
     update = {key: value for key, value in had.items() if getattr(recipe.train, key) == "auto"}

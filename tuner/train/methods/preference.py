@@ -15,7 +15,7 @@ import torch
 
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.output_layer import OutputLayer
-from tuner.train.methods.method import Counts, Method, Sum
+from tuner.train.methods.method import Counts, Method, Sum, Terms
 
 REFERENCE = "reference"
 """The column of what the reference gives each document: the summed log-probability of its answer, in nats."""
@@ -127,3 +127,26 @@ def pair_figures(rewards: Pairs, log_p: Pairs) -> dict[str, Sum]:
         "logp_rejected": Sum(log_p.rejected.detach().sum(), "pairs"),
     }
     return reward_figures(rewards.chosen, rewards.rejected) | log_probabilities
+
+
+class AnswersAlone(PairMethod):
+    """Pairs by the log-probabilities of their answers alone, for a model whose reference is not at hand.
+
+    The loss is the cross-entropy of chosen answers, per token. ``accuracy`` says how often the chosen answer is the
+    more probable one, ``accuracy_per_token`` how often it is per token, which does not favour short answers.
+    """
+
+    by_document = True
+
+    def terms(
+        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
+    ) -> Terms:
+        """The figures, and what there is of a loss."""
+        log_p = answers(hidden, head, targets, columns)
+        figures = {
+            "accuracy": Sum((log_p.difference > 0).sum(), "pairs"),
+            "accuracy_per_token": Sum((log_p.per_token.difference > 0).sum(), "pairs"),
+            "logp_chosen": Sum(log_p.chosen.sum(), "pairs"),
+            "logp_rejected": Sum(log_p.rejected.sum(), "pairs"),
+        }
+        return Terms({"loss": chosen_cross_entropy(log_p, 1.0)}, figures)
