@@ -59,10 +59,9 @@ def test_every_value_of_another_tool_is_of_a_key_that_is_there() -> None:
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        (
-            {"pref_beta": 0.1},
-            "not supported: preference training (DPO, IPO, KTO, ORPO, SimPO); instead method.kind: sft",
-        ),
+        ({"pref_beta": 0.2}, "unknown; write method.beta: 0.2"),
+        ({"rl": "simpo"}, "unknown; write method.kind: simpo"),
+        ({"ld_alpha": 0.5}, "not supported: preference losses other than those of method.kind: dpo, orpo, simpo"),
         ({"hub_model_id": "a/b"}, "not supported: pushing to the hub from a recipe; instead tuner push"),
         (
             {"resume_from_checkpoint": "x"},

@@ -282,9 +282,9 @@ def test_the_batch_follows_from_the_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("base_model: a/b\nrl: dpo\n", "not supported: preference training"),
+        ("base_model: a/b\nrl: grpo\n", "not supported: reinforcement learning"),
         ("model_name_or_path: a/b\nstage: ppo\n", "not supported: reinforcement learning"),
-        ("loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n", "not supported: preference training"),
+        ("loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n", "not supported: recipes of torchtune's rlhf"),
         ("some: thing\n", "of no tool that is known"),
         ("model: {name_or_path: a/b}\ndata: {train: x}\n", "is a recipe already"),
         ("base_model: [\n", "not YAML"),
@@ -366,12 +366,13 @@ def test_a_commands_flags_come_on_top_of_the_file_that_it_names(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("trl dpo --model_name_or_path a/b\n", "trl dpo: dpo: not supported: preference training"),
-        ("swift rlhf --rlhf_type grpo --model a/b\n", "swift rlhf: grpo: not supported: reinforcement learning"),
+        ("trl grpo --model_name_or_path a/b\n", "trl grpo: grpo: not supported: reinforcement learning"),
+        ("swift rlhf --rlhf_type grpo --model a/b\n", "rlhf_type: grpo: not supported: reinforcement learning"),
+        ("python examples/ppo.py --model_name_or_path a/b\n", "stage: ppo: not supported: reinforcement learning"),
         ("echo nothing\n", "no training command of a tool that is known"),
     ],
 )
-def test_a_script_without_a_supervised_training_is_refused(text: str, message: str) -> None:
+def test_a_script_without_a_training_that_is_here_is_refused(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         import_text(text, "run.sh")
 

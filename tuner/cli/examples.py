@@ -102,6 +102,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 MEANT: dict[str, str] = {
     **dict.fromkeys(("finetune", "fine-tune", "sft", "lora", "pretrain", "fit", "run", "start", "launch"), "train"),
+    **dict.fromkeys(("dpo", "orpo", "kto", "simpo", "reward", "rm-train"), "train"),
     **dict.fromkeys(("continue",), "resume"),
     **dict.fromkeys(("preprocess", "tokenize", "prepare", "prep", "pack"), "prepare-data"),
     **dict.fromkeys(("merge", "merge-lora", "merge-adapter", "export", "convert", "save"), "export-hf"),
@@ -125,8 +126,8 @@ MEANT: dict[str, str] = {
 
 NOT_HERE: dict[str, str] = {
     **dict.fromkeys(
-        ("dpo", "orpo", "kto", "simpo", "grpo", "ppo", "rl", "rlhf", "reward", "rm-train"),
-        "not supported: there is no preference or reinforcement learning; tuner train does SFT and pre-training",
+        ("grpo", "ppo", "rl", "rlhf"),
+        "not supported: there is no reinforcement learning; tuner train learns from preferences: method.kind: dpo",
     ),
     **dict.fromkeys(
         ("serve", "server", "api", "deploy"),

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from tuner.config.not_supported import ABSENT_NAMES
+from tuner.config.other_methods import RULES_OF_METHODS, kind
 from tuner.config.other_parts import (
     builder,
     data_set,
@@ -86,6 +87,13 @@ _TOO_LONG = dict.fromkeys(("true", "keep_start", "keep_end", "truncate", "trunca
     "split": "split",
 }
 _STAGES = {"sft": "sft", "pt": "pretrain", "pretrain": "pretrain"}
+
+
+def _stage(value: Any, given: Given) -> Lines | str | None:
+    """A kind of training, of pre-training and supervised fine-tuning as of preferences."""
+    return words("method.kind", _STAGES)(value, given) if str(value).lower() in _STAGES else kind(value, given)
+
+
 _TABLE: dict[str, Rule] = {
     "num_epochs num_train_epochs epochs max_epochs": _EPOCHS,
     "max_steps total_steps train_iters": _STEPS,
@@ -155,7 +163,7 @@ _TABLE: dict[str, Rule] = {
     "assistant_only_loss completion_only_loss": switch("method.train_on", "assistant", "all"),
     "mask_history train_on_last_turn_only": switch("method.train_on", "last_assistant"),
     "roles_to_train": roles,
-    "stage task trainer_type training_type": words("method.kind", _STAGES),
+    "stage task trainer_type training_type": _stage,
     "finetuning_type peft_type adapter_type train_type tuner_type": words("adapter.kind", _ADAPTER),
     "use_peft": switch("adapter.kind", "lora"),
     "peft": switch("adapter.kind", "lora"),
@@ -188,5 +196,5 @@ _TABLE: dict[str, Rule] = {
     "metric_logger": note("write logging.trackers: [tensorboard], [wandb] or [mlflow]"),
     "lr_scheduler_config": scheduler_options,
 }
-RULES: dict[str, Rule] = {name: rule for names, rule in _TABLE.items() for name in names.split()}
+RULES: dict[str, Rule] = {name: rule for names, rule in _TABLE.items() for name in names.split()} | RULES_OF_METHODS
 """How the values of other tools' keys become ours; a key that is not here keeps its value under our name."""

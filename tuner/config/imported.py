@@ -18,6 +18,7 @@ from tuner.config.not_supported import absent
 from tuner.config.other_configs import DIALECTS, Dialect, Tool, detect
 from tuner.config.other_data import unread
 from tuner.config.other_input import dataset_info, read_given
+from tuner.config.other_methods import PAIRS, PREFERENCES, defaults_of, kind_of, template_of
 from tuner.config.other_rules import PER_DEVICE, number
 from tuner.config.other_tools import THEIRS
 from tuner.config.other_values import of_value
@@ -91,13 +92,16 @@ def import_text(
     if found is None:
         raise RecipeError(f"{name}: of no tool that is known", hint=f"say which: --from {' | '.join(DIALECTS)}")
     dialect = DIALECTS[found]
-    _require_supervised(given, f"{dialect.title}'s {name}")
+    _require_known_method(given, f"{dialect.title}'s {name}")
     if found == "llama-factory":
         own = str(given.get("dataset_dir") or "data")
         given["dataset_info"] = dataset_info(directory, own) or dataset_info(Path.cwd(), own)
     context = {key.rpartition(".")[2]: value for key, value in given.items()} | given
+    method = kind_of(context)
     draft = _Draft({}, {}, [])
-    draft.put(dialect.defaults, f"{dialect.title}'s default")
+    draft.put(dialect.defaults | defaults_of(found, method, context), f"{dialect.title}'s default")
+    if method is not None:
+        draft.put({"method.kind": method}, f"its keys are of {method}")
     for key in sorted(given, key=lambda item: item.rpartition(".")[2] in _FIRST):
         _carry(key, given[key], context, dialect, draft)
     _settle(draft, context, found)
@@ -105,16 +109,18 @@ def import_text(
     return Imported(found, written, recipe, tuple(dict.fromkeys(draft.left)))
 
 
-def _require_supervised(given: Mapping[str, Any], origin: str) -> None:
-    """Raise RecipeError for a training of another kind: a recipe of it would be of something else."""
+def _require_known_method(given: Mapping[str, Any], origin: str) -> None:
+    """Raise RecipeError for a training of a kind that is not here: a recipe of it would be of something else."""
     for key in ("rl", "stage", "rlhf_type", "task_type", "training_type"):
+        if kind_of({key: given.get(key), "loss_type": given.get("loss_type")}) is not None:
+            continue
         meant = of_value("method.kind", given.get(key))
         if meant is not None and meant.startswith("not supported"):
             raise RecipeError(f"{origin}: {key}: {given[key]}: {meant}")
     for key, value in given.items():
         if key.endswith("_component_") and ".rlhf." in str(value):
-            feature = absent("rl")
-            raise RecipeError(f"{origin}: {key}: {value}: {feature.sentence if feature else ''}")
+            why = "not supported: recipes of torchtune's rlhf; write method.kind: dpo, and data.train with your pairs"
+            raise RecipeError(f"{origin}: {key}: {value}: {why}")
 
 
 def _carry(key: str, value: Any, given: Mapping[str, Any], dialect: Dialect, draft: _Draft) -> None:
@@ -183,7 +189,7 @@ def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
         draft.put({"optimizer.lr": 1e-5}, "ms-swift's default")
     if tool == "llama-factory" and "lora_alpha" not in given and "adapter.r" in values:
         draft.put({"adapter.alpha": 2 * values["adapter.r"]}, "LLaMA-Factory's default")
-    _settle_method(draft, tool)
+    _settle_method(draft, given, tool)
     if values.get("data.too_long") == "truncate" and values.get("method.kind") == "pretrain":
         draft.drop("data.too_long", "long texts are split")
     if not values.get("data.eval"):
@@ -206,19 +212,38 @@ def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
             draft.left.append(f"{key}: the file names no {what}; put yours here")
 
 
-def _settle_method(draft: _Draft, tool: Tool) -> None:
+def _settle_method(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     """The method that the form of the records asks for, and which of their tokens are trained on."""
     values = draft.values
     sources = values.get("data.train")
     if isinstance(sources, list) and sources and all(_form(item) == "text" for item in sources):
         draft.put({"method.kind": "pretrain"}, "records of plain text")
-    if values.get("method.kind") == "pretrain" and "method.train_on" in values:
+    method = values.get("method.kind")
+    if method == "pretrain" and "method.train_on" in values:
         draft.drop("method.train_on", "every token of plain text is learned")
+    if method in PREFERENCES:
+        _settle_preferences(draft, given, str(method))
     if tool == "trl" and draft.sources.get("method.train_on") == "TRL's default":
         draft.left.append(
             "method.train_on: all: TRL's default for messages and text; for records of a prompt and a completion it "
             "trains on the completion: write method.train_on: assistant"
         )
+
+
+def _settle_preferences(draft: _Draft, given: Mapping[str, Any], method: str) -> None:
+    """Answers are what is trained; a row holds both of a pair, where others' lengths are of one."""
+    values = draft.values
+    if "method.train_on" in values:
+        draft.drop("method.train_on", f"{method} learns from the answers")
+    length = number(values.get("data.max_length"))
+    if method in PAIRS and length is not None:
+        source = draft.sources["data.max_length"]
+        draft.put({"data.max_length": int(2 * length)}, f"2 x {source}: a row holds both answers of a pair")
+    if values.get("data.too_long") == "split":
+        draft.drop("data.too_long", "a pair is not split")
+    template = template_of(given.get("datasets"))
+    if template is not None and "tokenizer.chat_template" not in values:
+        draft.put({"tokenizer.chat_template": template}, "the type of its data sets, which write it themselves")
 
 
 def _counted(count: Any, word: str, of: str = "") -> str:
@@ -249,7 +274,7 @@ def _loaded(draft: _Draft, origin: str) -> tuple[Recipe, str]:
 def _owner(key: str, draft: _Draft) -> str:
     """The key of the draft that a problem's key belongs to; required ones are never left out."""
     found = next((own for own in draft.values if key == own or key.startswith(f"{own}.")), "")
-    return "" if found in {"model.name_or_path", "data.train"} else found
+    return "" if found in {"model.name_or_path", "data.train", "method.kind"} else found
 
 
 def _written(draft: _Draft, origin: str) -> str:

@@ -31,26 +31,31 @@ class Absent:
 
 _METHODS, _MEMORY, _MODEL, _DATA = "Methods", "Memory and precision", "Models and kernels", "Data and templates"
 _PARALLEL, _RUN, _HUB = "Several processes", "The run", "The hub and trackers"
-_SFT = "method.kind: sft on the preferred answers, or method.kind: custom for a loss of your own"
 
 ABSENT: tuple[Absent, ...] = (
     Absent(
         _METHODS,
-        "rl dpo_alpha dpo_loss_type pref_loss pref_ftx pref_bco_weight kto_desirable_weight "
-        "kto_undesirable_weight kto_chosen_weight kto_rejected_weight orpo_alpha orpo_beta cpo_alpha simpo_gamma "
-        "simpo_beta rpo_alpha beta ref_model ref_model_adapters ref_model_quantization_bit reference_model "
-        "label_smoothing_dpo ld_alpha undesirable_weight desirable_weight chosen rejected",
-        "preference training (DPO, IPO, KTO, ORPO, SimPO)",
-        _SFT,
+        "dpo_alpha ref_model_adapters ref_adapters ref_model_quantization_bit ref_model_type ref_model_revision "
+        "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha",
+        "a reference other than the model at the start",
+        "method.reference: columns or adapter_off; for another one start from it: model.name_or_path",
     ),
     Absent(
         _METHODS,
-        "reward_model reward_funcs reward_model_type reward_weights reward_fn kl_coef ppo_epochs ppo_target "
+        "pref_bco_weight ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting dpo_use_weighting "
+        "discopop_tau alpha_po",
+        "preference losses other than those of method.kind: dpo, orpo, simpo and kto (EXO, AOT, DiscoPOP, WPO, LD-DPO)",
+        "one of method.loss with method.kind: dpo",
+    ),
+    Absent(
+        _METHODS,
+        "reward_funcs reward_model_type reward_weights reward_fn kl_coef ppo_epochs ppo_target "
         "ppo_buffer_size "
         "ppo_score_norm ppo_whiten_rewards num_generations num_ppo_epochs grpo_beta trl vllm use_vllm vllm_mode "
-        "vllm_server_host rollout max_completion_length max_prompt_length cliprange vf_coef process_reward_model",
-        "reinforcement learning and reward models (PPO, GRPO, RLOO)",
-        "method.kind: sft on answers that were chosen beforehand",
+        "vllm_server_host rollout max_completion_length cliprange vf_coef process_reward_model",
+        "reinforcement learning (PPO, GRPO, RLOO, online DPO) and process reward models",
+        "method.kind: dpo or kto on answers that were sampled and judged beforehand, or method.kind: reward for a "
+        "model that ranks them",
     ),
     Absent(
         _METHODS,
@@ -66,7 +71,7 @@ ABSENT: tuple[Absent, ...] = (
     ),
     Absent(
         _METHODS,
-        "label_smoothing_factor label_smoothing use_dft_loss use_eaft_loss eaft_alpha chunked_cross_entropy "
+        "label_smoothing_factor use_dft_loss use_eaft_loss eaft_alpha chunked_cross_entropy "
         "use_asft_loss asft_alpha",
         "losses other than next-token cross-entropy",
         "method.kind: custom with method.use: FILE.py:NAME",

@@ -18,17 +18,21 @@ _PROGRAMS: dict[str, str] = {
 _TRAINING: dict[tuple[str, str], dict[str, Any]] = {
     ("swift", "sft"): {},
     ("swift", "pt"): {"stage": "pt"},
+    ("swift", "rlhf"): {"rlhf_type": "dpo"},
     ("trl", "sft"): {},
+    ("trl", "dpo"): {"stage": "dpo"},
+    ("trl", "kto"): {"stage": "kto"},
+    ("trl", "reward"): {"stage": "reward"},
     ("llamafactory-cli", "train"): {},
     ("axolotl", "train"): {},
 }
 """Programs with their subcommands, and what these say in addition to their flags."""
-_OF_ANOTHER_KIND = {
-    "swift": {"rlhf"},
-    "trl": {"dpo", "kto", "grpo", "reward", "rloo", "orpo", "cpo"},
-}
+_OF_ANOTHER_KIND = {"trl": {"grpo", "rloo"}}
 _LAUNCHERS = {"accelerate", "torchrun", "deepspeed", "python", "python3"}
-_SCRIPT = re.compile(r"(^|[/_])(sft|train|finetune|fine_tune|run_sft)\w*\.py$|/sft\.py$")
+_PREFERENCES = "dpo|kto|orpo|cpo|reward|grpo|rloo|ppo|online_dpo"
+_SCRIPT = re.compile(rf"(^|[/_])(sft|train|finetune|fine_tune|run_sft|{_PREFERENCES})\w*\.py$|/sft\.py$")
+_SCRIPT_OF = re.compile(rf"(?:^|/)({_PREFERENCES})\w*\.py$")
+"""A script of TRL whose name says what it trains."""
 _PROCESSES = {"nproc_per_node", "nproc-per-node", "num_processes", "num_gpus"}
 _VARIABLE = re.compile(r"(\w+)=(.*)", re.DOTALL)
 _OPERATORS = {"&&", "||", ";", "|", "&"}
@@ -57,8 +61,8 @@ def read_script(text: str, name: str) -> ShellCommand:
     if found is None:
         raise RecipeError(
             f"{name}: no training command of a tool that is known",
-            hint="known are swift sft, swift pt, trl sft, llamafactory-cli train, axolotl train, and launchers of an "
-            "sft or train script with flags",
+            hint="known are swift sft, pt and rlhf, trl sft, dpo, kto and reward, llamafactory-cli train, axolotl "
+            "train, and launchers of a script of these with flags",
         )
     words, variables = found
     program, rest = _program(words)
@@ -70,6 +74,8 @@ def read_script(text: str, name: str) -> ShellCommand:
     if program in _LAUNCHERS:
         script = next(index for index, word in enumerate(rest) if _SCRIPT.search(word))
         before, flags = _flags(rest[:script]), _flags(rest[script + 1 :])
+        if (trained := _SCRIPT_OF.search(rest[script])) is not None:
+            flags = {"stage": trained[1]} | flags
     else:
         before, flags = {}, _TRAINING[program, rest[0]] | _flags(rest[1:])
     counts = [str(before.get(key, "")) for key in _PROCESSES] + [variables.get("NPROC_PER_NODE", "")]

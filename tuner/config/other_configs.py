@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from tuner.config.not_supported import absent
 from tuner.config.other_data import plain_sources, registered
 from tuner.config.other_parts import builder, chat_template, text_of
 from tuner.config.other_rules import Given, Lines, Rule, all_unless, micro_batch, note, number, switch
@@ -37,6 +38,13 @@ def _axolotl_optimizer(value: Any, given: Given) -> Lines | str | None:
     if value in known:
         return {"optimizer.kind": "adamw" if str(value).startswith("adamw") else value}
     return of_value("optimizer.kind", value)
+
+
+def _one_label(value: Any, given: Given) -> Lines | str | None:
+    """A reward model's head has one score."""
+    feature = absent("num_labels")
+    assert feature is not None
+    return {} if value == 1 and given.get("reward_model") is True else feature.sentence
 
 
 def _axolotl_adapter(value: Any, given: Given) -> Lines | str | None:
@@ -159,6 +167,7 @@ DIALECTS: dict[Tool, Dialect] = {
             "special_tokens": _SPECIAL_TOKENS,
             "loss_watchdog_threshold": note("not supported: a loss at which a run ends; instead train.skip_spikes"),
             "wandb_name": text_of("name"),
+            "num_labels": _one_label,
             "cosine_constant_lr_ratio": note("not supported: a part of the cosine at a constant rate"),
         },
         _keys(

@@ -24,6 +24,14 @@ _COMPONENTS = {
 """Builders of torchtune, each with the hub data set and the form of its records."""
 
 
+_PAIRS: dict[str, dict[str, str]] = {
+    "intel": {"prompt": "question"}, "icr": {"prompt": "input"}, "ultra": {}, "prompt_pairs": {}, "default": {},
+    "argilla": {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"},
+    "argilla_chat": {},
+}  # fmt: skip
+"""axolotl's types of preference data sets after `chatml.`, `llama3.` and their like: columns by our names."""
+
+
 def is_file(name: str) -> bool:
     """Whether the name of a data set is the path of a file or directory, as it is written."""
     return name.startswith(("./", "../", "/", "~")) or name.endswith(SUFFIXES)
@@ -49,8 +57,12 @@ def entry(found: Mapping[str, Any]) -> dict[str, Any]:
         fields = (kind.get("field_instruction"), kind.get("field_input"), kind.get("field_output"))
         renamed = {name: theirs for name, theirs in zip(ours, fields, strict=True) if name}
         columns |= {ours: str(theirs) for ours, theirs in renamed.items() if theirs}
-    elif isinstance(kind, str) and (form := _FORMATS.get(kind.split(".")[0].split(":")[0])) is not None:
+    elif (form := _form_of(kind)) is not None:
         source["format"] = "sharegpt" if form == "messages" and _is_sharegpt(found) else form
+    if isinstance(kind, str) and kind.partition(".")[0] in {"chatml", "llama3", "zephyr"}:
+        columns |= _PAIRS.get(kind.partition(".")[2], {})
+    columns |= {name: str(found[f"field_{name}"]) for name in ("chosen", "rejected") if found.get(f"field_{name}")}
+    columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
     if columns and source.get("format") != "sharegpt":
         source["columns"] = columns
     return source
@@ -79,8 +91,16 @@ def _says_nothing(key: str, value: Any) -> bool:
 
 
 _READ = {"path", "id", "data_files", "split", "type", "field_messages", "message_property_mappings",
-         "message_field_role", "message_field_content", "field", "ds_type"}  # fmt: skip
+         "message_field_role", "message_field_content", "field", "ds_type", "field_chosen",
+         "field_rejected"}  # fmt: skip
 _READ_OF_TYPE = {"field_instruction", "field_input", "field_output"}
+
+
+def _form_of(kind: Any) -> str | None:
+    """The form of the records of one of axolotl's types; None where it follows from the records."""
+    if not isinstance(kind, str) or kind == "chat_template.argilla":  # whose prompt is in the answers
+        return None
+    return _FORMATS.get(kind.split(".")[0].split(":")[0])
 
 
 def _is_sharegpt(found: Mapping[str, Any]) -> bool:
@@ -139,6 +159,9 @@ def registered(name: str, info: Mapping[str, Any], directory: str) -> str | dict
             "response": "output",
             "messages": "messages",
             "system": "system",
+            "chosen": "chosen",
+            "rejected": "rejected",
+            "kto_tag": "label",
         }
         renamed = {ours[key]: str(value) for key, value in columns.items() if key in ours}
         if source["format"] == "sharegpt":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tuner.config.not_supported import absent
 
-_PREFERENCES = "dpo ipo kto orpo simpo cpo sigmoid hinge bco apo"
-_REINFORCEMENT = "ppo grpo rloo dapo gspo reinforce online_dpo rl rm rw reward reward_modeling prm"
+_PREFERENCES = "cpo exo aot discopop wpo"
+_REINFORCEMENT = "ppo grpo rloo dapo gspo gdpo reinforce online_dpo xpo nash_md ebft rl prm"
 _QUANTISED = "qlora qdora loftq"
 _OTHER_ADAPTERS = (
     "ia3 vera loha lokr adalora oft boft prefix prefix_tuning prompt_tuning p_tuning pissa olora llama_adapter lora_fa "
@@ -25,6 +25,10 @@ _WRITE: dict[str, dict[str, str]] = {
     "method.kind": {
         "pt pre_train pre-training pretraining clm causal_lm lm cpt continued_pretraining": "pretrain",
         "instruct instruction instruction_tuning finetune fine_tune finetuning chat supervised it": "sft",
+        "preference preferences pairwise": "dpo",
+        **{loss: f"dpo, with method.loss: {loss}" for loss in ("ipo", "hinge", "robust", "sppo", "nca", "bco")},
+        "apo": "dpo, with method.loss: apo_zero or apo_down",
+        "rm rw reward_model reward_modeling bradley_terry": "reward",
     },
     "adapter.kind": {
         "full full_finetune ft false off": "none",
@@ -105,8 +109,8 @@ _WRITE: dict[str, dict[str, str]] = {
         "tokenized input_ids": "tokens",
         "jsonl json csv tsv parquet arrow txt": "auto; the kind of file follows from its name, and format is the "
         "form of its records",
-        "preference dpo ranking chosen_rejected kto": "messages, of the preferred answers alone; preferences are not "
-        "supported",
+        "dpo ranking chosen_rejected kto paired unpaired": "auto; whether a record has preferences follows from "
+        "method.kind",
     },
     "eval.every": {
         "epoch epochs": "1 epoch",
@@ -139,7 +143,7 @@ _WRITE: dict[str, dict[str, str]] = {
     "logging.level": {"warn": "warning", "critical fatal passive": "error", "verbose trace detail": "debug"},
 }
 _REFUSED: dict[str, dict[str, str]] = {
-    "method.kind": {_PREFERENCES: "rl", _REINFORCEMENT: "reward_model", "distillation kd gkd": "kd_trainer"},
+    "method.kind": {_PREFERENCES: "ld_alpha", _REINFORCEMENT: "reward_funcs", "distillation kd gkd": "kd_trainer"},
     "adapter.kind": {_QUANTISED: "load_in_4bit", _OTHER_ADAPTERS: "pissa_init"},
     "optimizer.kind": {_EIGHT_BIT: "optim_8bit"},
 }

@@ -1,0 +1,119 @@
+"""Preference and reward trainings of other tools, converted: the method with its losses, weights and traps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tuner.config.imported import import_text
+from tuner.config.other_methods import kind_of
+from tuner.errors import RecipeError
+
+AXOLOTL = "base_model: a/b\nmicro_batch_size: 1\nsequence_len: 512\ndatasets: [{path: r.jsonl, type: chatml.intel}]\n"
+FACTORY = "model_name_or_path: a/b\nfinetuning_type: lora\ncutoff_len: 512\ndataset: own.json\n"
+TRL = "model_name_or_path: a/b\ndataset_name: o/s\nmax_length: 512\n"
+SWIFT = "model: a/b\nrlhf_type: %s\ndataset: [own.jsonl]\nmax_length: 512\ntuner_type: lora\n"
+
+
+def method_of(text: str) -> dict[str, Any]:
+    """The keys of the method in the recipe that comes of a configuration, with what is not the method's default."""
+    method = import_text(text, "c.yaml").recipe.method
+    default = type(method)()
+    names = type(method).model_fields
+    found = {name: getattr(method, name) for name in names if getattr(method, name) != getattr(default, name)}
+    return found | {"kind": method.kind}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (AXOLOTL + "rl: dpo\nrl_beta: 0.2", {"kind": "dpo", "beta": 0.2}),
+        (AXOLOTL + "rl: ipo", {"kind": "dpo", "loss": {"ipo": 1.0}}),
+        (AXOLOTL + "rl: orpo\norpo_alpha: 0.2", {"kind": "orpo", "beta": 0.2}),
+        (AXOLOTL + "rl: kto\nkto_desirable_weight: 0.2", {"kind": "kto", "desirable_weight": 0.2}),
+        (AXOLOTL + "rl: simpo", {"kind": "simpo", "beta": 0.1, "gamma": 0.5, "sft_weight": 1.0}),
+        (AXOLOTL + "rl: simpo\ncpo_alpha: 0.0\nrl_beta: 2.0", {"kind": "simpo", "gamma": 0.5}),
+        (FACTORY + "stage: dpo\npref_loss: hinge\npref_ftx: 0.3",
+         {"kind": "dpo", "loss": {"hinge": 1.0}, "sft_weight": 0.3}),
+        (FACTORY + "stage: dpo\ndpo_label_smoothing: 0.1", {"kind": "dpo", "label_smoothing": 0.1}),
+        (FACTORY + "stage: dpo\npref_loss: orpo\npref_beta: 0.3", {"kind": "orpo", "beta": 0.3}),
+        (FACTORY + "stage: dpo\npref_loss: simpo", {"kind": "simpo", "beta": 0.1, "gamma": 0.5}),
+        (FACTORY + "stage: kto\nkto_rejected_weight: 2.0", {"kind": "kto", "undesirable_weight": 2.0}),
+        (TRL + "loss_type: [sigmoid, bco_pair, sft]\nloss_weights: [0.8, 0.2, 1.0]",
+         {"kind": "dpo", "loss": {"sigmoid": 0.8, "bco": 0.2}, "sft_weight": 1.0}),
+        (TRL + "loss_type: sppo_hard\nbeta: 0.01", {"kind": "dpo", "loss": {"sppo": 1.0}, "beta": 0.01}),
+        (TRL + "loss_type: robust\nlabel_smoothing: 0.1",
+         {"kind": "dpo", "loss": {"robust": 1.0}, "label_smoothing": 0.1}),
+        (TRL + "precompute_ref_log_probs: true", {"kind": "dpo", "reference": "columns"}),
+        (TRL + "loss_type: simpo\nbeta: 2.0\nsimpo_gamma: 1.0", {"kind": "simpo", "sft_weight": 1.0}),
+        (TRL + "desirable_weight: 1.2\nloss_type: apo_zero_unpaired",
+         {"kind": "kto", "desirable_weight": 1.2, "baseline": "zero"}),
+        (SWIFT % "dpo" + "rpo_alpha: 0.1", {"kind": "dpo", "sft_weight": 0.1}),
+        (SWIFT % "simpo", {"kind": "simpo", "sft_weight": 1.0}),
+    ],
+)  # fmt: skip
+def test_a_method_comes_with_its_losses_and_weights(text: str, expected: dict[str, Any]) -> None:
+    assert method_of(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        ("trl dpo --model_name_or_path a/b --dataset_name c/d", "dpo"),
+        ("trl kto --model_name_or_path a/b --dataset_name c/d", "kto"),
+        ("accelerate launch trl/scripts/dpo.py --model_name_or_path a/b --dataset_name c/d", "dpo"),
+        ("python examples/scripts/orpo.py --model_name_or_path a/b --dataset_name c/d", "orpo"),
+        ("python examples/scripts/cpo.py --model_name_or_path a/b --dataset_name c/d --loss_type simpo", "simpo"),
+        ("swift rlhf --rlhf_type orpo --model a/b --dataset c/d", "orpo"),
+        ("swift rlhf --model a/b --dataset c/d", "dpo"),
+    ],
+)
+def test_a_command_says_what_it_trains(command: str, kind: str) -> None:
+    assert import_text(command, "run.sh").recipe.method.kind == kind
+
+
+def test_a_row_holds_both_answers_where_others_count_one() -> None:
+    pairs, labelled = import_text(AXOLOTL + "rl: dpo", "c.yaml"), import_text(AXOLOTL + "rl: kto", "c.yaml")
+    assert (pairs.recipe.data.max_length, labelled.recipe.data.max_length) == (1024, 512)
+    assert "# 2 x sequence_len: a row holds both answers of a pair" in pairs.text
+
+
+def test_a_type_that_writes_its_own_template_names_it_and_its_columns() -> None:
+    (source,) = import_text(AXOLOTL + "rl: dpo", "c.yaml").recipe.data.train
+    assert (source.format, source.columns) == ("auto", {"prompt": "question"})
+    assert import_text(AXOLOTL + "rl: dpo", "c.yaml").recipe.tokenizer.chat_template == "chatml"
+
+
+def test_rates_are_those_of_the_other_trainer() -> None:
+    rates = {text: import_text(TRL + text, "c.yaml").recipe.optimizer.lr for text in ("loss_type: sigmoid", "")}
+    assert rates == {"loss_type: sigmoid": 1e-6, "": 2e-5}
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (TRL + "loss_type: sigmoid\nlabel_smoothing: 0.1", "label_smoothing: 0.1: TRL 1.16 ignores 0.1 with the"),
+        (TRL + "loss_type: [aot]", "loss_type: [aot]: not supported: the loss aot; instead method.loss with one of"),
+        (TRL + "loss_type: sigmoid\nld_alpha: 0.5", "ld_alpha: 0.5: not supported: preference losses other than"),
+        (TRL + "loss_type: sigmoid\nref_model: c/d", "ref_model: c/d: not supported: a reference other than the model"),
+        (TRL + "loss_type: sigmoid\nsync_ref_model: true", "sync_ref_model: true: not supported: a reference other"),
+    ],
+)  # fmt: skip
+def test_what_is_not_here_is_listed_with_what_to_write(text: str, left: str) -> None:
+    found = import_text(text, "c.yaml")
+    assert found.recipe.method.kind == "dpo"
+    assert any(item.startswith(left) for item in found.left), found.left
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "rloo", "online_dpo", "gdpo", "cpo", "gkd"])
+def test_a_kind_that_is_not_here_is_refused_by_its_name(kind: str) -> None:
+    with pytest.raises(RecipeError, match=f"rl: {kind}: not supported: "):
+        import_text(AXOLOTL + f"rl: {kind}", "c.yaml")
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"stage": "sft", "loss_type": "sigmoid"}, {"loss_type": "nll"}, {"reward_model": "path"}]
+)
+def test_other_trainings_are_taken_for_none(given: dict[str, Any]) -> None:
+    assert kind_of(given) is None

@@ -1,0 +1,211 @@
+"""Preference, reward and distillation trainings of other tools: their kinds, losses and weights in our words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tuner.config.numbers import write_number
+from tuner.config.other_rules import Given, Lines, Rule, number, number_of
+from tuner.config.other_values import of_value
+
+PAIRS = frozenset(("dpo", "orpo", "simpo", "reward"))
+"""Kinds whose examples are two answers to one prompt."""
+PREFERENCES = PAIRS | {"kto"}
+_KINDS = {
+    "dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "simpo": "simpo", "kto": "kto",
+    "rm": "reward", "rw": "reward", "reward": "reward", "reward_modeling": "reward",
+}  # fmt: skip
+_LOSSES = {
+    "sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "robust": "robust", "sigmoid_norm": "sigmoid_norm",
+    "apo_zero": "apo_zero", "apo_down": "apo_down", "sppo_hard": "sppo", "nca_pair": "nca", "bco_pair": "bco",
+}  # fmt: skip
+"""Losses of dpo by TRL's names, and ours."""
+_ABSENT_LOSSES = frozenset(("exo_pair", "aot", "aot_pair", "aot_unpaired", "discopop", "kto_pair"))
+_ALIKE = ", ".join(dict.fromkeys(_LOSSES.values()))
+_OWN_WEIGHT = {
+    "desirable_weight": ("kto_desirable_weight", "kto_chosen_weight"),
+    "undesirable_weight": ("kto_undesirable_weight", "kto_rejected_weight"),
+}
+_SUPERVISED = "a loss of supervised fine-tuning is method.reduction here, or method.kind: custom"
+
+
+def kind_of(given: Given) -> str | None:
+    """Our kind of the preference training that a configuration asks for; None where it asks for none."""
+    if str(given.get("stage")).lower() in {"sft", "pt", "ppo"}:
+        return None
+    for name in ("rl", "rlhf_type", "stage", "method.kind"):
+        word = str(given.get(name)).lower()
+        named = _names(given.get("pref_loss", given.get("loss_type")))
+        if word in {"dpo", "cpo"} and named in (["orpo"], ["simpo"]):
+            return named[0]
+        if word in _KINDS:
+            return _KINDS[word]
+    if given.get("reward_model") is True or "center_rewards_coefficient" in given:
+        return "reward"
+    if any(name in given for name in ("desirable_weight", "undesirable_weight")):
+        return "kto"
+    named = _names(given.get("loss_type"))
+    if "simpo" in named:
+        return "simpo"
+    is_loss = bool(named) and all(name in _LOSSES or name in _ABSENT_LOSSES or name == "sft" for name in named)
+    if is_loss or any(name in given for name in ("precompute_ref_log_probs", "ref_model", "pref_beta", "rl_beta")):
+        return "dpo"
+    return None
+
+
+def kind(value: Any, given: Given) -> Lines | str | None:
+    """A key that names the kind, such as `rl` or `stage`; the loss that some of its words stand for comes with it."""
+    word = str(value).lower()
+    ours = kind_of({**given, "rl": value})
+    if ours is None or (word not in _KINDS and word != "cpo"):
+        return of_value("method.kind", value)
+    found: Lines = {"method.kind": ours}
+    return found | {"method.loss": "ipo"} if word == "ipo" else found
+
+
+def reward_switch(value: Any, given: Given) -> Lines | str | None:
+    """`reward_model: true` trains one; the path of one belongs to PPO."""
+    if value is True:
+        return {"method.kind": "reward"}
+    return None if value is False else of_value("method.kind", "ppo")
+
+
+def losses(value: Any, given: Given) -> Lines | str | None:
+    """One loss of dpo or several; orpo and simpo among them are kinds of their own."""
+    named = _names(value)
+    ours = kind_of({**given, "loss_type": value})
+    if ours is None:
+        return _SUPERVISED
+    if ours != "dpo":
+        if named == ["apo_zero_unpaired"]:
+            return {"method.baseline": "zero"}
+        return {} if named in ([ours], ["sigmoid"], []) else f"not supported: {ours} with the loss {', '.join(named)}"
+    absent = [name for name in named if name not in _LOSSES and name != "sft"]
+    if absent:
+        return f"not supported: the loss {', '.join(absent)}; instead method.loss with one of {_ALIKE}"
+    weights = given.get("loss_weights", given.get("dpo_loss_weights")) or [1.0] * len(named)
+    if not isinstance(weights, list) or len(weights) != len(named):
+        return None
+    if named == ["robust"] and not number(given.get("label_smoothing", given.get("dpo_label_smoothing"))):
+        named = ["sigmoid"]  # what robust is where no label is wrong
+    terms = dict(zip(named, weights, strict=True))
+    found: Lines = {"method.sft_weight": terms.pop("sft")} if "sft" in terms else {}
+    if len(terms) > 1 or any(weight != 1 for weight in terms.values()):
+        found["method.loss"] = {_LOSSES[name]: weight for name, weight in terms.items()}
+    elif terms and "sigmoid" not in terms:
+        found["method.loss"] = _LOSSES[next(iter(terms))]
+    return found
+
+
+def beta(value: Any, given: Given) -> Lines | str | None:
+    """The weight of the reference, or that of ORPO's odds ratio."""
+    return number_of("method.beta")(value, given)
+
+
+def gamma(value: Any, given: Given) -> Lines | str | None:
+    """SimPO's margin, which counts for no other loss."""
+    return {"method.gamma": value} if kind_of(given) in {"simpo", None} else {}
+
+
+def sft_weight(value: Any, given: Given) -> Lines | str | None:
+    """A supervised term on the chosen answers."""
+    return number_of("method.sft_weight")(value, given)
+
+
+def cpo_alpha(value: Any, given: Given) -> Lines | str | None:
+    """The supervised term of CPO, which TRL adds to SimPO too unless it is set to 0."""
+    return {} if number(value) == 0 else sft_weight(value, given)
+
+
+def smoothing(value: Any, given: Given) -> Lines | str | None:
+    """The share of labels that may be wrong; in TRL 1.16 a plain sigmoid ignores it."""
+    share, named = number(value), _names(given.get("loss_type", given.get("dpo_loss_type")))
+    if not share:
+        return {}
+    if kind_of(given) is None:
+        return "not supported: label smoothing of next-token losses; instead method.kind: custom with method.use"
+    is_factory = "pref_loss" in given or "pref_beta" in given or given.get("stage") == "dpo"
+    if is_factory or named == ["robust"]:
+        return {"method.label_smoothing": value}
+    return (
+        f"TRL 1.16 ignores {write_number(share)} with the sigmoid loss, so nothing is lost; to smooth labels here, "
+        f"write method.label_smoothing: {write_number(share)}"
+    )
+
+
+def precomputed(value: Any, given: Given) -> Lines | str | None:
+    """Where the reference's log-probabilities come from; with an adapter they need no model of their own."""
+    if kind_of(given) not in {"dpo", "kto", None}:
+        return {}
+    return {"method.reference": "columns"} if value is True else {}
+
+
+def reference_model(value: Any, given: Given) -> Lines | str | None:
+    """Another reference than the model at the start."""
+    if value in {given.get(name) for name in ("base_model", "model_name_or_path", "model")}:
+        return {}
+    return "not supported: a reference other than the model at the start; instead start from it: model.name_or_path"
+
+
+def _weight(name: str) -> Rule:
+    return number_of(f"method.{name}")
+
+
+RULES_OF_METHODS: dict[str, Rule] = {
+    "rl": kind,
+    "rlhf_type": kind,
+    "reward_model": reward_switch,
+    **dict.fromkeys(("loss_type", "pref_loss", "dpo_loss_type"), losses),
+    **dict.fromkeys(("loss_weights", "dpo_loss_weights"), lambda value, given: {}),  # losses reads them
+    **dict.fromkeys(("beta", "pref_beta", "rl_beta", "dpo_beta", "orpo_alpha", "orpo_beta", "simpo_beta"), beta),
+    "simpo_gamma": gamma,
+    "cpo_alpha": cpo_alpha,
+    **dict.fromkeys(("pref_ftx", "rpo_alpha"), sft_weight),
+    **dict.fromkeys(("label_smoothing", "dpo_label_smoothing", "label_smoothing_dpo"), smoothing),
+    **{theirs: _weight(ours) for ours, names in _OWN_WEIGHT.items() for theirs in (ours, *names)},
+    "center_rewards_coefficient": _weight("center"),
+    "precompute_ref_log_probs": precomputed,
+    "precompute_ref_logprobs": precomputed,
+    **dict.fromkeys(("ref_model", "reference_model"), reference_model),
+}
+"""How keys of preference and reward trainings become ours."""
+
+_DEFAULTS: dict[str, dict[str, Lines]] = {
+    "trl": {
+        "dpo": {"optimizer.lr": 1e-6},
+        "kto": {"optimizer.lr": 1e-6},
+        "orpo": {"optimizer.lr": 1e-6},
+        "simpo": {"optimizer.lr": 1e-6, "method.beta": 0.1, "method.gamma": 0.5, "method.sft_weight": 1.0},
+        "reward": {"optimizer.lr": 1e-4},
+    },
+    "axolotl": {"simpo": {"method.beta": 0.1, "method.gamma": 0.5, "method.sft_weight": 1.0}},
+    "llama-factory": {"simpo": {"method.beta": 0.1, "method.gamma": 0.5}},
+    "ms-swift": {"simpo": {"method.beta": 2.0, "method.gamma": 1.0, "method.sft_weight": 1.0}},
+}
+"""What a tool takes where nothing is written and we take something else: its CPO trainer adds a supervised term to
+SimPO with weight 1."""
+
+
+_TEMPLATES = ("chatml", "llama3", "zephyr")
+
+
+def template_of(sets: Any) -> str | None:
+    """The chat template that axolotl's types of preference data sets write themselves, such as `chatml.intel`."""
+    items = sets if isinstance(sets, list) else [sets]
+    types = {str(item.get("type")).partition(".")[0] for item in items if isinstance(item, Mapping)}
+    return next((name for name in _TEMPLATES if types == {name}), None)
+
+
+def defaults_of(tool: str, method: str | None, given: Mapping[str, Any]) -> Lines:
+    """A tool's own defaults of a kind, in our words; what is written in its configuration comes on top."""
+    found = dict(_DEFAULTS.get(tool, {}).get(method or "", {}))
+    if number(given.get("cpo_alpha")) == 0:
+        found.pop("method.sft_weight", None)
+    return found
+
+
+def _names(value: Any) -> list[str]:
+    """Losses in a list, or one, or several separated by commas."""
+    items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
+    return [str(item).strip().lower() for item in items]
