@@ -494,7 +494,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "model-last-chunk-alone",
-        "model.output_layer._Gradients.add",
+        "model.output_layer.Gradients.add",
         "A if self._first else B",
         "A",
         MODEL,

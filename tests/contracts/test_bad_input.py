@@ -27,6 +27,7 @@ NEEDS: dict[tuple[str, str], dict[str, object]] = {
     ("schedule", "wsd_s"): {"periods": "9 steps"},
     ("schedule", "custom"): {"use": "my.py:triangle"},
     ("method", "custom"): {"use": "my.py:loss"},
+    ("method", "distill"): {"teacher": "owner/teacher"},
 }
 """Keys that a kind of a section asks for."""
 MAY_BE_EMPTY = {"hooks", "optimizer.groups", "tokenizer.add_tokens"}

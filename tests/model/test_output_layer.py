@@ -105,7 +105,7 @@ def test_of_losses_by_position_no_more_products_are_made_than_needed_and_never_t
     """Of four chunks a frozen layer's are made once; a trained one's a second time, but for the last."""
     monkeypatch.setattr(module, "CHUNK_LOGITS", {"cpu": 5 * 11})
     there: list[weakref.ref[torch.Tensor]] = []
-    real = module._Head._products
+    real = module.Head.products
 
     def counted(head: Any, rows: torch.Tensor) -> torch.Tensor:
         assert all(other() is None for other in there)
@@ -113,7 +113,7 @@ def test_of_losses_by_position_no_more_products_are_made_than_needed_and_never_t
         there.append(weakref.ref(products))
         return products
 
-    monkeypatch.setattr(module._Head, "_products", counted)
+    monkeypatch.setattr(module.Head, "products", counted)
     hidden, weight = torch.randn(18, 8, requires_grad=True), torch.randn(11, 8, requires_grad=trained)
     targets = torch.randint(0, 11, (18,))
     OutputLayer(weight).losses(hidden, targets).square().sum().backward()
@@ -253,7 +253,7 @@ def test_what_pads_the_rows_of_logits_on_a_gpu_adds_nothing_to_gradients() -> No
     hidden, weight = torch.randn(5, 8, dtype=torch.bfloat16), torch.randn(97, 8, dtype=torch.bfloat16)
     junk = patch.object(torch.Tensor, "new_empty", lambda self, *size: self.new_full(size, torch.nan))
     with traced_for("cuda"), junk:
-        (_, _, products), *_ = module._Head.of(hidden, weight, None, torch.bfloat16).chunks()
+        (_, _, products), *_ = module.Head.of(hidden, weight, None, torch.bfloat16).chunks()
     whole = products._base
     assert products.shape == (5, 97) and whole is not None and whole.shape == (5, 128)
     assert whole.isfinite().all()

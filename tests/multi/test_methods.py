@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, logsigmoid
+from transformers import AutoModelForCausalLM
 
 from tests.fixtures import forked
 from tests.multi.launcher import ROOT
@@ -27,6 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "sqrt": {"kind": "sft", "reduction": "sqrt"},
     "averaged": {"kind": "custom", "use": f"{OWN}:Averaged"},
     "preferred": {"kind": "custom", "use": f"{OWN}:Preferred"},
+    "distilled": {"kind": "distill", "teacher": "TEACHER", "beta": 0.4, "temperature": 1.5, "ce_weight": 0.25},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -34,7 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two, 4 micro-batches": {"world": 2, "local": 2, "micro": 1},
 }
 CASES = [(method, "full", layout) for method in METHODS for layout in LAYOUTS]
-CASES += [(method, "lora", layout) for method in ("document", "averaged") for layout in list(LAYOUTS)[1:]]
+CASES += [(method, "lora", layout) for method in ("document", "averaged", "distilled") for layout in list(LAYOUTS)[1:]]
 STEPS = 2
 TRAINED = [5, 2, 0, 0, 0, 0, 20, 7, 25]  # of 9 rows, 8 a step: in the second one of two processes has none
 Losses = list[tuple[int, torch.Tensor]]
@@ -71,6 +73,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What all cases gave; the worker that runs them is started once."""
     directory = tmp_path_factory.mktemp("methods")
     write_model(directory)
+    write_model(directory / "teacher", "llama")  # whose output layer is a matrix of its own
+    METHODS["distilled"]["teacher"] = str(directory / "teacher")
     common = {**ONE, "steps": STEPS, "trained": TRAINED, "model": str(directory)}
     cases = [
         {**common, **LAYOUTS[layout], "name": f"{method}, {adapter}, {layout}"}
@@ -87,7 +91,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def looped(found: Path) -> dict[str, list[tuple[float, torch.Tensor]]]:
     """Loss and gradients of every step, document by document, by the model's own forward with stock attention."""
-    results = {}
+    results: dict[str, list[tuple[float, torch.Tensor]]] = {}
     for adapter in ADAPTERS:
         recipe = recipe_for(
             found, adapter=ADAPTERS[adapter], train={"global_batch_size": ONE["global"]},
@@ -97,14 +101,52 @@ def looped(found: Path) -> dict[str, list[tuple[float, torch.Tensor]]]:
         model, parameters = assembly.train_state.root.model, assembly.train_state.parameters
         model.train().set_attn_implementation("eager")
         rows = SyntheticRows(TRAINED)
-        for method, plain in PLAIN.items():
+        teacher = AutoModelForCausalLM.from_pretrained(found / "teacher", attn_implementation="eager")
+
+        def plainly(
+            method: str, ids: list[int], model: Any = model, rows: Any = rows, teacher: Any = teacher
+        ) -> torch.Tensor:
+            if method == "distilled":
+                return distilled([torch.cat([logits_of(each, rows, i) for i in ids]) for each in (model, teacher)], ids)
+            return PLAIN[method]([one for i in ids for one in losses_of(model, rows, i)])
+
+        for method in METHODS:
             steps = results[f"{method}, {adapter}"] = []
             for step in range(STEPS):
-                loss = plain([one for i in assembly.batches.row_ids(step) for one in losses_of(model, rows, int(i))])
+                loss = plainly(method, assembly.batches.row_ids(step).tolist())
                 gradients = torch.autograd.grad(loss, list(parameters.values()))
                 named = dict(zip(parameters, gradients, strict=True))
                 steps.append((loss.item(), torch.cat([named[name].flatten() for name in sorted(named)])))
     return results
+
+
+def distilled(both: list[torch.Tensor], ids: list[int]) -> torch.Tensor:
+    """The method's mean over trained tokens, of the logits of student and teacher at these."""
+    how, targets = METHODS["distilled"], torch.cat([targets_of(SyntheticRows(TRAINED).row(i)) for i in ids])
+    s, t = ((logits / how["temperature"]).softmax(-1) for logits in (both[0], both[1].detach()))
+    m = how["beta"] * t + (1 - how["beta"]) * s
+    kl_t, kl_s = (t * (t / m).log()).sum(), (s * (s / m).log()).sum()
+    divergence = how["temperature"] ** 2 * (how["beta"] * kl_t + (1 - how["beta"]) * kl_s)
+    ce = cross_entropy(both[0], targets, reduction="sum")
+    loss: torch.Tensor = ((1 - how["ce_weight"]) * divergence + how["ce_weight"] * ce) / len(targets)
+    return loss
+
+
+def parts_of(row: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Ids of each document, and which of them are trained, the first one out."""
+    stops = np.cumsum(row.lengths)
+    parts = [slice(stop - length, stop) for stop, length in zip(stops, row.lengths, strict=True)]
+    return [(torch.as_tensor(row.input_ids[part]), torch.as_tensor(row.trained[part])[1:]) for part in parts]
+
+
+def targets_of(row: Any) -> torch.Tensor:
+    return torch.cat([ids[1:][trained] for ids, trained in parts_of(row)])
+
+
+def logits_of(model: Any, rows: SyntheticRows, row_id: int) -> torch.Tensor:
+    """At the trained positions of a row, each document by itself."""
+    parts = parts_of(rows.row(row_id))
+    return torch.cat([model(input_ids=ids[None], use_cache=False).logits[0, :-1][trained] for ids, trained in parts])
 
 
 def losses_of(model: Any, rows: SyntheticRows, row_id: int) -> Losses:

@@ -8,19 +8,20 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tuner.config.numbers import Real, Weights
+from tuner.config.numbers import Real, Weights, Whole
 from tuner.config.section import ByKind, Options, Section, Use
-from tuner.config.value_types import T, Word, refuse
+from tuner.config.value_types import T, Text, Word, refuse
 
 _METHOD_KIND = (
     "sft learns answers to prompts; pretrain every token of plain text; dpo, orpo and simpo which of two answers is "
-    "preferred; kto which answers are desirable; reward scores answers, for a model that ranks them; custom has a loss "
-    "of your own."
+    "preferred; kto which answers are desirable; reward scores answers, for a model that ranks them; distill a "
+    "teacher's distributions; custom has a loss of your own."
 )
 MethodKind = Annotated[Word[T], Field(description=_METHOD_KIND)]
 _TRAIN_ON = "Which tokens are learned: those of every assistant turn, of the last one, or all."
 TrainOn = Annotated[Word[Literal["assistant", "last_assistant", "all"]], Field(description=_TRAIN_ON)]
 
+Rows = Annotated[Word[Literal["sft", "pretrain"]], Field(description="Which method's records it is trained on.")]
 
 ExampleKind = Literal["sft", "pretrain", "preference", "unpaired"]
 
@@ -280,6 +281,62 @@ def head_of(method: Section) -> Head:
     return "score" if isinstance(method, RewardMethod) else "tokens"
 
 
+_TOP_K = (
+    "Tokens of the teacher's distribution that are kept with the prepared data, computed once, so that training loads "
+    "no teacher; null keeps the teacher in memory, and all of its distribution."
+)
+_TAIL = (
+    "With top_k, the teacher's remaining probability: rest makes all other tokens one class, in both distributions; "
+    "renormalise gives it to the top_k, which needs beta below 1."
+)
+
+
+class DistillMethod(MethodSection):
+    """Distillation: the student learns the teacher's distribution of every next token."""
+
+    kind: MethodKind[Literal["distill"]] = "distill"
+    teacher: Annotated[str, Text(kind="a hub name (owner/name) or a local directory")]
+    """Hub name or local directory of the teacher, which has the student's tokenizer (required)."""
+    teacher_revision: Annotated[str | None, Text(kind="a commit or tag")] = None
+    """Hub commit or tag of the teacher."""
+    beta: Annotated[float, Real(ge=0, le=1)] = 0.0
+    """The divergence: 0 is KL(teacher || student), 1 KL(student || teacher), and between them Jensen-Shannon's."""
+    temperature: Annotated[float, Real(gt=0)] = 1.0
+    """Both models' logits are divided by it, and the divergence counts its square."""
+    ce_weight: Annotated[float, Real(ge=0, le=1)] = 0.0
+    """Share of the data's cross-entropy in the loss; the rest is the divergence's."""
+    top_k: Annotated[int | None, Whole(ge=1, le=2**20), Field(description=_TOP_K)] = None
+    tail: Annotated[Word[Literal["rest", "renormalise"]], Field(description=_TAIL)] = "rest"
+    rows: Rows = "sft"
+    train_on: TrainOn = "assistant"
+
+    @property
+    def examples(self) -> Examples:
+        """Those of the method that ``rows`` names."""
+        return Examples("sft", self.train_on) if self.rows == "sft" else Examples("pretrain")
+
+    @property
+    def figures(self) -> Mapping[str, Figure]:
+        """The divergence, cross-entropies of both models, and how often they agree."""
+        tail = {} if self.top_k is None else {"tail": Figure("lower", "tail")}
+        return {
+            "divergence": Figure("lower", "diverg."),
+            "ce": Figure("lower", "ce"),
+            "teacher_ce": Figure("lower", "t. ce"),
+            "agreement": Figure("higher", "agree"),
+            **tail,
+        }
+
+    @model_validator(mode="after")
+    def _is_finite(self) -> DistillMethod:
+        if self.top_k is not None and self.tail == "renormalise" and self.beta == 1:
+            raise refuse(
+                "beta 1 with tail renormalise has no finite divergence: the student's tail has no counterpart; write "
+                "tail: rest"
+            )
+        return self
+
+
 class CustomMethod(MethodSection):
     """A custom loss."""
 
@@ -288,8 +345,7 @@ class CustomMethod(MethodSection):
     """FILE.py:NAME, or the name of an entry point of the group tuner.methods: called with `options`, gives the loss."""
     options: Options = {}
     """Keyword arguments of the function."""
-    rows: Word[Literal["sft", "pretrain"]] = "sft"
-    """Which method's records it is trained on."""
+    rows: Rows = "sft"
     train_on: TrainOn = "assistant"
 
     @property
@@ -306,6 +362,7 @@ Method = Annotated[
     | SimpoMethod
     | KtoMethod
     | RewardMethod
+    | DistillMethod
     | CustomMethod,
     ByKind(),
 ]

@@ -59,9 +59,9 @@ ABSENT: tuple[Absent, ...] = (
     ),
     Absent(
         _METHODS,
-        "kd_trainer kd_alpha kd_temperature kd_ce_alpha teacher_model teacher_model_name_or_path distill gkd",
-        "distillation from a teacher model",
-        "method.kind: sft on the teacher's answers, or method.kind: custom for a loss of your own",
+        "gkd kd_trainer seq_kd kd_alpha kd_ce_alpha",
+        "distillation on answers that the student generates (on-policy), and weights that do not add up to one",
+        "method.kind: distill on the data's answers, with method.ce_weight: the divergence has the rest",
     ),
     Absent(
         _METHODS,

@@ -23,6 +23,7 @@ _NO_OPTIMIZER = (
 
 _WRITE: dict[str, dict[str, str]] = {
     "method.kind": {
+        "distillation kd knowledge_distillation": "distill",
         "pt pre_train pre-training pretraining clm causal_lm lm cpt continued_pretraining": "pretrain",
         "instruct instruction instruction_tuning finetune fine_tune finetuning chat supervised it": "sft",
         "preference preferences pairwise": "dpo",
@@ -143,7 +144,7 @@ _WRITE: dict[str, dict[str, str]] = {
     "logging.level": {"warn": "warning", "critical fatal passive": "error", "verbose trace detail": "debug"},
 }
 _REFUSED: dict[str, dict[str, str]] = {
-    "method.kind": {_PREFERENCES: "ld_alpha", _REINFORCEMENT: "reward_funcs", "distillation kd gkd": "kd_trainer"},
+    "method.kind": {_PREFERENCES: "ld_alpha", _REINFORCEMENT: "reward_funcs", "gkd": "gkd"},
     "adapter.kind": {_QUANTISED: "load_in_4bit", _OTHER_ADAPTERS: "pissa_init"},
     "optimizer.kind": {_EIGHT_BIT: "optim_8bit"},
 }

@@ -44,6 +44,7 @@ def _path_nodes(tree: Node) -> Iterator[tuple[KeyPath, Node, Callable[[str, Path
     for path, resolve in (
         (("output_dir",), _always),
         (("model", "name_or_path"), _hub_or_path),
+        (("method", "teacher"), _hub_or_path),
         (("tokenizer", "name_or_path"), _tokenizer),
         (("tokenizer", "chat_template"), _template),
         (("data", "cache_dir"), _always),

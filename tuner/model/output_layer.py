@@ -89,7 +89,7 @@ def softmax_into_gradient(
     """Summed loss, a float32 scalar; ``logits`` become its gradient where that is wanted. A few rows at a time."""
     exact_dtype = torch.promote_types(logits.dtype, torch.float32)
     total = torch.zeros((), dtype=exact_dtype, device=logits.device)
-    for block in _spans(len(logits), max(1, _block_logits(logits) // logits.shape[1])):
+    for block in spans(len(logits), max(1, block_logits(logits) // logits.shape[1])):
         exact = logits[block].to(exact_dtype)
         wanted = targets[block, None]
         share = torch.softmax(exact, -1)
@@ -177,7 +177,7 @@ def summed_cross_entropy(hidden: torch.Tensor, head: OutputLayer, targets: torch
 
 
 @dataclass(frozen=True)
-class _Head:
+class Head:
     """An output layer and its input: hidden ``[N, D]``, weight ``[V, D]``, bias ``[V]``, the type of the products.
 
     On a GPU the weight is in that type already, once for all chunks.
@@ -190,7 +190,8 @@ class _Head:
     on_gpu: bool
 
     @staticmethod
-    def of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> "_Head":
+    def of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> "Head":
+        """The layer with its input. Raises RecipeError where their widths differ."""
         if hidden.shape[-1] != weight.shape[-1]:
             raise RecipeError(
                 f"model: its output layer takes {weight.shape[-1]:,} numbers and its decoder gives "
@@ -198,7 +199,7 @@ class _Head:
                 hint="choose another model",
             )
         on_gpu = target(weight) == "cuda"
-        return _Head(hidden, weight.to(dtype) if on_gpu else weight, bias, dtype, on_gpu)
+        return Head(hidden, weight.to(dtype) if on_gpu else weight, bias, dtype, on_gpu)
 
     def chunks(self, stop: int | None = None) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """The positions of each chunk, their hidden states in the type of the products, and their products.
@@ -206,15 +207,15 @@ class _Head:
         With ``stop``, the beginning of a chunk, those before it.
         """
         logits = _most(CHUNK_LOGITS, self.weight, CHUNK_MEMORY)
-        for span in _spans(len(self.hidden) if stop is None else stop, max(1, logits // self._row_length())):
+        for span in spans(len(self.hidden) if stop is None else stop, max(1, logits // self._row_length())):
             rows = self.hidden[span].to(self.dtype)
-            yield span, rows, self._products(rows)
+            yield span, rows, self.products(rows)
 
     def sweep(
         self, targets: torch.Tensor, weights: torch.Tensor | None, kernel: Kernel, wanted: Sequence[bool]
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """The summed loss, and its gradients by hidden, weight and bias, None where not ``wanted``; chunk by chunk."""
-        gradients = _Gradients(self, wanted)
+        gradients = Gradients(self, wanted)
         exact_dtype = torch.promote_types(self.dtype, torch.float32)
         loss = torch.zeros((), dtype=exact_dtype, device=self.hidden.device)
         for span, rows, logits in self.chunks():
@@ -227,7 +228,7 @@ class _Head:
         """Elements from one row of the logits to the next."""
         return -(-len(self.weight) // ALIGNED) * ALIGNED if self.on_gpu else len(self.weight)
 
-    def _products(self, rows: torch.Tensor) -> torch.Tensor:
+    def products(self, rows: torch.Tensor) -> torch.Tensor:
         """The output layer of rows ``[N, D]``, in their type: ``[N, V]``."""
         padded = rows.new_empty(len(rows), self._row_length())
         products, rest = padded[:, : len(self.weight)], padded[:, len(self.weight) :]
@@ -242,13 +243,13 @@ class _Head:
         return products
 
 
-class _Gradients:
+class Gradients:
     """Gradients by hidden, weight and bias, None where not ``wanted``, as chunks of positions add to them.
 
     Those of weight and bias are float32, or a wider type of the products or their own.
     """
 
-    def __init__(self, head: _Head, wanted: Sequence[bool]) -> None:
+    def __init__(self, head: Head, wanted: Sequence[bool]) -> None:
         self._head, self._exact_dtype = head, torch.promote_types(head.dtype, torch.float32)
         hidden, weight, bias = head.hidden, head.weight, head.bias
         hidden_dtype = hidden.dtype if head.on_gpu else self._exact_dtype
@@ -298,17 +299,17 @@ class _CrossEntropy(torch.autograd.Function):
         weights: torch.Tensor | None,
         kernel: Kernel,
     ) -> torch.Tensor:
-        head = _Head.of(hidden, weight, bias, _dtype(hidden))
+        head = Head.of(hidden, weight, bias, product_dtype(hidden))
         loss, gradients = head.sweep(targets, weights, kernel, ctx.needs_input_grad[:3])
         ctx.save_for_backward(*gradients)
-        ctx.dtypes = _types(hidden, weight, bias)
+        ctx.dtypes = gradient_types(hidden, weight, bias)
         return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # In place: a second backward through the same loss is refused by autograd.
         scaled = [None if g is None else g.mul_(upstream) for g in ctx.saved_tensors]
-        return (*_in_types(scaled, ctx.dtypes), None, None, None)
+        return (*in_types(scaled, ctx.dtypes), None, None, None)
 
 
 class _PositionLosses(torch.autograd.Function):
@@ -329,14 +330,14 @@ class _PositionLosses(torch.autograd.Function):
         transform: LogitTransform,
         kernel: Kernel,
     ) -> torch.Tensor:
-        dtype, (of_hidden, *of_head) = _dtype(hidden), ctx.needs_input_grad[:3]
+        dtype, (of_hidden, *of_head) = product_dtype(hidden), ctx.needs_input_grad[:3]
         losses = torch.empty(len(targets), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
-        head, ctx.last, ctx.hidden_alone = _Head.of(hidden, weight, bias, dtype), None, of_hidden and not any(of_head)
-        gradients = _Gradients(head, (ctx.hidden_alone, False, False))
+        head, ctx.last, ctx.hidden_alone = Head.of(hidden, weight, bias, dtype), None, of_hidden and not any(of_head)
+        gradients = Gradients(head, (ctx.hidden_alone, False, False))
         for span, rows, logits in head.chunks():
             wanted, found = targets[span], losses[span]
             tanh = transform.apply_(logits)
-            for block in _spans(len(logits), max(1, _block_logits(logits) // len(weight))):
+            for block in spans(len(logits), max(1, block_logits(logits) // len(weight))):
                 exact = logits[block].to(losses.dtype)
                 found[block] = torch.logsumexp(exact, -1) - exact.gather(1, wanted[block, None])[:, 0]
             if ctx.hidden_alone:
@@ -356,8 +357,8 @@ class _PositionLosses(torch.autograd.Function):
             (made,) = ctx.saved_tensors
             return ((made * upstream[:, None]).to(made.dtype), None, None, None, None, None)
         hidden, weight, bias, targets = ctx.saved_tensors
-        head = _Head.of(hidden, weight, bias, ctx.dtype)
-        gradients, last = _Gradients(head, ctx.needs_input_grad[:3]), None
+        head = Head.of(hidden, weight, bias, ctx.dtype)
+        gradients, last = Gradients(head, ctx.needs_input_grad[:3]), None
         if ctx.last is not None:
             (last, rows, logits, tanh), ctx.last = ctx.last, None
             ctx.kernel(logits, targets[last], True, upstream[last])
@@ -369,16 +370,16 @@ class _PositionLosses(torch.autograd.Function):
             kernel(logits, targets[span], True, upstream[span])
             gradients.add(span, rows, logits)
             del logits
-        return (*_in_types(gradients.made, _types(hidden, weight, bias)), None, None, None)
+        return (*in_types(gradients.made, gradient_types(hidden, weight, bias)), None, None, None)
 
 
-def _dtype(hidden: torch.Tensor) -> torch.dtype:
+def product_dtype(hidden: torch.Tensor) -> torch.dtype:
     """The type of the products: autocast's where it is on."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
-def _types(*tensors: torch.Tensor | None) -> list[torch.dtype | None]:
+def gradient_types(*tensors: torch.Tensor | None) -> list[torch.dtype | None]:
     """The types of their gradients: their own, or what a parameter that is gathered in another one says."""
     return [None if tensor is None else _gradient_type(tensor) for tensor in tensors]
 
@@ -388,7 +389,7 @@ def _gradient_type(tensor: torch.Tensor) -> torch.dtype:
     return said or tensor.dtype
 
 
-def _in_types(
+def in_types(
     gradients: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype | None]
 ) -> list[torch.Tensor | None]:
     """Each gradient in the type that is wanted."""
@@ -402,13 +403,15 @@ def _most(logits: Mapping[str, int], tensor: torch.Tensor, memory: int) -> int:
     return most if there is None else min(most, there // memory)
 
 
-def _block_logits(logits: torch.Tensor) -> int:
+def block_logits(logits: torch.Tensor) -> int:
+    """Logits in float32 at one time on the device of a tensor."""
     return _most(BLOCK_LOGITS, logits, BLOCK_MEMORY)
 
 
-def _spans(count: int, size: int) -> Iterator[slice]:
+def spans(count: int, size: int) -> Iterator[slice]:
+    """Slices of so many, ``size`` at a time."""
     return (slice(start, min(count, start + size)) for start in range(0, count, size))
 
 
 def _blocks(weight: torch.Tensor) -> Iterator[slice]:
-    return _spans(len(weight), BLOCK_VOCABULARY[target(weight)])
+    return spans(len(weight), BLOCK_VOCABULARY[target(weight)])

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainableSpec:
-    """Which parameters are trained: all of them, all but the ``frozen`` ones, or an adapter's.
+    """Which parameters are trained: all of them, all but the ``frozen`` ones, an adapter's, or none.
 
-    New tokens are trained in any case.
+    New tokens are trained unless nothing is.
     """
 
     lora: LoraSpec | None = None
@@ -27,14 +27,19 @@ class TrainableSpec:
     new_ids: range = range(0)
     drawn: bool = False
     """The model's weights are random."""
+    nothing: bool = False
+    """No parameter is trained: another model learns from this one."""
 
     @property
     def is_all(self) -> bool:
         """Whether there is nothing that stays as it was."""
-        return self.lora is None and not self.frozen
+        return self.lora is None and not self.frozen and not self.nothing
 
     def apply(self, model: PreTrainedModel, seed: int) -> None:
         """Add the adapter, or freeze, in place; see :func:`~tuner.model.adapter.add_lora` and `train_new_tokens`."""
+        if self.nothing:
+            model.requires_grad_(False)
+            return
         if self.lora is not None:
             from tuner.model.adapter import add_lora
 

@@ -42,9 +42,11 @@ def shard(
     weights are gathered again for its backward pass. Gradients are summed, not averaged, over processes: the loss is
     already divided by the global count. Where autocast rounds weights, ``rounded_to`` is the type in which they are
     gathered (:mod:`tuner.parallel.gathers`). Where it is known how many ``tokens`` a micro-batch has at most, the
-    embedding's rows may be looked up in its shards (:mod:`tuner.parallel.lookup`), and it is no unit.
+    embedding's rows may be looked up in its shards (:mod:`tuner.parallel.lookup`), and it is no unit. Of a model of
+    which nothing is trained, nothing stays whole after a forward.
     """
     blocks = decoder_blocks(root.model)
+    trained = any(parameter.requires_grad for parameter in root.parameters())
     for block in blocks:
         _unit(block, mesh, reshard_after_forward, rounded_to)
     embedding, head = root.model.get_input_embeddings(), head_layer(root.model)
@@ -54,10 +56,10 @@ def shard(
         _state_of(embedding).set_unshard_in_backward(False)  # looking up needs no weight to go backward
     if _is_apart(head, root):
         rounded = None if has_score(root.model) else rounded_to  # a score is float32 under autocast too
-        _unit(head, mesh, False, rounded)  # the backward pass begins with it
+        _unit(head, mesh, not trained, rounded)  # the backward pass begins with it
         _state_of(blocks[-1]).set_modules_to_forward_prefetch([_state_of(head)])
         _gather_for_objective(root, head)
-    fully_shard(root, mesh=mesh, reshard_after_forward=False, ignored_params=looked_up)
+    fully_shard(root, mesh=mesh, reshard_after_forward=not trained, ignored_params=looked_up)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -65,9 +65,10 @@ def resident(train_state: TrainState) -> list[Owned]:
         if held.device == train_state.step_config.device and storage.nbytes():
             found.setdefault(storage.data_ptr(), Owned(storage.data_ptr(), storage.nbytes(), part, owner))
 
-    model = train_state.root.model
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        add(tensor, "parameters", name)
+    teacher = train_state.method.teacher
+    for model in (train_state.root.model, *(() if teacher is None else (teacher.model,))):
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            add(tensor, "parameters", name)
     for name, tensor in train_state.optimizer.state_tensors().items():
         add(tensor, "optimizer", name.split("/", 2)[2])
     for tensor in (*train_state.optimizer.local_tensors(), *train_state.guard.tensors):

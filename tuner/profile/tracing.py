@@ -22,6 +22,7 @@ from tuner.model.attention import Unsupported, forget_documents
 from tuner.model.build import decoder_blocks
 from tuner.model.decode import fullest_forwards
 from tuner.model.flops import Flops, training_flops
+from tuner.model.root import CausalLM
 from tuner.parallel.assemble import assemble
 from tuner.parallel.fsdp import local, sync_gradients
 from tuner.parallel.mesh import Mesh
@@ -30,7 +31,16 @@ from tuner.profile.prediction import Phase
 from tuner.profile.traffic import Traffic, TrafficCounter
 from tuner.runtime import phase, torch_private
 from tuner.runtime.dist import RankInfo
-from tuner.setup.build import assembly_spec, build_train_state, mesh_of, meta_model_of, run_tensors, step_config_of
+from tuner.setup.build import (
+    assembly_spec,
+    build_train_state,
+    mesh_of,
+    meta_model_of,
+    run_tensors,
+    step_config_of,
+    teacher_in_memory,
+    teacher_spec,
+)
 from tuner.setup.resolve import Resolved
 from tuner.train.evaluate import batch_losses
 from tuner.train.step import TrainState, microbatch_terms, optimizer_step
@@ -90,15 +100,18 @@ def trace_step(
         if rank_info.world_size > 1:
             stack.enter_context(_fake_group(rank_info))
         root = assemble(assembly_spec(resolved), model, device_mesh=_fake_mesh(mesh))
+        teacher = _teacher(resolved, mesh)
         largest = max(parameter.numel() * parameter.element_size() for parameter in root.parameters())
         flops = training_flops(root.model)
         stack.enter_context(_fakes())
         deterministic = resolved.recipe.train.deterministic
         tracker = AllocationTracker(resolved.facts.kind, deterministic, blocks if compiled else ())
-        give_storage(root, device)
-        tracker.assign([*root.parameters(), *root.buffers()], "parameters")
+        for each in (root, teacher) if teacher is not None else (root,):
+            give_storage(each, device)
+            tracker.assign([*each.parameters(), *each.buffers()], "parameters")
         with tracker:
             train_state = build_train_state(resolved.recipe, root, step_config_of(resolved.recipe, device, mesh))
+            train_state.method.teacher = teacher
             train_state.optimizer.allocate()
         tracker.assign_rest("optimizer")
         stack.enter_context(tracker.watching(root))
@@ -113,6 +126,16 @@ def trace_step(
         changes = tuple(tracker.changes)
         staged = staged_bytes(run_tensors(train_state))
     return Trace(resolved.facts.kind, changes, tracker.storages, marks, blocks, staged, largest, flops, traffic)
+
+
+def _teacher(resolved: Resolved, mesh: Mesh) -> CausalLM | None:
+    """The teacher of a distillation, without storage."""
+    if (method := teacher_in_memory(resolved.recipe)) is None:
+        return None
+    from tuner.setup.teacher import teacher_of
+
+    taught = teacher_of(resolved, method)
+    return assemble(teacher_spec(taught), meta_model_of(taught), device_mesh=_fake_mesh(mesh)).eval()
 
 
 def _shapes(root: nn.Module) -> set[torch.Size]:

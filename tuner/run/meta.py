@@ -36,6 +36,7 @@ def run_meta(assembly: Assembly) -> dict[str, Any]:
         },
         "adapter": None if recipe.adapter.kind == "none" else recipe_dict(recipe)["adapter"],
         "frozen_hash": assembly.train_state.root.frozen_hash,
+        **({} if (teacher := assembly.train_state.method.teacher) is None else {"teacher_hash": teacher.frozen_hash}),
         "tokenizer_hash": assembly.tokenizer.hash,
         "data_key": assembly.prepared.key,
         **({} if assembly.reference is None else {"reference": dict(assembly.reference)}),
@@ -68,12 +69,19 @@ def _written(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def require_same_data(found: CheckpointInfo, assembly: Assembly, was_reset: bool = False) -> None:
-    """Check that base model, data and tokenizer are those of a checkpoint's run. Raises DataError.
+    """Check that base model, teacher, data and tokenizer are those of a checkpoint's run. Raises DataError.
 
     Data that `was_reset` may differ.
     """
     require_same_base(found, assembly.train_state.root.frozen_hash)
     meta = found.manifest["meta"]
+    teacher = assembly.train_state.method.teacher
+    if teacher is not None and meta.get("teacher_hash") != teacher.frozen_hash:
+        raise DataError(
+            f"{found.path}: the teacher changed since this checkpoint was saved ({meta.get('teacher_hash')} -> "
+            f"{teacher.frozen_hash})",
+            hint="restore it, or name its commit: method.teacher_revision; or start a new run with --name",
+        )
     for key, now, what in (
         ("data_key", assembly.prepared.key, "data"),
         ("tokenizer_hash", assembly.tokenizer.hash, "tokenizer"),

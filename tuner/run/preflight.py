@@ -8,6 +8,7 @@ from tuner.checkpoint.load import CheckpointInfo, open_checkpoint
 from tuner.checkpoint.manifest import SEAL
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe
+from tuner.config.methods import DistillMethod
 from tuner.config.optimizers import CustomOptimizer
 from tuner.config.recipe import Recipe
 from tuner.data.building.prepare import check_to_use, find_prepared, prepare_to_use, prepared_path
@@ -73,6 +74,13 @@ def preflight(
         with console.doing(f"fetching the weights of {recipe.model.name_or_path}"):
             fetch_weights(model_spec(recipe, range(0)))
     spec = _spec(loaded)
+    if isinstance(recipe.method, DistillMethod):
+        from tuner.setup.teacher import check_teacher, teacher_model
+
+        with console.doing(f"looking at the teacher, {recipe.method.teacher}"):
+            check_teacher(recipe.method, spec.tokenizer, spec.cache_dir)
+            if not options.dry_run:
+                fetch_weights(teacher_model(recipe.method))
     directory = _data_dir(spec, options, console)
     return Preflight(run, record, found, resets, spec, open_prepared(directory), directory)
 

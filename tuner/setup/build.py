@@ -3,14 +3,14 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tuner.config.methods import head_of
+from tuner.config.methods import DistillMethod, head_of
 from tuner.config.recipe import LowRankAdapter, Recipe
 from tuner.data.batches import GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -98,6 +98,8 @@ def build(
     root, step_config = assemble_model(resolved, rank_info, mesh)
     train_state = build_train_state(recipe, root, step_config)
     train_state.rng_start = starts.rng
+    if (method := teacher_in_memory(recipe)) is not None:
+        train_state.method.teacher = assemble_teacher(resolved, method, step_config)
     batches = GlobalBatches(
         prepared.train,
         seed=recipe.seed,
@@ -135,18 +137,43 @@ def build_train_state(recipe: Recipe, root: CausalLM, step_config: StepConfig) -
 
 def assemble_model(resolved: Resolved, rank_info: RankInfo, mesh: Mesh) -> tuple[CausalLM, StepConfig]:
     """The model as a training starts with it, and how it computes. Collective where there are several processes."""
-    recipe = resolved.recipe
-    spec, device = assembly_spec(resolved), _device(resolved.facts, rank_info)
+    device = _device(resolved.facts, rank_info)
     if device.type == "cpu":
         keep_freed_memory(resolved.facts.free_bytes // 2)
     else:
         use_flash_version(resolved.config, device)
-    if mesh.size == 1:
-        inspect, to_device = partial(_inspect, resolved), lambda root: root.to(device)
-        root = assemble(spec, _whole_model(resolved), inspect=inspect, give_values=to_device)
-    else:
-        root = _spread(resolved, spec, mesh, device)
-    return root, step_config_of(recipe, device, mesh)
+    root = assembled(resolved, assembly_spec(resolved), mesh, device)
+    return root, step_config_of(resolved.recipe, device, mesh)
+
+
+def assembled(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> CausalLM:
+    """The model of a resolved recipe, made as the spec says. Collective where there are several processes."""
+    if mesh.size > 1:
+        return _spread(resolved, spec, mesh, device)
+    inspect, to_device = partial(_inspect, resolved), lambda root: root.to(device)
+    return assemble(spec, _whole_model(resolved), inspect=inspect, give_values=to_device)
+
+
+def teacher_in_memory(recipe: Recipe) -> DistillMethod | None:
+    """The method of a recipe where it learns from a model that is there in training."""
+    method = recipe.method
+    return method if isinstance(method, DistillMethod) and method.top_k is None else None
+
+
+def assemble_teacher(resolved: Resolved, method: DistillMethod, step_config: StepConfig) -> CausalLM:
+    """The teacher of a resolved recipe, in evaluation mode. Collective where there are several processes."""
+    from tuner.setup.teacher import blaming_teacher, teacher_of
+
+    with blaming_teacher():
+        taught = teacher_of(resolved, method)
+        root = assembled(taught, teacher_spec(taught), step_config.mesh, step_config.device)
+    return root.eval()
+
+
+def teacher_spec(taught: Resolved) -> AssemblySpec:
+    """What is made of a teacher: nothing of it is trained, computed again or compiled."""
+    spec = replace(assembly_spec(taught), trainable=TrainableSpec(nothing=True), rounded_to=None)
+    return replace(spec, recompute="none", padding=None)
 
 
 def mesh_of(recipe: Recipe, rank_info: RankInfo) -> Mesh:

@@ -19,7 +19,7 @@ from tuner.parallel.mesh import Mesh
 from tuner.runtime import phase
 from tuner.runtime.device import to_device
 from tuner.train.guard import Guard
-from tuner.train.methods.method import Counts, Method, Sum, Terms, logged
+from tuner.train.methods.method import Counts, Method, Microbatch, Sum, Terms, logged
 from tuner.train.optimizer import OptimizerSet
 
 
@@ -225,9 +225,9 @@ def _at_positions(
     at = method.positions(batch)
     arrays = (batch.input_ids, batch.position_ids, at, batch.targets[at])
     ids, places, positions, wanted = (to_device(array, step_config.device) for array in arrays)
+    microbatch = Microbatch(ids, places, batch.lengths, positions, wanted)
     with step_config.autocast():
-        found: Result = root(ids, places, batch.lengths, positions, wanted, objective)
-    return found
+        return method.forward(root, microbatch, objective)
 
 
 def _mixed(*numbers: int) -> int:

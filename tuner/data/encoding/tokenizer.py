@@ -177,6 +177,11 @@ class TextTokenizer:
         added = sorted(self._backend.get_added_tokens_decoder().items())
         return [token.content for i, token in added if i >= first]
 
+    def token(self, token_id: int) -> str | None:
+        """The token of an id, as the tokenizer's files write it; None for an id that has none."""
+        found: str | None = self._backend.id_to_token(token_id)
+        return found
+
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids; with `add_special_tokens`, those that the tokenizer puts around a text too."""
         ids = self._backend.encode(text, add_special_tokens=False).ids

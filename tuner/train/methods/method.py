@@ -15,7 +15,8 @@ from tuner.config import methods
 from tuner.config.methods import CustomMethod
 from tuner.data.batches import Batch, StepBatches
 from tuner.errors import PluginError
-from tuner.model.output_layer import LogitTransform, OutputLayer
+from tuner.model.output_layer import LogitTransform, Objective, OutputLayer, Result
+from tuner.model.root import CausalLM
 
 Counts = Mapping[str, float]
 """How much there is of something (`tokens`, `documents`) in a whole global batch, known on the host."""
@@ -30,6 +31,16 @@ class Sum(NamedTuple):
     def mean(self, counts: Counts) -> torch.Tensor:
         """Its share of the mean over the global batch; that of nothing is the sum itself, a zero."""
         return self.value / (counts[self.per] or 1)
+
+
+class Microbatch(NamedTuple):
+    """What a model's forward takes of a micro-batch besides the objective, on the device: see :class:`CausalLM`."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    document_lengths: tuple[int, ...]
+    positions: torch.Tensor
+    targets: torch.Tensor
 
 
 class Terms(NamedTuple):
@@ -71,6 +82,14 @@ class Method(ABC):
     reference: Literal["none", "columns", "adapter_off"] = "none"
     """Where :meth:`reference_values` come from: they are not asked for; they were computed by the model at the start of
     the run and are columns of the documents; or they are computed before each micro-batch, without the adapter."""
+
+    teacher: CausalLM | None = None
+    """A frozen model that a method learns from: whoever builds the run gives it to a method that asks for one."""
+
+    def forward(self, root: CausalLM, microbatch: Microbatch, objective: Objective[Result]) -> Result:
+        """What the objective, such as :meth:`terms`, makes of a micro-batch: the model's forward."""
+        result: Result = root(*microbatch, objective)
+        return result
 
     @property
     def mismatched(self) -> bool:

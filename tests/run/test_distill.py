@@ -1,0 +1,98 @@
+"""Whole runs that learn from a teacher: from the model itself at first, resumed, and refused for another teacher."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.fixtures import trainings
+from tests.fixtures.trainings import launch, lines, outcome
+from tuner.config.load import load_recipe
+from tuner.config.overrides import Override
+from tuner.config.recipe import TokenizerSection
+from tuner.data.encoding.tokenizer_files import load_tokenizer
+from tuner.errors import DataError, RecipeError
+from tuner.run.options import LaunchOptions
+
+
+def flags(teacher: Path, **others: str) -> dict[str, Any]:
+    return {"method__kind": "distill", "method__teacher": str(teacher)} | others
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """A model, rows, a recipe, and a teacher: the model with other weights."""
+    trainings.prepare(tmp_path, 1)
+    load_tokenizer(str(tmp_path / "model"), None, TokenizerSection(name_or_path="byte")).save(tmp_path / "model")
+    shutil.copytree(tmp_path / "model", tmp_path / "teacher")
+    change(tmp_path / "teacher")
+    return tmp_path
+
+
+def change(directory: Path) -> None:
+    weights = load_file(directory / "model.safetensors")
+    for tensor in weights.values():
+        tensor.add_(0.1 * torch.sin(torch.arange(tensor.numel())).view_as(tensor))
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_the_model_at_the_start_is_no_distance_from_itself(workplace: Path, adapter: str) -> None:
+    own = flags(workplace / "model", method__beta="0.5", adapter__kind=adapter, train__stop_after="2 steps")
+    if adapter == "lora":
+        own["adapter__dropout"] = "0"
+    else:
+        own |= {"adapter__kind": "none"}
+        (workplace / "r.yaml").write_text((workplace / "r.yaml").read_text().replace("adapter:", "#"))
+    first, second = lines(launch(workplace, name="own", **own).run_dir)
+    assert (first["loss"], first["divergence"], first["agreement"], first["grad_norm"]) == (0, 0, 1, 0)
+    assert first["ce"] == first["teacher_ce"] > 1
+    assert "tail" not in first and second["loss"] == 0
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit_and_its_teacher_must_be(workplace: Path) -> None:
+    taught = flags(workplace / "teacher", method__temperature="2", method__ce_weight="0.1", train__duration="8 steps")
+    whole = launch(workplace, name="whole", **taught)
+    launch(workplace, name="cut", train__stop_after="5 steps", **taught)
+    again = launch(workplace, LaunchOptions(resume="must"), name="cut", **taught)
+    assert outcome(again.run_dir) == outcome(whole.run_dir)
+    losses = [line["divergence"] for line in lines(whole.run_dir)]
+    assert losses[-1] < 0.9 * losses[0]
+    launch(workplace, name="other", train__stop_after="5 steps", **taught)
+    change(workplace / "teacher")
+    with pytest.raises(DataError, match="the teacher changed since this checkpoint was saved"):
+        launch(workplace, LaunchOptions(resume="must"), name="other", **taught)
+
+
+def test_a_teacher_that_reads_other_tokens_is_refused_with_the_first_difference(workplace: Path) -> None:
+    path = workplace / "teacher" / "tokenizer.json"
+    swapped = {'"a"': '"b"', '"b"': '"a"'}
+    path.write_text(re.sub('"[ab]"', lambda found: swapped[found[0]], path.read_text()))
+    with pytest.raises(RecipeError, match="reads other tokens than the student: id 97 is 'a' to the student"):
+        launch(workplace, name="x", **flags(workplace / "teacher"))
+    with pytest.raises(RecipeError, match=r"method.teacher: .*/nowhere: no such directory"):
+        launch(workplace, name="x", **flags(workplace / "nowhere"))
+
+
+def test_the_teacher_is_in_the_predicted_memory_and_in_no_checkpoint(workplace: Path) -> None:
+    from tuner.profile.devices import present_device
+    from tuner.profile.predict import Target, predict
+    from tuner.runtime.dist import RankInfo
+
+    def parameters(**given: str) -> Any:
+        overrides = [Override(key.replace("__", "."), text) for key, text in given.items()]
+        recipe = load_recipe(workplace / "r.yaml", overrides, cwd=workplace).recipe
+        return predict(recipe, Target(present_device("cpu"), RankInfo(), 1 << 40)).memory.moments[0].parts["parameters"]
+
+    taught = flags(workplace / "teacher", train__stop_after="5 steps")
+    size = sum(tensor.nbytes for tensor in load_file(workplace / "teacher" / "model.safetensors").values())
+    assert parameters(**taught) - parameters() == pytest.approx(size, rel=0.01)
+    run = launch(workplace, name="saved", **taught).run_dir
+    tensors = [name for path in run.rglob("*.safetensors") for name in load_file(path)]
+    assert tensors and all("lora" in name for name in tensors)

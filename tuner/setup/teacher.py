@@ -1,0 +1,86 @@
+"""The teacher of a distillation: a frozen model that is built, given kernels and sharded as the student is.
+
+What is made of it is in :mod:`tuner.setup.build`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tuner.config.methods import DistillMethod
+from tuner.config.recipe import NoAdapter, TokenizerSection
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.tokenizer_files import load_tokenizer
+from tuner.data.id_probes import text_probes
+from tuner.errors import RecipeError, TunerError
+from tuner.model.build import ModelSpec, model_config
+from tuner.model.kernels import has_liger
+from tuner.setup.resolve import Resolved
+
+
+def teacher_of(resolved: Resolved, method: DistillMethod) -> Resolved:
+    """The resolved recipe with the teacher in the place of its model; frozen weights have the type of the products."""
+    recipe = resolved.recipe
+    config = model_config(teacher_model(method))
+    kernels = "torch" if recipe.model.kernels == "liger" and not has_liger(config.model_type) else recipe.model.kernels
+    changed: dict[str, Any] = {
+        "name_or_path": method.teacher,
+        "revision": method.teacher_revision,
+        "init": "pretrained",
+        "config": {},
+        "dtype": recipe.train.precision,
+        "kernels": kernels,
+        "freeze": (),
+    }
+    model = recipe.model.model_copy(update=changed)
+    own = recipe.model_copy(update={"model": model, "adapter": NoAdapter()})
+    return replace(resolved, recipe=own, config=config, new_ids=range(0))
+
+
+def teacher_model(method: DistillMethod) -> ModelSpec:
+    """The teacher as the model package takes it."""
+    return ModelSpec(method.teacher, method.teacher_revision)
+
+
+def check_teacher(method: DistillMethod, student: TextTokenizer, cache_dir: Path) -> None:
+    """Check that teacher and student read the same tokens, and that the teacher has a probability for each.
+
+    Their vocabularies may be padded to different sizes. Raises RecipeError with the first difference.
+    """
+    with blaming_teacher():
+        embedded = int(model_config(teacher_model(method)).get_text_config().vocab_size)
+        taught = load_tokenizer(method.teacher, method.teacher_revision, TokenizerSection(), cache_dir)
+    difference = _difference(student, taught)
+    if difference is None and student.vocab_size > embedded:
+        difference = f"it has {embedded:,} embeddings for {student.vocab_size:,} tokens"
+    if difference is not None:
+        raise RecipeError(
+            f"method.teacher: {method.teacher} reads other tokens than the student: {difference}",
+            hint="take a teacher of the student's family, or train the student with the teacher's tokenizer: "
+            "tokenizer.name_or_path",
+        )
+
+
+def _difference(student: TextTokenizer, teacher: TextTokenizer) -> str | None:
+    """What two tokenizers do not have in common of what decides ids; None where every id means the same."""
+    if student.hash == teacher.hash:
+        return None
+    for token_id in range(student.vocab_size):
+        own, other = student.token(token_id), teacher.token(token_id)
+        if own != other:
+            return f"id {token_id:,} is {own!r} to the student and {other!r} to the teacher"
+    for probe in text_probes(student):
+        if (ids := teacher.encode(probe.text)) != probe.ids:
+            return f"{probe.text!r} is {probe.ids[:8]} to the student and {ids[:8]} to the teacher"
+    return None
+
+
+@contextmanager
+def blaming_teacher() -> Iterator[None]:
+    """What is wrong with the teacher is no fault of `model.name_or_path`."""
+    try:
+        yield
+    except TunerError as error:
+        raise type(error)(error.message.replace("model.name_or_path", "method.teacher"), error.hint) from error
