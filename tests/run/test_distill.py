@@ -70,6 +70,50 @@ def test_a_resumed_run_is_the_same_bit_for_bit_and_its_teacher_must_be(workplace
         launch(workplace, LaunchOptions(resume="must"), name="other", **taught)
 
 
+OFFLINE = {"method__top_k": "6", "method__temperature": "2", "method__beta": "0.3", "train__duration": "6 steps"}
+
+
+def test_columns_of_all_tokens_are_the_teacher_in_memory(workplace: Path) -> None:
+    held = OFFLINE | {"data__eval": "9 documents", "eval__samples": "0", "adapter__dropout": "0"}
+    found = {}
+    for name, count in (("memory", "null"), ("columns", "300")):
+        given = held | {"method__top_k": count}
+        found[name] = lines(launch(workplace, name=name, **flags(workplace / "teacher", **given)).run_dir)
+    assert [line["kind"] for line in found["columns"]] == [line["kind"] for line in found["memory"]]
+    for kept, whole in zip(found["columns"], found["memory"], strict=True):
+        for figure in whole.keys() & kept.keys() & {"loss", "divergence", "ce", "teacher_ce", "grad_norm"}:
+            assert kept[figure] == pytest.approx(whole[figure], rel=1e-5), figure
+    assert {line["tail"] for line in found["columns"] if "tail" in line} == {0}
+
+
+def test_columns_are_computed_once_and_in_parts_and_training_loads_no_teacher(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tuner.run import columns, teacher
+
+    monkeypatch.setattr(columns, "PART_ROWS", 8)
+    real, rows = teacher.top_tokens, list[int]()
+
+    def killed(hidden: torch.Tensor, *rest: Any, **named: Any) -> dict[str, torch.Tensor]:
+        rows.append(len(hidden))
+        if len(rows) == 21:
+            raise KeyboardInterrupt
+        return real(hidden, *rest, **named)
+
+    monkeypatch.setattr(teacher, "top_tokens", killed)
+    taught = flags(workplace / "teacher", **OFFLINE)
+    with pytest.raises(KeyboardInterrupt):
+        launch(workplace, name="a", **taught)
+    whole = launch(workplace, LaunchOptions(resume="auto"), name="a", **taught)
+    assert len(rows) == 21 + 45 - 16  # two parts of eight rows were kept
+    monkeypatch.setattr(teacher, "assemble_teacher", lambda *given: pytest.fail("loaded"))
+    launch(workplace, name="b", train__stop_after="3 steps", **taught)
+    (workplace / "teacher" / "model.safetensors").unlink()
+    again = launch(workplace, LaunchOptions(resume="must"), name="b", **taught)
+    assert outcome(again.run_dir) == outcome(whole.run_dir)
+    assert all(0 < line["tail"] < 1 for line in lines(again.run_dir))
+
+
 def test_a_teacher_that_reads_other_tokens_is_refused_with_the_first_difference(workplace: Path) -> None:
     path = workplace / "teacher" / "tokenizer.json"
     swapped = {'"a"': '"b"', '"b"': '"a"'}

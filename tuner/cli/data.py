@@ -22,7 +22,7 @@ ENTRY_HELP = "Directory, beginning of a key, or - for a path on stdin."
 @app.command("list")
 @command("data list")
 def list_directories(cache_dir: CacheOption = None) -> Outcome:
-    """List prepared, encoded and reference directories: key, size, documents, tokens, rows and sources."""
+    """List prepared, encoded, reference and teacher directories: key, size, documents, tokens, rows and sources."""
     from tuner.data.building.cache import entries
 
     root = _root(cache_dir)
@@ -84,7 +84,7 @@ def verify(
 def gc(
     unused: Annotated[
         bool,
-        typer.Option("--unused", help="Also remove encoded and reference directories that no prepared one goes with."),
+        typer.Option("--unused", help="Also remove encoded, reference and teacher directories with no prepared one."),
     ] = False,
     hashes: Annotated[
         bool, typer.Option("--verify", help="Look for damage by SHA-256 of every file, not by sizes alone.")
@@ -134,7 +134,7 @@ def _facts(entry: Entry) -> dict[str, Any]:
         return facts
     splits = [split for split in (entry.manifest["report"][name] for name in ("train", "eval")) if split is not None]
     facts |= {name: sum(split[name] for split in splits) for name in ("documents", "tokens")}
-    if entry.level == "reference":
+    if entry.level in ("reference", "teacher"):
         return facts | {"rows": sum(split["packed_rows"] for split in splits), "sources": [entry.manifest["model"]]}
     facts["sources"] = [path for paths in entry.manifest["sources"].values() for path in paths]
     if entry.level == "prepared":
@@ -164,7 +164,7 @@ def _shown(entry: Entry) -> str:
 
     manifest = dict(entry.manifest or {})
     lines = [("level", entry.level), ("key", entry.key), ("path", str(entry.path)), ("size", f"{entry.size:,} bytes")]
-    if entry.level == "reference":
+    if entry.level in ("reference", "teacher"):
         lines += [("model", manifest["model"]), ("from", f"prepared/{manifest['prepared_key']}")]
     for name in ("train", "eval"):
         lines += [(f"{name} of", path) for path in manifest.get("sources", {}).get(name, [])[:10]]

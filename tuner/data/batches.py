@@ -49,6 +49,8 @@ class Batch:
     """
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """[len(documents)] each: what is known of each document besides its tokens."""
+    of_trained: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """[n, ...] each: what is known of each of the n trained positions, such as a teacher's most probable tokens."""
 
     @property
     def document_of_trained(self) -> npt.NDArray[np.int64]:
@@ -104,6 +106,7 @@ def collate(rows: Sequence[Row]) -> Batch:
         trained_positions=np.flatnonzero(targets != IGNORED).astype(np.int64, copy=False),
         documents=np.concatenate([row.documents for row in rows]),
         columns=_columns(rows),
+        of_trained={name: np.concatenate([row.of_trained[name] for row in rows]) for name in rows[0].of_trained},
     )
 
 
@@ -116,6 +119,7 @@ def without_targets(batch: Batch) -> Batch:
         trained_positions=none,
         documents=none,
         columns={name: values[:0] for name, values in batch.columns.items()},
+        of_trained={name: values[:0] for name, values in batch.of_trained.items()},
     )
 
 
@@ -123,7 +127,7 @@ def selected(batch: Batch, chosen: npt.NDArray[np.bool_]) -> Batch:
     """The batch of those documents alone that are chosen, ``bool[documents]``, at least one, in their order."""
     lengths = np.array(batch.lengths, dtype=np.int64)
     tokens = np.repeat(chosen, lengths)
-    targets = batch.targets[tokens]
+    targets, kept = batch.targets[tokens], chosen[batch.document_of_trained]
     return replace(
         batch,
         input_ids=batch.input_ids[tokens],
@@ -133,6 +137,7 @@ def selected(batch: Batch, chosen: npt.NDArray[np.bool_]) -> Batch:
         trained_positions=np.flatnonzero(targets != IGNORED).astype(np.int64, copy=False),
         documents=batch.documents[chosen],
         columns={name: values[chosen] for name, values in batch.columns.items()},
+        of_trained={name: values[kept] for name, values in batch.of_trained.items()},
     )
 
 

@@ -54,6 +54,8 @@ class Row:
     """int64[segments]: the document of each segment, by its number in the split."""
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """[segments] each: what is known of each document besides its tokens, such as what a reference model gives it."""
+    of_trained: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """[trained targets, ...] each, in their order: what is known of each, such as a teacher's most probable tokens."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,10 @@ class PackedRows:
         rows: pa.Table,
         max_length: int,
         columns: Mapping[str, npt.NDArray[Any]] | None = None,
+        of_trained: Mapping[str, npt.NDArray[Any]] | None = None,
     ) -> None:
         self._documents = documents
+        self._of_trained = {} if of_trained is None else of_trained
         self.columns = {} if columns is None else columns
         """[documents of the split] each: what is known of each document besides its tokens."""
         self._max_length = max_length
@@ -154,7 +158,21 @@ class PackedRows:
         for name, values in columns.items():
             if len(values) != len(self._documents):
                 raise ValueError(f"the column {name} has {len(values):,} values for {len(self._documents):,} documents")
-        return PackedRows(self._documents, self._rows, self._max_length, {**self.columns, **columns})
+        both = {**self.columns, **columns}
+        return PackedRows(self._documents, self._rows, self._max_length, both, self._of_trained)
+
+    def with_trained(self, columns: Mapping[str, npt.NDArray[Any]]) -> "PackedRows":
+        """The same rows with columns of trained targets, each ``[trained targets of all rows, ...]``, row after row.
+
+        They may be mapped files: a row reads its own part. Raises ValueError for another length.
+        """
+        for name, values in columns.items():
+            if len(values) != self._first_trained[-1]:
+                raise ValueError(
+                    f"the column {name} has {len(values):,} values for {self._first_trained[-1]:,} trained tokens"
+                )
+        both = {**self._of_trained, **columns}
+        return PackedRows(self._documents, self._rows, self._max_length, self.columns, both)
 
     @property
     def document_count(self) -> int:
@@ -209,7 +227,19 @@ class PackedRows:
             lengths=np.array([len(ids) for ids, _ in parts], dtype=np.int32),
             documents=numbers,
             columns={name: values[numbers] for name, values in self.columns.items()},
+            of_trained=self._trained_of(i),
         )
+
+    def _trained_of(self, i: int) -> dict[str, npt.NDArray[Any]]:
+        if not self._of_trained:
+            return {}
+        first, last = int(self._first_trained[i]), int(self._first_trained[i + 1])
+        return {name: np.array(values[first:last]) for name, values in self._of_trained.items()}
+
+    @cached_property
+    def _first_trained(self) -> npt.NDArray[np.int64]:
+        """int64[rows + 1]: the trained targets before each row."""
+        return np.concatenate([[0], np.cumsum(self.trained_per_row)])
 
     def mismatched(self, row: Row) -> Row:
         """Return the documents of a row of labelled answers, each with its partner's answer in the place of its own.

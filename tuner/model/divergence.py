@@ -108,11 +108,15 @@ class WholeTeacher:
 
     def chunk(self, span: slice) -> Taught:
         """Its logits."""
+        return _Logits(self.logits(span))
+
+    def logits(self, span: slice) -> torch.Tensor:
+        """Those of some positions, ``[n, V]``."""
         dtype = product_dtype(self.hidden)
         layer = Head.of(self.hidden, self.head.weight, self.head.bias, dtype)
         logits = layer.products(self.hidden[span].to(dtype))
         self.head.transform.apply_(logits)
-        return _Logits(logits)
+        return logits
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,25 @@ class _Logits:
         gradient = slopes.addcmul_(log_s.exp(), slopes.sum(-1, keepdim=True), value=-1)
         plain = log_t if how.temperature == 1 else torch.log_softmax(logits, -1)
         return Comparison(found, gradient, _of(targets, plain), logits.argmax(-1), torch.zeros_like(found))
+
+
+def top_tokens(
+    hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, count: int, temperature: float, vocabulary: int
+) -> dict[str, torch.Tensor]:
+    """What :class:`TopTeacher` keeps of a teacher, of as many tokens, by the names of its fields: int64 and float32.
+
+    The distribution is that over the first ``vocabulary`` tokens.
+    """
+    teacher, found = WholeTeacher(hidden, head), list[dict[str, torch.Tensor]]()
+    rows = max(1, block_logits(head.weight) // len(head.weight))
+    for span in spans(max(1, len(hidden)), rows):
+        logits = teacher.logits(span)[:, :vocabulary].float()
+        log_t = _log_softmax(logits, temperature)
+        log_p, ids = log_t.topk(count, -1)
+        following = -_of(targets[span], torch.log_softmax(logits, -1))
+        rest = log_t.scatter(1, ids, -torch.inf).logsumexp(-1)
+        found.append({"ids": ids, "log_p": log_p, "rest": rest, "next": following})
+    return {name: torch.cat([each[name] for each in found]) for name in found[0]}
 
 
 @dataclass(frozen=True)

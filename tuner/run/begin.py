@@ -80,6 +80,7 @@ def _facts(
         "total_steps": assembly.timetable.plan.total_steps,
         **({"settled": dict(assembly.resolved.settled)} if assembly.resolved.settled else {}),
         **({} if assembly.reference is None else {"reference": dict(assembly.reference)}),
+        **({} if assembly.teacher is None else {"teacher": dict(assembly.teacher)}),
         **({} if given is None else {"command": list(given.command)}),
     }
 

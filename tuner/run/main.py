@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tuner.checkpoint.load import newest
 from tuner.checkpoint.manifest import step_name
 from tuner.config.load import LoadedRecipe
+from tuner.config.methods import DistillMethod
 from tuner.config.recipe import EvalSection, TrainSection
 from tuner.errors import DivergedError, MachineError, MemoryLimitError, is_out_of_memory, memory_line
 from tuner.run.begin import begin_launch
@@ -78,6 +79,8 @@ def train(
             require_same_data(ready.found, assembly, "data" in pending(ready.resets, ready.found.step))
         if assembly.train_state.method.reference != "none":
             assembly = _referred(ready, assembly, console, signals)
+        if isinstance(resolved.recipe.method, DistillMethod) and resolved.recipe.method.top_k is not None:
+            assembly = _taught(ready, assembly, console, signals)
         record = Collective(gloo_group()).on_rank0(lambda: begin_launch(ready, loaded, assembly, options))
         console.keep(ready.run.logs / log_name(rank_info.rank))
         table = assembly.timetable
@@ -107,6 +110,14 @@ def _referred(ready: Preflight, assembly: Assembly, console: Console, signals: S
 
     phase.enter("reference")
     return referred(ready, assembly, console, lambda: signals.requested)
+
+
+def _taught(ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
+    """The assembly with what the teacher gives its trained tokens. Collective."""
+    from tuner.run.teacher import taught
+
+    phase.enter("teacher")
+    return taught(ready, assembly, console, lambda: signals.requested)
 
 
 def _check_launch(loaded: LoadedRecipe, resolved: Resolved, ready: Preflight, rank_info: RankInfo) -> None:

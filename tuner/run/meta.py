@@ -40,6 +40,7 @@ def run_meta(assembly: Assembly) -> dict[str, Any]:
         "tokenizer_hash": assembly.tokenizer.hash,
         "data_key": assembly.prepared.key,
         **({} if assembly.reference is None else {"reference": dict(assembly.reference)}),
+        **({} if assembly.teacher is None else {"teacher": dict(assembly.teacher)}),
         "data": {
             split: {
                 "rows": len(rows),

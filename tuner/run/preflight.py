@@ -79,7 +79,7 @@ def preflight(
 
         with console.doing(f"looking at the teacher, {recipe.method.teacher}"):
             check_teacher(recipe.method, spec.tokenizer, spec.cache_dir)
-            if not options.dry_run:
+            if not options.dry_run and recipe.method.top_k is None:
                 fetch_weights(teacher_model(recipe.method))
     directory = _data_dir(spec, options, console)
     return Preflight(run, record, found, resets, spec, open_prepared(directory), directory)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tuner.config.load import LoadedRecipe
+from tuner.config.methods import DistillMethod, Method
+from tuner.data.building.cache import cache_path
 from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import open_prepared
 from tuner.errors import RecipeError
@@ -21,7 +23,7 @@ from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
 from tuner.runtime.spawn import run_ranks
 from tuner.runtime.stop import StopSignals
-from tuner.setup.build import build
+from tuner.setup.build import Assembly, build
 from tuner.setup.resolve import reference_of, resolve
 
 
@@ -32,7 +34,7 @@ def prepare_reference(loaded: LoadedRecipe, prepared: Path, console: Console, op
     failing rank's message and exit code; KeyboardInterrupt, with what was computed until then kept.
     """
     recipe, place = loaded.recipe, Placement.of(loaded.recipe)
-    if reference_of(recipe.method) is None:
+    if reference_of(recipe.method) is None and not keeps_teacher(recipe.method):
         raise RecipeError(f"--reference: method.kind {recipe.method.kind} has no reference", hint="leave it out")
     place.check(loaded)
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
@@ -61,7 +63,8 @@ def _computed(loaded: LoadedRecipe, prepared: Path, rank_info: RankInfo, console
     recipe = loaded.recipe
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     resolved = resolve(recipe, spec.max_length, rank_info, spec.tokenizer.new_ids)
-    if reference_of(resolved.recipe.method) != "columns":
+    of_teacher = keeps_teacher(recipe.method)
+    if not of_teacher and reference_of(resolved.recipe.method) != "columns":
         raise RecipeError(
             "--reference: this recipe's reference is computed in each step, with the adapter off",
             hint="leave it out, or write method.reference: columns",
@@ -70,7 +73,24 @@ def _computed(loaded: LoadedRecipe, prepared: Path, rank_info: RankInfo, console
     with StopSignals() as signals, joined, exactness(resolved.recipe.train):
         with console.doing("loading model"):
             assembly = build(resolved, open_prepared(prepared), spec.tokenizer, rank_info)
+        if of_teacher:
+            return _of_teacher(assembly, spec.cache_dir, console, signals)
         work = Work(values_of(assembly), assembly.mesh, console, lambda: signals.requested)
         found = with_reference(assembly, spec.cache_dir, None, work)
     assert found.reference is not None
     return spec.cache_dir / "reference" / str(found.reference["key"])
+
+
+def keeps_teacher(method: Method) -> bool:
+    """Whether a method learns from columns of a teacher's tokens."""
+    return isinstance(method, DistillMethod) and method.top_k is not None
+
+
+def _of_teacher(assembly: Assembly, cache_dir: Path, console: Console, signals: StopSignals) -> Path:
+    """The directory of the teacher's columns, computed or found."""
+    from tuner.run import teacher
+
+    work = Work(teacher.values_of(assembly), assembly.mesh, console, lambda: signals.requested)
+    found = teacher.with_teacher(assembly, cache_dir, None, work)
+    assert found.teacher is not None
+    return cache_path(cache_dir, "teacher", str(found.teacher["key"]))

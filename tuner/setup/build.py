@@ -68,6 +68,8 @@ class Assembly:
     mfu: MfuMeter
     reference: Mapping[str, Any] | None = None
     """By what the reference's columns are known, where the rows have any."""
+    teacher: Mapping[str, Any] | None = None
+    """The same of a teacher's."""
 
     @property
     def keeps(self) -> Criterion | None:

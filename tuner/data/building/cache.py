@@ -2,6 +2,7 @@
 
     <cache>/encoded/<key>/     documents of the first level       <cache>/prepared/<key>/   packed rows, the second
     <cache>/reference/<key>/   what a model gives the documents of prepared rows (`data/building/columns.py`)
+    <cache>/teacher/<key>/     the same of their trained tokens
     <cache>/<level>/.<key>.lock   held by whoever builds or removes that key; the file itself is never removed
     <cache>/<level>/.tmp-<key>-*, .trash-*<key>-*   leftovers of a builder that was killed
 
@@ -32,14 +33,16 @@ from tuner.runtime.files import (
 )
 from tuner.runtime.lock import FileLock
 
-ColumnLevel = Literal["reference"]
+ColumnLevel = Literal["reference", "teacher"]
 Level = Literal["prepared", "encoded"] | ColumnLevel
-LEVELS: tuple[Level, ...] = ("prepared", "encoded", "reference")
-ENCODED_SCHEMA, REFERENCE_SCHEMA = "tuner.encoded/3", "tuner.reference/1"
+COLUMN_LEVELS: tuple[ColumnLevel, ...] = ("reference", "teacher")
+LEVELS: tuple[Level, ...] = ("prepared", "encoded", *COLUMN_LEVELS)
+ENCODED_SCHEMA, REFERENCE_SCHEMA, TEACHER_SCHEMA = "tuner.encoded/3", "tuner.reference/1", "tuner.teacher/1"
 SCHEMAS: dict[Level, str] = {
     "prepared": PREPARED_SCHEMA,
     "encoded": ENCODED_SCHEMA,
     "reference": REFERENCE_SCHEMA,
+    "teacher": TEACHER_SCHEMA,
 }
 LEFT_SPOOL = "standard input of a process that was killed"
 _KEY = re.compile(r"[0-9a-f]{16}")

@@ -5,9 +5,11 @@ memory, and runs on the same packed rows just before the student, or its most pr
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -18,8 +20,8 @@ from tuner.model.output_layer import Objective, OutputLayer, Result
 from tuner.model.root import CausalLM
 from tuner.train.methods.method import Counts, Method, Microbatch, Sum, Terms
 
-TEACHER = "teacher_"
-"""What the names of the columns of a teacher's tokens begin with."""
+KEPT = ("ids", "log_p", "rest", "next")
+"""The columns of a teacher's most probable tokens, by the names of :class:`TopTeacher`'s fields."""
 
 
 class Distill(Method):
@@ -30,6 +32,9 @@ class Distill(Method):
     def __init__(self, section: DistillMethod) -> None:
         self._how = Distillation(section.beta, section.temperature, section.ce_weight)
         self._tail: Tail = section.tail
+        self._top_k = section.top_k
+        self.vocabulary: int | None = None
+        """Of how many tokens the columns' distributions are; whoever gives the rows their columns says it."""
 
     def forward(self, root: CausalLM, microbatch: Microbatch, objective: Objective[Result]) -> Result:
         """The student's forward where the teacher's output layer is whole: inside the teacher's own.
@@ -55,7 +60,17 @@ class Distill(Method):
 
     def columns(self, batch: Batch) -> Mapping[str, npt.NDArray[Any]]:
         """The teacher's tokens at the trained positions, where they are columns."""
-        return {}
+        return {} if self._top_k is None else {name: batch.of_trained[name] for name in KEPT}
+
+    def made_up(self, batch: Batch) -> Batch:
+        """With a teacher's tokens, where they are columns and not there."""
+        if self._top_k is None or batch.of_trained:
+            return batch
+        count = len(batch.trained_positions)
+        ids: npt.NDArray[np.uint32] = np.zeros((count, self._top_k), np.uint32)
+        log_p: npt.NDArray[np.float32] = np.full(ids.shape, -2 * np.log(1 + self._top_k), np.float32)
+        made: npt.NDArray[np.float32] = np.full(count, -1, np.float32)
+        return replace(batch, of_trained={"ids": ids, "log_p": log_p, "rest": made, "next": made})
 
     def terms(
         self,
@@ -66,14 +81,14 @@ class Distill(Method):
         teacher: Teacher | None = None,
     ) -> Terms:
         """The loss against the teacher, or what the columns hold of it."""
-        known = teacher if teacher is not None else self._kept(columns)
+        known = teacher
+        if known is None:
+            kept = {name: columns[name] for name in KEPT}
+            known = TopTeacher(**kept, vocabulary=self.vocabulary or len(head.weight), tail=self._tail)
         loss, figures = distil(hidden, head, targets, known, self._how)
         if teacher is not None:
             del figures["tail"]
         return Terms({"loss": Sum(loss, "tokens")}, {name: Sum(value, "tokens") for name, value in figures.items()})
-
-    def _kept(self, columns: Mapping[str, torch.Tensor]) -> TopTeacher:
-        raise NotImplementedError
 
 
 def build(section: DistillMethod) -> Distill:

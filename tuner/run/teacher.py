@@ -1,0 +1,188 @@
+"""A teacher's most probable tokens at every trained position, computed once before training, which loads no teacher.
+
+The teacher reads the same packed rows as the student would. What it gives is known by its weights, the rows, and what
+is kept of each distribution; who computes it, and with which kernels, only moves its last bits.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tuner.config.methods import DistillMethod
+from tuner.data.batches import Batch
+from tuner.data.building.cache import valid
+from tuner.data.building.columns import Columns, files_of, open_columns
+from tuner.data.encoding.tokenizer_files import tokenizer_directory
+from tuner.data.prepared import PackedRows
+from tuner.errors import RecipeError, VerificationError
+from tuner.model.build import fetch_weights, model_config
+from tuner.model.divergence import top_tokens
+from tuner.model.root import CausalLM
+from tuner.run.columns import ColumnsSpec, Work, computed
+from tuner.run.preflight import Preflight
+from tuner.runtime.console import Console
+from tuner.runtime.device import to_device
+from tuner.runtime.files import sha256_file
+from tuner.runtime.process import Collective, gloo_group
+from tuner.setup.build import Assembly, assemble_teacher
+from tuner.setup.teacher import teacher_model
+from tuner.train.methods.distill import Distill
+
+
+@dataclass(frozen=True)
+class TeacherInfo:
+    """The columns of a run, as a checkpoint and the run's record note them."""
+
+    key: str
+    weights: str
+    """SHA-256 of the teacher's files."""
+    prepared_key: str
+    files: Mapping[str, Any]
+    """Size and SHA-256 of each file of columns."""
+
+
+def taught(ready: Preflight, assembly: Assembly, console: Console, is_stopping: Callable[[], bool]) -> Assembly:
+    """What a launch trains with: the teacher's columns are at its rows. Collective. Raises as :func:`with_teacher`."""
+    noted = None if ready.found is None else ready.found.manifest["meta"].get("teacher")
+    before = None if noted is None else TeacherInfo(**noted)
+    work = Work(values_of(assembly), assembly.mesh, console, is_stopping)
+    return with_teacher(assembly, ready.spec.cache_dir, before, work)
+
+
+def with_teacher(assembly: Assembly, cache_dir: Path, before: TeacherInfo | None, work: Work) -> Assembly:
+    """The assembly with the teacher's columns at its rows, from the cache or computed. Collective.
+
+    A resumed run goes by what it had ``before``, found by its key even where the teacher is not there any more. Raises
+    VerificationError where its columns are gone or other ones, RecipeError for more tokens than the vocabulary has.
+    """
+    prepared, own = assembly.prepared, before is not None and before.prepared_key == assembly.prepared.key
+    splits = {"train": prepared.train} | ({} if prepared.eval is None else {"eval": prepared.eval})
+    facts = key_facts(assembly, before.weights if own and before is not None else _weights(method_of(assembly)))
+    key, wanted = (before.key, before.files) if own and before is not None else (_hash(facts), None)
+    spec = ColumnsSpec(cache_dir, "teacher", key, splits, _body(assembly, facts, splits), wanted)
+    if own and valid(spec.path, "teacher") is None and _weights(method_of(assembly)) != facts["weights"]:
+        raise VerificationError(
+            f"{spec.path} is gone, and {facts['teacher']} is not the teacher any more that computed it",
+            hint="restore one of them; or begin another run from the checkpoint: tuner train RECIPE --name NEW-NAME",
+        )
+    path, was_there = computed(spec, work)
+    files = files_of(path)
+    if wanted is not None and files != wanted:
+        raise VerificationError(f"{path} does not hold the columns of this run", hint=f"remove it: rm -r {path}")
+    rows = sum(map(len, splits.values()))
+    work.console.say("teacher", f"{rows:,} rows{', computed before' if was_there else ''}: {path}")
+    method = assembly.train_state.method
+    assert isinstance(method, Distill)
+    method.vocabulary = int(facts["vocabulary"])
+    info = TeacherInfo(key, str(facts["weights"]), prepared.key, files)
+    return replace(_attached(assembly, open_columns(path, "teacher")), teacher=asdict(info))
+
+
+def method_of(assembly: Assembly) -> DistillMethod:
+    """The section of the method."""
+    method = assembly.resolved.recipe.method
+    assert isinstance(method, DistillMethod)
+    return method
+
+
+def key_facts(assembly: Assembly, weights: str) -> dict[str, Any]:
+    """What the columns are known by. Raises RecipeError for more tokens than both vocabularies have."""
+    method = method_of(assembly)
+    own = int(assembly.resolved.config.get_text_config().vocab_size)
+    vocabulary = min(own, int(model_config(teacher_model(method)).get_text_config().vocab_size))
+    if method.top_k is not None and method.top_k > vocabulary:
+        raise RecipeError(
+            f"method.top_k: {method.top_k:,} tokens of a vocabulary of {vocabulary:,}",
+            hint=f"write top_k: {vocabulary} or less",
+        )
+    return {
+        "teacher": method.teacher,
+        "weights": weights,
+        "prepared": assembly.prepared.key,
+        "precision": assembly.resolved.recipe.train.precision,
+        "top_k": method.top_k,
+        "temperature": method.temperature,
+        "vocabulary": vocabulary,
+    }
+
+
+def _weights(method: DistillMethod) -> str:
+    """SHA-256 over the teacher's config and weights as files, by rank 0. Collective."""
+
+    def hashed() -> str:
+        fetch_weights(teacher_model(method))
+        directory = tokenizer_directory(method.teacher, method.teacher_revision)
+        files = [directory / "config.json", *sorted(directory.glob("*.safetensors"))]
+        return hashlib.sha256("\n".join(sha256_file(path) for path in files).encode()).hexdigest()
+
+    found: str = Collective(gloo_group()).on_rank0(hashed)
+    return found
+
+
+def _hash(facts: Mapping[str, Any]) -> str:
+    known = {name: value for name, value in facts.items() if name != "teacher"}  # wherever it lies
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _body(assembly: Assembly, facts: Mapping[str, Any], splits: Mapping[str, PackedRows]) -> dict[str, Any]:
+    report: dict[str, Any] = {"train": None, "eval": None}
+    report |= {
+        split: {"documents": int(rows.documents_per_row.sum()), "tokens": int(rows.tokens_per_row.sum())}
+        | {"packed_rows": len(rows)}
+        for split, rows in splits.items()
+    }
+    return {"prepared_key": assembly.prepared.key, "model": facts["teacher"], "facts": dict(facts), "report": report}
+
+
+def values_of(assembly: Assembly) -> Callable[[Batch], Columns]:
+    """What computes the columns of one row. The teacher is built when the first row comes, on all ranks together.
+
+    It raises VerificationError for a probability that is not finite.
+    """
+    method, step_config = method_of(assembly), assembly.train_state.step_config
+    vocabulary = int(key_facts(assembly, "")["vocabulary"])
+    count, small = method.top_k or 0, vocabulary <= 1 << 16
+    built: list[CausalLM] = []
+
+    def values(batch: Batch) -> Columns:
+        if not built:
+            built.append(assemble_teacher(assembly.resolved, method, step_config))
+        at = batch.trained_positions
+        arrays = (batch.input_ids, batch.position_ids, at, batch.targets[at])
+        ids, places, positions, targets = (to_device(array, step_config.device) for array in arrays)
+        kept = partial(top_tokens, count=count, temperature=method.temperature, vocabulary=vocabulary)
+        with torch.no_grad(), step_config.autocast():
+            found = built[0](ids, places, batch.lengths, positions, targets, kept)
+        columns: Columns = {name: tensor.cpu().numpy() for name, tensor in found.items()}
+        columns["ids"] = columns["ids"].astype(np.uint16 if small else np.uint32)
+        if not np.isfinite(columns["log_p"]).all():
+            raise VerificationError(
+                f"the teacher gives document {int(batch.documents[0])} a probability that is not finite",
+                hint="try train.precision: fp32; or look at the row: tuner prepare-data RECIPE --explain N",
+            )
+        return columns
+
+    return values
+
+
+def _attached(assembly: Assembly, columns: Mapping[str, Columns]) -> Assembly:
+    """The assembly with columns of trained targets at its rows."""
+    prepared = assembly.prepared
+    train = prepared.train.with_trained(columns["train"])
+    held_rows = None if prepared.eval is None else prepared.eval.with_trained(columns["eval"])
+    held = assembly.held_out
+    if held is not None and held_rows is not None:
+        held = replace(held, rows=held_rows)
+    return replace(
+        assembly,
+        prepared=replace(prepared, train=train, eval=held_rows),
+        batches=replace(assembly.batches, rows=train),
+        held_out=held,
+    )
