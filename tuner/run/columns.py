@@ -88,9 +88,9 @@ def _compute(spec: ColumnsSpec, work: Work, builder: Builder | None, ranks: Coll
     """Compute the parts that are not there, and publish them all. ``builder`` is rank 0's alone. Collective."""
     parts = {split: -(-len(rows) // PART_ROWS) for split, rows in spec.splits.items()}
     every = [(split, number) for split, count in parts.items() for number in range(count)]
-    has: list[bool] = ranks.on_rank0(lambda: [_of(builder).has(*part) for part in every])
+    has: list[bool] = ranks.on_rank0(lambda: [_of(builder).has(split, number) for split, number in every])
     missing = [part for part, there in zip(every, has, strict=True) if not there]
-    total = sum(len(_rows_of(spec, *part)) for part in missing)
+    total = sum(len(_rows_of(spec, split, number)) for split, number in missing)
     done, started = 0, time.monotonic()
     with work.console.doing(_so_far(spec, 0, total, 0.0)) as doing:
         for split, number in missing:

@@ -60,12 +60,8 @@ def resolve(
     facts = facts or device_facts(recipe.train.device, device_index(rank_info))
     spec = model_spec(recipe, new_ids)
     config = model_config(spec)
-    dropouts = dropouts_of(model_config(replace(spec, without_dropout=False))) if spec.without_dropout else {}
     n_parameters = sum(p.numel() for p in meta_model(config, torch.float32, spec.head).parameters())
-    reasons: dict[str, str] = {}
-    if dropouts:
-        was = ", ".join(f"{key} {value:g}" for key, value in dropouts.items())
-        reasons["dropout"] = f"the model's own is off ({was}): its reference has none"
+    reasons = _dropout_reason(spec)
     values: dict[str, dict[str, Any]] = {}
 
     def settle(section: str, key: str, value: object, reason: str) -> None:
@@ -111,6 +107,13 @@ def resolve(
     if is_here and recipe.model.kernels == "liger" and (problem := triton_problem()) is not None:
         raise MachineError(f"model.kernels: liger: {problem}", hint=f"{TO_COMPILE}, or write kernels: torch")
     return Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons, new_ids)
+
+
+def _dropout_reason(spec: ModelSpec) -> dict[str, str]:
+    """Why the model's own dropout is off, where it has some that is."""
+    dropouts = dropouts_of(model_config(replace(spec, without_dropout=False))) if spec.without_dropout else {}
+    was = ", ".join(f"{key} {value:g}" for key, value in dropouts.items())
+    return {"dropout": f"the model's own is off ({was}): its reference has none"} if dropouts else {}
 
 
 def model_spec(recipe: Recipe, new_ids: range) -> ModelSpec:

@@ -253,6 +253,6 @@ class MfuMeter:
         """What training on these microbatches asks for, forwards of a reference too; None where that is not known."""
         if not self.flops.complete:
             return None
-        asked = [(batch.lengths, len(batch.trained_positions)) for batch in batches]
-        trained = sum(self.flops.of(*one) for one in asked)
-        return trained + sum(self.extra_forwards * self.flops.forward_of(*one) for one in asked)
+        trained = sum(self.flops.of(batch.lengths, len(batch.trained_positions)) for batch in batches)
+        forwards = sum(self.flops.forward_of(batch.lengths, len(batch.trained_positions)) for batch in batches)
+        return trained + self.extra_forwards * forwards
