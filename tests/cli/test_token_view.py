@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.caches import new_cache
-from tests.data import tiny
+from tests.data import pairs, tiny
 from tuner.cli.token_view import row_texts, token_lines
 from tuner.data.building.explain import explain
 from tuner.data.building.prepare import prepare
@@ -60,6 +60,32 @@ def test_what_length_costs_is_shown(too_long: str, head: str, kept: int, tmp_pat
         counts = prepare(spec).report["train"]  # of both documents; the short one trains two tokens
         assert counts["packed_trained"] == sum(token.trained for token in long.kept) + 2
     assert short.kept == short.tokens and "max_length" not in row_texts([short], tokenizer, False, False)
+
+
+@pytest.mark.parametrize(
+    ("too_long", "heads", "kept"),
+    [
+        ("drop", ["chosen, 34 tokens: dropped, with the other answer longer than data.max_length 36 "] * 1, [0, 0]),
+        (
+            "truncate",
+            ["chosen, 34 tokens, cut to 28 tokens, which leave room for the other answer in data.max_length 36, "],
+            [28, 8],
+        ),
+    ],
+)
+def test_both_answers_are_shown_with_what_length_costs_them(
+    too_long: str, heads: list[str], kept: list[int], tmp_path: Path
+) -> None:
+    rows = [{"prompt": "b b", "chosen": "c" * 30, "rejected": " c c"}]
+    spec = pairs.spec(tmp_path, rows, max_length=36, too_long=too_long)
+    views = list(explain(spec, 1))
+    assert [len(view.kept) for view in views] == kept
+    text = row_texts(views, tiny.tokenizer(), colour=False, every_token=False)
+    assert all(head in text for head in heads) and "rejected, 8 tokens" in text
+    if too_long == "truncate":
+        assert prepare(spec).report["train"]["packed_tokens"] == sum(kept)
+    (labelled,) = explain(pairs.spec(tmp_path, [{"prompt": "a", "completion": "b", "label": 0}], pairs.UNPAIRED), 1)
+    assert "rows.jsonl:1  not wanted, " in row_texts([labelled], tiny.tokenizer(), False, False)
 
 
 def test_bad_rows_are_left_out_where_they_are_skipped(rows_file: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def always(value: Any) -> Callable[..., Any]:
         (preferences, "_says", always(True)),
         (preferences, "_margin", always(1.0)),
         (preferences, "_equal_messages", always(1)),
-        (compared, "_columns", lambda examples, records, notes: {"margin": (records * 0).astype("float32")}),
+        (compared._Margins, "of", lambda self, records, notes: {"margin": (records * 0).astype("float32")}),
     ],
 )
 def test_a_wrong_product_is_found(

@@ -32,6 +32,7 @@ def row_texts(rows: list[DocumentView], tokenizer: TextTokenizer, colour: bool, 
 
 def _row(row: DocumentView, tokenizer: TextTokenizer, colour: bool, every_token: bool) -> str:
     which = f"document {row.document + 1} of {row.documents}, " if row.documents > 1 else ""
+    which = f"{row.answer}, " if row.answer else which
     head = escape(f"{row.name}:{row.line}  {which}{_size(row)}")
     if row.document == 0:
         head += "".join(f"\nan answer of this row is left out: {escape(reason)}" for reason in row.left_out)
@@ -48,10 +49,13 @@ def _size(row: DocumentView) -> str:
     """How many tokens a document has, and what rows hold of them."""
     trained = sum(token.trained for token in row.kept or row.tokens)
     text, limit = f"{len(row.tokens):,} tokens", f"data.max_length {row.max_length:,}"
+    is_pair = bool(row.answer) and row.documents > 1
     if row.fate == "drop":
-        return f"{text}: dropped, longer than {limit} (data.too_long: drop); {trained:,} would be trained [in brackets]"
+        why = f"{'with the other answer ' if is_pair else ''}longer than {limit} (data.too_long: drop)"
+        return f"{text}: dropped, {why}; {trained:,} would be trained [in brackets]"
     if row.fate == "truncate":
-        text += f", cut to {limit}"
+        to = f"{len(row.kept):,} tokens, which leave room for the other answer in " if is_pair else ""
+        text += f", cut to {to}{limit}"
     elif row.fate == "split":
         text += f", split into {-(-len(row.tokens) // row.max_length):,} pieces of {limit}"
     return f"{text}, {trained:,} trained [in brackets]"

@@ -108,7 +108,7 @@ def _method(seen: Look) -> str:
 
 def _optimizer(seen: Look) -> tuple[str, str]:
     if seen.kind in {"preference", "unpaired"}:
-        return "optimizer: {lr: 1e-6}", "answers are compared at far smaller ones than sft's; 1e-5 with an adapter"
+        return "optimizer: {lr: 1e-6}", "far smaller than for sft; about 1e-5 with an adapter"
     return "# optimizer: {lr: 1e-4}", "auto suits the model's size; tuner config show prints the rest"
 
 

@@ -194,7 +194,7 @@ def _encoded_lengths(
         return None
     try:
         encoder = Encoder(tokenizer, _TRAIN_ON.get(kind, "last_assistant"), "escape", fast=False)
-        offsets = AnyEncoder(encoder).encode(examples, checks=1).offsets
+        offsets = AnyEncoder(encoder, kind).encode(examples, checks=1).offsets
         lengths = np.diff(offsets[::2] if kind == "preference" else offsets)
     except (DataError, FastEncoderMismatch):
         return None

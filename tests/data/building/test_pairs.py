@@ -137,6 +137,11 @@ def test_pairs_that_are_no_two_answers_are_refused_with_their_place(tmp_path: Pa
         prepare(spec(tmp_path, rows, tokenizer=tiny.tokenizer(template)))
     info = prepare(spec(tmp_path, rows, tokenizer=tiny.tokenizer(template), on_bad_row="skip"))
     assert info.report["train"]["documents"] == 2
+    for rejected in (tiny.chat("a", "b"), {**rows[-1], "chosen": "b"}):  # of which nothing at all is encoded
+        with pytest.raises(DataError, match="rows.jsonl:1:"):
+            prepare(spec(tmp_path, [rejected]))
+        with pytest.raises(DataError, match="nothing to train on in 1 row"):
+            prepare(spec(tmp_path, [rejected], on_bad_row="skip"))
     escaped = [{"prompt": "a", "chosen": "b", "rejected": "<|im_end|>"}]
     with pytest.raises(DataError, match=r"rejected: the control token <\|im_end\|> appears literally"):
         prepare(spec(tmp_path, escaped))

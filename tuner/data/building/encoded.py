@@ -144,7 +144,7 @@ class EncodeJob:
             encoder.choose()
         give_back()
         schema = documents_schema(self.tokenizer.vocab_size, self.examples)
-        return lambda bundle: _encode(bundle, AnyEncoder(encoder), schema, self)
+        return lambda bundle: _encode(bundle, AnyEncoder(encoder, self.examples.kind), schema, self)
 
 
 _COLUMNS = {"preference": [("margin", pa.float32())], "unpaired": [("label", pa.bool_())]}

@@ -5,14 +5,18 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
+import numpy as np
+
 from tuner.data.building.documents import bad_record_error
 from tuner.data.building.encoded import bad_record
+from tuner.data.building.pack import pair_limit
 from tuner.data.building.spec import PrepareSpec
 from tuner.data.encoding.compared import AnyEncoder
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.place import Document
 from tuner.data.reading.blocks import blocks, examples_of, lines_in
 from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.records import Compared, Example, Labelled, Pair
 from tuner.data.sources import expand
 
 Fate = Literal["whole", "truncate", "split", "drop"]
@@ -49,6 +53,8 @@ class DocumentView:
     """What becomes of it as `data.too_long` says."""
     max_length: int = 0
     """Tokens of a row."""
+    answer: str = ""
+    """Which answer it is, where answers are compared: chosen, rejected, wanted or not wanted."""
 
     @property
     def kept(self) -> list[TokenView]:
@@ -65,7 +71,8 @@ def explain(spec: PrepareSpec, n: int) -> Iterator[DocumentView]:
 
 
 def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
-    encoder = AnyEncoder(Encoder(spec.tokenizer, spec.examples.train_on, spec.special_tokens_in_text))
+    alone = Encoder(spec.tokenizer, spec.examples.train_on, spec.special_tokens_in_text)
+    encoder = AnyEncoder(alone, spec.examples.kind)
     for file in expand(spec.data.train):
         before = 0
         for block in blocks(file):
@@ -79,35 +86,49 @@ def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
                         continue
                     bad = bad_record(record, problem)
                     raise bad_record_error(file.name, bad, before, spec.tokenizer.has_template) from problem
-                line, count = before + record.line, len(placed.documents)
+                fates = _fates(spec, placed.documents)
                 yield [
                     DocumentView(
                         file.name,
-                        line,
-                        _tokens(spec, document),
+                        before + record.line,
+                        _tokens(spec, document, *fate),
                         i,
-                        count,
+                        len(placed.documents),
                         placed.left_out,
-                        _fate(spec, document),
+                        fate[0],
                         spec.max_length,
+                        _answer(example, i),
                     )
-                    for i, document in enumerate(placed.documents)
+                    for i, (document, fate) in enumerate(zip(placed.documents, fates, strict=True))
                 ]
             before += lines_in(block)
 
 
-def _fate(spec: PrepareSpec, document: Document) -> Fate:
-    return "whole" if len(document.input_ids) <= spec.max_length else spec.too_long
+def _answer(example: Example | Compared, number: int) -> str:
+    if isinstance(example, Pair):
+        return ("chosen", "rejected")[number]
+    return ("wanted" if example.label else "not wanted") if isinstance(example, Labelled) else ""
 
 
-def _tokens(spec: PrepareSpec, document: Document) -> list[TokenView]:
+def _fates(spec: PrepareSpec, documents: list[Document]) -> list[tuple[Fate, int]]:
+    """What becomes of each document of a record, and how many of its tokens rows hold."""
+    lengths = [len(document.input_ids) for document in documents]
+    limit = spec.max_length
+    if spec.examples.documents == 2:  # both stand in one row
+        if sum(lengths) > spec.max_length and spec.too_long == "drop":
+            return [("drop", 0)] * 2
+        limit = int(pair_limit(spec.max_length, np.array(min(lengths))))
+    fates: list[Fate] = ["whole" if length <= limit else spec.too_long for length in lengths]
+    by_fate = {"drop": 0, "truncate": limit}
+    return [(fate, by_fate.get(fate, length)) for fate, length in zip(fates, lengths, strict=True)]
+
+
+def _tokens(spec: PrepareSpec, document: Document, fate: Fate, kept: int) -> list[TokenView]:
     rules = [""] * len(document.input_ids)
     for span in document.spans:
         rules[span.start : span.stop] = [span.rule] * (span.stop - span.start)
-    fate = _fate(spec, document)
     # The first token of a document, or of a piece of a split one, is predicted from nothing: it is never a target.
     piece = spec.max_length if fate == "split" else len(rules)
-    kept = 0 if fate == "drop" else spec.max_length if fate == "truncate" else len(rules)
     return [
         TokenView(spec.tokenizer.decode([int(token)]), int(token), bool(trained) and i % piece > 0, rule, i < kept)
         for i, (token, trained, rule) in enumerate(zip(document.input_ids, document.trained, rules, strict=True))

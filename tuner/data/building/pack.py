@@ -103,10 +103,7 @@ def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong, e
 
 
 def _cut_pairs(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -> Segments:
-    """Keep the pairs of documents that fit into a row, or cut them; both documents of a pair are treated alike.
-
-    The longer one is cut first, to what the shorter one leaves but at least to half a row; then both are cut to that.
-    """
+    """Keep the pairs of documents that fit into a row, or cut them; both documents of a pair are treated alike."""
     segments = _Columns(3)
     dropped = {TOO_LONG: 0, NO_TARGET: 0}
     base = truncated = 0
@@ -118,7 +115,7 @@ def _cut_pairs(batches: Iterator[pa.RecordBatch], max_length: int, too_long: Too
         stop = lengths
         if too_long == "truncate":
             truncated += int(long.sum())
-            most = np.maximum(max_length - both.min(axis=1), max_length // 2)
+            most = pair_limit(max_length, both.min(axis=1))
             stop = np.minimum(lengths, np.repeat(np.where(long, most, max_length), 2))
         else:
             dropped[TOO_LONG] += int(long.sum())
@@ -137,6 +134,14 @@ def _cut_pairs(batches: Iterator[pa.RecordBatch], max_length: int, too_long: Too
     return Segments(
         documents, np.broadcast_to(np.uint32(0), len(stops)), stops, targeted, reasons, truncated, each=2
     )
+
+
+def pair_limit(max_length: int, shorter: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """int64[pairs]: the most tokens of either document of pairs, so that both together have at most `max_length`.
+
+    The longer one is cut first, to what the `shorter` one leaves but at least to half a row; then both are cut to that.
+    """
+    return np.maximum(max_length - shorter, max_length // 2)
 
 
 def _sliced(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tuner.config.methods import ExampleKind
 from tuner.data.encoding.encode import CHECKS, Encoder
 from tuner.data.encoding.flat import EncodedBatch, Ints, offsets_of
 from tuner.data.encoding.place import Document, Placed
-from tuner.data.reading.examples import Answered, Compared, Example, Labelled, Pair
+from tuner.data.reading.examples import Compared, Example, Labelled, Pair
 from tuner.data.reading.problems import RecordProblem
 
 NO_ONE_TEXT = "no one text of the conversation has an exact mask for every trained answer, and the row is one document"
@@ -34,10 +35,12 @@ def answers_of(example: Example | Compared) -> tuple[Example, ...]:
 
 
 class AnyEncoder:
-    """Encodes examples of every kind; those of one call are of one kind."""
+    """Encodes examples of any kind."""
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: Encoder, kind: ExampleKind) -> None:
+        """All examples are of this `kind`, which is the method's."""
         self._encoder = encoder
+        self._kind = kind
 
     def encode(
         self, examples: Sequence[Example | Compared], total_bytes: int | None = None, checks: int = CHECKS
@@ -46,14 +49,15 @@ class AnyEncoder:
 
         Labels and margins become columns; `prompt_tokens` are then all before the first trained token.
         """
-        compared = [example for example in examples if isinstance(example, (Pair, Labelled))]
-        if len(compared) < len(examples) or not compared:
-            alone = [example for example in examples if not isinstance(example, (Pair, Labelled))]
-            return self._encoder.encode(alone, total_bytes, checks)
-        parts: list[Answered] = []
-        for each in compared:
-            parts += (each.chosen, each.rejected) if isinstance(each, Pair) else (each.example,)
-        return _compared(compared, self._encoder.encode(parts, total_bytes, checks))
+        parts = [part for example in examples for part in answers_of(example)]
+        batch = self._encoder.encode(parts, total_bytes, checks)
+        if self._kind == "preference":
+            pairs = [example for example in examples if isinstance(example, Pair)]
+            return _compared(len(pairs), 2, batch, _Margins(pairs))
+        if self._kind == "unpaired":
+            labelled = [example for example in examples if isinstance(example, Labelled)]
+            return _compared(len(labelled), 1, batch, _Labels(labelled))
+        return batch
 
     def explain(self, example: Example | Compared) -> Placed:
         """Encode one example with the rule of every token. Raises RecordProblem."""
@@ -71,10 +75,8 @@ def _with_prompt(document: Document) -> Document:
     return replace(document, prompt_tokens=int(np.argmax(trained)) if trained.any() else len(trained))
 
 
-def _compared(examples: Sequence[Compared], batch: EncodedBatch) -> EncodedBatch:
-    """The documents of answers as those of the examples that they belong to, with their columns."""
-    each = 2 if isinstance(examples[0], Pair) else 1
-    count = len(examples)
+def _compared(count: int, each: int, batch: EncodedBatch, columns: "_Margins | _Labels") -> EncodedBatch:
+    """The documents of answers as those of `count` examples, of which `each` belong to one, with their columns."""
     problems: dict[int, RecordProblem] = {}
     for part, problem in sorted(batch.problems.items()):
         problems.setdefault(part // each, _placed(problem, _SIDES[part % 2] if each == 2 else None))
@@ -100,7 +102,7 @@ def _compared(examples: Sequence[Compared], batch: EncodedBatch) -> EncodedBatch
         whole, prompt_tokens=prompts.astype(np.uint32), records=own, problems=problems, by_answer={}, notes=notes,
         fast=min(batch.fast, len(own)),
     )  # fmt: skip
-    return replace(made, columns=_columns(examples, own, notes))
+    return replace(made, columns=columns.of(own, notes))
 
 
 def _placed(problem: RecordProblem, side: str | None) -> RecordProblem:
@@ -158,13 +160,27 @@ def _equal_tokens(batch: EncodedBatch, counts: Ints) -> npt.NDArray[np.bool_]:
     return equal
 
 
-def _columns(examples: Sequence[Compared], records: Ints, notes: Counter[str]) -> dict[str, npt.NDArray[np.generic]]:
-    """What is known of each document besides its tokens; NaN where a pair has no margin."""
-    if isinstance(examples[0], Labelled):
-        labels = np.array([isinstance(example, Labelled) and example.label for example in examples], dtype=np.bool_)
-        return {"label": labels[records]}
-    found = [example.margin if isinstance(example, Pair) else None for example in examples]
-    margins = np.array([np.nan if margin is None else margin for margin in found], dtype=np.float32)
-    if with_margin := int((~np.isnan(margins[records[::2]])).sum()):
-        notes[WITH_MARGIN] += with_margin
-    return {"margin": margins[records]}
+class _Labels:
+    """Whether answers are wanted."""
+
+    def __init__(self, examples: Sequence[Labelled]) -> None:
+        self._values = np.array([example.label for example in examples], dtype=np.bool_)
+
+    def of(self, records: Ints, notes: Counter[str]) -> dict[str, npt.NDArray[np.generic]]:
+        """The column of documents by the examples that they come from."""
+        return {"label": self._values[records]}
+
+
+class _Margins:
+    """By how much chosen answers are preferred; NaN where a pair does not say."""
+
+    def __init__(self, examples: Sequence[Pair]) -> None:
+        margins = (np.nan if example.margin is None else example.margin for example in examples)
+        self._values = np.array(list(margins), dtype=np.float32)
+
+    def of(self, records: Ints, notes: Counter[str]) -> dict[str, npt.NDArray[np.generic]]:
+        """The column of documents by the pairs that they come from; how many have one is noted."""
+        values = self._values[records]
+        if known := int((~np.isnan(values[::2])).sum()):
+            notes[WITH_MARGIN] += known
+        return {"margin": values}

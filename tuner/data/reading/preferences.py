@@ -25,7 +25,7 @@ _PROMPTS = {
     "prompt_completion": "prompt", "sharegpt": "conversations", "alpaca": "instruction", "messages": "messages",
 }  # fmt: skip
 """Form -> where it has its prompt; of a record whose form is not named the first of them counts."""
-READ = frozenset((*(key for keys in SIDES for key in keys), *_PROMPTS.values(), *SCORES, "margin", "input", "history"))
+_READ = frozenset((*(key for keys in SIDES for key in keys), *_PROMPTS.values(), *SCORES, "margin", "input", "history"))
 """Keys of a pair of answers that are read, wherever they stand."""
 _WITH_SYSTEM = ("conversations", "instruction")
 _LABELS_AS_TEXT = {"true": True, "1": True, "false": False, "0": False}
@@ -51,14 +51,22 @@ def label_key(value: Record) -> str | None:
     return next((key for key in LABELS if value.get(key) not in (None, "")), None)
 
 
+def read_keys(value: Record) -> frozenset[str]:
+    """The keys of a pair of answers that are read."""
+    with_system = any(value.get(key) is not None for key in _WITH_SYSTEM) and value.get("prompt") is None
+    return _READ | {"system"} if with_system else _READ
+
+
 def pair_of(value: Record, keys: tuple[str, str], format: str) -> Pair:  # noqa: A002 (the recipe's word)
     """Return the two answers at `keys` and their prompt; `format` names the form of the prompt. RecordProblem."""
+    _check_form(format)
     chosen, rejected = _answered(value, keys, format)
     return Pair(chosen, rejected, _margin(value))
 
 
 def labelled_of(value: Record, key: str, format: str) -> Labelled:  # noqa: A002 (the recipe's word)
     """Return the answer of a record with the label at `key`. RecordProblem."""
+    _check_form(format)
     label = value[key]
     found = _LABELS_AS_TEXT.get(label.strip().lower()) if isinstance(label, str) else label
     if not isinstance(found, (bool, int)) or found not in (0, 1):
@@ -70,6 +78,11 @@ def labelled_of(value: Record, key: str, format: str) -> Labelled:  # noqa: A002
         if format in {"auto", form} and (place := _turns_key(value, form)) is not None:
             return Labelled(_last_answer(value, place, format), bool(found))
     raise RecordProblem("no messages, conversations, prompt + completion or instruction + output next to the label", 1)
+
+
+def _check_form(format: str) -> None:  # noqa: A002 (the recipe's word)
+    if format != "auto" and format not in _PROMPTS:
+        raise RecordProblem(f"rows of format {format} have no answers to a prompt", 1, hint="format: auto")
 
 
 def _turns_key(value: Record, form: str) -> str | None:

@@ -4,7 +4,7 @@ A form is told from the keys of each record, in the order of `FORMS`, unless the
 null counts as absent: tables fill with null what a record does not have.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +22,7 @@ from tuner.data.reading.examples import (
 )
 from tuner.data.reading.forms import ALSO_READ, FORMS, from_sharegpt
 from tuner.data.reading.messages import ROLES, SPEAKERS
-from tuner.data.reading.preferences import LABELS, READ, SIDES, label_key, labelled_of, pair_of, sides_of
+from tuner.data.reading.preferences import LABELS, SIDES, label_key, labelled_of, pair_of, read_keys, sides_of
 from tuner.data.reading.problems import RecordProblem, quoted
 
 __all__ = [
@@ -207,11 +207,14 @@ def unused_texts(
     """Return the keys of a record whose text is not read: neither trained on nor given to the chat template."""
     value = _renamed(value, columns) if columns else value
     if kind == "preference":
-        return tuple(key for key, text in value.items() if isinstance(text, str) and text.strip() and key not in READ)
+        return _texts_but(value, read_keys(value))
     form = form_of(value)
     if form is None or form == "tokens":
         return ()
-    read = {*FORMS[form][0], *ALSO_READ.get(form, ())}
+    return _texts_but(value, {*FORMS[form][0], *ALSO_READ.get(form, ())})
+
+
+def _texts_but(value: Record, read: Set[str]) -> tuple[str, ...]:
     return tuple(key for key, text in value.items() if key not in read and isinstance(text, str) and text.strip())
 
 
