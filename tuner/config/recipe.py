@@ -226,7 +226,7 @@ class DataSection(Section):
     max_length: Annotated[int | Auto, Whole(ge=2, le=2**24)] = "auto"
     """Tokens of a packed row; auto is the smaller of the model's longest position and 2048."""
     too_long: Word[Literal["auto", "truncate", "split", "drop"]] = "auto"
-    """What happens to longer documents, which are counted; auto: drop for sft, split for pretrain."""
+    """What happens to longer documents or pairs, which are counted; auto: split for pretrain, drop for others."""
     packing: Bool = True
     """Put several documents into one row, isolated from each other."""
     shuffle: Bool = True
