@@ -121,6 +121,8 @@ def test_filled_up_with_documents_from_which_nothing_is_learned() -> None:
     assert places.tolist() == [0, 1, 2, *range(6), *range(6), *range(5)]
     full = torch.arange(20)
     assert Padding(20, 6).fill(full, full, (20,))[0] is full
+    longer = torch.arange(23)
+    assert len(Padding(20, 6).fill(longer, longer, (6, 6, 6, 5))[0]) == 40
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

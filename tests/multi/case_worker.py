@@ -1,6 +1,7 @@
 """Takes real optimizer steps for many cases, each on as many processes as it names, and writes losses and gradients.
 
-A case with a `recipe` is a whole run of that file instead, in which the collectives of its third step are counted.
+A case with a `recipe` is a whole run of that file instead, in which the collectives of its third step are counted; one
+with `answers` is a global batch of answers.
 
 Started once: it loads the libraries, becomes four processes by forking, and these form a new process group for each
 case. `python case_worker.py CASES_JSON OUTPUT_DIRECTORY`
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from tests.multi.answer_cases import run_answers
 from tests.multi.launcher import bound_listener, open_store
 from tests.train.synthetic import assembly_for, recipe_for
 from tuner.config.load import load_recipe
@@ -143,7 +145,8 @@ def run_rank(rank: int, cases: list[dict[str, Any]], output: Path) -> None:
         if rank < case["world"]:
             rank_info = RankInfo(rank, case["world"], rank % case["local"], case["local"])
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case["port"]))
-            (run_whole if "recipe" in case else run_steps)(case, rank_info, output)
+            run = run_whole if "recipe" in case else run_answers if "answers" in case else run_steps
+            run(case, rank_info, output)
             assert not dist.is_initialized()
 
 

@@ -13,8 +13,8 @@ from tuner.config.section import ByKind, Options, Section, Use
 from tuner.config.value_types import T, Text, Word, refuse
 
 _METHOD_KIND = (
-    "sft learns answers to prompts; pretrain every token of plain text; dpo, orpo and simpo which of two answers is "
-    "preferred; kto which answers are desirable; reward scores answers, for a model that ranks them; distill a "
+    "sft learns answers to prompts; pretrain every token of plain text; dpo, orpo, simpo and cpo which of two answers "
+    "is preferred; kto which answers are desirable; reward scores answers, for a model that ranks them; distill a "
     "teacher's distributions; custom has a loss of your own."
 )
 MethodKind = Annotated[Word[T], Field(description=_METHOD_KIND)]
@@ -128,7 +128,7 @@ class PretrainMethod(MethodSection):
 
 _BETA = (
     "Scale of rewards: for dpo and kto of log-ratios to the reference, to which a larger one holds the policy more "
-    "strongly; for simpo of average log-probabilities; for orpo the weight of its odds ratio."
+    "strongly; for cpo of log-probabilities, for simpo of average ones; for orpo the weight of its odds ratio."
 )
 Beta = Annotated[float, Real(gt=0), Field(description=_BETA)]
 _REFERENCE = (
@@ -138,6 +138,8 @@ _REFERENCE = (
 Reference = Annotated[Word[Literal["auto", "columns", "adapter_off"]], Field(description=_REFERENCE)]
 _SFT_WEIGHT = "Weight of the cross-entropy of chosen answers, per token, that is added to the loss; 0 adds none."
 SftWeight = Annotated[float, Real(ge=0), Field(description=_SFT_WEIGHT)]
+_MARGIN = "By how much the chosen answer has to win: none, or what each row says by its margin or its two scores."
+Margin = Annotated[Word[Literal["none", "rows"]], Field(description=_MARGIN)]
 DpoLoss = Literal[
     "sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "apo_zero", "apo_down", "sppo", "nca", "bco"
 ]  # fmt: skip
@@ -174,6 +176,7 @@ class DpoMethod(PairSection):
     """The loss of a pair, or several with their weights, such as {sigmoid: 0.8, bco: 0.2}."""
     label_smoothing: Annotated[float, Real(ge=0, lt=0.5)] = 0.0
     """Share of the pairs that are taken to be labelled the wrong way round, by the losses sigmoid and robust."""
+    margin: Margin = "none"
     sft_weight: SftWeight = 0.0
     reference: Reference = "auto"
 
@@ -184,9 +187,11 @@ class DpoMethod(PairSection):
         return names if len(names) > 1 else ("loss",)
 
     @model_validator(mode="after")
-    def _smooths_what_can_be(self) -> DpoMethod:
+    def _has_what_its_loss_takes(self) -> DpoMethod:
         if self.label_smoothing and not {"sigmoid", "robust"} & set(self.loss):
             raise refuse(f"loss {' and '.join(self.loss)} has no label_smoothing; write it with sigmoid or robust")
+        if self.margin == "rows" and not {"sigmoid", "robust", "hinge"} & set(self.loss):
+            raise refuse(f"loss {' and '.join(self.loss)} has no margin; write it with sigmoid, robust or hinge")
         if "robust" in self.loss and not self.label_smoothing:
             raise refuse("loss robust is sigmoid at label_smoothing 0; write label_smoothing, such as 0.1")
         return self
@@ -216,6 +221,21 @@ class SimpoMethod(PairSection):
     gamma: Annotated[float, Real(ge=0)] = 1.0
     """How far apart the rewards, beta times average log-probabilities, are wanted: the margin inside the loss."""
     sft_weight: SftWeight = 0.0
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """That of the rewards, and `sft`."""
+        return ("preference", "sft") if self.sft_weight else ("loss",)
+
+
+class CpoMethod(PairSection):
+    """Contrastive preference optimization: by log-probabilities, without a reference, and by chosen answers."""
+
+    lr: ClassVar[float | None] = 1e-6
+
+    kind: MethodKind[Literal["cpo"]] = "cpo"
+    beta: Beta = 0.1
+    sft_weight: SftWeight = 1.0
 
     @property
     def losses(self) -> tuple[str, ...]:
@@ -257,8 +277,7 @@ class RewardMethod(PairSection):
     kind: MethodKind[Literal["reward"]] = "reward"
     center: Annotated[float, Real(ge=0)] = 0.0
     """Weight of the mean of (chosen + rejected)^2, which keeps rewards around 0; 0.01 is usual, 0 leaves it out."""
-    margin: Word[Literal["none", "rows"]] = "none"
-    """By how much the chosen answer has to win: none, or what each row says by its margin or its two scores."""
+    margin: Margin = "none"
 
     @property
     def losses(self) -> tuple[str, ...]:
@@ -360,6 +379,7 @@ Method = Annotated[
     | DpoMethod
     | OrpoMethod
     | SimpoMethod
+    | CpoMethod
     | KtoMethod
     | RewardMethod
     | DistillMethod

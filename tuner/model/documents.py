@@ -56,7 +56,8 @@ class Documents:
 class Padding:
     """Fills microbatches up to ``tokens`` with documents of at most ``longest``, from which nothing is learned.
 
-    So compiled layers see rows of one size alone.
+    So compiled layers see rows of one size alone; longer ones, of which only mismatched answers make some, are filled
+    up to a multiple of it.
     """
 
     tokens: int
@@ -66,8 +67,8 @@ class Padding:
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
         """Ids and positions ``[tokens]`` and the lengths of all documents; a full microbatch comes back as is."""
-        missing = self.tokens - input_ids.shape[0]
-        if missing <= 0:
+        missing = -input_ids.shape[0] % self.tokens
+        if missing == 0:
             return input_ids, position_ids, lengths
         whole, rest = divmod(missing, self.longest)
         added = torch.arange(missing, device=position_ids.device) % self.longest

@@ -20,34 +20,51 @@ of a pair, by `loss`:
   ``-log s(beta r_c) - (log s(-beta r_c) + log s(-beta r_r)) / 2``.
 - bco (Jung et al. 2024, https://arxiv.org/abs/2404.04656, without its shift of the rewards):
   ``-log s(beta r_c) - log s(-beta r_r)``.
+
+With `margin: rows` the margin of its row is taken from ``beta (r_c - r_r)`` in sigmoid, robust and hinge (Amini et al.
+2024, DPO with an offset, https://arxiv.org/abs/2402.10571).
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.functional import logsigmoid
 
 from tuner.config.methods import DpoLoss, DpoMethod
+from tuner.data.batches import Batch
+from tuner.errors import DataError
 from tuner.model.output_layer import OutputLayer
 from tuner.train.methods.method import Sum, Terms
-from tuner.train.methods.preference import REFERENCE, PairMethod, Pairs, answers, chosen_cross_entropy, pair_figures
+from tuner.train.methods.preference import (
+    MARGIN,
+    REFERENCE,
+    PairMethod,
+    Pairs,
+    answers,
+    chosen_cross_entropy,
+    pair_figures,
+)
 
 PairLoss = Callable[[Pairs, DpoMethod], torch.Tensor]
 """From the log-ratios of the answers to the loss of each pair, ``[pairs]``."""
 
 
 def _sigmoid(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
-    wrong, x = section.label_smoothing, section.beta * ratios.difference
+    wrong, x = section.label_smoothing, section.beta * ratios.difference - ratios.margin
     return -(1 - wrong) * logsigmoid(x) - wrong * logsigmoid(-x)
 
 
 def _robust(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
-    wrong, x = section.label_smoothing, section.beta * ratios.difference
+    wrong, x = section.label_smoothing, section.beta * ratios.difference - ratios.margin
     return (wrong * logsigmoid(-x) - (1 - wrong) * logsigmoid(x)) / (1 - 2 * wrong)
 
 
 def _hinge(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
-    return torch.relu(1 - section.beta * ratios.difference)
+    return torch.relu(1 + ratios.margin - section.beta * ratios.difference)
 
 
 def _ipo(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
@@ -102,12 +119,31 @@ class Dpo(PairMethod):
         self.by_document = section.sft_weight > 0
         self.reference = "adapter_off" if section.reference == "adapter_off" else "columns"
 
+    def made_up(self, batch: Batch) -> Batch:
+        """With margins of 0 where they are wanted."""
+        filled = super().made_up(batch)
+        if self._section.margin == "none":
+            return filled
+        made: npt.NDArray[np.float32] = np.zeros(len(batch.documents), dtype=np.float32)
+        return replace(filled, columns={MARGIN: made, **filled.columns})
+
+    def columns(self, batch: Batch) -> Mapping[str, npt.NDArray[Any]]:
+        """Those of answers. Raises DataError where margins are wanted and rows have none."""
+        if self._section.margin == "rows" and MARGIN not in batch.columns:
+            raise DataError(
+                "method.margin: rows: the rows have neither a margin nor scores",
+                hint="write method.margin: none, or add a margin to each row",
+            )
+        return super().columns(batch)
+
     def terms(
         self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
     ) -> Terms:
         """The losses, and the figures of the implicit rewards."""
         section, log_p, reference = self._section, answers(hidden, head, targets, columns), columns[REFERENCE]
         ratios = log_p._replace(chosen=log_p.chosen - reference[::2], rejected=log_p.rejected - reference[1::2])
+        if section.margin == "rows":
+            ratios = ratios._replace(margin=columns[MARGIN][::2])
         losses = [Sum(weight * LOSSES[one](ratios, section).sum(), "pairs") for one, weight in section.loss.items()]
         if section.sft_weight:
             losses.append(chosen_cross_entropy(log_p, section.sft_weight))

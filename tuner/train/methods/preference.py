@@ -19,6 +19,8 @@ from tuner.train.methods.method import Counts, Method, Sum, Terms
 
 REFERENCE = "reference"
 """The column of what the reference gives each document: the summed log-probability of its answer, in nats."""
+MARGIN = "margin"
+"""The column of margins, the same for both documents of a pair."""
 
 
 def log_probabilities(
@@ -44,6 +46,8 @@ class Pairs(NamedTuple):
     rejected: torch.Tensor
     chosen_tokens: torch.Tensor
     rejected_tokens: torch.Tensor
+    margin: torch.Tensor | float = 0.0
+    """By how much the chosen answer's reward has to be the higher one, where rows say so."""
 
     @staticmethod
     def of(values: torch.Tensor, tokens: torch.Tensor) -> "Pairs":

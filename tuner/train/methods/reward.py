@@ -20,10 +20,7 @@ from tuner.data.batches import Batch
 from tuner.errors import DataError
 from tuner.model.output_layer import OutputLayer
 from tuner.train.methods.method import Sum, Terms
-from tuner.train.methods.preference import PairMethod, reward_figures
-
-MARGIN = "margin"
-"""The column of margins, the same for both documents of a pair."""
+from tuner.train.methods.preference import MARGIN, PairMethod, reward_figures
 
 
 class Reward(PairMethod):

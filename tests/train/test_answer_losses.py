@@ -1,0 +1,275 @@
+"""Losses of answers and their gradients through whole models, held to the papers' formulas in float64.
+
+The other side runs one document at a time through the model's own forward with stock attention, takes the softmax of
+all its logits, and writes every loss out with plain loops. It shares no code with the product but the model's layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.answers import Answers, Rows
+from tests.train.synthetic import assembly_for, recipe_for, write_model
+from tuner.config.load import load_recipe
+from tuner.runtime.dist import RankInfo
+from tuner.train.methods.method import build_method
+from tuner.train.step import TrainState, forward_backward
+
+Log = dict[int, torch.Tensor]
+"""The log-probability of each document's answer, by its number."""
+BETA = 0.3
+PACKED: Rows = [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11], [12, 13], [14, 15]]
+"""Five global rows of eight pairs: some packed, with answers of 1 to 8 tokens."""
+LAYOUTS: dict[str, tuple[Rows, int]] = {
+    "packed, one micro-batch": (PACKED, 1),
+    "packed, 2 micro-batches": (PACKED, 2),
+    "packed, 8 micro-batches of which 3 have no row": (PACKED, 8),
+    "a pair to a row": ([[2 * i, 2 * i + 1] for i in range(8)], 2),
+    "another order of the pairs": ([[8, 9, 6, 7], [14, 15, 0, 1], [2, 3], [12, 13, 4, 5, 10, 11]], 2),
+}
+
+
+def sig(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def of_pairs(pair: Callable[[Any, Any, int, int], Any]) -> Callable[[Answers, Log, Log], torch.Tensor]:
+    """The mean over pairs of a function of both log-ratios and both lengths."""
+
+    def mean(data: Answers, log_p: Log, mismatched: Log) -> torch.Tensor:
+        total, pairs = torch.zeros((), dtype=torch.float64), len(data.documents) // 2
+        for i in range(pairs):
+            c, r = data.documents[2 * i], data.documents[2 * i + 1]
+            ratios = log_p[2 * i] - c.reference, log_p[2 * i + 1] - r.reference
+            total = total + pair(*ratios, len(c.answer), len(r.answer))
+        return total / pairs
+
+    return mean
+
+
+def chosen_nll(data: Answers, log_p: Log) -> torch.Tensor:
+    """Per token of all chosen answers."""
+    tokens = sum(len(data.documents[i].answer) for i in range(0, len(data.documents), 2))
+    return -torch.stack([log_p[i] for i in range(0, len(data.documents), 2)]).sum() / tokens
+
+
+def orpo(data: Answers, log_p: Log, mismatched: Log) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for i in range(0, len(data.documents), 2):
+        chosen, rejected = (torch.exp(log_p[j] / len(data.documents[j].answer)) for j in (i, i + 1))
+        odds = (chosen / (1 - chosen)) / (rejected / (1 - rejected))
+        total = total - torch.log(sig(torch.log(odds)))
+    return chosen_nll(data, log_p) + BETA * total / (len(data.documents) / 2)
+
+
+def simpo(data: Answers, log_p: Log, mismatched: Log) -> torch.Tensor:
+    def average(i: int) -> torch.Tensor:
+        return log_p[i] / len(data.documents[i].answer)
+
+    pairs = range(0, len(data.documents), 2)
+    return -sum(torch.log(sig(BETA * average(i) - BETA * average(i + 1) - 0.7)) for i in pairs) / len(pairs)  # type: ignore[return-value]
+
+
+def kto(weights: tuple[float, float], with_kl: bool) -> Callable[[Answers, Log, Log], torch.Tensor]:
+    def mean(data: Answers, log_p: Log, mismatched: Log) -> torch.Tensor:
+        ratios = [mismatched[i].item() - one.reference_mismatched for i, one in enumerate(data.documents)]
+        z = max(0.0, sum(ratios) / len(ratios)) if with_kl else 0.0
+        total = torch.zeros((), dtype=torch.float64)
+        for i, document in enumerate(data.documents):
+            ratio = log_p[i] - document.reference
+            value = sig(BETA * (ratio - z)) if document.desirable else sig(BETA * (z - ratio))
+            total = total + weights[0 if document.desirable else 1] * (1 - value)
+        return total / len(data.documents)
+
+    return mean
+
+
+def won_by(data: Answers, log_p: Log, mismatched: Log) -> torch.Tensor:
+    """DPO with an offset of a quarter more for each pair."""
+    total = torch.zeros((), dtype=torch.float64)
+    for i in range(len(data.documents) // 2):
+        chosen, rejected = (log_p[j] - data.documents[j].reference for j in (2 * i, 2 * i + 1))
+        total = total - torch.log(sig(BETA * (chosen - rejected) - i / 4))
+    return total / (len(data.documents) // 2)
+
+
+def cpo(data: Answers, log_p: Log, mismatched: Log) -> torch.Tensor:
+    pairs = range(0, len(data.documents), 2)
+    prefer = torch.stack([-torch.log(sig(BETA * log_p[i] - BETA * log_p[i + 1])) for i in pairs]).mean()
+    return prefer + chosen_nll(data, log_p)
+
+
+def several(data: Answers, log_p: Log, mismatched: Log) -> torch.Tensor:
+    sppo, bco = PLAIN["sppo"][1](data, log_p, mismatched), PLAIN["bco"][1](data, log_p, mismatched)
+    return 0.8 * sppo + 0.2 * bco + 0.4 * chosen_nll(data, log_p)
+
+
+DPO = {"kind": "dpo", "beta": BETA}
+PLAIN: dict[str, tuple[dict[str, Any], Callable[[Answers, Log, Log], torch.Tensor]]] = {
+    "sigmoid": (DPO, of_pairs(lambda c, r, m, n: torch.log(1 + torch.exp(-BETA * (c - r))))),
+    "smoothed": (
+        {**DPO, "label_smoothing": 0.2},
+        of_pairs(lambda c, r, m, n: -0.8 * torch.log(sig(BETA * (c - r))) - 0.2 * torch.log(sig(BETA * (r - c)))),
+    ),
+    "robust": (
+        {**DPO, "loss": "robust", "label_smoothing": 0.2},
+        of_pairs(
+            lambda c, r, m, n: (-0.8 * torch.log(sig(BETA * (c - r))) + 0.2 * torch.log(sig(BETA * (r - c)))) / 0.6
+        ),
+    ),
+    "hinge": ({**DPO, "loss": "hinge"}, of_pairs(lambda c, r, m, n: max(1 - BETA * (c - r), 0 * c))),
+    "ipo": ({**DPO, "loss": "ipo"}, of_pairs(lambda c, r, m, n: (c / m - r / n - 1 / (2 * BETA)) ** 2)),
+    "sigmoid_norm": (
+        {**DPO, "loss": "sigmoid_norm"}, of_pairs(lambda c, r, m, n: -torch.log(sig(BETA * (c / m - r / n))))
+    ),
+    "apo_zero": ({**DPO, "loss": "apo_zero"}, of_pairs(lambda c, r, m, n: 1 - sig(BETA * c) + sig(BETA * r))),
+    "apo_down": ({**DPO, "loss": "apo_down"}, of_pairs(lambda c, r, m, n: sig(BETA * c) + 1 - sig(BETA * (c - r)))),
+    "sppo": (
+        {**DPO, "loss": "sppo"}, of_pairs(lambda c, r, m, n: (c - 0.5 / BETA) ** 2 + (r + 0.5 / BETA) ** 2)
+    ),
+    "nca": (
+        {**DPO, "loss": "nca"},
+        of_pairs(
+            lambda c, r, m, n: -torch.log(sig(BETA * c))
+            - 0.5 * torch.log(sig(-BETA * c))
+            - 0.5 * torch.log(sig(-BETA * r))
+        ),
+    ),
+    "bco": ({**DPO, "loss": "bco"}, of_pairs(lambda c, r, m, n: -torch.log(sig(BETA * c)) - torch.log(sig(-BETA * r)))),
+    "several": ({**DPO, "loss": {"sppo": 0.8, "bco": 0.2}, "sft_weight": 0.4}, several),
+    "with margins": ({**DPO, "margin": "rows"}, won_by),
+    "cpo": ({"kind": "cpo", "beta": BETA}, cpo),
+    "orpo": ({"kind": "orpo", "beta": BETA}, orpo),
+    "simpo": ({"kind": "simpo", "beta": BETA, "gamma": 0.7}, simpo),
+    "simpo with sft": (
+        {"kind": "simpo", "beta": BETA, "gamma": 0.7, "sft_weight": 0.5},
+        lambda data, log_p, mismatched: simpo(data, log_p, mismatched) + 0.5 * chosen_nll(data, log_p),
+    ),
+    "kto": (
+        {"kind": "kto", "beta": BETA, "desirable_weight": 1.3, "undesirable_weight": 0.9}, kto((1.3, 0.9), True)
+    ),
+    "kto against zero": ({"kind": "kto", "beta": BETA, "baseline": "zero"}, kto((1, 1), False)),
+}  # fmt: skip
+ADAPTERS: dict[str, dict[str, Any]] = {"full": {"kind": "none"}, "lora": {"kind": "lora", "r": 4}}
+Flat = torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainState]:
+    """The state of a full training and of an adapter's, in float64, with adapters that are no zeros."""
+    found = {}
+    directory = tmp_path_factory.mktemp("answers")
+    write_model(directory)
+    for name, adapter in ADAPTERS.items():
+        recipe = recipe_for(directory, adapter=adapter, model={"kernels": "torch"})
+        state = assembly_for(recipe, [1, 2], RankInfo()).train_state
+        torch.manual_seed(7)
+        for key, parameter in state.parameters.items():
+            if "lora_B" in key:
+                parameter.data.normal_(0, 0.1)
+        state.root.double()
+        found[name] = state
+    return found
+
+
+def product(state: TrainState, method: str, data: Answers, rows: Rows, micro: int) -> tuple[float, Flat]:
+    """Loss and gradients by the product, which adds up what all micro-batches gave."""
+    section = load_recipe({"model": {"name_or_path": "a/b"}, "data": {"train": "x"}, "method": PLAIN[method][0]}).recipe
+    chosen = replace(state, method=build_method(section.method))
+    for parameter in state.parameters.values():
+        parameter.grad = None
+    sums, counts = forward_backward(chosen, 0, data.step(rows, micro))
+    loss = sums.loss(counts).item()
+    return loss, torch.cat([parameter.grad.flatten() for parameter in state.parameters.values()])  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def looped_over(states: dict[str, TrainState]) -> dict[str, tuple[Log, Log]]:
+    """What all losses of one state are made of."""
+    data, found = Answers(16), {adapter: alone(state, Answers(16)) for adapter, state in states.items()}
+    for _, others in found.values():  # or KTO's divergence would count for nothing
+        assert sum(others[i].item() - one.reference_mismatched for i, one in enumerate(data.documents)) > 8
+    return found
+
+
+@contextmanager
+def stock_attention(model: Any) -> Iterator[None]:
+    ours = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    yield
+    model.set_attn_implementation(ours)
+
+
+def alone(state: TrainState, data: Answers) -> tuple[Log, Log]:
+    """The log-probabilities of answers, and of partners' answers, a document at a time."""
+
+    def log_probability(prompt: list[int], answer: list[int]) -> torch.Tensor:
+        ids = prompt + answer
+        logits = state.root.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        total = torch.zeros((), dtype=torch.float64)
+        for place in range(len(prompt), len(ids)):
+            total = total + torch.log(torch.softmax(logits[place - 1], -1)[ids[place]])
+        return total
+
+    with stock_attention(state.root.model):
+        log_p = {i: log_probability(one.prompt, one.answer) for i, one in enumerate(data.documents)}
+        with torch.no_grad():
+            others = {
+                i: log_probability(one.prompt, data.documents[data.partner(i)].answer)
+                for i, one in enumerate(data.documents)
+            }
+    return log_p, others
+
+
+def looped(state: TrainState, method: str, data: Answers, log_p: Log, others: Log) -> tuple[float, Flat]:
+    """Loss and gradients of them."""
+    loss = PLAIN[method][1](data, log_p, others)
+    gradients = torch.autograd.grad(loss, list(state.parameters.values()), retain_graph=True)
+    return loss.item(), torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def equal(found: tuple[float, Flat], wanted: tuple[float, Flat], bound: float) -> None:
+    assert found[0] == pytest.approx(wanted[0], rel=bound)
+    assert wanted[1].norm() > 1e-4
+    assert (found[1] - wanted[1]).norm() <= bound * wanted[1].norm()
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("method", PLAIN)
+def test_the_loss_and_its_gradient_are_the_papers(
+    states: dict[str, TrainState], looped_over: dict[str, tuple[Log, Log]], method: str, adapter: str
+) -> None:
+    data, state = Answers(16), states[adapter]
+    equal(product(state, method, data, PACKED, 2), looped(state, method, data, *looped_over[adapter]), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("method", "adapter"), [("several", "lora"), ("ipo", "full"), ("orpo", "full"), ("kto", "lora")]
+)
+def test_no_layout_of_the_global_batch_changes_them(states: dict[str, TrainState], method: str, adapter: str) -> None:
+    """Nor the sums of tokens, the divergence, or the order of pairs in a row."""
+    data, state = Answers(16), states[adapter]
+    first, *others = [product(state, method, data, *layout) for layout in LAYOUTS.values()]
+    for other in others:
+        equal(other, first, 1e-9)
+
+
+def test_a_divergence_below_zero_counts_as_zero(states: dict[str, TrainState]) -> None:
+    found = {}
+    for drift in (-3.0, 50.0):  # the reference of mismatched documents is likelier by it
+        data = Answers(16, drift=drift)
+        found[drift] = product(states["full"], "kto", data, PACKED, 2)
+    assert not math.isclose(found[-3.0][0], found[50.0][0], rel_tol=1e-3)
+    fewer = {**PLAIN["kto"][0], "baseline": "zero"}
+    PLAIN["kto, no divergence"] = (fewer, PLAIN["kto"][1])
+    try:
+        equal(product(states["full"], "kto, no divergence", Answers(16, drift=50.0), PACKED, 2), found[50.0], 1e-9)
+    finally:
+        del PLAIN["kto, no divergence"]
