@@ -29,6 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "averaged": {"kind": "custom", "use": f"{OWN}:Averaged"},
     "preferred": {"kind": "custom", "use": f"{OWN}:Preferred"},
     "distilled": {"kind": "distill", "teacher": "TEACHER", "beta": 0.4, "temperature": 1.5, "ce_weight": 0.25},
+    "reward": {"kind": "reward", "center": 0.01},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -36,7 +37,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two, 4 micro-batches": {"world": 2, "local": 2, "micro": 1},
 }
 CASES = [(method, "full", layout) for method in METHODS for layout in LAYOUTS]
-CASES += [(method, "lora", layout) for method in ("document", "averaged", "distilled") for layout in list(LAYOUTS)[1:]]
+CASES += [
+    (method, "lora", layout)
+    for method in ("document", "averaged", "distilled", "reward")
+    for layout in list(LAYOUTS)[1:]
+]
 STEPS = 2
 TRAINED = [5, 2, 0, 0, 0, 0, 20, 7, 25]  # of 9 rows, 8 a step: in the second one of two processes has none
 Losses = list[tuple[int, torch.Tensor]]
@@ -101,6 +106,7 @@ def looped(found: Path) -> dict[str, list[tuple[float, torch.Tensor]]]:
         model, parameters = assembly.train_state.root.model, assembly.train_state.parameters
         model.train().set_attn_implementation("eager")
         rows = SyntheticRows(TRAINED)
+        results[f"reward, {adapter}"] = looped_rewards(found, adapter)
         teacher = AutoModelForCausalLM.from_pretrained(found / "teacher", attn_implementation="eager")
 
         def plainly(
@@ -110,7 +116,7 @@ def looped(found: Path) -> dict[str, list[tuple[float, torch.Tensor]]]:
                 return distilled([torch.cat([logits_of(each, rows, i) for i in ids]) for each in (model, teacher)], ids)
             return PLAIN[method]([one for i in ids for one in losses_of(model, rows, i)])
 
-        for method in METHODS:
+        for method in (name for name in METHODS if name != "reward"):
             steps = results[f"{method}, {adapter}"] = []
             for step in range(STEPS):
                 loss = plainly(method, assembly.batches.row_ids(step).tolist())
@@ -147,6 +153,28 @@ def logits_of(model: Any, rows: SyntheticRows, row_id: int) -> torch.Tensor:
     """At the trained positions of a row, each document by itself."""
     parts = parts_of(rows.row(row_id))
     return torch.cat([model(input_ids=ids[None], use_cache=False).logits[0, :-1][trained] for ids, trained in parts])
+
+
+def looped_rewards(directory: Path, adapter: str) -> list[tuple[float, torch.Tensor]]:
+    """The same of a reward model: each row is a pair, of which transformers' class scores one answer at a time."""
+    recipe = recipe_for(
+        directory, adapter=ADAPTERS[adapter], train={"global_batch_size": ONE["global"]}, method=METHODS["reward"],
+        data={"shuffle": False, "train": str(directory / "rows.jsonl")},
+    )  # fmt: skip
+    assembly = assembly_for(recipe, TRAINED, RankInfo())
+    model: Any = assembly.train_state.root.model
+    model.train().set_attn_implementation("eager")
+    parameters, rows, steps = assembly.train_state.parameters, SyntheticRows(TRAINED), []
+    for step in range(STEPS):
+        losses = []
+        for row in (rows.row(int(i)) for i in assembly.batches.row_ids(step)):
+            answers = torch.as_tensor(row.input_ids).split(row.lengths.tolist())
+            chosen, rejected = (model(input_ids=ids[None], use_cache=False).logits[0, 0] for ids in answers)
+            losses.append(-logsigmoid(chosen - rejected) + 0.01 * (chosen + rejected) ** 2)
+        loss = torch.stack(losses).mean()
+        named = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+        steps.append((loss.item(), torch.cat([named[name].flatten() for name in sorted(named)])))
+    return steps
 
 
 def losses_of(model: Any, rows: SyntheticRows, row_id: int) -> Losses:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tuner.checkpoint.load import load_into, require_same_base
 from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.config.methods import Head, head_of
 from tuner.config.recipe import ModelSection, NoAdapter, Recipe
 from tuner.data.building.prepare import prepare_to_use
 from tuner.data.building.spec import prepare_spec
@@ -21,6 +22,7 @@ from tuner.rundir.run_json import is_run, read_record
 from tuner.runtime.console import Console
 from tuner.runtime.deterministic import tf32_products
 from tuner.runtime.dist import RankInfo
+from tuner.runtime.files import read_json
 from tuner.runtime.process import process_group
 from tuner.setup.build import assemble_model, check_fits, held_out_rows, mesh_of
 from tuner.setup.resolve import Resolved, resolve
@@ -146,11 +148,34 @@ def _noted(trained: Trained) -> Mapping[str, Any]:
     return launches[-1] if launches else {}
 
 
+def _require_head(trained: Trained, head: Head, recipe: Recipe) -> None:
+    """Check that a reward model is asked for scores, and any other one for text. Raises RecipeError."""
+    kind = recipe.method.kind
+    if head == head_of(recipe.method):
+        return
+    if head == "score":
+        raise RecipeError(
+            f"{trained.path}: is a reward model, and method.kind: {kind} measures text",
+            hint="give a recipe with method.kind: reward",
+        )
+    raise RecipeError(
+        f"{trained.path}: is no reward model, which method.kind: {kind} measures",
+        hint="give a run of method.kind: reward, or its export",
+    )
+
+
+def _head_in(directory: Path) -> Head:
+    """What its config says of a Hugging Face directory."""
+    named = read_json(directory / "config.json").get("architectures") or ()
+    return "score" if any("ForSequenceClassification" in str(name) for name in named) else "tokens"
+
+
 def _recipe(trained: Trained, loaded: LoadedRecipe) -> Recipe:
     """The recipe with the directory's own model in place of its own."""
     plain = loaded.recipe.train.model_copy(update={"compile": False})  # no layer is compiled for evaluation
     recipe = loaded.recipe.model_copy(update={"train": plain})
     if isinstance(trained, HfDirectory):
+        _require_head(trained, _head_in(trained.path), recipe)
         model = ModelSection(name_or_path=str(trained.path), kernels=recipe.model.kernels)
         tokenizer = recipe.tokenizer.model_copy(update={"add_tokens": ()})  # what was added is in its own by now
         method = recipe.method
@@ -159,6 +184,7 @@ def _recipe(trained: Trained, loaded: LoadedRecipe) -> Recipe:
         update = {"model": model, "adapter": NoAdapter(), "tokenizer": tokenizer, "method": method}
         return recipe.model_copy(update=update)
     own = load_recipe(run_recipe(trained)).recipe
+    _require_head(trained, head_of(own.method), recipe)
     had = {key: getattr(own.train, key) for key in ("precision", "micro_batch_size")}
     update = {key: value for key, value in had.items() if getattr(recipe.train, key) == "auto"}
     train = recipe.train.model_copy(update=update)
