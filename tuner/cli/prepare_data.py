@@ -46,7 +46,7 @@ def prepare_data(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be read and built, then stop.")] = False,
     reference: Annotated[
         bool,
-        typer.Option("--reference", help="Also compute the columns of the method's reference or teacher."),
+        typer.Option("--reference", help="Also compute columns of a reference or teacher, as training would."),
     ] = False,
     json: JsonOption = False,
     verbose: VerboseOption = False,
