@@ -74,6 +74,7 @@ CAMPAIGNS = (
     Campaign("import", ("import_campaign",), "the configurations that other tools ship, converted and trained"),
     Campaign("templates", ("template_campaign",), "built-in chat templates against those that others publish"),
     Campaign("tutorial", ("tutorial_campaign",), "docs/tutorial.md as it is written, on a real model"),
+    Campaign("distill", ("distill_campaign", "--smollm2", f"{DEMO}/smollm2"), "students with a teacher and without"),
     Campaign("gpu-day", ("gpu_day_campaign",), "tools/gpu_day in tiny shapes on a CPU, every part of it"),
     Campaign("package", ("package_campaign",), "wheel and sdist in fresh environments, outside the tree"),
     Campaign("mutants", ("mutants",), "planted faults, of which tests catch at least nine in ten"),

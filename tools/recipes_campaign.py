@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tuner.config.load import LoadedRecipe, load_recipe  # noqa: E402
+from tuner.config.methods import DistillMethod  # noqa: E402
 from tuner.config.overrides import Override  # noqa: E402
 from tuner.config.shipped import shipped_recipes  # noqa: E402
 
@@ -101,6 +103,16 @@ def tiny_model(name: str, place: Path) -> Path:
     return path
 
 
+def tiny_teacher(name: str, place: Path, tokenizer: Path) -> Path:
+    """The same with a tokenizer, which a teacher must have."""
+    path = place / "teachers" / name.replace("/", "--")
+    if not path.is_dir():
+        shutil.copytree(tiny_model(name, place), path)
+        for file in tokenizer.glob("*token*.json"):
+            shutil.copy(file, path)
+    return path
+
+
 def tokenizer_of(name: str, smollm2: Path, assets: Path) -> Path:
     """The tokenizer of a model's family: Qwen3's and Llama 3's from the assets, SmolLM2's for the others."""
     family = "qwen3" if "Qwen3" in name else "llama3" if "Llama-3" in name else None
@@ -126,7 +138,10 @@ def predict_recipe(path: Path, place: Path) -> tuple[str, str]:
     model = loaded.recipe.model
     if model.name_or_path in SHAPES:
         directory = whole_model(model.name_or_path, place)
-        loaded = load_recipe(path, [Override("model.name_or_path", str(directory))])
+        overrides = [Override("model.name_or_path", str(directory))]
+        if isinstance(loaded.recipe.method, DistillMethod):
+            overrides.append(Override("method.teacher", str(whole_model(loaded.recipe.method.teacher, place))))
+        loaded = load_recipe(path, overrides)
     device, processes = target(path.stem)
     found_device = find_device(device)
     where = Target(found_device, RankInfo(0, processes, 0, processes), found_device.memory_bytes)
@@ -146,6 +161,9 @@ def small(path: Path, place: Path, smollm2: Path, assets: Path) -> LoadedRecipe:
         words["model.name_or_path"] = str(tiny_model(name, place))
         words["tokenizer.name_or_path"] = str(tokenizer_of(name, smollm2, assets))
         words |= {"data.max_length": "1K", "train.precision": "fp32"}
+        if isinstance(recipe.method, DistillMethod):
+            teacher = recipe.method.teacher
+            words["method.teacher"] = str(tiny_teacher(teacher, place, tokenizer_of(teacher, smollm2, assets)))
     if recipe.parallel.processes != "auto":
         words["parallel.processes"] = str(min(2, int(recipe.parallel.processes)))
     return load_recipe(path, [Override(key, text) for key, text in words.items()])

@@ -152,7 +152,8 @@ def test_the_method_in_the_docs_is_the_mean_over_documents(workplace: Path, root
 @pytest.mark.parametrize("kind", UNIONS["method"])
 def test_a_kind_is_a_file_of_its_name_and_says_what_its_examples_are(kind: str) -> None:
     assert callable(import_module(f"tuner.train.methods.{kind}").build)
-    section = UNIONS["method"][kind].model_validate({"custom": {"use": "a.py:b"}, "distill": {"teacher": "a"}}.get(kind, {}))
+    required = {"custom": {"use": "a.py:b"}, "distill": {"teacher": "a"}}
+    section = UNIONS["method"][kind].model_validate(required.get(kind, {}))
     assert isinstance(section.examples, Examples)  # type: ignore[attr-defined]
     assert kind == "custom" or isinstance(build_method(section), Method)  # type: ignore[arg-type]
 
