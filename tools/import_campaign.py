@@ -4,12 +4,14 @@ python tools/import_campaign.py [--sources DIRECTORY] [--train N] [--left]
 
 Fetches axolotl, LLaMA-Factory, torchtune, TRL and ms-swift from the package index (about 15 MB, nothing is installed),
 converts every training configuration in them, and the training commands that the READMEs of TRL and ms-swift show,
-and trains two steps of some with a tiny model and rows of ours in place of theirs.
+and trains two steps of some, and of each that learns from preferences, with a tiny model and rows of ours in place of
+theirs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -29,6 +31,7 @@ from tuner.config.imported import Imported, import_text  # noqa: E402
 from tuner.config.load import Override, RecipeText, load_recipe  # noqa: E402
 from tuner.config.other_commands import is_script  # noqa: E402
 from tuner.config.other_configs import Tool  # noqa: E402
+from tuner.config.other_methods import PREFERENCES  # noqa: E402
 from tuner.errors import TunerError  # noqa: E402
 
 PACKAGES: dict[str, tuple[str, ...]] = {
@@ -99,6 +102,17 @@ def configs(directory: Path) -> Iterator[tuple[Tool, Path]]:
                 yield tool, path
 
 
+def preferences(kind: str, directory: Path) -> dict[str, str]:
+    """Rows for a method that learns from preferences, and what a run of it has in place of its recipe's."""
+    if kind not in PREFERENCES:
+        return {}
+    turns = [{"prompt": f"say {word}", "chosen": word, "rejected": f"no {word}"} for word in ("one", "two", "six")]
+    unpaired = [{"prompt": turn["prompt"], "completion": turn["chosen"], "label": turn != turns[0]} for turn in turns]
+    lines = [json.dumps(row) for row in (unpaired if kind == "kto" else turns)]
+    (directory / "preferences.jsonl").write_text("\n".join(lines * 2) + "\n", encoding="utf-8")
+    return {"method.kind": "", "data.train": "preferences.jsonl"}
+
+
 def train(found: Imported, directory: Path) -> str | None:
     """Train two steps of a recipe in small; what is wrong with it, or None."""
     from tuner.run.main import train as launch
@@ -106,7 +120,8 @@ def train(found: Imported, directory: Path) -> str | None:
     from tuner.runtime.console import Console
     from tuner.runtime.dist import RankInfo
 
-    flags = [Override(key, value) for key, value in REPLACED.items()]
+    replaced = REPLACED | preferences(found.recipe.method.kind, directory)
+    flags = [Override(key, value) for key, value in replaced.items() if value]
     if found.recipe.adapter.kind != "none":
         flags.append(Override("adapter.target_modules", "all-linear"))
     else:
@@ -149,7 +164,9 @@ def main(words: Sequence[str] | None = None) -> int:
             left.update(item.split(":")[0] for item in found.left if "no counterpart" in item)
             if found.tool != tool:
                 print(f"taken for {found.tool}  {path.relative_to(given.sources)}")
-            if count["trained"] + count["failed"] < given.train:
+            is_preference = found.recipe.method.kind in PREFERENCES
+            count["of preferences"] += is_preference
+            if is_preference or count["trained"] + count["failed"] < given.train:
                 directory = Path(name) / f"{tool}-{count['files']}"
                 directory.mkdir()
                 os.environ["TUNER_CACHE"] = f"{name}/cache"

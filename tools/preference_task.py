@@ -32,8 +32,8 @@ from tools.preference_rows import HELD_OUT_ROWS, Row, rows  # noqa: E402
 
 METHODS: dict[str, tuple[str, ...]] = {
     "dpo": ("smollm2_dpo_cpu",),
-    "orpo": ("smollm2_dpo_cpu", "--method", "{kind: orpo}", "--optimizer.lr", "1e-4"),
-    "simpo": ("smollm2_dpo_cpu", "--method", "{kind: simpo, sft_weight: 0.5}"),
+    "orpo": ("smollm2_dpo_cpu", "--method.kind", "orpo", "--method.sft_weight", "null"),
+    "simpo": ("smollm2_dpo_cpu", "--method.kind", "simpo"),
     "reward": ("smollm2_reward_cpu",),
 }
 """Recipes with what is changed in them."""
@@ -54,8 +54,6 @@ def share_valid(answers: Sequence[str], held_out: Sequence[Row]) -> float:
 
 def answers_of(model: str, held_out: Sequence[Row]) -> list[str]:
     """What a model or a run answers to the held-out notes, greedily."""
-    import torch
-
     from tuner.generate import load_generator
 
     generator = load_generator(model)
@@ -64,7 +62,7 @@ def answers_of(model: str, held_out: Sequence[Row]) -> list[str]:
             str(generator.tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True))
             for row in held_out
         ]
-        return answer(generator.model.to(torch.bfloat16), generator.tokenizer, texts)
+        return answer(generator.model, generator.tokenizer, texts)
 
 
 def train(name: str, smollm2: Path, work: Path) -> dict[str, Any]:
@@ -74,6 +72,7 @@ def train(name: str, smollm2: Path, work: Path) -> dict[str, Any]:
     recipe, *changes = METHODS[name]
     command = [sys.executable, "-m", "tuner", "train", recipe, *changes, "--json"]
     command += ["--model.name_or_path", str(smollm2), "--data.eval", str(held_out), "--output_dir", str(run)]
+    command += ["--eval.every", "never", "--eval.at_start", "false", "--eval.samples", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TUNER_CACHE": str(work / "cache")}
     start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=work)

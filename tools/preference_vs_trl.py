@@ -2,10 +2,11 @@
 
     python tools/preference_vs_trl.py [--model DIR] [--only NAME ...] [--trl-python PYTHON] [--trl-path DIR]
 
-Each side runs in a process of its own, with its own Python: ours is the real command, TRL's `preference_trl.py`, which
-needs `trl` (`--trl-python` names one that has it, or `--trl-path` a directory that holds it). The pairs are real ones
-(tools/real_preferences.py), prepared by `prepare-data`; TRL gets the very token ids and the same boundary
-between prompt and answer, in the same order, four pairs a step, without packing. Without `--model` it is a tiny Llama.
+Each side runs in a process of its own, with its own Python: ours calls `tuner.train`, which is what the command calls,
+with one recipe after the other; TRL's is `preference_trl.py`, which needs `trl` (`--trl-python` names a Python that has
+it, or `--trl-path` a directory that holds it). The pairs are real ones (tools/real_preferences.py), prepared by
+`tuner.prepare_data`; TRL gets the very token ids and the same boundary between prompt and answer, in the same order,
+four pairs a step, without packing. Without `--model` it is a tiny Llama.
 
 Losses of the 20 steps differ by at most 1e-4, or the normalisation differs and the table says how. What differs is
 shown to be that and nothing else: where the two cannot differ (one micro-batch a step, a cross-entropy of answers
@@ -150,16 +151,13 @@ class Comparison:
             "checkpoint": {"at_end": case.trainer == "reward"},
         }
 
-    def ours(self, case: Case) -> dict[str, Any]:
-        """Prepare and train with the command: its losses, and the token ids that it trained on."""
-        recipe = self.recipe(case)
-        path = self.work / "recipe.yaml"
-        path.write_text(json.dumps(recipe), encoding="utf-8")
-        prepared = self._tuner("prepare-data", str(path))["artifacts"]["path"]
-        self._tuner("train", str(path))
-        lines = (Path(recipe["output_dir"]) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        steps = [line for line in map(json.loads, lines) if line["kind"] == "train"]
-        return {"loss": [line["loss"] for line in steps], "rows": token_rows(Path(prepared), case.method["kind"])}
+    def ours(self, cases: list[Case]) -> dict[str, Any]:
+        """Prepare and train: of each case the losses, and the token ids that it trained on."""
+        job = self.work / "ours.json"
+        recipes = {case.name: self.recipe(case) for case in cases}
+        job.write_text(json.dumps(recipes), encoding="utf-8")
+        command = [sys.executable, str(Path(__file__).resolve()), "--ours", str(job)]
+        return dict(run_json(command, {"PYTHONPATH": str(ROOT)}))
 
     def theirs(self, runs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's side of all cases, in one process."""
@@ -195,8 +193,21 @@ class Comparison:
             "settings": {**same, **kind, **case.settings},
         }
 
-    def _tuner(self, *words: str) -> Any:
-        return run_json([sys.executable, "-m", "tuner", *words, "--json"], {"PYTHONPATH": str(ROOT)})
+
+def train_ours(job: Path) -> dict[str, Any]:
+    """Our side, in a process of its own: every recipe of the job trained, one after the other."""
+    from tuner import prepare_data, train
+
+    found = {}
+    for name, recipe in json.loads(job.read_text(encoding="utf-8")).items():
+        prepared = prepare_data(recipe).path
+        run = train(recipe, prepared=prepared, quiet=True).run_dir
+        lines = (Path(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        steps = [line for line in map(json.loads, lines) if line["kind"] == "train"]
+        rows = token_rows(Path(prepared), recipe["method"]["kind"])
+        found[name] = {"loss": [line["loss"] for line in steps], "rows": rows}
+        print(f"{name}: {steps[0]['loss']:.6f} -> {steps[-1]['loss']:.6f}", file=sys.stderr, flush=True)
+    return found
 
 
 def interleaved(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -235,7 +246,7 @@ def token_rows(prepared: Path, kind: str) -> list[dict[str, Any]]:
 
 def compare(comparison: Comparison, cases: list[Case]) -> list[dict[str, Any]]:
     """Both sides of every case, and their largest difference."""
-    ours = {case.name: comparison.ours(case) for case in cases}
+    ours = comparison.ours(cases)
     theirs = comparison.theirs([comparison.run_of(case, ours[case.name]["rows"]) for case in cases])
     report = []
     for case in cases:
@@ -273,9 +284,9 @@ def write_tiny(directory: Path, tokenizer: Path) -> None:
 def run_json(command: list[str], more: dict[str, str]) -> Any:
     """What a command prints last, with more variables in its environment. Raises SystemExit where it fails."""
     environment = {**os.environ, **more}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=None, text=True, check=False, env=environment)
     if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+        raise SystemExit(f"{' '.join(command)} exited with {done.returncode}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -288,7 +299,11 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], metavar="NAME")
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--trl-path")
+    parser.add_argument("--ours", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.ours is not None:
+        print(json.dumps(train_ours(options.ours)))
+        return 0
     cases = [case for case in CASES if options.only is None or case.name in options.only]
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)

@@ -284,7 +284,8 @@ def test_the_batch_follows_from_the_processes(tmp_path: Path) -> None:
     [
         ("base_model: a/b\nrl: grpo\n", "not supported: reinforcement learning"),
         ("model_name_or_path: a/b\nstage: ppo\n", "not supported: reinforcement learning"),
-        ("loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n", "not supported: recipes of torchtune's rlhf"),
+        ("loss: {_component_: torchtune.rlhf.loss.PPOLoss}\n", "not supported: reinforcement learning"),
+        ("loss: {_component_: torchtune.rlhf.loss.SimPOLoss}\n", "not supported: preference losses other than"),
         ("some: thing\n", "of no tool that is known"),
         ("model: {name_or_path: a/b}\ndata: {train: x}\n", "is a recipe already"),
         ("base_model: [\n", "not YAML"),

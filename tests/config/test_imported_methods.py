@@ -13,6 +13,11 @@ from tuner.errors import RecipeError
 AXOLOTL = "base_model: a/b\nmicro_batch_size: 1\nsequence_len: 512\ndatasets: [{path: r.jsonl, type: chatml.intel}]\n"
 FACTORY = "model_name_or_path: a/b\nfinetuning_type: lora\ncutoff_len: 512\ndataset: own.json\n"
 TRL = "model_name_or_path: a/b\ndataset_name: o/s\nmax_length: 512\n"
+TORCHTUNE = """\
+model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b}
+dataset: {_component_: torchtune.datasets.stack_exchange_paired_dataset}
+loss: {_component_: torchtune.rlhf.loss.DPOLoss, beta: 0.2, label_smoothing: 0}
+"""
 SWIFT = "model: a/b\nrlhf_type: %s\ndataset: [own.jsonl]\nmax_length: 512\ntuner_type: lora\n"
 
 
@@ -32,6 +37,7 @@ def method_of(text: str) -> dict[str, Any]:
         (AXOLOTL + "rl: ipo", {"kind": "dpo", "loss": {"ipo": 1.0}}),
         (AXOLOTL + "rl: orpo\norpo_alpha: 0.2", {"kind": "orpo", "beta": 0.2}),
         (AXOLOTL + "rl: kto\nkto_desirable_weight: 0.2", {"kind": "kto", "desirable_weight": 0.2}),
+        (AXOLOTL + "reward_model: true\ncenter_rewards_coefficient: 0.01", {"kind": "reward", "center": 0.01}),
         (AXOLOTL + "rl: simpo", {"kind": "simpo", "beta": 0.1, "gamma": 0.5, "sft_weight": 1.0}),
         (AXOLOTL + "rl: simpo\ncpo_alpha: 0.0\nrl_beta: 2.0", {"kind": "simpo", "gamma": 0.5}),
         (FACTORY + "stage: dpo\npref_loss: hinge\npref_ftx: 0.3",
@@ -40,6 +46,7 @@ def method_of(text: str) -> dict[str, Any]:
         (FACTORY + "stage: dpo\npref_loss: orpo\npref_beta: 0.3", {"kind": "orpo", "beta": 0.3}),
         (FACTORY + "stage: dpo\npref_loss: simpo", {"kind": "simpo", "beta": 0.1, "gamma": 0.5}),
         (FACTORY + "stage: kto\nkto_rejected_weight: 2.0", {"kind": "kto", "undesirable_weight": 2.0}),
+        (FACTORY + "stage: rm", {"kind": "reward"}),
         (TRL + "loss_type: [sigmoid, bco_pair, sft]\nloss_weights: [0.8, 0.2, 1.0]",
          {"kind": "dpo", "loss": {"sigmoid": 0.8, "bco": 0.2}, "sft_weight": 1.0}),
         (TRL + "loss_type: sppo_hard\nbeta: 0.01", {"kind": "dpo", "loss": {"sppo": 1.0}, "beta": 0.01}),
@@ -49,8 +56,10 @@ def method_of(text: str) -> dict[str, Any]:
         (TRL + "loss_type: simpo\nbeta: 2.0\nsimpo_gamma: 1.0", {"kind": "simpo", "sft_weight": 1.0}),
         (TRL + "desirable_weight: 1.2\nloss_type: apo_zero_unpaired",
          {"kind": "kto", "desirable_weight": 1.2, "baseline": "zero"}),
+        (TORCHTUNE, {"kind": "dpo", "beta": 0.2}),
         (SWIFT % "dpo" + "rpo_alpha: 0.1", {"kind": "dpo", "sft_weight": 0.1}),
         (SWIFT % "simpo", {"kind": "simpo", "sft_weight": 1.0}),
+        (SWIFT % "rm", {"kind": "reward"}),
     ],
 )  # fmt: skip
 def test_a_method_comes_with_its_losses_and_weights(text: str, expected: dict[str, Any]) -> None:
@@ -62,9 +71,11 @@ def test_a_method_comes_with_its_losses_and_weights(text: str, expected: dict[st
     [
         ("trl dpo --model_name_or_path a/b --dataset_name c/d", "dpo"),
         ("trl kto --model_name_or_path a/b --dataset_name c/d", "kto"),
+        ("trl reward --model_name_or_path a/b --dataset_name c/d", "reward"),
         ("accelerate launch trl/scripts/dpo.py --model_name_or_path a/b --dataset_name c/d", "dpo"),
         ("python examples/scripts/orpo.py --model_name_or_path a/b --dataset_name c/d", "orpo"),
         ("python examples/scripts/cpo.py --model_name_or_path a/b --dataset_name c/d --loss_type simpo", "simpo"),
+        ("python examples/scripts/reward_modeling.py --model_name_or_path a/b --dataset_name c/d", "reward"),
         ("swift rlhf --rlhf_type orpo --model a/b --dataset c/d", "orpo"),
         ("swift rlhf --model a/b --dataset c/d", "dpo"),
     ],
@@ -85,9 +96,16 @@ def test_a_type_that_writes_its_own_template_names_it_and_its_columns() -> None:
     assert import_text(AXOLOTL + "rl: dpo", "c.yaml").recipe.tokenizer.chat_template == "chatml"
 
 
+def test_a_builder_of_pairs_names_its_columns() -> None:
+    (source,) = import_text(TORCHTUNE, "c.yaml").recipe.data.train
+    assert source.path == "lvwerra/stack-exchange-paired:train"
+    assert source.columns == {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
+
+
 def test_rates_are_those_of_the_other_trainer() -> None:
-    rates = {text: import_text(TRL + text, "c.yaml").recipe.optimizer.lr for text in ("loss_type: sigmoid", "")}
-    assert rates == {"loss_type: sigmoid": 1e-6, "": 2e-5}
+    rates = {text: import_text(TRL + text, "c.yaml").recipe.optimizer.lr for text in ("beta: 0.1", "rl: rm", "")}
+    assert rates == {"beta: 0.1": 2e-5, "rl: rm": 1e-4, "": 2e-5}
+    assert import_text(TRL + "loss_type: sigmoid", "c.yaml").recipe.optimizer.lr == 1e-6
 
 
 @pytest.mark.parametrize(

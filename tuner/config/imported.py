@@ -118,9 +118,9 @@ def _require_known_method(given: Mapping[str, Any], origin: str) -> None:
         if meant is not None and meant.startswith("not supported"):
             raise RecipeError(f"{origin}: {key}: {given[key]}: {meant}")
     for key, value in given.items():
-        if key.endswith("_component_") and ".rlhf." in str(value):
-            why = "not supported: recipes of torchtune's rlhf; write method.kind: dpo, and data.train with your pairs"
-            raise RecipeError(f"{origin}: {key}: {value}: {why}")
+        if key.endswith("_component_") and ".rlhf." in str(value) and kind_of(given) is None:
+            meant = of_value("method.kind", "ppo" if "PPO" in str(value) else "wpo")
+            raise RecipeError(f"{origin}: {key}: {value}: {meant}")
 
 
 def _carry(key: str, value: Any, given: Mapping[str, Any], dialect: Dialect, draft: _Draft) -> None:

@@ -272,6 +272,8 @@ DIALECTS: dict[Tool, Dialect] = {
             "optimizer._component_": builder,
             "lr_scheduler._component_": builder,
             "metric_logger._component_": _nothing,
+            "loss.beta": lambda value, given: {"method.beta": value},
+            "loss.label_smoothing": lambda value, given: {"method.label_smoothing": value} if value else {},
         },
         _keys(
             "resume_from_checkpoint model.apply_lora_to_mlp optimizer.fused "

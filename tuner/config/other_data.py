@@ -20,6 +20,9 @@ _COMPONENTS = {
     "wikitext_dataset": ("Salesforce/wikitext", "text"),
     "grammar_dataset": ("liweili/c4_200m", "auto"),
     "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", "sharegpt"),
+    "stack_exchange_paired_dataset": ("lvwerra/stack-exchange-paired", "auto"),
+    "hh_rlhf_helpful_dataset": ("RLHFlow/HH-RLHF-Helpful-standard", "auto"),
+    "preference_dataset": ("", "auto"),
 }
 """Builders of torchtune, each with the hub data set and the form of its records."""
 
@@ -123,8 +126,12 @@ def component(found: Mapping[str, Any]) -> dict[str, Any]:
     if form != "auto":
         source["format"] = form
     column, renamed = found.get("conversation_column"), found.get("column_map")
+    if name == "lvwerra/stack-exchange-paired":
+        renamed = renamed or {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
     if isinstance(column, str):
         source["columns"] = {"messages": column}
+    elif isinstance(renamed, Mapping) and {"chosen", "rejected"} & set(renamed):
+        source["columns"] = {str(ours): str(theirs) for ours, theirs in renamed.items()}
     elif isinstance(renamed, Mapping) and form == "prompt_completion":
         pairs = {"prompt": renamed.get("input"), "completion": renamed.get("output")}
         source["columns"] = {ours: str(theirs) for ours, theirs in pairs.items() if theirs}

@@ -41,6 +41,8 @@ def kind_of(given: Given) -> str | None:
             return named[0]
         if word in _KINDS:
             return _KINDS[word]
+    if str(given.get("loss._component_")).endswith(".rlhf.loss.DPOLoss"):
+        return "dpo"
     if given.get("reward_model") is True or "center_rewards_coefficient" in given:
         return "reward"
     if any(name in given for name in ("desirable_weight", "undesirable_weight")):
