@@ -60,7 +60,7 @@ def train(job: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     steps = {"max_steps": run["steps"]} if "steps" in run else {}
     settings = config_class(output_dir=job["output_dir"], **{**SAME, **steps, **run["settings"]})
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.pad_token = "<|endoftext|>"  # ends no row: transformers scores the token before the first one of padding
     start = time.perf_counter()
     trainer = trainer_class(
         model=model_of(run.get("model", job["model"]), run["trainer"]),

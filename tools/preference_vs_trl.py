@@ -115,6 +115,11 @@ class Comparison:
     trl_python: str
     trl_path: str | None
 
+    @property
+    def scores(self) -> Path:
+        """The model with a score in place of its output layer, from which reward models start on both sides."""
+        return self.work / "scores"
+
     def rows(self, case: Case) -> Path:
         """The rows of a case, written as messages."""
         unpaired = case.method["kind"] == "kto"
@@ -130,7 +135,7 @@ class Comparison:
         """What the command is given; all else is its default."""
         return {
             "output_dir": str(self.work / case.name.replace(" ", "-").replace(",", "")),
-            "model": {"name_or_path": str(self.model)},
+            "model": {"name_or_path": str(self.scores if case.trainer == "reward" else self.model)},
             "method": {"beta": 0.1} | case.method if case.trainer != "reward" else case.method,
             "data": {
                 "train": str(self.rows(case)),
@@ -187,6 +192,7 @@ class Comparison:
         return {
             "name": case.name,
             "trainer": case.trainer,
+            "model": str(self.scores if case.trainer == "reward" else self.model),
             "rows": str(path),
             "steps": STEPS,
             "answers_only": case.answers_only,
@@ -208,6 +214,21 @@ def train_ours(job: Path) -> dict[str, Any]:
         found[name] = {"loss": [line["loss"] for line in steps], "rows": rows}
         print(f"{name}: {steps[0]['loss']:.6f} -> {steps[-1]['loss']:.6f}", file=sys.stderr, flush=True)
     return found
+
+
+def write_scores(model: Path, directory: Path) -> None:
+    """The model with a score that is drawn, in a directory that both sides start from."""
+    import shutil
+
+    import torch
+
+    from tuner.model.build import ModelSpec, build_model
+
+    build_model(ModelSpec(str(model), head="score"), torch.float32, 0).save_pretrained(directory)
+    for path in model.glob("*token*"):
+        shutil.copy(path, directory)
+    for path in model.glob("*.jinja"):
+        shutil.copy(path, directory)
 
 
 def interleaved(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -312,6 +333,8 @@ def main() -> int:
             model = work / "tiny"
             write_tiny(model, options.smollm2)
         comparison = Comparison(model.absolute(), work, options.sources, options.trl_python, options.trl_path)
+        if any(case.trainer == "reward" for case in cases):
+            write_scores(comparison.model, comparison.scores)
         report = compare(comparison, cases)
     for one in report:
         verdict = "MISSED" if one["missed"] else one["apart"] or ""
