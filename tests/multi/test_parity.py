@@ -24,7 +24,7 @@ TRAINED = [1, 29, 3, 15, 30, 7, 5, 2, 0, 0, 0, 0, 20, 7, 25, 2, 9, 24]
 ADAPTERS: dict[str, dict[str, Any]] = {"full": {"kind": "none"}, "lora": {"kind": "lora", "r": 4}}
 ONE: dict[str, Any] = {
     "adapter": "full", "world": 1, "local": 1, "shard": "auto", "reshard": True, "accumulate": "auto",
-    "packed": True, "precision": "fp32",
+    "packed": True, "precision": "fp32", "large": False,
     "recompute": "none", "global": 8, "micro": 8, "steps": 3, "factor": 0.0, "trained": TRAINED, "method": {},
 }  # fmt: skip
 # Each case beside the one that it must equal. With factor 0 the weights stay, so that every step's gradient counts.
@@ -59,6 +59,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16: one": {"precision": "bf16"},
     "bf16: two": {"precision": "bf16", "world": 2, "local": 2, "micro": 4},
     "bf16: 2 x 2": {"precision": "bf16", "world": 4, "local": 2, "micro": 2},
+    "rows: one": {"large": True},
+    "rows: 2 x 2, 2 micro-batches": {"large": True, "world": 4, "local": 2, "micro": 1, "shard": "hybrid"},
     "trained: one": {"factor": 1.0, "steps": 10},
     "trained: 2 x 2": {"factor": 1.0, "steps": 10, "world": 4, "local": 2, "micro": 1},
 }  # fmt: skip
@@ -99,9 +101,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the cases gave; the worker that runs them all is started once."""
     directory = tmp_path_factory.mktemp("parity")
     write_model(directory)
+    write_model(directory / "large", "llama", 200)  # its rows are looked up in shards, if 2 x 2 x 32 tokens are less
     cases = []
     for name, changes in CASES.items():
-        case = {**ONE, **changes, "name": name, "model": str(directory)}
+        case = {**ONE, **changes, "name": name}
+        case["model"] = str(directory / "large" if case["large"] else directory)
         cases.append({**case, "adapter": ADAPTERS[case["adapter"]]})
     trainings.prepare(directory, 1)
     recipe = directory / "r.yaml"
@@ -162,6 +166,17 @@ def test_a_step_of_a_run_talks_no_more_than_fsdp_does(found: Path, name: str, ca
         "allgather_base": micro_batches * (2 * UNITS - 1),  # the root's weights stay until its backward pass
         "reduce_scatter_base": micro_batches * UNITS,
         "allreduce": replicated + 2,
+    }
+
+
+@pytest.mark.multi
+def test_an_embedding_that_is_looked_up_in_is_never_gathered(found: Path) -> None:
+    """Its ids and the gradients of its rows are, and its rows summed; once a step its gradient over the copies."""
+    blocks, ends, looked_up = 2, 2, 1  # the output layer is a unit too
+    assert facts(found, "rows: 2 x 2, 2 micro-batches")["collectives"] == {
+        "allgather_base": 2 * (2 * blocks + ends + 2 * looked_up),
+        "reduce_scatter_base": 2 * (blocks + ends + looked_up),
+        "allreduce": blocks + ends + looked_up + 1,
     }
 
 

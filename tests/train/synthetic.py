@@ -76,13 +76,15 @@ class NoTokenizer:
     hash = "none"
 
 
-def write_model(directory: Path, kind: str = "llama-tied") -> None:
-    """A tiny pretrained model directory with weights."""
+def write_model(directory: Path, kind: str = "llama-tied", vocabulary: int = VOCAB) -> None:
+    """A tiny pretrained model directory with weights, of at least as many embeddings as there are tokens."""
     import torch
 
     from tuner.model.build import ModelSpec, build_model
 
-    tiny_config(kind).save_pretrained(directory)
+    config = tiny_config(kind)
+    config.vocab_size = vocabulary
+    config.save_pretrained(directory)
     build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=5).save_pretrained(directory)
 
 
