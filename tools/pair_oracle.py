@@ -227,10 +227,10 @@ class Judge:
                 self.faults.add("other prompt")
         if any(len(answer) == count for answer in answers):
             self.faults.add("empty")
-        elif not all(answer[count].role == "assistant" for answer in answers if len(answer) > count):
+        if not all(answer[count].role == "assistant" for answer in answers if len(answer) > count):
             self.faults.add("other prompt")
-        if self.faults or any(len(answer) <= count for answer in answers):
-            return Verdict(frozenset(self.faults | ({"empty", "other prompt"} if not self.faults else set())), [])
+        if any(len(answer) <= count for answer in answers):  # shorter than the prompt, which it does not repeat then
+            return Verdict(frozenset(self.faults), [])
         return self.finished(key, answers[0][:count], [answer[count:] for answer in answers], margin, label)
 
     def finished(
