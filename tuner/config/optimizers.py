@@ -50,7 +50,8 @@ class AdamwOptimizer(Section):
 
     kind: OptimizerKind[Literal["adamw"]] = "adamw"
     lr: Lr = "auto"
-    """Peak learning rate; auto: 2e-4 adapter, 3e-4 random weights, else 1e-4 below 500M parameters, 2e-5 above."""
+    """Peak learning rate; auto: 2e-4 adapter, 3e-4 random weights, else 1e-4 below 500M parameters, 2e-5 above; for
+    preferences less, by method."""
     betas: Betas = (0.9, 0.95)
     """Decay rates of the two running averages."""
     eps: Eps = 1e-8

@@ -88,8 +88,7 @@ def resolve(
         reasons["attention"] = kernel_and_reason(config, facts.generation, precision, is_here)
     settle("optimizer", "lr", *_default_lr(recipe, n_parameters))
     if isinstance(recipe.optimizer, MuonOptimizer):
-        lr = values.get("optimizer", {}).get("lr", recipe.optimizer.lr)
-        settle("optimizer", "adamw_lr", lr, "that of lr")
+        settle("optimizer", "adamw_lr", values.get("optimizer", {}).get("lr", recipe.optimizer.lr), "that of lr")
     settle("parallel", "processes", rank_info.world_size, "as started")
     machines = rank_info.world_size > rank_info.local_world_size
     settle("parallel", "shard", "hybrid" if machines else "full", "several machines" if machines else "one machine")
@@ -99,13 +98,11 @@ def resolve(
         settle("method", "reference", *_reference(recipe, new_ids, values))
     if spec.head == "score":
         values.setdefault("eval", {})["samples"] = 0  # it writes no answers
-    examples = recipe.method.examples
-    settle("data", "too_long", examples.too_long, examples.kind)
+    settle("data", "too_long", recipe.method.examples.too_long, recipe.method.examples.kind)
     changed = {section: getattr(recipe, section).model_copy(update=update) for section, update in values.items()}
     done = recipe.model_copy(update=changed)
     _check_numerics(done, facts)
-    if is_here and recipe.model.kernels == "liger" and (problem := triton_problem()) is not None:
-        raise MachineError(f"model.kernels: liger: {problem}", hint=f"{TO_COMPILE}, or write kernels: torch")
+    _check_liger(recipe, is_here)
     return Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons, new_ids)
 
 
@@ -206,6 +203,12 @@ def _default_lr(recipe: Recipe, n_parameters: int) -> tuple[float, str]:
     if n_parameters < SMALL_MODEL_PARAMETERS:
         return 1e-4, f"full, {n_parameters / 1e6:,.0f} M parameters"
     return 2e-5, f"full, {n_parameters / 1e9:,.1f} B parameters"
+
+
+def _check_liger(recipe: Recipe, is_here: bool) -> None:
+    """Raise MachineError where liger is written and this machine, which it is for, lacks what makes its kernels."""
+    if is_here and recipe.model.kernels == "liger" and (problem := triton_problem()) is not None:
+        raise MachineError(f"model.kernels: liger: {problem}", hint=f"{TO_COMPILE}, or write kernels: torch")
 
 
 def _check_numerics(recipe: Recipe, facts: DeviceFacts) -> None:
