@@ -53,8 +53,11 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str, deterministic: 
 
     On a CPU oneDNN's bf16 products have some, by rules of its own for each processor: it is asked. Where types
     are mixed, numbers of a lesser one are converted first. Gloo gathers into a buffer of its own, and reduces a copy.
+    A logsumexp, of one dimension, keeps its exponentials.
     On CUDA the backward pass of attention has some, the more where it is ``deterministic``.
     """
+    if func is torch.ops.aten.logsumexp.default:  # the shifted exponentials, and the largest number of each row
+        return int((args[0].numel() + args[0].numel() // args[0].shape[args[1][0]]) * args[0].element_size())
     if device != "cpu":
         return _attention_bytes(args, deterministic) if func.name() in _ATTENTION_BACKWARD else 0
     if torch.Tag.pointwise in func.tags:

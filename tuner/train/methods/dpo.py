@@ -147,7 +147,7 @@ class Dpo(PairMethod):
         losses = [Sum(weight * LOSSES[one](ratios, section).sum(), "pairs") for one, weight in section.loss.items()]
         if section.sft_weight:
             losses.append(chosen_cross_entropy(log_p, section.sft_weight))
-        rewards = ratios._replace(chosen=section.beta * ratios.chosen, rejected=section.beta * ratios.rejected)
+        rewards = ratios.detached.times(section.beta)
         return Terms(dict(zip(section.losses, losses, strict=True)), pair_figures(rewards, log_p))
 
 

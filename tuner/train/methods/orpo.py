@@ -45,7 +45,7 @@ class Orpo(PairMethod):
         log_p = answers(hidden, head, targets, columns)
         average = log_p.per_token
         ratios = log_odds(average.chosen) - log_odds(average.rejected)
-        rewards = average._replace(chosen=self._beta * average.chosen, rejected=self._beta * average.rejected)
+        rewards = average.detached.times(self._beta)
         losses = {
             "sft": chosen_cross_entropy(log_p, 1.0),
             "odds_ratio": Sum(-self._beta * logsigmoid(ratios).sum(), "pairs"),

@@ -61,6 +61,15 @@ class Pairs(NamedTuple):
         return self._replace(chosen=chosen, rejected=self.rejected / self.rejected_tokens.clamp_min(1))
 
     @property
+    def detached(self) -> "Pairs":
+        """The same values for figures, of which no graph is kept."""
+        return self._replace(chosen=self.chosen.detach(), rejected=self.rejected.detach())
+
+    def times(self, factor: float) -> "Pairs":
+        """The values multiplied."""
+        return self._replace(chosen=factor * self.chosen, rejected=factor * self.rejected)
+
+    @property
     def difference(self) -> torch.Tensor:
         """By how much the chosen answer's value is the larger one."""
         return self.chosen - self.rejected
