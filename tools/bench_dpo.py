@@ -60,18 +60,17 @@ class Bench:
     rows_per_step: int = 1
 
     def prepare(self, sources: Path) -> None:
-        """Choose the pairs, write them for the command, prepare them packed, and write their token ids for TRL."""
-        self._write("all.jsonl", real.pairs(sources))
-        whole = self._prepared("all.jsonl", packing=False)
-        kept = [(row, length) for row in whole if (length := _longest(row)) <= LONGEST][:ALL]
-        by_length = sorted(range(len(kept)), key=lambda index: kept[index][1])
+        """Choose the pairs, write them for the command, and what it makes of them as token ids for TRL."""
+        kept = [pair for pair in self._with_lengths(real.pairs(sources)) if pair[0] <= LONGEST][:ALL]
+        by_length = sorted(range(len(kept)), key=lambda index: kept[index][0])
         count = self.steps * PER_STEP
         chosen = sorted(by_length[(2 * i + 1) * len(kept) // (2 * count)] for i in range(count))
         self.of = len(kept)
-        rows = [kept[index][0] for index in chosen]
-        numbers = {json.dumps(row): index for index, row in enumerate(whole)}
-        originals = real.pairs(sources)
-        self._write("pairs.jsonl", [originals[numbers[json.dumps(row)]] for row in rows])
+        lines = [json.dumps(kept[index][1]) for index in chosen]
+        (self.work / "pairs.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        rows = token_rows(self._prepare(packing=False), "dpo")
+        if len(rows) != count:
+            raise SystemExit(f"{len(rows)} of {count} pairs were prepared")
         (self.work / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
         (self.work / "sorted.json").write_text(json.dumps(sorted(rows, key=_longest)), encoding="utf-8")
         self.pairs_of_rows = tuple(self._pairs_of_rows())
@@ -81,7 +80,7 @@ class Bench:
         """Run the command from a cold cache of references: its own metrics, and the time of its process."""
         recipe = self.work / "recipe.yaml"
         run = self.work / f"run-{time.time_ns()}"
-        settings = self.recipe("pairs.jsonl", packing=True) | {"output_dir": str(run)}
+        settings = self.recipe(packing=True) | {"output_dir": str(run)}
         settings["train"] |= {"global_batch_size": self.rows_per_step}
         settings["data"] |= {"cache_dir": str(self.work / f"cache-{time.time_ns()}")}
         recipe.write_text(json.dumps(settings), encoding="utf-8")
@@ -126,15 +125,15 @@ class Bench:
             "versions": found["versions"],
         }
 
-    def recipe(self, rows: str, packing: bool) -> dict[str, Any]:
+    def recipe(self, packing: bool) -> dict[str, Any]:
         """What the command is given; all else is its default."""
         return {
             "output_dir": str(self.work / "run"),
             "model": {"name_or_path": str(self.model)},
             "method": {"kind": "dpo"},
             "data": {
-                "train": str(self.work / rows),
-                "max_length": ROW if packing else 4 * ROW,
+                "train": str(self.work / "pairs.jsonl"),
+                "max_length": ROW,
                 "packing": packing,
                 "shuffle": False,
                 "cache_dir": str(self.work / "cache"),
@@ -145,24 +144,30 @@ class Bench:
             "checkpoint": {"at_end": False},
         }
 
-    def _prepared(self, rows: str, packing: bool) -> list[dict[str, Any]]:
-        return token_rows(self._prepare(rows, packing), "dpo")
+    def _with_lengths(self, pairs: list[real.Row]) -> list[tuple[int, real.Row]]:
+        """Each pair with the tokens of its longer conversation."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.model)
+
+        def tokens(messages: list[dict[str, str]]) -> int:
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+            return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        return [(max(tokens(pair["prompt"] + pair[side]) for side in ("chosen", "rejected")), pair) for pair in pairs]
 
     def _pairs_of_rows(self) -> list[int]:
         from tuner.data.prepared import open_prepared
 
-        return [len(row.lengths) // 2 for row in open_prepared(self._prepare("pairs.jsonl", packing=True)).train]
+        return [len(row.lengths) // 2 for row in open_prepared(self._prepare(packing=True)).train]
 
-    def _prepare(self, rows: str, packing: bool) -> Path:
+    def _prepare(self, packing: bool) -> Path:
         recipe = self.work / "prepare.yaml"
-        recipe.write_text(json.dumps(self.recipe(rows, packing)), encoding="utf-8")
+        recipe.write_text(json.dumps(self.recipe(packing)), encoding="utf-8")
         return Path(self._tuner("prepare-data", str(recipe))["artifacts"]["path"])
 
     def _tuner(self, *words: str) -> Any:
         return run_json([*self.prefix, sys.executable, "-m", "tuner", *words, "--json"], {"PYTHONPATH": str(ROOT)})
-
-    def _write(self, name: str, items: list[dict[str, Any]]) -> None:
-        (self.work / name).write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
 
 
 def _longest(row: dict[str, Any]) -> int:
