@@ -33,7 +33,7 @@ from tests.fixtures import forked, paired  # noqa: E402
 from tests.fixtures.trainings import outcome  # noqa: E402
 
 Start = Callable[..., "subprocess.Popen[Any]"]
-ROWS, STEPS = 300, 24
+PAIRS, STEPS = 1500, 24
 TRAIN = ["-m", "tuner", "train", "r.yaml", "--resume", "auto", "--train.duration", f"{STEPS} steps"]
 
 
@@ -109,10 +109,10 @@ def trial(
 
 
 def campaign(
-    directory: Path, world_size: int, trials: int, seed: int, start: Start = forked.Popen, rows: int = ROWS
+    directory: Path, world_size: int, trials: int, seed: int, start: Start = forked.Popen, pairs: int = PAIRS
 ) -> list[dict[str, Any]]:
     """All trials at one number of processes, in `directory`, which is empty; `start` starts each process."""
-    paired.prepare(directory, rows)
+    paired.prepare(directory, pairs)
     for name in ("first", "unbroken"):  # the first one pays for what is made once, such as the data's hashes
         shutil.rmtree(directory / "cache" / "reference", ignore_errors=True)
         began = time.monotonic()

@@ -4,18 +4,18 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from tuner.data.batches import Batch, collate, without_targets
 from tuner.data.building.cache import ColumnLevel, cache_path
 from tuner.data.building.columns import PART_ROWS, Builder, Columns, building
-from tuner.data.prepared import PackedRows
+from tuner.data.prepared import PackedRows, Row
 from tuner.errors import MachineError
 from tuner.parallel.mesh import Mesh
-from tuner.runtime.console import Console, Updates, clock
+from tuner.runtime.console import Console, clock
 from tuner.runtime.process import Collective, any_rank, gloo_group
 
 RETRY_S = 1.0
@@ -45,8 +45,9 @@ class ColumnsSpec:
 class Work:
     """How they are computed: what a batch gives, on which processes, and when to leave off."""
 
-    values_of: Callable[[Batch], Columns]
-    """Called with one row at a time, so that a value does not depend on the rows around it; as often on every rank."""
+    values_of: Callable[[PackedRows, Row], Columns]
+    """Called with one of the rows at a time, so that a value does not depend on the rows around it; as often on every
+    rank, where the last calls may be for nothing."""
     mesh: Mesh
     console: Console
     is_stopping: Callable[[], bool] = lambda: False
@@ -88,18 +89,22 @@ def _compute(spec: ColumnsSpec, work: Work, builder: Builder | None, ranks: Coll
     """Compute the parts that are not there, and publish them all. ``builder`` is rank 0's alone. Collective."""
     parts = {split: -(-len(rows) // PART_ROWS) for split, rows in spec.splits.items()}
     every = [(split, number) for split, count in parts.items() for number in range(count)]
-    has: list[bool] = ranks.on_rank0(lambda: [_of(builder).has(split, number) for split, number in every])
-    missing = [part for part, there in zip(every, has, strict=True) if not there]
+    has = ranks.on_rank0(lambda: [_of(builder).has(split, number) for split, number in every])
+    missing = [(split, number) for (split, number), there in zip(every, has, strict=True) if not there]
     total = sum(len(_rows_of(spec, split, number)) for split, number in missing)
     done, started = 0, time.monotonic()
     with work.console.doing(_so_far(spec, 0, total, 0.0)) as doing:
         for split, number in missing:
             taken = _rows_of(spec, split, number)
-            found = _part(spec.splits[split], taken, work, ranks, doing)
-            ranks.on_rank0(lambda split=split, number=number, found=found: _of(builder).add(split, number, found))  # type: ignore[misc]
+            found = _part(spec.splits[split], taken, work, ranks)
+            ranks.on_rank0(partial(_add, builder, split, number, found))
             done += len(taken)
             doing.update(_so_far(spec, done, total, time.monotonic() - started))
         ranks.on_rank0(lambda: _of(builder).publish(parts, spec.body, spec.wanted))
+
+
+def _add(builder: Builder | None, split: str, number: int, found: Columns) -> None:
+    _of(builder).add(split, number, found)
 
 
 def _rows_of(spec: ColumnsSpec, split: str, number: int) -> range:
@@ -116,7 +121,7 @@ def _of(builder: Builder | None) -> Builder:
     return builder
 
 
-def _part(rows: PackedRows, taken: range, work: Work, ranks: Collective, doing: Updates) -> Columns:
+def _part(rows: PackedRows, taken: range, work: Work, ranks: Collective) -> Columns:
     """The columns of some rows, on every rank; each rank computes every so-manieth of them. Collective."""
     size, own, mine = work.mesh.data_size, work.mesh.data_rank, dict[int, Columns]()
     for first in range(0, len(taken), size):
@@ -124,9 +129,6 @@ def _part(rows: PackedRows, taken: range, work: Work, ranks: Collective, doing: 
             work.console.say("stopping", "what is computed so far is kept: the same command takes it up")
             raise KeyboardInterrupt
         at = min(first + own, len(taken) - 1)
-        batch = collate([rows.row(taken[at])])
-        values = work.values_of(batch if first + own < len(taken) else without_targets(batch))
-        if first + own < len(taken):
-            mine[at] = values
+        mine[at] = work.values_of(rows, rows.row(taken[at]))
     found = {at: values for of_rank in ranks.on_all_ranks(lambda: mine) for at, values in of_rank.items()}
     return {name: np.concatenate([found[at][name] for at in range(len(taken))]) for name in found[0]}

@@ -18,7 +18,7 @@ import torch
 from tuner.data.batches import Batch, collate
 from tuner.data.building.cache import cache_path, valid
 from tuner.data.building.columns import Columns, files_of, open_columns
-from tuner.data.prepared import PackedRows, PreparedData
+from tuner.data.prepared import PackedRows, PreparedData, Row
 from tuner.errors import RecipeError, VerificationError
 from tuner.parallel.fsdp import sync_gradients
 from tuner.run.columns import ColumnsSpec, Work, computed
@@ -28,7 +28,7 @@ from tuner.runtime.environment import versions
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import Assembly
 from tuner.setup.settled import rows_at_once
-from tuner.train.step import device_columns, reference_values
+from tuner.train.step import TrainState, device_columns, reference_values
 
 CHECKED_ROWS = 4
 """Rows of each split, for every process, of which the start is checked."""
@@ -135,6 +135,7 @@ def key_facts(assembly: Assembly) -> dict[str, Any]:
         "config": hashlib.sha256(assembly.resolved.config.to_json_string().encode()).hexdigest(),
         "prepared": assembly.prepared.key,
         "values": f"{values.__module__}.{values.__qualname__}",
+        "mismatched": assembly.train_state.method.mismatched,
         "precision": recipe.train.precision,
         "tf32": recipe.train.tf32,
         "deterministic": recipe.train.deterministic,
@@ -165,41 +166,51 @@ def _body(assembly: Assembly, facts: Mapping[str, Any], splits: Mapping[str, Pac
     }
 
 
-def values_of(assembly: Assembly) -> Callable[[Batch], Columns]:
-    """What computes the reference of one row by the model as it is.
+def values_of(assembly: Assembly) -> Callable[[PackedRows, Row], Columns]:
+    """What computes the reference of one row by the model as it is, and of its mismatched documents where a method has
+    such.
 
     It raises VerificationError for a value that is not finite.
     """
     state = assembly.train_state
 
-    def values(batch: Batch) -> Columns:
-        with torch.no_grad():
-            found = reference_values(state.root, state.method, batch, state.step_config)
-        columns = {name: tensor.float().cpu().numpy() for name, tensor in found.items()}
-        for name, of_documents in columns.items():
+    def values(rows: PackedRows, row: Row) -> Columns:
+        found = _of_row(state, row)
+        if state.method.mismatched:
+            found |= {f"{name}_mismatched": part for name, part in _of_row(state, rows.mismatched(row)).items()}
+        for name, of_documents in found.items():
             if not np.isfinite(of_documents).all():
                 raise VerificationError(
-                    f"the {name} of document {int(batch.documents[~np.isfinite(of_documents)][0])} is not finite",
+                    f"the {name} of document {int(row.documents[~np.isfinite(of_documents)][0])} is not finite",
                     hint="try train.precision: fp32; or look at the row: tuner prepare-data RECIPE --explain N",
                 )
-        return columns
+        return found
 
     return values
 
 
+def _of_row(state: TrainState, row: Row) -> Columns:
+    with torch.no_grad():
+        found = reference_values(state.root, state.method, collate([row]), state.step_config)
+    return {name: tensor.float().cpu().numpy() for name, tensor in found.items()}
+
+
 def _attached(assembly: Assembly, columns: Mapping[str, Columns]) -> Assembly:
-    """The assembly with columns of rows' documents, ``[documents of the split's rows]``, at its rows."""
-    prepared: PreparedData = assembly.prepared
-    train = with_row_columns(prepared.train, columns.get("train", {}))
-    held_rows = None if prepared.eval is None else with_row_columns(prepared.eval, columns.get("eval", {}))
-    held = assembly.held_out
-    if held is not None and held_rows is not None:
-        held = replace(held, rows=held_rows)
+    """The assembly with columns at its rows."""
+    prepared, held = prepared_with(assembly.prepared, columns), assembly.held_out
+    if held is not None and prepared.eval is not None:
+        held = replace(held, rows=prepared.eval)
+    batches = replace(assembly.batches, rows=prepared.train)
+    return replace(assembly, prepared=prepared, batches=batches, held_out=held)
+
+
+def prepared_with(prepared: PreparedData, columns: Mapping[str, Columns]) -> PreparedData:
+    """The prepared data with columns by split, whose values lie row after row, at its rows."""
+    held = prepared.eval
     return replace(
-        assembly,
-        prepared=replace(prepared, train=train, eval=held_rows),
-        batches=replace(assembly.batches, rows=train),
-        held_out=held,
+        prepared,
+        train=with_row_columns(prepared.train, columns.get("train", {})),
+        eval=None if held is None else with_row_columns(held, columns.get("eval", {})),
     )
 
 
@@ -289,6 +300,9 @@ def _differences(assembly: Assembly, split: str, batch: Batch) -> list[str]:
 
 
 def cached_columns(cache_dir: Path, info: ReferenceInfo) -> dict[str, Columns] | None:
-    """The columns that a run noted, by split and name; None where the cache has lost them."""
+    """The columns that a run noted, by split and name, every byte of which is checked; None where the cache lost them.
+
+    Raises DataError for damaged files.
+    """
     path = cache_path(cache_dir, "reference", info.key)
     return None if valid(path, "reference") is None else open_columns(path, "reference", verify=True)

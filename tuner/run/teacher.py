@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from tuner.config.methods import DistillMethod
-from tuner.data.batches import Batch
+from tuner.data.batches import collate
 from tuner.data.building.cache import valid
 from tuner.data.building.columns import Columns, files_of, open_columns
 from tuner.data.encoding.tokenizer_files import tokenizer_directory
-from tuner.data.prepared import PackedRows
+from tuner.data.prepared import PackedRows, Row
 from tuner.errors import RecipeError, VerificationError
 from tuner.model.build import fetch_weights, model_config
 from tuner.model.divergence import top_tokens
@@ -141,7 +141,7 @@ def _body(assembly: Assembly, facts: Mapping[str, Any], splits: Mapping[str, Pac
     return {"prepared_key": assembly.prepared.key, "model": facts["teacher"], "facts": dict(facts), "report": report}
 
 
-def values_of(assembly: Assembly) -> Callable[[Batch], Columns]:
+def values_of(assembly: Assembly) -> Callable[[PackedRows, Row], Columns]:
     """What computes the columns of one row. The teacher is built when the first row comes, on all ranks together.
 
     It raises VerificationError for a probability that is not finite.
@@ -151,9 +151,10 @@ def values_of(assembly: Assembly) -> Callable[[Batch], Columns]:
     count, small = method.top_k or 0, vocabulary <= 1 << 16
     built: list[CausalLM] = []
 
-    def values(batch: Batch) -> Columns:
+    def values(rows: PackedRows, row: Row) -> Columns:
         if not built:
             built.append(assemble_teacher(assembly.resolved, method, step_config))
+        batch = collate([row])
         at = batch.trained_positions
         arrays = (batch.input_ids, batch.position_ids, at, batch.targets[at])
         ids, places, positions, targets = (to_device(array, step_config.device) for array in arrays)

@@ -117,7 +117,7 @@ def files_of(path: Path) -> dict[str, Any]:
 def _read(path: Path) -> Columns | None:
     """The arrays of a part, checked by the sums that the archive holds; None where it is not there or damaged."""
     try:
-        with np.load(path, allow_pickle=False) as part:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as part:
             return {name: part[name] for name in part.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile):
         return None
