@@ -33,7 +33,7 @@ from tests.fixtures import forked, paired  # noqa: E402
 from tests.fixtures.trainings import outcome  # noqa: E402
 
 Start = Callable[..., "subprocess.Popen[Any]"]
-PAIRS, STEPS = 1500, 24
+PAIRS, STEPS = 600, 12
 TRAIN = ["-m", "tuner", "train", "r.yaml", "--resume", "auto", "--train.duration", f"{STEPS} steps"]
 
 
