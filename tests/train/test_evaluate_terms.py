@@ -74,15 +74,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
 def expected(root: CausalLM, rows: PairRows, numbers: range) -> dict[str, float]:
     """The means over some pairs, each answer alone through the model itself."""
     found: list[tuple[float, float]] = []
+    logps: list[tuple[float, float]] = []
     for number in numbers:
-        rewards = []
+        rewards, summed_logps = [], []
         for side, (ids, n) in enumerate(zip(rows.pairs[number], rows.trained[number], strict=True)):
             tokens = torch.tensor(ids)
             with torch.no_grad():
                 log_p = torch.log_softmax(root.model(input_ids=tokens[None]).logits[0, :-1].double(), -1)
             summed = float(log_p.gather(1, tokens[1:, None])[-n:].sum())
+            summed_logps.append(summed)
             rewards.append(BETA * (summed - float(rows.reference[2 * number + side])))
         found.append((rewards[0], rewards[1]))
+        logps.append((summed_logps[0], summed_logps[1]))
     count = len(found)
     return {
         "loss": sum(math.log1p(math.exp(b - a)) for a, b in found) / count,
@@ -90,6 +93,8 @@ def expected(root: CausalLM, rows: PairRows, numbers: range) -> dict[str, float]
         "reward_rejected": sum(b for _, b in found) / count,
         "margin": sum(a - b for a, b in found) / count,
         "accuracy": sum(a > b for a, b in found) / count,
+        "logp_chosen": sum(a for a, _ in logps) / count,
+        "logp_rejected": sum(b for _, b in logps) / count,
     }
 
 

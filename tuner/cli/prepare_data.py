@@ -64,7 +64,7 @@ def prepare_data(
 
         if sum((explain is not None, check, dry_run, reference)) > 1:
             raise RecipeError(
-                "--explain, --check and --dry-run each do one thing and stop, and --reference needs the data: give one"
+                "--explain, --check, --dry-run and --reference exclude each other", hint="give one of them"
             )
         loaded = load_for_command(recipe, overrides_of(ctx))
         given = loaded.recipe

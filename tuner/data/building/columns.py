@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.format import open_memmap, read_array
 
 from tuner.data.building.cache import ColumnLevel, Entry, build_held, cache_path, damages, lock_path, valid
 from tuner.errors import DataError, VerificationError
@@ -103,7 +104,7 @@ def open_columns(path: Path, level: ColumnLevel, verify: bool = False) -> dict[s
     for name in sorted(manifest["files"]):
         split, column, _ = name.split(".")
         try:
-            found.setdefault(split, {})[column] = np.load(path / name, mmap_mode="r", allow_pickle=False)
+            found.setdefault(split, {})[column] = open_memmap(path / name, mode="r")  # refuses objects
         except (OSError, ValueError) as error:
             raise DataError(f"{path / name}: not a readable array: {error}") from error
     return found
@@ -114,11 +115,16 @@ def files_of(path: Path) -> dict[str, Any]:
     return dict(read_json(path / "manifest.json")["files"])
 
 
+def _array(part: zipfile.ZipFile, name: str) -> npt.NDArray[Any]:
+    with part.open(name) as file:
+        return np.asarray(read_array(file, allow_pickle=False))
+
+
 def _read(path: Path) -> Columns | None:
     """The arrays of a part, checked by the sums that the archive holds; None where it is not there or damaged."""
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as part:
-            return {name: part[name] for name in part.files}
+        with zipfile.ZipFile(path) as part:
+            return {name.removesuffix(".npy"): _array(part, name) for name in part.namelist()}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile):
         return None
 

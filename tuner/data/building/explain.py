@@ -91,15 +91,15 @@ def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
                     DocumentView(
                         file.name,
                         before + record.line,
-                        _tokens(spec, document, *fate),
+                        _tokens(spec, document, fate, kept),
                         i,
                         len(placed.documents),
                         placed.left_out,
-                        fate[0],
+                        fate,
                         spec.max_length,
                         _answer(example, i),
                     )
-                    for i, (document, fate) in enumerate(zip(placed.documents, fates, strict=True))
+                    for i, (document, (fate, kept)) in enumerate(zip(placed.documents, fates, strict=True))
                 ]
             before += lines_in(block)
 
