@@ -174,8 +174,8 @@ def test_which_embeddings_are_looked_up() -> None:
     assert can_be_looked_up(rounded.requires_grad_(False))
     assert not can_be_looked_up(nn.Embedding(8, 3, dtype=torch.bfloat16).requires_grad_(False)), "no whole words"
     assert not can_be_looked_up(Other(8, 4))
-    for told in ({"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}):
-        assert not can_be_looked_up(nn.Embedding(8, 4, **told))  # type: ignore[arg-type]
+    for keys in ({"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}):
+        assert not can_be_looked_up(nn.Embedding(8, 4, **keys))  # type: ignore[arg-type]
 
 
 def test_other_tables_in_a_forward_are_looked_up_as_ever() -> None:
