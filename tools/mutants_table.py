@@ -456,6 +456,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "A + start",
         ("tests/data/building/test_pack.py",),
     ),
+    Mutant(
+        "data-pair-cut-too-long",
+        "data.building.pack.pair_limit",
+        "np.maximum(A - B, C)",
+        "np.maximum(A, C)",
+        ("tests/data/building/test_pairs.py",),
+    ),
+    Mutant(
+        "data-pair-prompts-of-equal-length-taken-for-equal",
+        "data.encoding.compared._unlike",
+        "A & ~(B & C)",
+        "A & ~B",
+        ("tests/data/building/test_pairs.py",),
+    ),
+    Mutant(
+        "data-partner-of-the-same-prompt",
+        "data.building.partners.partners",
+        "np.searchsorted(A, B, side='right')",
+        "np.searchsorted(A, B, side='left')",
+        ("tests/data/building/test_pairs.py",),
+    ),
     # The model.
     Mutant(
         "model-window-one-wider",

@@ -160,7 +160,8 @@ class Judge:
             isinstance(pair, list) and [type(words) for words in pair] == [str, str] for pair in history
         )
         if not pairs or not all(isinstance(words, str) for words in asked) or "".join(asked) == "":
-            self.faults.add("schema" if "".join(map(str, asked)) else "empty")
+            self.faults |= set() if pairs and all(isinstance(words, str) for words in asked) else {"schema"}
+            self.faults |= {"empty"} if all(words == "" for words in asked) else set()
             return None
         before = [
             plain(role, words) for pair in history for role, words in zip(("user", "assistant"), pair, strict=True)

@@ -203,6 +203,8 @@ def test_flags_win_address_items_and_null_takes_back(tmp_path: Path) -> None:
         ("profile: {steps: [0]}\n", (), "profile.steps  got a list; allowed: a list of any number"),
         ("export: {shard_size: 5 rows}\n", (), "export.shard_size  got '5 rows'; allowed: a size such as 5GB"),
         ("method: {kind: pretrain}\ntokenizer: {chat_template: chatml}\n", (), "renders no conversations"),
+        ("method: {kind: dpo}\n", (("data.too_long", "split"),), "dpo compares whole answers; set data.too_long: drop"),
+        ("method: {kind: dpo}\n", (("data.train.0.format", "text"),), "compares answers to prompts; set format: auto"),
         ("tokenizer: {chat_template: chatlm}\n", (), "no chat template has this name; allowed: the name of a chat"),
         ("", (("tokenizer.chat_template", "Llama-3"),), "or the path of a jinja file; did you mean llama3?"),
         ("", (("data.train.7.path", "x"),), "item 7 of 1"),
