@@ -125,6 +125,20 @@ def test_a_teacher_that_reads_other_tokens_is_refused_with_the_first_difference(
         launch(workplace, name="x", **flags(workplace / "nowhere"))
 
 
+def test_a_check_of_the_recipe_finds_a_teacher_without_weights(workplace: Path) -> None:
+    from tuner.setup.check import check_files
+    from tuner.setup.findings import Findings
+
+    (workplace / "teacher" / "model.safetensors").unlink()
+    for teacher, said in (("teacher", "holds no weights"), ("nowhere", "no such directory")):
+        given = [Override("method.kind", "distill"), Override("method.teacher", str(workplace / teacher))]
+        loaded = load_recipe(workplace / "r.yaml", given, cwd=workplace)
+        found = Findings(loaded)
+        check_files(loaded.recipe, found)
+        with pytest.raises(RecipeError, match=rf"method.teacher.*{said}"):
+            found.raise_any()
+
+
 def test_the_teacher_is_in_the_predicted_memory_and_in_no_checkpoint(workplace: Path) -> None:
     from tuner.profile.devices import present_device
     from tuner.profile.predict import Target, predict

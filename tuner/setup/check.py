@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from tuner.config.load import ReadRecipe
-from tuner.config.methods import CustomMethod
+from tuner.config.methods import CustomMethod, DistillMethod
 from tuner.config.optimizers import CustomOptimizer
 from tuner.config.recipe import DataSource, Recipe
 from tuner.config.schedules import CustomSchedule
@@ -106,7 +106,13 @@ def check_files(recipe: Recipe, found: Findings) -> None:
 
 
 def _check_model_files(recipe: Recipe, found: Findings) -> None:
-    key, name = "model.name_or_path", recipe.model.name_or_path
+    has_weights = recipe.model.init == "pretrained"
+    _check_model_directory("model.name_or_path", recipe.model.name_or_path, has_weights, found)
+    if isinstance(recipe.method, DistillMethod):
+        _check_model_directory("method.teacher", recipe.method.teacher, True, found)
+
+
+def _check_model_directory(key: str, name: str, has_weights: bool, found: Findings) -> None:
     if not os.path.isabs(name):
         return
     directory = Path(name)
@@ -124,7 +130,7 @@ def _check_model_files(recipe: Recipe, found: Findings) -> None:
         return
     with found.of(key):
         read_json(directory / "config.json")
-        if recipe.model.init == "pretrained":
+        if has_weights:
             _check_weights(directory)
 
 
