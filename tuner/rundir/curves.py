@@ -13,6 +13,10 @@ FIGURES = {
     "margin": ("reward margin", ""),
     "reward_chosen": ("reward of chosen answers", ""),
     "reward_rejected": ("reward of rejected answers", ""),
+    "reward_desirable": ("reward of desirable answers", ""),
+    "reward_undesirable": ("reward of undesirable answers", ""),
+    "logp_chosen": ("log-probability of chosen answers", "nats"),
+    "logp_rejected": ("log-probability of rejected answers", "nats"),
 }
 """Label and unit of what methods that compare answers log, in steps and in evaluations."""
 OF_EVALUATION = "eval "
