@@ -30,6 +30,14 @@ for n, d, v, with_bias in [(5, 8, 300, False), (3, 16, 70000, False), (4, 8, 11,
             results.append([loss, *torch.autograd.grad(3 * loss, copies)])
         for a, b in zip(*results[-2:], strict=True):
             found.append(float((a - b).norm() / b.norm().clamp_min(1e-9)))
+    shares, gradients = torch.randn(n, device=device), []
+    for kernel in (softmax_into_gradient, liger_into_gradient):
+        for trained in (False, True):
+            copies = [leaf.clone().requires_grad_(trained or i == 0) for i, leaf in enumerate(leaves)]
+            losses = OutputLayer(copies[1], copies[2] if with_bias else None, kernel=kernel).losses(copies[0], targets)
+            gradients.append(torch.autograd.grad((losses * shares).sum(), copies if trained else copies[:1]))
+    for plain, other in zip(gradients[:2], gradients[2:], strict=True):
+        found.extend(float((a - b).norm() / b.norm().clamp_min(1e-9)) for a, b in zip(other, plain, strict=True))
     with torch.no_grad():
         head = OutputLayer(leaves[1], leaves[2] if with_bias else None, kernel=liger_into_gradient)
         alone = head.cross_entropy(leaves[0], targets)
@@ -53,7 +61,7 @@ def differences(device: str, **env: str) -> list[float]:
 def test_the_kernel_equals_plain_torch_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     found = differences("cpu", TRITON_INTERPRET="1")
-    assert len(found) == 30
+    assert len(found) == 43
     assert max(found) < 1e-5, found
 
 

@@ -1,0 +1,66 @@
+"""The sections of methods over answers: what may be written, what is refused, and that it is written back the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from tuner.config.dump import recipe_yaml
+from tuner.config.load import load_recipe
+from tuner.config.methods import DpoMethod, Method
+from tuner.config.overrides import Override
+from tuner.errors import RecipeError
+
+BASE: dict[str, Any] = {"model": {"name_or_path": "owner/name"}, "data": {"train": "rows.jsonl"}}
+
+
+def section(**values: Any) -> Method:
+    return load_recipe({**BASE, "method": {"kind": "dpo", **values}}).recipe.method
+
+
+@pytest.mark.parametrize(
+    ("written", "weights"),
+    [
+        ("sppo", {"sppo": 1}),
+        ({"sppo": 0.5}, {"sppo": 0.5}),
+        ({"sigmoid": "80%", "bco": 0.2}, {"sigmoid": 0.8, "bco": 0.2}),
+    ],
+)
+def test_a_loss_is_a_name_or_several_with_weights_in_files_and_on_the_command_line(written: Any, weights: Any) -> None:
+    found = section(loss=written)
+    assert isinstance(found, DpoMethod) and found.loss == weights
+    loaded = load_recipe({**BASE, "method": {"kind": "dpo", "loss": written}})
+    back = yaml.safe_load(recipe_yaml(loaded.recipe))
+    assert load_recipe(back).recipe == loaded.recipe
+    text = written if isinstance(written, str) else yaml.safe_dump(written, default_flow_style=True).strip()
+    flags = [Override("method.kind", "dpo"), Override("method.loss", text)]
+    assert load_recipe(BASE, flags).recipe.method == found
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"loss": "sigmod"}, "did you mean sigmoid?"),
+        ({"loss": {"sigmoid": 0}}, "got 0 for sigmoid; allowed: a number, above 0"),
+        ({"loss": {"sft": 1}}, "got 'sft'; allowed: sigmoid or"),
+        ({"loss": {}}, "allowed: sigmoid or"),
+        ({"loss": "robust"}, "loss robust is sigmoid at label_smoothing 0"),
+        ({"loss": "ipo", "label_smoothing": 0.1}, "loss ipo has no label_smoothing"),
+        ({"loss": {"ipo": 1, "nca": 2}, "margin": "rows"}, "loss ipo and nca has no margin"),
+        ({"label_smoothing": 0.5}, "below 0.5"),
+        ({"kind": "simpo", "gamma": -1}, "at least 0"),
+        ({"kind": "orpo", "reference": "columns"}, "not with kind orpo"),
+        ({"kind": "kto", "baseline": "none"}, "allowed: kl or zero"),
+    ],
+)
+def test_what_a_loss_cannot_take_is_a_problem_of_the_recipe(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        section(**values)
+
+
+def test_terms_of_the_loss_are_figures_where_there_are_several() -> None:
+    several = section(loss={"sigmoid": 1, "bco": 1}, sft_weight=0.1)
+    assert [name for name in several.figures if name in ("sigmoid", "bco", "sft")] == ["sigmoid", "bco", "sft"]
+    assert "sft" not in section().figures
