@@ -15,6 +15,9 @@ from tests.fixtures.trainings import launch, lines, outcome
 from tuner.api import export_hf
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
+from tuner.profile.devices import find_device
+from tuner.profile.predict import Target, resolved_for
+from tuner.profile.workload import workload
 from tuner.run.options import LaunchOptions
 from tuner.run.score import find_trained, score
 from tuner.runtime.console import Console
@@ -66,3 +69,11 @@ def test_probes_end_as_documents_do(place: Path) -> None:
     last = {int(row[length - 1]) for row, length in zip(probe["input_ids"], probe["lengths"], strict=True)}
     assert probe["logits"].shape == (20, 1) and probe["logits"].dtype == torch.float32
     assert len(last) == 1  # the end token of every answer, whatever its text
+
+
+def test_a_prediction_answers_no_samples(place: Path) -> None:
+    recipe = load_recipe(place / "r.yaml", cwd=place).recipe
+    target = Target(find_device("cpu"), RankInfo(), 1 << 40)
+    resolved, _ = resolved_for(recipe, target)
+    assert recipe.eval.samples > 0
+    assert workload(recipe, resolved, target.rank_info).samples == ()

@@ -130,8 +130,9 @@ def compare(expected: torch.Tensor, actual: torch.Tensor) -> Difference:
         return Difference(float("inf"), float("inf"), float("inf"))
     expected, actual = expected.double(), actual.double()
     absolute = float((expected - actual).abs().max())
-    scale = max(float(expected.abs().max()), 1e-12)
-    if expected.shape[-1] == 1:  # scores: what they say of each two prompts is which is preferred, and how much
+    is_score = expected.shape[-1] == 1
+    scale = max(float(expected.abs().max()), 1.0 if is_score else 1e-12)  # scores are nats: they may all be near 0
+    if is_score:  # what they say of each two prompts is which is preferred, and how much
         expected, actual = _pairs(expected), _pairs(actual)
     spread = max(float(expected.std(-1).mean()), 1e-12)
     kl = max(_kl(expected, actual), _kl(expected / spread, actual / spread))

@@ -61,7 +61,7 @@ def workload(recipe: Recipe, resolved: Resolved, rank_info: RankInfo, directory:
         held_out = None if recipe.data.eval is None else batch
         of_row = "one document" if examples.documents == 1 else f"{examples.documents} documents together"
         assumed = [f"the data is not prepared: every row is taken as {of_row} of {max_length:,} trained tokens"]
-        samples = () if held_out is None else _assumed_samples(recipe, max_length)
+        samples = () if held_out is None else _assumed_samples(resolved.recipe, max_length)
         if samples:
             assumed.append(f"sample answers run to the end of a row: {len(samples)} of {samples[0][1]} tokens")
         step, extra = step_of([batch] * count, method.mismatched), method.extra_forwards
@@ -72,7 +72,7 @@ def workload(recipe: Recipe, resolved: Resolved, rank_info: RankInfo, directory:
     mean = float(prepared.train.tokens_per_row.mean())
     which = "longest" if n_rows == 1 else f"{n_rows:,} longest"
     rows = f"every micro-batch holds the {which} of the {len(prepared.train):,} prepared rows"
-    asked = prepared.samples[: recipe.eval.samples]
+    asked = prepared.samples[: resolved.recipe.eval.samples]
     limits = answer_limits(asked, tokenizer, config)
     samples = tuple((len(sample.prompt_ids), limit) for sample, limit in zip(asked, limits, strict=True))
     step = step_of([batch] * count, method.mismatched)
