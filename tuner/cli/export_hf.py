@@ -62,7 +62,7 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     with console.doing(f"exporting step {plan.source.step}"):
         report = run_export(plan)
     _remember_base(plan)
-    return _reported(report, console)
+    return _reported(report, plan, console)
 
 
 def _step(text: str) -> int | Literal["newest", "best"]:
@@ -88,9 +88,10 @@ def _planned(plan: ExportPlan, console: Console) -> Outcome:
     return Outcome(str(plan.output), metrics=metrics, next=f"tuner export-hf {plan.source.checkpoint.path}")
 
 
-def _reported(report: ExportReport, console: Console) -> Outcome:
+def _reported(report: ExportReport, plan: ExportPlan, console: Console) -> Outcome:
     from dataclasses import asdict
 
+    from tuner.rundir.layout import RESOLVED_RECIPE
     from tuner.runtime.files import gib
 
     if report.already_exported:
@@ -104,7 +105,10 @@ def _reported(report: ExportReport, console: Console) -> Outcome:
             f"in {report.seconds:.1f} s",
         )
     metrics = {key: value for key, value in asdict(report).items() if key != "path"}
-    return Outcome(str(report.path), metrics=metrics, next=f"tuner generate {report.path}")
+    then = f"tuner generate {report.path}"
+    if plan.source.head == "score":
+        then = f"tuner eval {report.path} {plan.source.run_dir / RESOLVED_RECIPE}"
+    return Outcome(str(report.path), metrics=metrics, next=then)
 
 
 def _remember_base(plan: ExportPlan) -> None:
