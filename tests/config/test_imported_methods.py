@@ -60,6 +60,7 @@ def method_of(text: str) -> dict[str, Any]:
         (SWIFT % "dpo" + "rpo_alpha: 0.1", {"kind": "dpo", "sft_weight": 0.1}),
         (SWIFT % "simpo", {"kind": "simpo", "sft_weight": 1.0}),
         (SWIFT % "rm", {"kind": "reward"}),
+        (SWIFT % "cpo" + "cpo_alpha: 0.0", {"kind": "cpo", "sft_weight": 0.0}),
     ],
 )  # fmt: skip
 def test_a_method_comes_with_its_losses_and_weights(text: str, expected: dict[str, Any]) -> None:
@@ -75,6 +76,8 @@ def test_a_method_comes_with_its_losses_and_weights(text: str, expected: dict[st
         ("accelerate launch trl/scripts/dpo.py --model_name_or_path a/b --dataset_name c/d", "dpo"),
         ("python examples/scripts/orpo.py --model_name_or_path a/b --dataset_name c/d", "orpo"),
         ("python examples/scripts/cpo.py --model_name_or_path a/b --dataset_name c/d --loss_type simpo", "simpo"),
+        ("python examples/scripts/cpo.py --model_name_or_path a/b --dataset_name c/d", "cpo"),
+        ("swift rlhf --rlhf_type cpo --model a/b --dataset c/d", "cpo"),
         ("python examples/scripts/reward_modeling.py --model_name_or_path a/b --dataset_name c/d", "reward"),
         ("swift rlhf --rlhf_type orpo --model a/b --dataset c/d", "orpo"),
         ("swift rlhf --model a/b --dataset c/d", "dpo"),
@@ -124,7 +127,7 @@ def test_what_is_not_here_is_listed_with_what_to_write(text: str, left: str) -> 
     assert any(item.startswith(left) for item in found.left), found.left
 
 
-@pytest.mark.parametrize("kind", ["grpo", "ppo", "rloo", "online_dpo", "gdpo", "cpo", "gkd"])
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "rloo", "online_dpo", "gdpo", "gkd"])
 def test_a_kind_that_is_not_here_is_refused_by_its_name(kind: str) -> None:
     with pytest.raises(RecipeError, match=f"rl: {kind}: not supported: "):
         import_text(AXOLOTL + f"rl: {kind}", "c.yaml")

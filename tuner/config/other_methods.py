@@ -9,11 +9,11 @@ from tuner.config.numbers import write_number
 from tuner.config.other_rules import Given, Lines, Rule, number, number_of
 from tuner.config.other_values import of_value
 
-PAIRS = frozenset(("dpo", "orpo", "simpo", "reward"))
+PAIRS = frozenset(("dpo", "orpo", "simpo", "cpo", "reward"))
 """Kinds whose examples are two answers to one prompt."""
 PREFERENCES = PAIRS | {"kto"}
 _KINDS = {
-    "dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "simpo": "simpo", "kto": "kto",
+    "dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "simpo": "simpo", "cpo": "cpo", "kto": "kto",
     "rm": "reward", "rw": "reward", "reward": "reward", "reward_modeling": "reward",
 }  # fmt: skip
 _LOSSES = {
@@ -60,7 +60,7 @@ def kind(value: Any, given: Given) -> Lines | str | None:
     """A key that names the kind, such as `rl` or `stage`; the loss that some of its words stand for comes with it."""
     word = str(value).lower()
     ours = kind_of({**given, "rl": value})
-    if ours is None or (word not in _KINDS and word != "cpo"):
+    if ours is None or word not in _KINDS:
         return of_value("method.kind", value)
     found: Lines = {"method.kind": ours}
     return found | {"method.loss": "ipo"} if word == "ipo" else found
@@ -117,7 +117,7 @@ def sft_weight(value: Any, given: Given) -> Lines | str | None:
 
 def cpo_alpha(value: Any, given: Given) -> Lines | str | None:
     """The supervised term of CPO, which TRL adds to SimPO too unless it is set to 0."""
-    return {} if number(value) == 0 else sft_weight(value, given)
+    return {} if number(value) == 0 and kind_of(given) == "simpo" else sft_weight(value, given)
 
 
 def smoothing(value: Any, given: Given) -> Lines | str | None:
@@ -178,6 +178,7 @@ _DEFAULTS: dict[str, dict[str, Lines]] = {
         "dpo": {"optimizer.lr": 1e-6},
         "kto": {"optimizer.lr": 1e-6},
         "orpo": {"optimizer.lr": 1e-6},
+        "cpo": {"optimizer.lr": 1e-6},
         "simpo": {"optimizer.lr": 1e-6, "method.beta": 0.1, "method.gamma": 0.5, "method.sft_weight": 1.0},
         "reward": {"optimizer.lr": 1e-4},
     },

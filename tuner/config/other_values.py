@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tuner.config.not_supported import absent
 
-_PREFERENCES = "cpo exo aot discopop wpo"
+_PREFERENCES = "exo aot discopop wpo"
 _REINFORCEMENT = "ppo grpo rloo dapo gspo gdpo reinforce online_dpo xpo nash_md ebft rl prm"
 _QUANTISED = "qlora qdora loftq"
 _OTHER_ADAPTERS = (
