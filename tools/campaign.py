@@ -58,6 +58,11 @@ CAMPAIGNS = (
         "tokenizer", ("tokenizer_campaign", f"{DEMO}/assets", f"{DEMO}/campaigns/tokenizers"),
         "ids of training against an export's readers, 35 tokenizers",
     ),
+    Campaign(
+        "layouts",
+        ("pytest", "tests/multi/test_parity.py", "tests/model/test_compile.py"),
+        "all mixtures of processes, shards, recomputing and adapters; layers by the real compiler",
+    ),
     Campaign("rows", ("pytest", "tests/reference"), "every row of others' files and drawn ones, against transformers"),
     Campaign("pairs", ("pairs_campaign",), "5,000 mutated rows of pairs and of labels: verdict, texts and masks"),
     Campaign("recipes", ("recipes_campaign",), "every shipped recipe: predicted for its card, two steps in small"),

@@ -144,7 +144,7 @@ def test_what_cannot_be_evaluated(place: Path, tmp_path: Path, monkeypatch: pyte
         find_trained(tmp_path / "run", QUIET)
     with pytest.raises(RecipeError, match="no held-out rows"):
         scored(place / "model", place / "r.yaml")
-    monkeypatch.setattr("tuner.run.score.evaluate", lambda *_: Evaluation(float("nan"), 3))
+    monkeypatch.setattr("tuner.run.score.evaluate", lambda *_, **__: Evaluation(float("nan"), 3))
     with pytest.raises(DivergedError, match="the loss is nan"):
         scored(place / "runs" / "r")
 

@@ -50,7 +50,7 @@ def test_flags_may_stand_anywhere(words: list[str], data: st.DataObject) -> None
 
 def test_every_key_has_a_flag_with_its_sentence_and_default() -> None:
     stream = io.StringIO()
-    print_flags(Console(file=stream, width=400, color_system=None))
+    print_flags(Console(file=stream, width=600, color_system=None))
     text = stream.getvalue()
     for field in fields().values():
         if field.key == "version":

@@ -420,9 +420,9 @@ def test_tampered_files_are_not_published(
 
 def test_probes_of_another_model_fail(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run("qwen3")
-    read = hf.read_probe
+    read = verify.read_probe
     monkeypatch.setattr(
-        hf, "read_probe", lambda info: {k: v + 1e-3 if k == "logits" else v for k, v in read(info).items()}
+        verify, "read_probe", lambda info: {k: v + 1e-3 if k == "logits" else v for k, v in read(info).items()}
     )
     for dtype in ("fp32", "bf16"):  # which rounding would not show, and bf16's own does not hide
         with pytest.raises(VerificationError, match="not the trained model"):
@@ -439,10 +439,10 @@ def test_what_was_trained_without_a_causal_mask_is_not_published(
             model(input_ids=torch.tensor([prompt]), attention_mask=torch.zeros(1, 1, len(prompt), len(prompt))).logits
             for prompt in PROMPTS
         ]
-    unmasked = {**hf.read_probe(open_checkpoint(run / "checkpoints" / "step-7"))}
+    unmasked = {**verify.read_probe(open_checkpoint(run / "checkpoints" / "step-7"))}
     unmasked["logits"] = torch.cat([logits[:, -1] for logits in answers])
     assert verify.compare(recorded(run), unmasked["logits"]).relative > 1e-3
-    monkeypatch.setattr(hf, "read_probe", lambda info: unmasked)
+    monkeypatch.setattr(verify, "read_probe", lambda info: unmasked)
     with pytest.raises(VerificationError, match="not the trained model"):
         export_hf(run)  # the answers are so close that rounding to bf16 could explain them
 

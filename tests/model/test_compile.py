@@ -99,6 +99,7 @@ def test_no_packing_compiles_anew_in_other_architectures(kind: str, tmp_path: Pa
     check(root_for(kind, tmp_path), root_for(kind, tmp_path), Padding(TOKENS, LONGEST))
 
 
+@pytest.mark.skipif("TUNER_TEST_EVERY_ROW" not in os.environ, reason="half a minute: make campaign ONLY=layouts")
 @pytest.mark.skipif(compiler_problem("cpu") is not None, reason=f"cannot compile: {compiler_problem('cpu')}")
 def test_compiled_by_the_real_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What the processor says of itself is believed: each instruction set would be tried in a process of its own.

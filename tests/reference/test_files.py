@@ -23,7 +23,7 @@ CHATS = (
     "reason_tool_use_demo_50.jsonl",
 )
 TEXTS = ("c4_demo.jsonl", "wiki_demo.txt")
-EVERY = {"smollm2": 4, "qwen3": 8, "llama3": 8}
+EVERY = {"smollm2": 8, "qwen3": 16, "llama3": 16}
 """Of how many rows one is taken; of every one where TUNER_TEST_EVERY_ROW is set, as `make campaign` does."""
 REFUSED_SHARE = 0.005
 """Refused rows of a file, at most."""

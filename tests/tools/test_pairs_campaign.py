@@ -40,7 +40,7 @@ def test_a_wrong_product_is_found(
     module: Any, name: str, wrong: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, name, wrong)
-    found = compare("preference", list(rows("preference", 300, 7)), tmp_path)
+    found = compare("preference", list(rows("preference", 300, 2)), tmp_path)
     assert sum(getattr(found, fault) for fault in FAULTS) > 0
 
 

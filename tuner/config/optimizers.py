@@ -50,8 +50,7 @@ class AdamwOptimizer(Section):
 
     kind: OptimizerKind[Literal["adamw"]] = "adamw"
     lr: Lr = "auto"
-    """Peak learning rate; auto: 2e-4 adapter, 3e-4 random weights, else 1e-4 below 500M parameters, 2e-5 above; for
-    preferences less, by method."""
+    """Peak learning rate; auto: by method, or 2e-4 adapter, 3e-4 random weights, 1e-4 below 500M, 2e-5 above."""
     betas: Betas = (0.9, 0.95)
     """Decay rates of the two running averages."""
     eps: Eps = 1e-8

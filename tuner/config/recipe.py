@@ -292,8 +292,7 @@ class EvalSection(Section):
     samples_at: Word[Literal["ends", "all"]] = "ends"
     """Evaluations that answer prompts: ends, the one before the first step and the one after the last, or all."""
     patience: Annotated[int | None, Whole(ge=1, le=10**6)] = None
-    """Evaluations in a row that are no better after which the run ends early, finished; null: never. They are compared
-    by eval/loss, or by what checkpoint.keep_best names."""
+    """Evaluations in a row, no better by eval/loss or what keep_best names, that end the run early; null: never."""
     min_delta: Annotated[float, Real(ge=0)] = 0.0
     """By how much an evaluation must be better than the best so far to count for patience, such as 0.01 nats."""
 
@@ -314,8 +313,7 @@ class CheckpointSection(Section):
     keep: Annotated[int, Whole(ge=1, le=10**6)] = 2
     """Newest checkpoints kept; marked ones and the best are extra."""
     keep_best: Annotated[str | None, Text(kind=_BEST, pattern=r"eval/[a-z]\w*(?:/.+)?")] = None
-    """Loss or figure of the method that decides which checkpoint is best: it is saved at its evaluation and never
-    pruned."""
+    """Loss or figure that decides which checkpoint is best: it is saved at its evaluation and never pruned."""
     marks: Annotated[Durations, Several(item=Span(units=COUNTS), empty=True)] = ()
     """Points of the run that are saved and never pruned, such as [1000 steps, 2B tokens]."""
     async_save: Annotated[bool | Auto, Switch()] = "auto"
