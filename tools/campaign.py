@@ -49,7 +49,7 @@ CAMPAIGNS = (
     Campaign("hostile", ("fault_campaign", "hostile"), "runs, models and tokenizers made to do harm"),
     Campaign("damaged-runs", ("damaged_runs",), "a finished run damaged in every way: what commands say and do"),
     Campaign("resume", ("resume_campaign", "--trials", "20"), "killed in real processes, resumed, bit for bit"),
-    Campaign("reference", ("reference_campaign", "--trials", "20"), "preferences killed, their reference included"),
+    Campaign("reference", ("reference_campaign", "--kills", "20"), "preferences killed, their reference included"),
     Campaign("signal", ("signal_campaign", "--trials", "50"), "Ctrl-C, SIGTERM and closed terminals on two processes"),
     Campaign("elastic", ("elastic_campaign",), "another number of processes at each resume, losses and order"),
     Campaign("prepare", ("prepare_campaign",), "builders of data killed at every call, and racing"),

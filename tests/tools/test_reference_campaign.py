@@ -1,4 +1,4 @@
-"""The campaign of kills of preference trainings in its smallest form: one trial, with two processes."""
+"""The campaign of kills of preference trainings in its smallest form: one kill, with two processes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from tools import reference_campaign
 
 @pytest.mark.multi
 def test_killed_and_run_again_is_the_unbroken_run(tmp_path: Path) -> None:
-    (result,) = reference_campaign.campaign(tmp_path, 2, trials=1, seed=1, start=forked.Popen, pairs=30)
-    assert result["resumed"]
-    assert result["identical"]
+    results = reference_campaign.campaign(tmp_path, 2, kills=1, seed=1, start=forked.Popen, pairs=30)
+    assert results[-1]["killed"]
+    assert all(result["resumed"] and result["identical"] for result in results)
