@@ -60,7 +60,7 @@ CAMPAIGNS = (
     ),
     Campaign(
         "layouts",
-        ("pytest", "tests/multi/test_parity.py", "tests/model/test_compile.py"),
+        ("pytest", "tests/multi/test_parity.py", "tests/model/test_compile.py", "tests/tools/test_signal_campaign.py"),
         "all mixtures of processes, shards, recomputing and adapters; layers by the real compiler",
     ),
     Campaign("rows", ("pytest", "tests/reference"), "every row of others' files and drawn ones, against transformers"),

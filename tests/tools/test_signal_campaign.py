@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tools import signal_campaign
 
 
 @pytest.mark.multi
+@pytest.mark.skipif("TUNER_TEST_EVERY_ROW" not in os.environ, reason="20 s of a processor: make campaign ONLY=layouts")
 def test_a_closed_terminal_stops_the_run_with_a_checkpoint() -> None:
     [result] = signal_campaign.campaign(1, 0, ("hangup",))
     assert result["good"], result
