@@ -84,8 +84,8 @@ def train(name: str, smollm2: Path, work: Path) -> dict[str, Any]:
         "run": str(run),
         "seconds": round(time.perf_counter() - start, 1),
         "steps": sum(line["kind"] == "train" for line in lines),
-        "accuracy": last["eval/accuracy"],
-        "margin": last["eval/margin"],
+        "accuracy": last["accuracy"],
+        "margin": last["margin"],
     }
 
 
