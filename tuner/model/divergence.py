@@ -20,10 +20,10 @@ from tuner.model.output_layer import (
     Gradients,
     Head,
     LogitTransform,
+    MadeInForward,
     OutputLayer,
     block_logits,
     gradient_types,
-    in_types,
     product_dtype,
     spans,
 )
@@ -160,7 +160,7 @@ class TopTeacher:
     """The k most probable tokens of a teacher at N positions, the most probable one first, and what is left of it.
 
     ``tail: rest`` makes one more class of all other tokens, in both distributions: the divergence is a lower bound of
-    the whole one, and how the student spreads that class is its own affair. ``tail: renormalise`` gives the teacher's
+    the whole one, and how the student spreads that class is not in the loss. ``tail: renormalise`` gives the teacher's
     remaining probability to its k tokens: the student learns to give none to others, a sharper teacher than there was.
     """
 
@@ -253,7 +253,7 @@ def _of(targets: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
     return -log_p.gather(1, targets[:, None])[:, 0]
 
 
-class _Distilled(torch.autograd.Function):
+class _Distilled(MadeInForward):
     @staticmethod
     def forward(
         ctx: Any,
@@ -284,9 +284,3 @@ class _Distilled(torch.autograd.Function):
         ctx.save_for_backward(*gradients.made)
         ctx.dtypes = gradient_types(hidden, weight, bias)
         return loss
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # In place: a second backward through the same loss is refused by autograd.
-        scaled = [None if g is None else g.mul_(upstream) for g in ctx.saved_tensors]
-        return (*in_types(scaled, ctx.dtypes), None, None, None)

@@ -288,7 +288,18 @@ class Gradients:
         return torch.promote_types(parameter.dtype, self._exact_dtype)
 
 
-class _CrossEntropy(torch.autograd.Function):
+class MadeInForward(torch.autograd.Function):
+    """A scalar loss of which the forward pass has made and saved the gradients, and put their types into `dtypes`."""
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The saved gradients times that of the scalar ``upstream``."""
+        # In place: a second backward through the same loss is refused by autograd.
+        scaled = [None if g is None else g.mul_(upstream) for g in ctx.saved_tensors]
+        return (*in_types(scaled, ctx.dtypes), None, None, None)
+
+
+class _CrossEntropy(MadeInForward):
     @staticmethod
     def forward(
         ctx: Any,
@@ -304,12 +315,6 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(*gradients)
         ctx.dtypes = gradient_types(hidden, weight, bias)
         return loss
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # In place: a second backward through the same loss is refused by autograd.
-        scaled = [None if g is None else g.mul_(upstream) for g in ctx.saved_tensors]
-        return (*in_types(scaled, ctx.dtypes), None, None, None)
 
 
 class _PositionLosses(torch.autograd.Function):

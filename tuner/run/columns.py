@@ -1,9 +1,11 @@
 """Columns of prepared rows that a model computes once, before the first step, on all processes of a launch."""
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +23,44 @@ from tuner.runtime.process import Collective, any_rank, gloo_group
 RETRY_S = 1.0
 """Seconds between two looks at whether another launch is done with the same columns."""
 State = Literal["there", "missing", "busy"]
+
+
+@dataclass(frozen=True)
+class ColumnsInfo:
+    """The columns of a run, as a checkpoint and the run's record note them under the name of their level."""
+
+    key: str
+    weights: str
+    """SHA-256 of the weights that computed them."""
+    prepared_key: str
+    files: Mapping[str, Any]
+    """Size and SHA-256 of each."""
+
+    def as_meta(self) -> dict[str, Any]:
+        """Its part of a manifest."""
+        return asdict(self)
+
+    @staticmethod
+    def of_meta(meta: Mapping[str, Any], level: ColumnLevel) -> "ColumnsInfo | None":
+        """What a manifest's facts say of the columns of a level; None where they name none."""
+        noted = meta.get(level)
+        return None if noted is None else ColumnsInfo(**noted)
+
+
+def key_of(facts: Mapping[str, Any]) -> str:
+    """The key of columns: a hash of all that decides them."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def manifest_body(
+    prepared_key: str, model: str, facts: Mapping[str, Any], splits: Mapping[str, PackedRows]
+) -> dict[str, Any]:
+    """What the manifest of columns says: which rows they are of, which model gave them, and all that decided them."""
+    report: dict[str, Any] = {"train": None, "eval": None}
+    for split, rows in splits.items():
+        documents, tokens = int(rows.documents_per_row.sum()), int(rows.tokens_per_row.sum())
+        report[split] = {"documents": documents, "tokens": tokens, "packed_rows": len(rows)}
+    return {"prepared_key": prepared_key, "model": model, "facts": dict(facts), "report": report}
 
 
 @dataclass(frozen=True)

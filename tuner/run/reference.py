@@ -5,9 +5,8 @@ both. What a reference's columns are known by is everything that decides their b
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tuner.data.building.columns import Columns, files_of, open_columns
 from tuner.data.prepared import PackedRows, PreparedData, Row
 from tuner.errors import RecipeError, VerificationError
 from tuner.parallel.fsdp import sync_gradients
-from tuner.run.columns import ColumnsSpec, Work, computed
+from tuner.run.columns import ColumnsInfo, ColumnsSpec, Work, computed, key_of, manifest_body
 from tuner.run.preflight import Preflight
 from tuner.runtime.console import Console
 from tuner.runtime.environment import versions
@@ -34,35 +33,6 @@ CHECKED_ROWS = 4
 """Rows of each split, for every process, of which the start is checked."""
 DECIDING = ("tuner", "torch", "transformers", "peft", "liger-kernel", "triton")
 """Packages whose versions may change bits."""
-META = "reference"
-"""What a checkpoint's manifest and the run's record call the columns of a run."""
-
-
-@dataclass(frozen=True)
-class ReferenceInfo:
-    """The columns of a run, as a checkpoint and the run's record note them."""
-
-    key: str
-    weights: str
-    """SHA-256 of the weights that computed them."""
-    prepared_key: str
-    files: Mapping[str, Any]
-    """Size and SHA-256 of each."""
-
-    def as_meta(self) -> dict[str, Any]:
-        """Its part of a manifest."""
-        return {
-            "key": self.key,
-            "weights": self.weights,
-            "prepared_key": self.prepared_key,
-            "files": dict(self.files),
-        }
-
-    @staticmethod
-    def of_meta(meta: Mapping[str, Any]) -> "ReferenceInfo | None":
-        """What a manifest's facts say of the columns; None where they name none."""
-        noted = meta.get(META)
-        return None if noted is None else ReferenceInfo(**noted)
 
 
 def referred(ready: Preflight, assembly: Assembly, console: Console, is_stopping: Callable[[], bool]) -> Assembly:
@@ -71,7 +41,7 @@ def referred(ready: Preflight, assembly: Assembly, console: Console, is_stopping
     Collective. Raises what :func:`with_reference` and :func:`require_start` do.
     """
     if assembly.train_state.method.reference == "columns":
-        before = None if ready.found is None else ReferenceInfo.of_meta(ready.found.manifest["meta"])
+        before = None if ready.found is None else ColumnsInfo.of_meta(ready.found.manifest["meta"], "reference")
         work = Work(values_of(assembly), assembly.mesh, console, is_stopping)
         assembly = with_reference(assembly, ready.spec.cache_dir, before, work)
     if ready.found is None:
@@ -80,7 +50,7 @@ def referred(ready: Preflight, assembly: Assembly, console: Console, is_stopping
     return assembly
 
 
-def with_reference(assembly: Assembly, cache_dir: Path, before: ReferenceInfo | None, work: Work) -> Assembly:
+def with_reference(assembly: Assembly, cache_dir: Path, before: ColumnsInfo | None, work: Work) -> Assembly:
     """The assembly with the reference's columns at its rows, from the cache or computed. Collective.
 
     The model must be as it is before the first step. A resumed run goes by what it had ``before``: its columns are
@@ -91,10 +61,11 @@ def with_reference(assembly: Assembly, cache_dir: Path, before: ReferenceInfo | 
     splits = {"train": prepared.train} | ({} if prepared.eval is None else {"eval": prepared.eval})
     weights = str(root.weights_hash)
     facts = key_facts(assembly)
-    key, wanted = _hash(facts), None
+    key, wanted = key_of(facts), None
     if before is not None and before.prepared_key == prepared.key:
         key, wanted = before.key, before.files
-    spec = ColumnsSpec(cache_dir, "reference", key, splits, _body(assembly, facts, splits), wanted)
+    body = manifest_body(prepared.key, assembly.resolved.recipe.model.name_or_path, facts, splits)
+    spec = ColumnsSpec(cache_dir, "reference", key, splits, body, wanted)
     if before is not None and weights != before.weights and valid(spec.path, "reference") is None:
         raise VerificationError(
             f"{spec.path} is gone, and {assembly.resolved.recipe.model.name_or_path} is not the model any more that "
@@ -108,7 +79,7 @@ def with_reference(assembly: Assembly, cache_dir: Path, before: ReferenceInfo | 
         raise VerificationError(f"{path} does not hold the reference of this run", hint=f"remove it: rm -r {path}")
     rows = sum(map(len, splits.values()))
     work.console.say("reference", f"{rows:,} rows{', computed before' if was_there else ''}: {path}")
-    info = ReferenceInfo(key, weights if before is None else before.weights, prepared.key, files)
+    info = ColumnsInfo(key, weights if before is None else before.weights, prepared.key, files)
     return replace(_attached(assembly, open_columns(path, "reference")), reference=info.as_meta())
 
 
@@ -144,25 +115,6 @@ def key_facts(assembly: Assembly) -> dict[str, Any]:
         "compiled_for": None if padding is None else [padding.tokens, padding.longest],
         **here,
         "versions": {name: version for name, version in versions().items() if name in DECIDING},
-    }
-
-
-def _hash(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _body(assembly: Assembly, facts: Mapping[str, Any], splits: Mapping[str, PackedRows]) -> dict[str, Any]:
-    report: dict[str, Any] = {"train": None, "eval": None}
-    report |= {
-        split: {"documents": int(rows.documents_per_row.sum()), "tokens": int(rows.tokens_per_row.sum())}
-        | {"packed_rows": len(rows)}
-        for split, rows in splits.items()
-    }
-    return {
-        "prepared_key": assembly.prepared.key,
-        "model": assembly.resolved.recipe.model.name_or_path,
-        "facts": dict(facts),
-        "report": report,
     }
 
 
@@ -299,7 +251,7 @@ def _differences(assembly: Assembly, split: str, batch: Batch) -> list[str]:
     return problems
 
 
-def cached_columns(cache_dir: Path, info: ReferenceInfo) -> dict[str, Columns] | None:
+def cached_columns(cache_dir: Path, info: ColumnsInfo) -> dict[str, Columns] | None:
     """The columns that a run noted, by split and name, every byte of which is checked; None where the cache lost them.
 
     Raises DataError for damaged files.

@@ -117,10 +117,11 @@ def _measured(
     method, rows = build_method(recipe.method), recipe.train.global_batch_size
     if method.reference != "columns":
         return held, ByTerms.of(method, rows)
-    from tuner.run.reference import ReferenceInfo, cached_columns, with_row_columns
+    from tuner.run.columns import ColumnsInfo
+    from tuner.run.reference import cached_columns, with_row_columns
     from tuner.train.methods.preference import AnswersAlone
 
-    info = ReferenceInfo.of_meta(_noted(trained))
+    info = ColumnsInfo.of_meta(_noted(trained), "reference")
     columns = cached_columns(cache_dir, info) if info is not None and info.prepared_key == data.key else None
     if columns is not None:
         return replace(held, rows=with_row_columns(held.rows, columns["eval"])), ByTerms.of(method, rows)

@@ -5,9 +5,8 @@ is kept of each distribution; who computes it, and with which kernels, only move
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from tuner.errors import RecipeError, VerificationError
 from tuner.model.build import fetch_weights, model_config
 from tuner.model.divergence import top_tokens
 from tuner.model.root import CausalLM
-from tuner.run.columns import ColumnsSpec, Work, computed
+from tuner.run.columns import ColumnsInfo, ColumnsSpec, Work, computed, key_of, manifest_body
 from tuner.run.preflight import Preflight
 from tuner.runtime.console import Console
 from tuner.runtime.device import to_device
@@ -36,27 +35,14 @@ from tuner.setup.teacher import teacher_model
 from tuner.train.methods.distill import Distill
 
 
-@dataclass(frozen=True)
-class TeacherInfo:
-    """The columns of a run, as a checkpoint and the run's record note them."""
-
-    key: str
-    weights: str
-    """SHA-256 of the teacher's files."""
-    prepared_key: str
-    files: Mapping[str, Any]
-    """Size and SHA-256 of each file of columns."""
-
-
 def taught(ready: Preflight, assembly: Assembly, console: Console, is_stopping: Callable[[], bool]) -> Assembly:
     """What a launch trains with: the teacher's columns are at its rows. Collective. Raises as :func:`with_teacher`."""
-    noted = None if ready.found is None else ready.found.manifest["meta"].get("teacher")
-    before = None if noted is None else TeacherInfo(**noted)
+    before = None if ready.found is None else ColumnsInfo.of_meta(ready.found.manifest["meta"], "teacher")
     work = Work(values_of(assembly), assembly.mesh, console, is_stopping)
     return with_teacher(assembly, ready.spec.cache_dir, before, work)
 
 
-def with_teacher(assembly: Assembly, cache_dir: Path, before: TeacherInfo | None, work: Work) -> Assembly:
+def with_teacher(assembly: Assembly, cache_dir: Path, before: ColumnsInfo | None, work: Work) -> Assembly:
     """The assembly with the teacher's columns at its rows, from the cache or computed. Collective.
 
     A resumed run goes by what it had ``before``, found by its key even where the teacher is not there any more. Raises
@@ -65,8 +51,9 @@ def with_teacher(assembly: Assembly, cache_dir: Path, before: TeacherInfo | None
     prepared, own = assembly.prepared, before is not None and before.prepared_key == assembly.prepared.key
     splits = {"train": prepared.train} | ({} if prepared.eval is None else {"eval": prepared.eval})
     facts = key_facts(assembly, before.weights if own and before is not None else _weights(method_of(assembly)))
-    key, wanted = (before.key, before.files) if own and before is not None else (_hash(facts), None)
-    spec = ColumnsSpec(cache_dir, "teacher", key, splits, _body(assembly, facts, splits), wanted)
+    key, wanted = (before.key, before.files) if own and before is not None else (_key(facts), None)
+    body = manifest_body(prepared.key, str(facts["teacher"]), facts, splits)
+    spec = ColumnsSpec(cache_dir, "teacher", key, splits, body, wanted)
     if own and valid(spec.path, "teacher") is None and _weights(method_of(assembly)) != facts["weights"]:
         raise VerificationError(
             f"{spec.path} is gone, and {facts['teacher']} is not the teacher any more that computed it",
@@ -81,8 +68,8 @@ def with_teacher(assembly: Assembly, cache_dir: Path, before: TeacherInfo | None
     method = assembly.train_state.method
     assert isinstance(method, Distill)
     method.vocabulary = int(facts["vocabulary"])
-    info = TeacherInfo(key, str(facts["weights"]), prepared.key, files)
-    return replace(_attached(assembly, open_columns(path, "teacher")), teacher=asdict(info))
+    info = ColumnsInfo(key, str(facts["weights"]), prepared.key, files)
+    return replace(_attached(assembly, open_columns(path, "teacher")), teacher=info.as_meta())
 
 
 def method_of(assembly: Assembly) -> DistillMethod:
@@ -126,19 +113,8 @@ def _weights(method: DistillMethod) -> str:
     return found
 
 
-def _hash(facts: Mapping[str, Any]) -> str:
-    known = {name: value for name, value in facts.items() if name != "teacher"}  # wherever it lies
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _body(assembly: Assembly, facts: Mapping[str, Any], splits: Mapping[str, PackedRows]) -> dict[str, Any]:
-    report: dict[str, Any] = {"train": None, "eval": None}
-    report |= {
-        split: {"documents": int(rows.documents_per_row.sum()), "tokens": int(rows.tokens_per_row.sum())}
-        | {"packed_rows": len(rows)}
-        for split, rows in splits.items()
-    }
-    return {"prepared_key": assembly.prepared.key, "model": facts["teacher"], "facts": dict(facts), "report": report}
+def _key(facts: Mapping[str, Any]) -> str:
+    return key_of({name: value for name, value in facts.items() if name != "teacher"})  # wherever it lies
 
 
 def values_of(assembly: Assembly) -> Callable[[PackedRows, Row], Columns]:

@@ -72,7 +72,7 @@ def best_after(best: Best | None, keeps: Criterion | None, step: int, line: Mapp
 
 
 def best_of(state: Mapping[str, Any] | None, metric: str | None) -> Best | None:
-    """The best that a checkpoint's JSON state tells of; None where the recipe now goes by another metric.
+    """The best in a checkpoint's JSON state; None where the recipe now goes by another metric.
 
     Versions that knew losses alone called the value one.
     """

@@ -5,13 +5,14 @@ tokens. In data of pairs an example is two documents next to each other: the pro
 the rejected one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import logsigmoid
 
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.output_layer import OutputLayer
@@ -140,6 +141,31 @@ def pair_figures(rewards: Pairs, log_p: Pairs) -> dict[str, Sum]:
         "logp_rejected": Sum(log_p.rejected.detach().sum(), "pairs"),
     }
     return reward_figures(rewards.chosen, rewards.rejected) | log_probabilities
+
+
+class RewardOfAnswers(PairMethod):
+    """Rewards by the log-probabilities of answers alone, without a reference.
+
+    The loss is the mean over pairs of ``-log sigmoid(reward_c - reward_r - gamma)`` and, with a weight, the
+    cross-entropy of chosen answers per token. ``losses`` are its names, ``rewards`` gives them from log-probabilities.
+    """
+
+    def __init__(
+        self, losses: Sequence[str], rewards: Callable[[Pairs], Pairs], gamma: float = 0.0, sft_weight: float = 0.0
+    ) -> None:
+        self._losses, self._rewards, self._gamma, self._sft_weight = losses, rewards, gamma, sft_weight
+        self.by_document = sft_weight > 0
+
+    def terms(
+        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
+    ) -> Terms:
+        """The losses, and the figures of the rewards."""
+        log_p = answers(hidden, head, targets, columns)
+        rewards = self._rewards(log_p)
+        losses = [Sum(-logsigmoid(rewards.difference - self._gamma).sum(), "pairs")]
+        if self._sft_weight:
+            losses.append(chosen_cross_entropy(log_p, self._sft_weight))
+        return Terms(dict(zip(self._losses, losses, strict=True)), pair_figures(rewards, log_p))
 
 
 class AnswersAlone(PairMethod):
