@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from tuner.errors import RecipeError
 from tuner.model.build import has_score, head_layer
 from tuner.model.freeze import select
+from tuner.model.lora_product import add_in_product, takes_product
 
 ADAPTER = "default"
 _KINDS = ("Linear", "Conv1D")
@@ -88,8 +89,11 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
             weight = layer.get_base_layer().weight.float()
             length = torch.linalg.vector_norm(weight, dim=0 if layer.fan_in_fan_out else 1)  # of each output's weights
             layer.lora_magnitude_vector[ADAPTER].weight.data = length
-        elif isinstance(layer.lora_dropout[ADAPTER], nn.Identity):
+            continue
+        if isinstance(layer.lora_dropout[ADAPTER], nn.Identity):
             _leave_input(layer)
+        if takes_product(layer, ADAPTER):
+            add_in_product(layer)
     model.eval()
 
 
