@@ -115,6 +115,7 @@ _INDEXER = {
     "indexer_budget": 64, "indexer_compress_ratio": 1, "indexer_head_dim": 8, "indexer_kv_heads": 1,
     "indexer_n_heads": 2, "ngram_vocab_size_base": 97, "split_ngram_parts": 2, "ple_embed_dim": 32,
 }  # fmt: skip
+_RELATIVE = {"d_rel": 4, "rel_extent": 10, "log_scaling_n_floor": 4}
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 97},
     "blt_global_transformer": {"hidden_size": 64, "head_dim": 16},
@@ -125,6 +126,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "doge": {"keep_window_size": 8},
     "dots3_note_text": {"head_dim": 16},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma3n_text": _SHARED | {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.0]},
@@ -138,7 +140,10 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": _MAMBA,
+    "inkling_text": _RELATIVE,
+    "inkling2_text": _RELATIVE,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "llama4_text": {"attention_chunk_size": 8, "no_rope_layers": [1, 0], "floor_scale": 4, "attn_scale": 0.5},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16, "chunk_size": 8},
     "phimoe": {"sliding_window": 100},  # its attention is not told of a shorter one, and is refused
     "qwen4_exp_text": _INDEXER,

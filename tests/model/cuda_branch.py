@@ -24,6 +24,7 @@ from tuner.model.blocks import apply_recompute, compile_blocks
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.documents import Padding
 from tuner.model.root import CausalLM
+from tuner.model.sinks import LN_2
 from tuner.runtime.device import traced_for
 
 LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
@@ -119,10 +120,15 @@ def triton_stand_in() -> Iterator[list[Launch]]:
         window, scale, cap = numbers["WINDOW"], numbers["SCALE"], numbers["CAP"]
         launches.append(Launch(name, int(longest), int(bounds.diff().max()), window, cap))
         if name == "launch_forward":
-            tensors["output"].copy_(blocked_attention.attend_documents(query, key, value, bounds, window, scale, cap))
+            none = torch.full((len(query),), -torch.inf)
+            given = (query, key, value, bounds, window, scale, cap, none)
+            output, normaliser = blocked_attention.attend_with_sinks(*given)
+            tensors["output"].copy_(output)
+            tensors["normaliser"].copy_(normaliser / LN_2)
             return
         assert tensors["upstream"].is_contiguous() and tensors["output"].is_contiguous()
-        given = (tensors["upstream"], query, key, value, bounds, window, scale, cap)
+        heads = (query, key, value)
+        given = (tensors["upstream"], *heads, bounds, window, scale, cap, tensors["normaliser"] * LN_2)
         for which, grad in zip(("query", "key", "value"), blocked_attention._backward(*given), strict=True):
             tensors[f"grad_{which}"].copy_(grad)
 

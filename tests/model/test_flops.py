@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma4TextConfig,
+    Llama4TextConfig,
     MambaConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -17,7 +18,7 @@ from transformers import (
 from tests.model.tiny import SHAPE, tiny_config
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import meta_model
-from tuner.model.flops import Flops, training_flops
+from tuner.model.flops import Flops, _attention, training_flops
 
 
 def tiny(kind: str) -> PreTrainedModel:
@@ -95,3 +96,12 @@ def test_a_config_that_does_not_say_its_heads_leaves_attention_out_and_says_so(c
     assert found.products > 0
     assert found.attention == {}
     assert training_flops(tiny("llama")).complete
+
+
+def test_chunks_hide_what_lies_in_others() -> None:
+    config = Llama4TextConfig(**SHAPE, head_dim=8, attention_chunk_size=4, num_local_experts=2)
+    pairs = sum(2 * (size * (size + 1) // 2) - size for size in (4, 4, 2))
+    assert Flops(0.0, 0.0, {}, chunks={4: 3.0}).parts([10], 0)["attention"] == 3.0 * pairs
+    assert _attention(config) == ({}, {4: 2 * 6.0 * 4 * 8})
+    config.layer_types = ["chunked_attention", "full_attention"]
+    assert _attention(config) == ({None: 6.0 * 4 * 8}, {4: 6.0 * 4 * 8})

@@ -56,8 +56,9 @@ def _forward(*given: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, t
     assert call.get("enable_gqa") or query.shape[1] == key.shape[1]
     unused = ("seqused_k", "block_table", "num_splits", "k_cache", "v_cache", "page_table")
     assert all(call.get(name) is None for name in unused)
-    found = blocked_attention.attend_documents(*_heads(query, key, value), call["cu_seq_q"], window, scale)
-    normaliser = torch.zeros(query.shape[1], len(query))
+    none = torch.full((query.shape[1],), -torch.inf)
+    given = (*_heads(query, key, value), call["cu_seq_q"], window, scale, 0.0, none)
+    found, normaliser = blocked_attention.attend_with_sinks(*given)
     return torch.empty_like(query).copy_(found), normaliser, torch.zeros(2, dtype=torch.uint64)
 
 
@@ -67,7 +68,8 @@ def _backward(*given: Any, **options: Any) -> tuple[torch.Tensor, ...]:
     assert call["lse"].dtype == torch.float32 and call["lse"].shape == (query.shape[1], len(query))
     assert call["rng_state"].dtype == torch.uint64 and call["rng_state"].shape == (2,)
     heads, upstream = _heads(query, key, value), call["grad_out"]
-    grads = blocked_attention._backward(upstream, *heads, call["cu_seq_q"], window, scale, 0.0)
+    given = (upstream, *heads, call["cu_seq_q"], window, scale, 0.0, call["lse"])
+    grads = blocked_attention._backward(*given)
     pairs = zip((query, key, value), grads, strict=True)
     return tuple(torch.empty_like(tensor).copy_(grad.transpose(0, 1)) for tensor, grad in pairs)
 

@@ -10,12 +10,11 @@ import torch
 from tools import causal_campaign
 from tools.causal_campaign import LENGTHS, examine
 
-EQUAL = ("llama", "gemma2", "qwen3_moe", "codegen", "gptj", "gpt_neo")
+EQUAL = ("llama", "gemma2", "qwen3_moe", "codegen", "gptj", "gpt_neo", "gpt_oss", "llama4_text", "doge")
 ONE_A_ROW = ("bloom", "falcon", "xglm", "mpt", "mamba", "bamba")
 REFUSED = {
     "bert": "with this config it is not causal .a later token moves earlier logits",
     "roc_bert": "differ from the model's own, as transformers loads it",
-    "gpt_oss": "packed attention does not compute: attention sinks",
     "deepseek_v32": "does not run .TypeError",
 }
 

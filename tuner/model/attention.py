@@ -14,7 +14,7 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
 
-from tuner.model.blocked_attention import attend_documents, band, plan_blocks
+from tuner.model.blocked_attention import attend_documents, attend_with_sinks, band, plan_blocks
 from tuner.model.documents import Documents, GrowingDocuments
 from tuner.model.native.attention import document_bounds, native_attention
 from tuner.model.native.library import TYPES
@@ -25,20 +25,53 @@ PACKED = "tuner_packed"
 NATIVE = "tuner_native"
 """The same with our compiled kernel where it serves: on the CPU, without a soft bound."""
 # Keyword arguments of other attention functions that change the result. Ignoring one would be silently wrong.
-_CHANGES_RESULT = {"s_aux": "attention sinks (s_aux)", "position_bias": "a position bias", "cache": "cache"}
+_CHANGES_RESULT = {
+    "cache": "cache",
+    "indices": "keys that an indexer chooses",
+    "block_indices": "blocks of keys that an indexer chooses",
+}
+_COUNTING = ("attention_chunk_size", "attn_temperature_tuning", "log_scaling_n_floor", "rel_extent")
+"""Values of configs whose layers may count tokens."""
 
 
 class Unsupported(ValueError):
     """A layer asks for attention that this module does not compute."""
 
 
+class ByDistance(NamedTuple):
+    """A bias of scores by how far a key lies from the query, spread over pairs of tokens for one document at a time."""
+
+    numbers: torch.Tensor
+    """``[batch, heads, T, extent]``: the bias of each query by the distance of the key; 0 from ``extent`` on."""
+
+    def of_pairs(self, at: int, n_queries: int, n_keys: int) -> torch.Tensor:
+        """The bias ``[batch, heads, n_queries, n_keys]`` of queries from ``at`` on, which are the last of the keys."""
+        place = torch.arange(n_keys, device=self.numbers.device)
+        distance, extent = place[n_keys - n_queries :, None] - place, self.numbers.shape[3]
+        rows = self.numbers.narrow(2, at, n_queries)
+        found = rows.gather(3, distance.clamp(0, extent - 1).expand(*rows.shape[:2], -1, -1))
+        return found.masked_fill((distance < 0) | (distance >= extent), 0.0)
+
+
 class _Asked(NamedTuple):
-    """What a layer asks for: tokens seen, dropout, factor of scores (None: by width), their soft bound (0: none)."""
+    """What a layer asks for: tokens seen, dropout, factor of scores (None: by width), their soft bound (0: none).
+
+    And tokens of a chunk, beyond which none is seen (0: no chunks); a sink for each head, ``[1, heads, 1 or T, 1]``;
+    a bias of the scores, ``[batch, heads, T, keys]`` or by distance.
+    """
 
     window: int | None
     dropout: float
     scaling: float | None
     cap: float
+    chunk: int
+    sink: torch.Tensor | None
+    bias: torch.Tensor | ByDistance | None
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether more is done to scores than torch's kernels do."""
+        return bool(self.cap) or self.sink is not None or self.bias is not None
 
 
 def packed_attention(
@@ -55,32 +88,39 @@ def packed_attention(
 
     Shapes: query ``[1, heads, T, d]``, key and value ``[1, kv_heads, T or longer with a cache, d]``; result
     ``[1, T, heads, d]``. Options used: ``scaling``, ``dropout``, ``sliding_window`` (tokens, this one included),
-    ``softcap`` (a soft bound of the scores) and ``documents``. Raises Unsupported for an option that this function does
-    not compute.
+    ``softcap`` (a soft bound of the scores), ``s_aux`` (sinks ``[heads]``), ``sinks`` (``[1, heads, T, 1]``),
+    ``position_bias`` (``[1, heads, T, keys]``, or by distance), ``documents``, and ``places`` (numbers of tokens there,
+    ``[1, T]``) for a layer that counts. Raises Unsupported for an option that this function does not compute.
     """
-    unsupported = [what for name, what in _CHANGES_RESULT.items() if options.get(name) is not None]
-    if attention_mask is not None:
-        unsupported.append("a mask or bias of the model's own (attention_mask)")
-    if not (options.get("is_causal") or getattr(module, "is_causal", True)):
-        unsupported.append("bidirectional attention")
-    if unsupported:
-        raise Unsupported(f"its attention has what packed attention does not compute: {', '.join(unsupported)}")
+    _require_computed(module, attention_mask, options)
     documents: Documents | GrowingDocuments | None = options.get("documents")
+    sink, bias = _sinks(options), options.get("position_bias")
+    temperature = getattr(module, "tuner_temperature", None)
+    if temperature is not None:
+        factor = temperature.of(_numbers(query, key, options)).unsqueeze(-1)
+        query = (query * factor).to(query.dtype)
+        bias = _scaled(bias, factor)
     asked = _Asked(
         options.get("sliding_window"),
         options.get("dropout", 0.0),
         options.get("scaling"),
         options.get("softcap") or 0.0,
+        getattr(module, "tuner_chunk", 0),
+        sink,
+        bias,
     )
     if documents is None:
         output = _causal(query, key, value, asked).transpose(1, 2)
     elif isinstance(documents, GrowingDocuments):
         sizes = (documents.new, documents.whole, documents.whole)
         output = _one_by_one((query, key, value), sizes, asked)
-    elif asked.dropout > 0:
+    elif asked.dropout > 0 or bias is not None or (sink is not None and sink.shape[2] > 1):
         lengths = tuple(documents.host.diff().tolist())
         output = _one_by_one((query, key, value), (lengths,) * 3, asked)
     else:
+        if asked.chunk:
+            assert documents.chunks is not None, "where layers have chunks, documents are cut into them"
+            documents = documents.chunks
         output = _packed(_as_computed(query[0], key[0], value[0]), documents, asked, native)[None]
     return output.contiguous(), None
 
@@ -90,17 +130,51 @@ def compiled_attention(*given: Any, **options: Any) -> tuple[torch.Tensor, None]
     return packed_attention(*given, native=True, **options)
 
 
+def _require_computed(module: torch.nn.Module, mask: torch.Tensor | None, options: dict[str, Any]) -> None:
+    unsupported = [what for name, what in _CHANGES_RESULT.items() if options.get(name) is not None]
+    if mask is not None:
+        unsupported.append("a mask or bias of the model's own (attention_mask)")
+    if not (options.get("is_causal") or getattr(module, "is_causal", True)):
+        unsupported.append("bidirectional attention")
+    if unsupported:
+        raise Unsupported(f"its attention has what packed attention does not compute: {', '.join(unsupported)}")
+
+
+def _sinks(options: dict[str, Any]) -> torch.Tensor | None:
+    """Sinks ``[1, heads, 1, 1]``, or ``[1, heads, T, 1]`` where each query has its own."""
+    by_head: torch.Tensor | None = options.get("s_aux")
+    by_query: torch.Tensor | None = options.get("sinks")
+    return by_query if by_head is None else by_head.view(1, -1, 1, 1)
+
+
+def _numbers(query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """Numbers ``[1, 1, T]`` of the queries in their documents; without any, the last ones of all keys."""
+    places: torch.Tensor | None = options.get("places")
+    if places is None:
+        return torch.arange(key.shape[2] - query.shape[2], key.shape[2], device=query.device)[None, None]
+    return places[:, None]
+
+
+def _scaled(bias: torch.Tensor | ByDistance | None, factor: torch.Tensor) -> torch.Tensor | ByDistance | None:
+    if isinstance(bias, ByDistance):
+        return ByDistance((bias.numbers.float() * factor).to(bias.numbers.dtype))
+    return None if bias is None else (bias.float() * factor).to(bias.dtype)
+
+
 def _packed(tensors: tuple[torch.Tensor, ...], documents: Documents, asked: _Asked, native: bool) -> torch.Tensor:
     """Query, key and value ``[heads, T, d]`` to ``[T, heads, d]``: by what the device has for it."""
     query, key, value = tensors
     scale = query.shape[-1] ** -0.5 if asked.scaling is None else asked.scaling
     window, output = asked.window or 0, query
+    sink = None if asked.sink is None else asked.sink.flatten().to(torch.promote_types(query.dtype, torch.float32))
     if target(query) == "cuda":
         from tuner.model import cuda_attention
 
-        output = cuda_attention.attend(query, key, value, documents, window, scale, asked.cap)
+        output = cuda_attention.attend(query, key, value, documents, window, scale, asked.cap, sink)
     elif native and not asked.cap and all(tensor.dtype in TYPES for tensor in tensors):
-        output = native_attention(query, key, value, documents.host, window, scale)[0]
+        output = native_attention(query, key, value, documents.host, window, scale, sink)[0]
+    elif sink is not None:
+        output = attend_with_sinks(query, key, value, documents.host, window, scale, asked.cap, sink)[0]
     else:
         output = attend_documents(query, key, value, documents.host, window, scale, asked.cap)
     return output
@@ -122,19 +196,43 @@ def _one_by_one(
 ) -> torch.Tensor:
     """Torch's own attention for each document; of query, key and value so many positions each are its own."""
     parts = zip(*(tensor.split(own, dim=2) for tensor, own in zip(tensors, sizes, strict=True)), strict=True)
-    return torch.cat([_causal(q, k, v, asked) for q, k, v in parts], dim=2).transpose(1, 2)
+    queries, keys, _ = sizes
+    each = _by_document(asked, queries, keys)
+    found = [_causal(q, k, v, own) for (q, k, v), own in zip(parts, each, strict=True)]
+    return torch.cat(found, dim=2).transpose(1, 2)
+
+
+def _by_document(asked: _Asked, queries: tuple[int, ...], keys: tuple[int, ...]) -> Iterator[_Asked]:
+    """What is asked for in each document, of so many queries and keys: its part of sinks and bias."""
+    at = first = 0
+    for n_queries, n_keys in zip(queries, keys, strict=True):
+        sink, bias = asked.sink, asked.bias
+        if sink is not None and sink.shape[2] > 1:
+            sink = sink.narrow(2, at, n_queries)
+        if isinstance(bias, ByDistance):
+            bias = bias.of_pairs(at, n_queries, n_keys)
+        elif bias is not None:
+            bias = bias.narrow(2, at, n_queries).narrow(3, first, n_keys)
+        yield asked._replace(sink=sink, bias=bias)
+        at, first = at + n_queries, first + n_keys
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: _Asked) -> torch.Tensor:
     """Attention of the last ``query.shape[2]`` positions of one document to its keys."""
-    n_query, n_key, window = query.shape[2], key.shape[2], asked.window
-    mask = None
-    if n_query > 1 and (n_key != n_query or asked.cap or (window is not None and window < n_key)):
-        mask = band(n_query, n_key, window or 0, query.device)
-    elif n_query == 1 and window is not None and window < n_key:
-        key, value = key[:, :, -window:], value[:, :, -window:]
-    if asked.cap:
-        return _capped(query, key, value, asked, mask)
+    n_query, n_key, window, mask = query.shape[2], key.shape[2], asked.window or 0, None
+    bias = asked.bias.of_pairs(0, n_query, n_key) if isinstance(asked.bias, ByDistance) else asked.bias
+    bounded = (window and window < n_key) or (asked.chunk and asked.chunk < n_key)
+    if n_query > 1 and (n_key != n_query or asked.has_scores or bounded):
+        mask = band(n_query, n_key, window, query.device)
+        if asked.chunk:
+            chunk = torch.arange(n_key, device=query.device) // asked.chunk
+            mask = mask & (chunk[n_key - n_query :, None] == chunk)
+    elif n_query == 1 and bounded:
+        seen = min(window or n_key, (n_key - 1) % asked.chunk + 1 if asked.chunk else n_key)
+        key, value = key[:, :, -seen:], value[:, :, -seen:]
+        bias = None if bias is None else bias[..., -seen:]
+    if asked.has_scores:
+        return _by_scores(query, key, value, asked, bias, mask)
     return scaled_dot_product_attention(
         query,
         key,
@@ -147,24 +245,42 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: 
     )
 
 
-def _capped(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: _Asked, mask: torch.Tensor | None
+def _by_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    asked: _Asked,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same with a soft bound of the scores, for which torch has no kernel: all scores at one time."""
+    """The same with a soft bound, a bias or sinks, for which torch has no kernel: all scores at one time."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scale = query.shape[-1] ** -0.5 if asked.scaling is None else asked.scaling
-    scores = torch.tanh(query @ key.mT * scale / asked.cap) * asked.cap
+    scores = query @ key.mT * scale
+    if asked.cap:
+        scores = torch.tanh(scores / asked.cap) * asked.cap
+    if bias is not None:
+        scores = scores + bias
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    share = drop(torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype), asked.dropout)
-    return share @ value
+    if asked.sink is not None:
+        scores = torch.cat([scores, asked.sink.to(scores.dtype).expand(*scores.shape[:3], 1)], -1)
+    share = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    share = share[..., : key.shape[2]].to(query.dtype)
+    return drop(share, asked.dropout) @ value
 
 
 def forget_documents() -> None:
     """Drop what is kept of the documents of earlier microbatches, which is made again where it is wanted."""
     plan_blocks.cache_clear()
     document_bounds.cache_clear()
+
+
+def counts_tokens(config: PretrainedConfig) -> bool:
+    """Whether layers of such a model may count tokens by themselves (:mod:`tuner.model.counted`)."""
+    text = config.get_text_config()
+    return any(getattr(text, name, None) for name in _COUNTING)
 
 
 def is_ours(config: PretrainedConfig) -> bool:

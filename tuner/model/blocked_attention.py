@@ -113,6 +113,39 @@ def attend_documents(
     return output.flatten(1, 2)
 
 
+@torch.library.custom_op("tuner::attend_with_sinks", mutates_args=())
+def attend_with_sinks(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    window: int,
+    scale: float,
+    cap: float,
+    sink: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with a ``sink`` for each head, ``[heads]``: one more score of each query, whose value is zero.
+
+    The second result is the logarithm of the normaliser, ``[heads, T]`` in float32 (float64 for float64), the sink in
+    it: from that the backward pass makes the shares.
+    """
+    n_kv, n_tokens, width = value.shape
+    n_group, dtype = query.shape[0] // n_kv, value.dtype
+    output = value.new_empty(n_tokens, n_kv, n_group, width)
+    work = _Work(query, key, bounds, window, scale, cap)
+    normaliser = work.query.new_empty(n_kv, n_tokens, n_group)
+    outputs, normals = output.permute(1, 0, 2, 3).split(work.sizes, 1), normaliser.split(work.sizes, 1)
+    sinks = sink.to(normaliser.dtype).view(n_kv, 1, n_group)
+    with _exact_accumulation(query):
+        for block, queries, part, normal in zip(work.blocks, work.per_block(work.query), outputs, normals, strict=True):
+            scores, _ = work.scores(block, queries)
+            normal.copy_(torch.logaddexp(torch.logsumexp(scores, -1).unflatten(1, (-1, n_group)), sinks))
+            share = scores.sub_(normal.flatten(1, 2).unsqueeze(-1)).exp_()
+            mixed = torch.bmm(share.to(dtype), value.narrow(1, block.first, block.end - block.first))
+            part.copy_(mixed.unflatten(1, (-1, n_group)))
+    return output.flatten(1, 2), normaliser.transpose(1, 2).flatten(0, 1).contiguous()
+
+
 @torch.library.custom_op("tuner::attend_documents_backward", mutates_args=())
 def _backward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
     upstream: torch.Tensor,
@@ -123,8 +156,9 @@ def _backward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors 
     window: int,
     scale: float,
     cap: float,
+    normaliser: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value, given that of the output."""
+    """Gradients of query, key and value, given that of the output; with sinks, by the ``normaliser`` with them."""
     work = _Work(query, key, bounds, window, scale, cap)
     dtype, exact = query.dtype, work.query.dtype
     rounded_query, exact_value = work.query.to(dtype), value.to(exact)
@@ -132,12 +166,13 @@ def _backward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors 
     grad_query = torch.empty_like(work.query, dtype=dtype)
     grad_key, grad_value = torch.zeros_like(work.key), torch.zeros_like(exact_value)
     of_blocks = (work.query, rounded_query, upstream, upstream.to(exact), grad_query)
+    normals = [None] * len(work.blocks) if normaliser is None else work.per_block(work.rows(normaliser))
     with _exact_accumulation(query):
-        for block, queries, rounded, up, exact_up, found in zip(
-            work.blocks, *map(work.per_block, of_blocks), strict=True
+        for block, normal, queries, rounded, up, exact_up, found in zip(
+            work.blocks, normals, *map(work.per_block, of_blocks), strict=True
         ):
             seen = block.first, block.end - block.first
-            share, bent = work.share(block, queries)
+            share, bent = work.share(block, queries, normal)
             grad_value.narrow(1, *seen).add_(torch.bmm(share.to(dtype).mT, up))
             grad_share = torch.bmm(exact_up, exact_value.narrow(1, *seen).mT)
             grad_scores = softmax_backward(grad_share, share)
@@ -172,11 +207,23 @@ class _Work:
         parts: tuple[torch.Tensor, ...] = tensor.flatten(1, 2).split([size * self.group for size in self.sizes], 1)
         return parts
 
-    def share(self, block: Block, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Numbers ``[heads, T]`` as the queries lie: ``[kv_heads, T, group, 1]``."""
+        rows: torch.Tensor = numbers.unflatten(0, (-1, self.group))
+        return rows.transpose(1, 2).contiguous().unsqueeze(-1)
+
+    def share(
+        self, block: Block, queries: torch.Tensor, normal: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The share of each key in each of the block's queries: ``[kv_heads, queries x group, keys]``.
 
-        And the bent scores over their cap, where there is one.
+        And the bent scores over their cap, where there is one. Without normalisers the shares of a query sum to one.
         """
+        scores, bent = self.scores(block, queries)
+        return (torch.softmax(scores, -1) if normal is None else scores.sub_(normal).exp_()), bent
+
+    def scores(self, block: Block, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What shares are made of, minus infinity where a query may not look; and the bent scores over their cap."""
         scores = torch.bmm(queries, self.key.narrow(1, block.first, block.end - block.first).mT)
         bent = scores.div_(self.cap).tanh_() if self.cap else None
         if bent is not None:
@@ -184,7 +231,7 @@ class _Work:
         n_masked = block.mask.shape[-1]
         masked = scores.narrow(-1, scores.shape[-1] - n_masked, n_masked)
         masked.unflatten(1, (-1, self.group)).add_(block.mask)
-        return torch.softmax(scores, -1), bent
+        return scores, bent
 
 
 @contextmanager
@@ -227,3 +274,29 @@ def _differentiate(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | Non
 
 
 attend_documents.register_autograd(_differentiate, setup_context=_remember)
+
+
+@attend_with_sinks.register_fake
+def _results(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    heads, n_tokens, _width = query.shape
+    exact = torch.promote_types(query.dtype, torch.float32)
+    return value.new_empty(n_tokens, heads, value.shape[2]), query.new_empty(heads, n_tokens, dtype=exact)
+
+
+def _remember_sinks(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *tensors, ctx.window, ctx.scale, ctx.cap, sink = inputs
+    ctx.save_for_backward(*tensors, sink, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate_sinks(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    query, key, value, bounds, sink, output, normaliser = ctx.saved_tensors
+    grads = _backward(upstream, query, key, value, bounds, ctx.window, ctx.scale, ctx.cap, normaliser)
+    if not ctx.needs_input_grad[7]:
+        return *grads, None, None, None, None, None
+    from tuner.model.sinks import sink_gradient  # few models have any
+
+    return *grads, None, None, None, None, sink_gradient(upstream, output, normaliser, sink)
+
+
+attend_with_sinks.register_autograd(_differentiate_sinks, setup_context=_remember_sinks)

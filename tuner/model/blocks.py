@@ -27,6 +27,7 @@ BACKEND = "inductor"
 Level = Literal["selective", "full"]
 _KEPT = {
     "tuner::attend_documents",
+    "tuner::attend_with_sinks",
     "tuner::flash_attention",
     "tuner::native_attention",
     "tuner::triton_attention",
@@ -58,7 +59,8 @@ def apply_recompute(root: CausalLM, level: Level, n_layers: int | None = None) -
     # Random numbers are put back for the second run: a generator's state is read on the CPU, without a wait.
     run = partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
     if level == "selective":
-        run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+        policy = _policy_of_biased_experts if _has_biased_experts(root) else _policy
+        run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, policy))
     blocks = decoder_blocks(root.model)
     for index in spread(len(blocks), len(blocks) if n_layers is None else n_layers):
         _wrap(blocks[index], partial(run, blocks[index].forward), lambda block: torch.is_grad_enabled())
@@ -78,6 +80,17 @@ def _policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     if given.get("dropout_p", 0.0) > 0 or _is_cheap(declared.name, given):
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE
+
+
+def _policy_of_biased_experts(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The same, but the products of experts are made again: transformers adds the bias to the very result (gpt-oss)."""
+    if schema(operation).name == "aten::_grouped_mm":
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return _policy(ctx, operation, *args, **kwargs)
+
+
+def _has_biased_experts(root: CausalLM) -> bool:
+    return any(getattr(module, "has_bias", False) and hasattr(module, "num_experts") for module in root.modules())
 
 
 def _is_cheap(name: str, given: dict[str, Any]) -> bool:

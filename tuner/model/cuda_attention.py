@@ -9,7 +9,7 @@ import torch
 
 from tuner.model import flash_attention as flash
 from tuner.model import triton_attention as by_triton
-from tuner.model.blocked_attention import attend_documents
+from tuner.model.blocked_attention import attend_documents, attend_with_sinks
 from tuner.model.documents import Documents
 from tuner.runtime.device import AMPERE, generation, is_traced, triton_problem
 
@@ -17,13 +17,18 @@ Way = Literal["flash", "triton", "blocks"]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def way_on(index: int | None, dtype: torch.dtype, widest: int, is_capped: bool) -> Way:
+def way_on(index: int | None, dtype: torch.dtype, widest: int, is_capped: bool, has_sinks: bool = False) -> Way:
     """Whose kernel attends on CUDA device ``index``, to compilers a constant; the widest head has so many channels."""
-    return way_and_reason(generation(index), dtype, widest, is_capped)[0]
+    return way_and_reason(generation(index), dtype, widest, is_capped, has_sinks=has_sinks)[0]
 
 
-def way_and_reason(
-    device_generation: int, dtype: torch.dtype, widest: int, is_capped: bool, is_here: bool = True
+def way_and_reason(  # noqa: PLR0917 - what all of them depend on
+    device_generation: int,
+    dtype: torch.dtype,
+    widest: int,
+    is_capped: bool,
+    is_here: bool = True,
+    has_sinks: bool = False,
 ) -> tuple[Way, str]:
     """The kernel for a generation of devices, in a word and in words that say why.
 
@@ -31,9 +36,12 @@ def way_and_reason(
     """
     if device_generation < AMPERE:
         return "blocks", "blocked matrix products, several times slower: this device is below compute capability 8.0"
-    if dtype in flash.TYPES and widest <= flash.WIDEST and not is_capped:
+    takes_no_sinks = has_sinks and not flash.TAKES_TENSOR  # torch would take its own output back for the gradient
+    if dtype in flash.TYPES and widest <= flash.WIDEST and not is_capped and not takes_no_sinks:
         return "flash", "flash attention"
     why = "scores have a soft cap" if is_capped else f"heads have {widest} channels"
+    if takes_no_sinks and not is_capped and widest <= flash.WIDEST:
+        why = "attention has sinks, and this torch keeps parts of its flash attention private"
     if dtype not in flash.TYPES:
         why = f"heads are {str(dtype).removeprefix('torch.')}"
     problem = None if is_traced() or not is_here else _triton_problem()
@@ -57,20 +65,24 @@ def attend(  # noqa: PLR0913, PLR0917 - what all kernels are given
     window: int,
     scale: float,
     cap: float,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention ``[T, heads, d_value]`` inside documents of query ``[heads, T, d]`` to key and value, by the best way.
 
-    A query sees ``window`` tokens, all before it for 0; a ``cap`` above 0 bends scores s to cap·tanh(s/cap).
+    A query sees ``window`` tokens, all before it for 0; a ``cap`` above 0 bends scores s to cap·tanh(s/cap). A ``sink``
+    for each head, float32 ``[heads]``, is one more score of each query, whose value is zero.
     """
     widest = max(query.shape[-1], value.shape[-1])
-    way = way_on(query.device.index, query.dtype, widest, cap > 0)
+    way = way_on(query.device.index, query.dtype, widest, cap > 0, sink is not None)
     bounds, longest, output = documents.device, documents.longest, query
     if way == "flash" and flash.TAKES_TENSOR:
-        output, _ = flash.flash_attention(query, key, value, bounds, longest, window, scale)
+        output, _ = flash.flash_attention(query, key, value, bounds, longest, window, scale, sink)
     elif way == "flash":
         output = flash.with_number(query, key, value, documents, window, scale)
     elif way == "triton":
-        output, _ = by_triton.triton_attention(query, key, value, bounds, longest, window, scale, cap)
+        output, _ = by_triton.triton_attention(query, key, value, bounds, longest, window, scale, cap, sink)
+    elif sink is not None:
+        output, _ = attend_with_sinks(query, key, value, documents.host, window, scale, cap, sink)
     else:
         output = attend_documents(query, key, value, documents.host, window, scale, cap)
     return output

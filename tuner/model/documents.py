@@ -37,19 +37,25 @@ class Documents:
     """int32 [1] on the CPU: the tokens of the longest. A tensor, for compiled layers would be made for a number."""
     bound: int
     """No document of any microbatch has more tokens: what compiled layers may take for a constant."""
+    chunks: "Documents | None" = None
+    """The same tokens, each document cut into chunks from its start, for layers that attend inside chunks alone."""
 
     @staticmethod
-    def of(lengths: Sequence[int], device: torch.device, bound: int | None = None) -> "Documents":
+    def of(lengths: Sequence[int], device: torch.device, bound: int | None = None, chunk: int = 0) -> "Documents":
         """The documents of these lengths, in order; one copy to the device that nothing waits for.
 
-        Without a ``bound`` there is that of these documents alone.
+        Without a ``bound`` there is that of these documents alone. With ``chunk`` tokens in one there are chunks too.
         """
         host = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         on_device = to_device(host, device)
         for bounds in (host, on_device):  # a compiled block is the same one for any number of documents
             mark_dynamic(bounds, 0)
         longest = max(lengths)
-        return Documents(host, on_device, torch.tensor([longest], dtype=torch.int32), bound or longest)
+        chunks = None
+        if chunk:
+            cut = [min(chunk, length - at) for length in lengths for at in range(0, length, chunk)]
+            chunks = Documents.of(cut, device, min(bound or longest, chunk))
+        return Documents(host, on_device, torch.tensor([longest], dtype=torch.int32), bound or longest, chunks)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @torch.library.custom_op("tuner::flash_attention", mutates_args=())
-def flash_attention(
+def flash_attention(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -37,15 +37,22 @@ def flash_attention(
     longest: torch.Tensor,
     window: int,
     scale: float,
+    sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention ``[T, heads, d_value]`` of query ``[heads, T, d]`` to key ``[kv_heads, T, d]`` and value.
 
     All are of one of :data:`TYPES`. ``bounds`` int32 ``[documents + 1]`` lies on their device, ``longest`` int32
-    ``[1]`` on the CPU: no document has more tokens. A query sees ``window`` tokens, all before it for 0. The second
+    ``[1]`` on the CPU: no document has more tokens. A query sees ``window`` tokens, all before it for 0. A ``sink`` for
+    each head, float32 ``[heads]``, is one more score of each query, whose value is zero. The second
     result is for the backward pass: the logarithm of the normaliser, float32 ``[heads, T]``. Raises ValueError for
     what the kernel does not take, on fake tensors too.
     """
-    return _run(_Heads(query, key, value), bounds, int(longest), window, scale)
+    output, normaliser = _run(_Heads(query, key, value), bounds, int(longest), window, scale)
+    if sink is None:
+        return output, normaliser
+    from tuner.model.sinks import with_sinks  # few models have any
+
+    return with_sinks(output, normaliser, sink)
 
 
 @flash_attention.register_fake
@@ -179,13 +186,19 @@ def _ungrouped(grad: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, bounds, longest, ctx.window, ctx.scale = inputs
-    ctx.save_for_backward(query, key, value, *output, bounds, longest)
+    query, key, value, bounds, longest, ctx.window, ctx.scale, sink = inputs
+    ctx.save_for_backward(query, key, value, *output, bounds, longest, sink)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *_backward(upstream, *ctx.saved_tensors, ctx.window, ctx.scale), None, None, None, None
+    query, key, value, output, normaliser, bounds, longest, sink = ctx.saved_tensors
+    grads = _backward(upstream, query, key, value, output, normaliser, bounds, longest, ctx.window, ctx.scale)
+    if sink is None or not ctx.needs_input_grad[7]:
+        return *grads, None, None, None, None, None
+    from tuner.model.sinks import sink_gradient
+
+    return *grads, None, None, None, None, sink_gradient(upstream, output, normaliser, sink)
 
 
 flash_attention.register_autograd(_differentiate, setup_context=_remember)

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -40,13 +40,17 @@ class Flops:
     forward_products: float = 0.0
     forward_output: float = 0.0
     """Of products and output layer, what their forward pass costs."""
+    chunks: Mapping[int, float] = field(default_factory=dict)
+    """Of layers that attend inside chunks of so many tokens of a document: as ``attention``."""
 
     def parts(self, lengths: Sequence[int], n_trained: int) -> dict[str, float]:
         """Operations for documents of these lengths, `n_trained` of whose tokens are trained, by part of the model."""
         squares = {window: sum(_square(length, window) for length in lengths) for window in self.attention}
+        in_chunks = {size: sum(_square_in_chunks(length, size) for length in lengths) for size in self.chunks}
         return {
             "layers": self.products * sum(lengths),
-            "attention": sum(each * squares[window] for window, each in self.attention.items()),
+            "attention": sum(each * squares[window] for window, each in self.attention.items())
+            + sum(each * in_chunks[size] for size, each in self.chunks.items()),
             "output": self.output * n_trained,
         }
 
@@ -70,8 +74,9 @@ def training_flops(model: PreTrainedModel) -> Flops:
     config = model.config.get_text_config()
     routed: tuple[float, int] = (1.0, 0)
     attention: dict[int | None, float] | None = None
+    chunks: dict[int, float] = {}
     with suppress(Exception):  # configs of other kinds of model raise errors of their own
-        routed, attention = _routed(config), _attention(config)
+        routed, (attention, chunks) = _routed(config), _attention(config)
     products = output = forward_products = forward_output = 0.0
     for name, weight in _weights(model):
         cost = TRAINED if weight.requires_grad else FROZEN
@@ -82,7 +87,8 @@ def training_flops(model: PreTrainedModel) -> Flops:
             met = weight.numel() * (routed[0] if _is_of_experts(name, weight, routed[1]) else 1.0)
             products += met * cost
             forward_products += met * FORWARD
-    return Flops(products, output, attention or {}, attention is not None, forward_products, forward_output)
+    is_complete = attention is not None
+    return Flops(products, output, attention or {}, is_complete, forward_products, forward_output, chunks)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -110,20 +116,29 @@ def _is_of_experts(module: str, weight: nn.Parameter, experts: int) -> bool:
     return stacked or re.search(r"\bexperts\.\d+\b", module) is not None
 
 
-def _attention(config: PretrainedConfig) -> dict[int | None, float]:
+def _attention(config: PretrainedConfig) -> tuple[dict[int | None, float], dict[int, float]]:
+    """Operations for each squared token by window, and by size of chunk."""
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if kinds is None:
-        layers = Counter({window: config.num_hidden_layers})
+        layers, chunked = Counter({window: config.num_hidden_layers}), 0
     else:
-        chunk = getattr(config, "attention_chunk_size", None)
-        windows = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk or window}
+        windows = {"full_attention": None, "sliding_attention": window}
         layers = Counter(windows[kind] for kind in kinds if kind in windows)
+        chunked = list(kinds).count("chunked_attention")
     heads = config.num_attention_heads
     channels = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return {window: float(6 * count * heads * channels) for window, count in layers.items()}
+    each, size = float(6 * heads * channels), getattr(config, "attention_chunk_size", None) or window
+    chunks = {size: each * chunked} if size and chunked else {}
+    return {window: each * count for window, count in layers.items()}, chunks
 
 
 def _square(length: int, window: int | None) -> int:
     """Twice the pairs of tokens that see each other: the square, less that of what lies outside the window."""
     return length**2 if window is None or length <= window else length**2 - (length - window) ** 2
+
+
+def _square_in_chunks(length: int, size: int) -> int:
+    """The same of tokens that see each other inside of chunks alone."""
+    whole, rest = divmod(length, size)
+    return whole * size**2 + rest**2

@@ -45,7 +45,7 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 class LogitTransform:
     """Logits are ``cap · tanh(scale · z / cap)`` of the output layer's products ``z``, without a cap ``scale · z``.
 
-    Granite divides them, Cohere multiplies them, and Gemma 2 softcaps them (https://arxiv.org/abs/2408.00118).
+    Granite and Inkling divide them, Cohere multiplies them, and Gemma 2 softcaps them (https://arxiv.org/abs/2408.00118).
     """
 
     scale: float = 1.0
@@ -58,6 +58,7 @@ class LogitTransform:
         scale = float(getattr(text, "logit_scale", None) or 1.0)
         factor = float(getattr(text, "logits_scaling", None) or 1.0)
         scale *= factor if text.model_type.startswith(_MULTIPLIED) else 1 / factor
+        scale /= float(getattr(text, "logits_mup_width_multiplier", None) or 1.0)
         cap = next((found for name in _CAPS if (found := getattr(text, name, None)) is not None), None)
         return LogitTransform(scale, None if cap is None else float(cap))
 

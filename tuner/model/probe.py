@@ -80,8 +80,6 @@ def require_isolation(
 
                     require_used(root.model, lambda: _last_logits(root, documents[not packed :]))
                 require_same_reach(root, plain, longest)
-                if packed:
-                    require_numbered_by_document(root, longest * rows)
                 return found
             single = _compare(root, expected, documents[1:], changed[1:]) if packed else found
     raise _refusal(name, found, single)
@@ -236,7 +234,7 @@ def require_same_reach(root: CausalLM, plain: PreTrainedModel, longest: int) -> 
     wanted = _noted(plain, masks.reach, lambda: plain(input_ids=ids[None], use_cache=False))
     asked = _noted(
         root.model,
-        lambda mask, options: min(longest, options.get("sliding_window") or longest),
+        lambda mask, options: min(options.get("sliding_window") or longest, _of_chunk(longest, options)),
         lambda: root.logits(ids, ids, (1,), ids),
     )
     for layer, (seen, ours) in enumerate(zip(wanted, asked, strict=False)):
@@ -272,6 +270,11 @@ class _Masks:
         return next((seen for mask, seen in self._made if mask is given), None)
 
 
+def _of_chunk(longest: int, options: dict[str, Any]) -> int:
+    """Tokens of the last chunk of the longest document; without chunks, all."""
+    return (longest - 1) % options["chunk"] + 1 if options["chunk"] else longest
+
+
 def _noted(
     model: PreTrainedModel, reach: Callable[[object, dict[str, Any]], int | None], run: Callable[[], object]
 ) -> list[int | None]:
@@ -281,7 +284,7 @@ def _noted(
     def attend(
         module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        noted.append(reach(attention_mask, options))
+        noted.append(reach(attention_mask, {**options, "chunk": getattr(module, "tuner_chunk", 0)}))
         # A token that sees itself alone gets its own value ``[1, heads, 1, d]``.
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
 
@@ -295,18 +298,3 @@ def _noted(
         for interface in (AttentionInterface, AttentionMaskInterface):
             registered(interface).pop(_NOTING, None)
     return noted
-
-
-def require_numbered_by_document(root: CausalLM, row: int) -> None:
-    """Raise RecipeError where attention depends on a token's number in the row, and rows of ``row`` tokens show it.
-
-    Llama 4 raises the temperature of layers without rotation every so many tokens, and counts them itself.
-    """
-    text = root.model.config.get_text_config()
-    step = getattr(text, "floor_scale", None)
-    if step and getattr(text, "attn_temperature_tuning", False) and row >= step:
-        raise RecipeError(
-            f"{type(root.model).__name__} cannot be trained on rows of {row:,} tokens with several documents: it "
-            f"counts tokens from the start of the row, which changes its attention from token {step:,} on",
-            hint="set data.packing: false and train.micro_batch_size: 1",
-        )

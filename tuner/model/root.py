@@ -48,6 +48,9 @@ class CausalLM(nn.Module):
         """What every microbatch of training is filled up with, where compiled layers want one size."""
         self.takes_documents = attention.is_ours(model.config)
         """Whether the model's layers attend by our functions. Others make masks from the positions, or none."""
+        self.chunk = _count_by_document(model) if self.takes_documents else 0
+        """Tokens of a chunk, in models some of whose layers attend inside chunks alone; 0 in others."""
+        self._is_counted = any(hasattr(module, "tuner_temperature") for module in model.modules())
         self._rotation = RotationByDocument(model)
         given = inspect.signature(decoder_of(model).forward).parameters.values()
         self.takes_positions = any(one.name == "position_ids" or one.kind is one.VAR_KEYWORD for one in given)
@@ -129,7 +132,7 @@ class CausalLM(nn.Module):
             input_ids, position_ids, document_lengths = self.padding.fill(input_ids, position_ids, document_lengths)
             bound = self.padding.longest
         self._rotation.expect(document_lengths, document_lengths)
-        where = self._where(position_ids, Documents.of(document_lengths, input_ids.device, bound))
+        where = self._where(position_ids, Documents.of(document_lengths, input_ids.device, bound, self.chunk))
         output = decoder_of(self.model)(input_ids=input_ids[None], use_cache=False, **where)
         hidden: torch.Tensor = output.last_hidden_state[0, :n_tokens]
         return hidden
@@ -149,7 +152,17 @@ class CausalLM(nn.Module):
     def _where(self, position_ids: torch.Tensor, documents: Documents | GrowingDocuments | None) -> dict[str, object]:
         """Where the tokens of a row stand, in the arguments that this model takes."""
         where: dict[str, object] = {"position_ids": position_ids[None]} if self.takes_positions else {}
+        where |= {"places": position_ids[None]} if self._is_counted else {}
         return where | ({"documents": documents} if self.takes_documents else {})
+
+
+def _count_by_document(model: PreTrainedModel) -> int:
+    """Have layers that count tokens do so inside documents, in place; the tokens of a chunk, 0 without chunks."""
+    if not attention.counts_tokens(model.config):
+        return 0
+    from tuner.model.counted import count_by_document  # few models do
+
+    return count_by_document(decoder_of(model), model.config)
 
 
 def _losses(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> torch.Tensor:

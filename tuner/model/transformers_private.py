@@ -69,11 +69,18 @@ def takes_our_attention(config: PretrainedConfig) -> bool:
     """Whether the class behind a config computes attention through transformers' interface.
 
     The others have attention of their own, and keep it: what the config names as implementation never reaches their
-    layers, but it decides whether they are given a causal mask.
+    layers, but it decides whether they are given a causal mask. So do those that choose keys by content inside of that
+    mask (Doge): they need it, and hand on what they made of it.
     """
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     kinds = [each for each in (kind if isinstance(kind, tuple) else (kind,)) if each is not None]
-    return all(private_attribute(each, "_can_set_attn_implementation", _BUILDING)() for each in kinds)
+    takes = all(private_attribute(each, "_can_set_attn_implementation", _BUILDING)() for each in kinds)
+    return takes and not any(_masks_by_content(each) for each in kinds)
+
+
+def _masks_by_content(kind: type[nn.Module]) -> bool:
+    """Whether layers of a class's module make a mask of their own in the causal one."""
+    return any(hasattr(part, "prepare_dynamic_mask") for part in vars(sys.modules[kind.__module__]).values())
 
 
 def registered(interface: Any) -> dict[str, Any]:

@@ -33,12 +33,14 @@ def triton_attention(  # noqa: PLR0913, PLR0917 - an operation's arguments are t
     window: int,
     scale: float,
     cap: float,
+    sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention ``[T, heads, d_value]`` of query ``[heads, T, d]`` to key ``[kv_heads, T, d]`` and value.
 
     All are of one type of :data:`WIDEST`. ``bounds`` int32 ``[documents + 1]`` lies on their device, ``longest`` int32
     ``[1]`` on the CPU: no document has more tokens. A query sees ``window`` tokens, all before it for 0. A ``cap``
-    above 0 bends scores s to cap·tanh(s/cap). The second result, float32 ``[heads, T]``, is for the backward pass:
+    above 0 bends scores s to cap·tanh(s/cap). A ``sink`` for each head, float32 ``[heads]``, is one more score of each
+    query, whose value is zero. The second result, float32 ``[heads, T]``, is for the backward pass:
     the binary logarithm of the normaliser.
     """
     query, key, value = _dense(query, key, value)
@@ -46,7 +48,11 @@ def triton_attention(  # noqa: PLR0913, PLR0917 - an operation's arguments are t
     tensors = {"query": query, "key": key, "value": value, "bounds": bounds}
     tensors |= {"output": output, "normaliser": normaliser}
     launch("launch_forward", tensors, longest, WINDOW=window, SCALE=scale, CAP=cap)
-    return output, normaliser
+    if sink is None:
+        return output, normaliser
+    from tuner.model.sinks import LN_2, with_sinks  # few models have any
+
+    return with_sinks(output, normaliser, sink, LN_2)
 
 
 @triton_attention.register_fake
@@ -90,13 +96,20 @@ def _gradients(
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, bounds, longest, ctx.window, ctx.scale, ctx.cap = inputs
-    ctx.save_for_backward(query, key, value, *output, bounds, longest)
+    query, key, value, bounds, longest, ctx.window, ctx.scale, ctx.cap, sink = inputs
+    ctx.save_for_backward(query, key, value, *output, bounds, longest, sink)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *_backward(upstream, *ctx.saved_tensors, ctx.window, ctx.scale, ctx.cap), None, None, None, None, None
+    query, key, value, output, normaliser, bounds, longest, sink = ctx.saved_tensors
+    window, scale, cap = ctx.window, ctx.scale, ctx.cap
+    grads = _backward(upstream, query, key, value, output, normaliser, bounds, longest, window, scale, cap)
+    if sink is None or not ctx.needs_input_grad[8]:
+        return *grads, None, None, None, None, None, None
+    from tuner.model.sinks import LN_2, sink_gradient
+
+    return *grads, None, None, None, None, None, sink_gradient(upstream, output, normaliser, sink, LN_2)
 
 
 triton_attention.register_autograd(_differentiate, setup_context=_remember)

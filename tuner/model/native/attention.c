@@ -16,6 +16,7 @@ typedef struct {
   float *key_parts, *value_parts;             /* [T, heads, width]: those of each query head */
   char *scratch;                              /* threads x scratch_bytes */
   const int32_t *documents;                   /* [n_documents, 2]: first token and the one after the last */
+  const float *sinks;                         /* [heads]: one more score of each query, whose value is zero; or none */
   int64_t scratch_bytes, n_documents, tokens, heads, groups, width, value_width, window, is_bfloat, threads;
   int64_t query_head, query_token, key_head, key_token, value_head, value_token, upstream_head, upstream_token;
   double scale;
@@ -198,9 +199,16 @@ static void forward(const Attention *a, const Job *job, float *work) {
     }
     for (long i = 0; i < n; i++) {
       long token = job->first + q + i;
+      float top = largest[i], sum = total[i], fade = 1.0f;
+      if (a->sinks) {
+        float sink = a->sinks[job->head] * LOG2E;
+        top = sink > top ? sink : top;
+        fade = exp2f(largest[i] - top);
+        sum = sum * fade + exp2f(sink - top);
+      }
       store_row((char *)a->output + (token * a->heads + job->head) * a->value_width * job->item,
-                mixed + i * job->value_depth, a->value_width, a->is_bfloat, 1.0f / total[i]);
-      a->normaliser[job->head * a->tokens + token] = largest[i] + log2f(total[i]);
+                mixed + i * job->value_depth, a->value_width, a->is_bfloat, fade / sum);
+      a->normaliser[job->head * a->tokens + token] = top + log2f(sum);
     }
   }
 }

@@ -72,18 +72,26 @@ def _dense(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @torch.library.custom_op("tuner::native_attention", mutates_args=())
 def native_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, window: int, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    window: int,
+    scale: float,
+    sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention ``[T, heads, d_value]`` of query ``[heads, T, d]`` to key ``[kv_heads, T, d]`` and value.
 
     All are of one of :data:`TYPES`. ``bounds`` int32 ``[documents + 1]``: a query sees its own document's tokens before
-    it, ``window`` of them, all for 0. The second result, float32 ``[heads, T]``, is for the backward pass: the binary
+    it, ``window`` of them, all for 0. A ``sink`` for each head, float32 ``[heads]``, is one more score of each query,
+    whose value is zero. The second result, float32 ``[heads, T]``, is for the backward pass: the binary
     logarithm of the normaliser.
     """
     query, key, value = _dense(query, key, value)
     output, normaliser = _results(query, key, value)
     inputs, results = {"query": query, "key": key, "value": value}, {"output": output, "normaliser": normaliser}
-    _call("attention_forward", inputs, results, bounds=bounds, window=window, scale=scale)
+    sinks = None if sink is None else sink.contiguous()
+    _call("attention_forward", inputs, results, bounds=bounds, window=window, scale=scale, sinks=sinks)
     return output, normaliser
 
 
@@ -128,13 +136,19 @@ def _gradients(
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, bounds, ctx.window, ctx.scale = inputs
-    ctx.save_for_backward(query, key, value, *output, bounds)
+    query, key, value, bounds, ctx.window, ctx.scale, sink = inputs
+    ctx.save_for_backward(query, key, value, *output, bounds, sink)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *_backward(upstream, *ctx.saved_tensors, ctx.window, ctx.scale), None, None, None
+    query, key, value, output, normaliser, bounds, sink = ctx.saved_tensors
+    grads = _backward(upstream, query, key, value, output, normaliser, bounds, ctx.window, ctx.scale)
+    if sink is None or not ctx.needs_input_grad[6]:
+        return *grads, None, None, None, None
+    from tuner.model.sinks import LN_2, sink_gradient  # few models have any
+
+    return *grads, None, None, None, sink_gradient(upstream, output, normaliser, sink, LN_2)
 
 
 native_attention.register_autograd(_differentiate, setup_context=_remember)
