@@ -55,7 +55,7 @@ ALLOWED = 1e-5
 MOVED_ALLOWED = 1e-6
 LENGTHS = (5, 21, 12)  # longer than the windows of the tiny configs, and shorter
 MODES = {
-    "packed": {"data.packing": True, "train.micro_batch_size": 1},
+    "packed": {"data.packing": "auto", "train.micro_batch_size": 1},
     "single": {"data.packing": False, "train.micro_batch_size": 1},
     "several": {"data.packing": False, "train.micro_batch_size": 3},
 }

@@ -122,7 +122,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "axolotl": (
         AXOLOTL,
         {"adapter.kind": "lora", "adapter.r": 32, "adapter.target_modules": "all-linear", "data.eval": "2%",
-         "data.max_length": 4096, "data.packing": True, "train.global_batch_size": 8, "train.micro_batch_size": 2,
+         "data.max_length": 4096, "data.packing": "auto", "train.global_batch_size": 8, "train.micro_batch_size": 2,
          "train.duration": "3 epochs", "optimizer.kind": "adamw", "optimizer.betas": [0.9, 0.999],
          "optimizer.lr": 2e-4, "schedule.kind": "cosine", "schedule.warmup": "10%", "eval.every": "0.25 epochs",
          "checkpoint.every": "1 epoch", "train.gradient_checkpointing": "full", "train.precision": "auto"},
@@ -147,7 +147,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         TORCHTUNE,
         {"model.name_or_path": "/base", "adapter.kind": "lora", "adapter.r": 8, "data.max_length": 1024,
          "adapter.target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-         "data.packing": True, "train.duration": "100 steps", "train.global_batch_size": 8, "train.micro_batch_size": 2,
+         "data.packing": "auto", "train.duration": "100 steps", "train.global_batch_size": 8, "train.micro_batch_size": 2,
          "optimizer.lr": 2e-5, "schedule.kind": "cosine", "schedule.warmup": "100 steps",
          "train.max_grad_norm": "never", "train.device": "cpu", "train.precision": "bf16",
          "train.gradient_checkpointing": "full",
@@ -331,7 +331,7 @@ def test_the_command_of_a_script_is_read() -> None:
     assert found.tool == "ms-swift" and 'name_or_path: "./base" ' in found.text and "output_dir: out/run " in found.text
     own = flatten(recipe_dict(found.recipe))
     expected = {
-        "adapter.kind": "none", "optimizer.lr": 2e-5, "data.max_length": 512, "data.packing": True,
+        "adapter.kind": "none", "optimizer.lr": 2e-5, "data.max_length": 512, "data.packing": "auto",
         "train.micro_batch_size": 1, "train.global_batch_size": 16,
     }  # fmt: skip
     assert {key: own[key] for key in expected} == expected

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import BloomConfig
 
 from tests.model.tiny import tiny_config
 from tests.train.synthetic import MAX_LENGTH, recipe_for
-from tuner.errors import ExitCode, MachineError
+from tuner.errors import ExitCode, MachineError, RecipeError
 from tuner.runtime.device import DeviceFacts
 from tuner.runtime.dist import RankInfo
 from tuner.setup.resolve import Resolved, resolve
@@ -117,3 +118,43 @@ def test_a_task_that_sees_one_device_is_resolved_for_that(model: Path, monkeypat
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     resolve(recipe_for(model), MAX_LENGTH, RankInfo(3, 8, 3, 8))
     assert asked == [0]
+
+
+def bloom(directory: Path) -> Path:
+    """The config of a model whose documents cannot lie end to end, as its class tells."""
+    BloomConfig(vocab_size=260, hidden_size=16, n_layer=1, n_head=2).save_pretrained(directory)
+    return directory
+
+
+WHY = "BloomForCausalLM has attention of its own"
+
+
+def test_documents_that_cannot_lie_end_to_end_are_a_padded_batch(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat = resolved_on("cuda", model, monkeypatch, data={"packing": "auto"})
+    assert (flat.route, flat.reasons["data.packing"], flat.recipe.train.compile) == ("flat", "documents end to end", True)
+    apart = f"documents as a padded batch: {WHY}"
+    found = resolved_on("cuda", bloom(tmp_path), monkeypatch, data={"packing": "auto"})
+    assert (found.route, found.recipe.data.packing, found.recipe.train.compile) == ("batch", "auto", False)
+    assert [found.reasons[key] for key in ("packing", "data.packing", "train.compile")] == [apart] * 3
+    assert "attention" not in found.reasons
+    several = resolved_on("cpu", tmp_path, monkeypatch, data={"packing": False}, train={"micro_batch_size": 2})
+    assert (several.route, several.reasons["packing"]) == ("batch", apart)
+    alone = resolved_on("cpu", tmp_path, monkeypatch, data={"packing": False}, train={"micro_batch_size": 1})
+    assert (alone.route, alone.reasons.get("packing")) == ("flat", None)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message", "hint"),
+    [
+        ({"data": {"packing": True}}, "data.packing: true", "write data.packing: auto"),
+        ({"train": {"compile": True}}, "train.compile", "write compile: auto"),
+    ],
+)
+def test_end_to_end_that_is_demanded_and_cannot_be_is_refused(
+    sections: dict[str, dict[str, Any]], message: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RecipeError, match=f"{message}: .*cannot lie end to end: {WHY}") as caught:
+        resolved_on("cuda", bloom(tmp_path), monkeypatch, **sections)
+    assert hint in str(caught.value.hint)

@@ -13,6 +13,7 @@ from transformers import (
     Llama4TextConfig,
     MambaConfig,
     MptConfig,
+    NemotronConfig,
     PretrainedConfig,
     Qwen3MoeConfig,
     RwkvConfig,
@@ -89,3 +90,26 @@ def test_what_balances_a_routers_experts_is_said_to_be_no_part_of_the_loss(
     tuner.train(recipe(tmp_path, Qwen3MoeConfig(**sizes, router_aux_loss_coef=0.001)))
     said = " ".join((tmp_path / "run" / "logs" / "rank0.log").read_text().split()) + capsys.readouterr().err
     assert "router_aux_loss_coef: 0.001 of the model's config is not part of the loss" in said
+
+
+@pytest.mark.parametrize("kind", ["mpt", "nemotron"])
+def test_rows_are_packed_for_models_that_do_not_take_them_end_to_end(
+    kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By the class, or as its proof finds; the losses are those of rows of one document."""
+    config = CONFIGS[kind] if kind in CONFIGS else NemotronConfig(**SIZES)
+    wish = recipe(tmp_path, config)
+    wish["data"] |= {"packing": "auto", "eval": "2 documents"}
+    wish["train"] |= {"global_batch_size": 2}
+    run = tuner.train(wish).run_dir
+    said = capfd.readouterr().err
+    assert "documents as a padded batch: " in said and "% padding, " in said
+    assert ("warning" in said) == (kind == "nemotron")
+    assert "packing: auto  # auto: documents as a padded batch: " in (run / "recipe.resolved.yaml").read_text()
+    assert tuner.export_hf(run).max_difference is not None
+    resumed = tuner.train(wish | {"train": wish["train"] | {"stop_after": "1 steps"}})
+    assert resumed.status == "finished"
+    wish["data"]["packing"], wish["output_dir"] = True, str(tmp_path / "other")
+    with pytest.raises(RecipeError, match="packed rows|end to end") as caught:
+        tuner.train(wish)
+    assert "write data.packing: auto" in str(caught.value.hint)

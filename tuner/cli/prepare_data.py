@@ -120,7 +120,7 @@ def say_report(info: PreparedInfo, spec: PrepareSpec, console: Console) -> None:
 
     if info.cached:
         console.say("prepared", f"already prepared ({info.seconds:.1f} s)")
-    for label, text in report_lines(info.report, spec.examples.kind, spec.max_length, spec.data.packing):
+    for label, text in report_lines(info.report, spec.examples.kind, spec.max_length, spec.data.packs_rows):
         console.say(label, text)
     if not info.cached:
         console.say("done", done_line(info.report["bytes"], info.seconds))

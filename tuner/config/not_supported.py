@@ -201,7 +201,7 @@ ABSENT: tuple[Absent, ...] = (
         _DATA,
         "group_by_length length_column_name train_sampling_strategy sort_by_length bucket_by_length",
         "rows are packed, so there is almost no padding to avoid",
-        "leave it out, and keep data.packing: true",
+        "leave it out, and keep data.packing: auto",
         needed=False,
     ),
     Absent(

@@ -267,7 +267,7 @@ DIALECTS: dict[Tool, Dialect] = {
             "max_steps_per_epoch": _steps_per_epoch,
             "shuffle": switch("data.shuffle", True, False),
             "dataset": lambda value, given: {"data.train": plain_sources(value)},
-            "dataset.packed": switch("data.packing", True, False),
+            "dataset.packed": switch("data.packing", "auto", False),
             "dataset.train_on_input": switch("method.train_on", "all"),
             "optimizer._component_": builder,
             "lr_scheduler._component_": builder,

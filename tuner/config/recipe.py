@@ -227,8 +227,8 @@ class DataSection(Section):
     """Tokens of a packed row; auto is the smaller of the model's longest position and 2048."""
     too_long: Word[Literal["auto", "truncate", "split", "drop"]] = "auto"
     """What happens to longer documents or pairs, which are counted; auto: split for pretrain, drop for others."""
-    packing: Bool = True
-    """Put several documents into one row, isolated from each other."""
+    packing: Annotated[bool | Auto, Switch()] = "auto"
+    """Several documents to a row, isolated: end to end (true), or as a batch or one by one where need be (auto)."""
     shuffle: Bool = True
     """Visit the rows in a new order each epoch, given by the seed."""
     on_bad_row: Word[Literal["error", "skip"]] = "error"
@@ -237,6 +237,11 @@ class DataSection(Section):
     """Processes that encode records; auto: one per free core. Their number does not change the result."""
     cache_dir: Annotated[str | None, Text(kind="the path of a directory")] = None
     """Where prepared data is kept; null takes $TUNER_CACHE, else ~/.cache/tuner."""
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether a row may hold several documents."""
+        return self.packing is not False
 
 
 class TrainSection(Section):
@@ -261,7 +266,7 @@ class TrainSection(Section):
     gradient_checkpointing_layers: Annotated[Duration, Span(units=("%", "layers"))] = Duration.parse("100%")
     """How many layers are recomputed, evenly spaced, such as 50% or 12 layers."""
     compile: Annotated[bool | Auto, Switch()] = "auto"
-    """Compile the decoder layers in the first step, for rows of one size; auto does it on CUDA with data.packing."""
+    """Compile the decoder layers in the first step, for rows of one size; auto does it on CUDA for packed rows, end to end."""
     max_grad_norm: Annotated[float | None, Real(gt=0, aliases=NEVER)] = 1.0
     """Gradient norm above which gradients are scaled down; never clips nothing and still logs it."""
     nonfinite: Annotated[int, Skips()] = 0

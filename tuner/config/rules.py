@@ -119,9 +119,9 @@ def _layers_need_recompute(recipe: Recipe, given: Set[str]) -> str | None:
 
 
 def _compiled_rows_are_packed(recipe: Recipe, given: Set[str]) -> str | None:
-    if recipe.train.compile is not True or recipe.data.packing:
+    if recipe.train.compile is not True or recipe.data.packs_rows:
         return None
-    return "layers are compiled for rows of one size; set data.packing: true, or compile: auto"
+    return "layers are compiled for rows of one size; set data.packing: auto, or compile: auto"
 
 
 def _split_fits_cap(recipe: Recipe, given: Set[str]) -> str | None:

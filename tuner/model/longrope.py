@@ -27,6 +27,8 @@ class RotationByDocument:
     def __init__(self, model: nn.Module) -> None:
         self._new: tuple[int, ...] = ()
         self._whole: tuple[int, ...] = ()
+        self.bounds: tuple[int, ...] = ()
+        """Lengths above which documents are rotated by other factors."""
         for module in model.modules():
             if _KIND in _kinds(module):
                 self._wrap(module)
@@ -35,8 +37,10 @@ class RotationByDocument:
         """The next forward has ``new`` tokens of each document, which with those before has ``whole`` tokens."""
         self._new, self._whole = tuple(new), tuple(whole)
 
-    def _wrap(self, module: nn.Module) -> None:
-        own = module.forward
+    def _wrap(self, module: Any) -> None:
+        own, kinds = module.forward, module.rope_type
+        found = {_bound(module, kind) for kind in (kinds if isinstance(kinds, dict) else (None,))}
+        self.bounds = tuple(sorted({*self.bounds, *(bound for bound in found if bound is not None)}))
 
         def forward(x: torch.Tensor, position_ids: torch.Tensor, *rest: Any, **options: Any) -> Any:
             places = self._places(_bound(module, *rest, **options), position_ids.shape[-1])

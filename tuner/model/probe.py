@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from tuner.errors import RecipeError, is_out_of_memory
 from tuner.model import transformers_private
 from tuner.model.attention import Unsupported
 from tuner.model.build import has_score
-from tuner.model.root import CausalLM
+from tuner.model.root import CausalLM, Route
 from tuner.model.tokens import TrainableTokens
 from tuner.model.transformers_private import attention_of, from_config, plain_config, registered
 
@@ -40,6 +41,34 @@ class IsolationReport:
         return self.leak <= LEAK_ALLOWED and self.against_alone <= DIFFERENCE_ALLOWED
 
 
+class RouteRefused(RecipeError):
+    """On this route a model does not compute what it is; on another it may."""
+
+    def __init__(self, name: str, why: str, where: str = "", hint: str = "choose another model") -> None:
+        super().__init__(f"{name} cannot be trained{where}: {why}", hint=hint)
+        self.why = why
+
+
+def prove_route(root: CausalLM, vocab_size: int, packed: bool, longest: int, rows: int) -> str | None:
+    """Have the root go by the first route, from its own on, on which it is the plainly loaded model of each document.
+
+    Returns why it left its own; None where it kept it. Arguments and errors are those of :func:`require_isolation`.
+    """
+    ways: tuple[Route, ...] = ("flat", "batch", "calls") if packed else ("flat", "batch")
+    why = None
+    for route in ways[ways.index(root.route) :]:
+        root.go_by(route)
+        try:
+            require_isolation(root, vocab_size, packed, longest, rows)
+        except RouteRefused as error:
+            if route == ways[-1]:
+                raise
+            why = why or error.why
+        else:
+            break
+    return why
+
+
 @torch.no_grad()
 def require_isolation(
     root: CausalLM, vocab_size: int, packed: bool = True, longest: int = _SECOND, rows: int = 1
@@ -54,16 +83,17 @@ def require_isolation(
     All is computed in float32, whatever the weights are: rounded to bfloat16 at every step, the logits of two right
     ways to compute a deep model on random tokens are a tenth of their spread apart.
 
-    Raises RecipeError, with the reason, where our path is not the model or the model is not causal.
+    Raises RouteRefused, with the reason, where on its route it is not the model, and RecipeError where the model is not
+    causal or does not run.
     """
     plain = plain_twin(root.model)
     ids = torch.randint(0, min(vocab_size, 32000), (_FIRST + _SECOND,), generator=torch.Generator().manual_seed(0))
     documents = (ids[:_FIRST], ids[_FIRST:])
-    changed = tuple((document + 1) % min(vocab_size, 32000) for document in documents)
-    changed = (changed[0], torch.cat([documents[1][:_KEPT], changed[1][_KEPT:]]))
+    other = tuple((document + 1) % min(vocab_size, 32000) for document in documents)
+    changed = (other[0], torch.cat([documents[1][:_KEPT], other[1][_KEPT:]]))
     name = type(root.model).__name__
     with _in_float32(root), _in_float32(plain):
-        with _refusing(name, "loaded by transformers alone it does not run on a row of ids"):
+        with _refusing(partial(_unrunnable, name), "loaded by transformers alone it does not run on a row of ids"):
             expected = _plain_logits(plain, documents[1])
             own = _moved(expected, _plain_logits(plain, changed[1]))
         if not own <= LEAK_ALLOWED:
@@ -72,8 +102,14 @@ def require_isolation(
                 f"{own:.1e} where transformers alone has loaded it)",
                 hint="choose another model",
             )
-        with _refusing(name, "its decoder, without a mask, or its output layer on what that gives, does not run"):
+        how = "without a mask" if root.route == "flat" else "on documents apart"
+        what = f"its decoder, {how}, or its output layer on what that gives, does not run"
+        with _refusing(partial(RouteRefused, name), what):
             found = _compare(root, expected, documents[not packed :], changed[not packed :])
+            if found.is_clean and packed and root.route == "batch":  # the shorter one, which is filled up
+                changed = (other[1], torch.cat([documents[0][:_KEPT], other[0][_KEPT:]]))
+                documents, expected = documents[::-1], _plain_logits(plain, documents[0])
+                found = _compare(root, expected, documents, changed)
             if found.is_clean:
                 if any("lora_" in parameter for parameter, _ in root.model.named_parameters()):
                     from tuner.model.adapter import require_used  # with peft
@@ -85,18 +121,15 @@ def require_isolation(
     raise _refusal(name, found, single)
 
 
-def _refusal(name: str, packed: IsolationReport, single: IsolationReport) -> RecipeError:
+def _refusal(name: str, packed: IsolationReport, single: IsolationReport) -> RouteRefused:
     """What is wrong with rows, packed ones and those of one document."""
     if not single.is_clean:
-        return RecipeError(f"{name} cannot be trained: {_difference(single)}", hint="choose another model")
+        return RouteRefused(name, _difference(single))
     moved = f"a change in one moves the other by {packed.leak:.1e}, allowed {LEAK_ALLOWED:.0e}"
     why = f"its documents see each other ({moved})"
     if packed.leak <= LEAK_ALLOWED:
         why = f"in the second place of a row {_difference(packed)}"
-    return RecipeError(
-        f"{name} cannot be trained on packed rows: {why}",
-        hint="set data.packing: false and train.micro_batch_size: 1, or choose another model",
-    )
+    return RouteRefused(name, why, " on packed rows")
 
 
 def _difference(found: IsolationReport) -> str:
@@ -108,18 +141,21 @@ def _difference(found: IsolationReport) -> str:
     )
 
 
+def _unrunnable(name: str, why: str) -> RecipeError:
+    return RecipeError(f"{name} cannot be trained: {why}", hint="choose another model")
+
+
 @contextmanager
-def _refusing(name: str, what: str) -> Iterator[None]:
-    """Turn what a model's own code raises for inputs that it does not take into a refusal."""
+def _refusing(refused: Callable[[str], RecipeError], what: str) -> Iterator[None]:
+    """Turn what a model's own code raises for inputs that it does not take into what is ``refused`` for a reason."""
     try:
         yield
     except Unsupported as error:
-        raise RecipeError(f"{name} cannot be trained: {error}", hint="choose another model") from error
+        raise refused(str(error)) from error
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
-        reason = f"{what} ({type(error).__name__}: {error})"
-        raise RecipeError(f"{name} cannot be trained: {reason}", hint="choose another model") from error
+        raise refused(f"{what} ({type(error).__name__}: {error})") from error
 
 
 @contextmanager
@@ -223,7 +259,7 @@ def require_same_reach(root: CausalLM, plain: PreTrainedModel, longest: int) -> 
 
     A model may say a sliding window, or chunks, in its masks alone. Our attention never sees those, and short documents
     do not show it. One token goes through both, and what the last one of ``longest`` would see is compared. Does
-    nothing where no window or chunk of the config is shorter. Raises RecipeError naming both numbers.
+    nothing where no window or chunk of the config is shorter. Raises RouteRefused naming both numbers.
     """
     values = root.model.config.get_text_config().to_dict().items()
     bounds = [n for key, n in values if type(n) is int and n > 1 and ("window" in key or "chunk" in key)]
@@ -239,9 +275,10 @@ def require_same_reach(root: CausalLM, plain: PreTrainedModel, longest: int) -> 
     )
     for layer, (seen, ours) in enumerate(zip(wanted, asked, strict=False)):
         if seen is not None and seen != ours:
-            raise RecipeError(
-                f"{type(root.model).__name__} cannot be trained on documents of {longest:,} tokens: its layer {layer} "
-                f"sees {seen:,} of them by a mask of its own, and all {ours:,} in packed attention",
+            raise RouteRefused(
+                type(root.model).__name__,
+                f"its layer {layer} sees {seen:,} of them by a mask of its own, and all {ours:,} in packed attention",
+                f" on documents of {longest:,} tokens",
                 hint=f"set data.max_length to at most {min(bounds):,}, or choose another model",
             )
 

@@ -5,7 +5,7 @@ Under FSDP2 the output weight is whole inside the root's forward alone, so the l
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,6 +25,10 @@ from tuner.model.output_layer import (
     softmax_into_gradient,
     summed_cross_entropy,
 )
+from tuner.model.transformers_private import keeps_state, masks_by_position, own_attention
+
+Route = Literal["flat", "batch", "calls"]
+"""How the documents of a microbatch go through the decoder: end to end in one row, as a padded batch, or one by one."""
 
 
 class CausalLM(nn.Module):
@@ -55,6 +59,25 @@ class CausalLM(nn.Module):
         given = inspect.signature(decoder_of(model).forward).parameters.values()
         self.takes_positions = any(one.name == "position_ids" or one.kind is one.VAR_KEYWORD for one in given)
         """Without them, tokens are numbered from the start of the row."""
+        self.route: Route = "flat"
+        """How the documents of a microbatch go through the decoder: see :meth:`go_by`."""
+        self.why_apart: str | None = None
+        """Why documents do not lie end to end, where that was found when the model was proven."""
+        self.most_forwards: Callable[[int], int] = lambda own: own
+        """Of the forwards that a microbatch takes on this process, the most on any: shards are gathered together."""
+        self.counted: torch.Tensor | None = None
+        """bool ``[tokens]`` of a forward of the decoder: False where a shorter document is filled up; None: all count."""
+
+    def go_by(self, route: Route) -> None:
+        """Have documents go through the decoder by another route from now on, in place.
+
+        Where they do not lie end to end, the model attends as its class does, with the class's masks: each document is
+        then computed as transformers computes it alone.
+        """
+        if route != "flat" and self.takes_documents:
+            self.model.set_attn_implementation(own_attention(self.model))
+            self.takes_documents = False
+        self.route = route
 
     def forward(
         self,
@@ -127,6 +150,8 @@ class CausalLM(nn.Module):
     def _hidden(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, document_lengths: tuple[int, ...]
     ) -> torch.Tensor:
+        if self.route != "flat":
+            return self._apart(input_ids, document_lengths)
         n_tokens, bound = input_ids.shape[0], None
         if self.padding is not None and self.training:
             input_ids, position_ids, document_lengths = self.padding.fill(input_ids, position_ids, document_lengths)
@@ -135,6 +160,20 @@ class CausalLM(nn.Module):
         where = self._where(position_ids, Documents.of(document_lengths, input_ids.device, bound, self.chunk))
         output = decoder_of(self.model)(input_ids=input_ids[None], use_cache=False, **where)
         hidden: torch.Tensor = output.last_hidden_state[0, :n_tokens]
+        return hidden
+
+    def _apart(self, input_ids: torch.Tensor, document_lengths: tuple[int, ...]) -> torch.Tensor:
+        """Hidden states ``[T, D]`` of documents that do not lie end to end."""
+        from tuner.model.apart import forwards_of, hidden_states  # what most models go without
+
+        forwards = forwards_of(document_lengths, self.route, self._rotation.bounds)
+        return hidden_states(self._decoded, input_ids, document_lengths, forwards, self.most_forwards(len(forwards)))
+
+    def _decoded(self, input_ids: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
+        """Hidden states ``[documents, longest, D]``; nothing says where tokens stand, as where a document is alone."""
+        self._rotation.expect((), ())
+        self.counted = counted
+        hidden: torch.Tensor = decoder_of(self.model)(input_ids=input_ids, use_cache=False).last_hidden_state
         return hidden
 
     def _at_head(self, objective: Objective[Result], hidden: torch.Tensor, targets: torch.Tensor) -> Result:
@@ -151,8 +190,9 @@ class CausalLM(nn.Module):
 
     def _where(self, position_ids: torch.Tensor, documents: Documents | GrowingDocuments | None) -> dict[str, object]:
         """Where the tokens of a row stand, in the arguments that this model takes."""
-        where: dict[str, object] = {"position_ids": position_ids[None]} if self.takes_positions else {}
-        where |= {"places": position_ids[None]} if self._is_counted else {}
+        is_flat = self.route == "flat"
+        where: dict[str, object] = {"position_ids": position_ids[None]} if self.takes_positions and is_flat else {}
+        where |= {"places": position_ids[None]} if self._is_counted and is_flat else {}
         return where | ({"documents": documents} if self.takes_documents else {})
 
 
@@ -185,3 +225,22 @@ def outer_parameters(root: CausalLM) -> set[str]:
 def trained_parameters(root: CausalLM) -> dict[str, nn.Parameter]:
     """Parameters that are trained, tied ones once, by transformers' name."""
     return {name: p for name, p in root.model.named_parameters() if p.requires_grad}
+
+
+def route_of(model: PreTrainedModel) -> tuple[Route, str | None]:
+    """The route that a model's structure tells, and why documents cannot lie end to end; None where they may.
+
+    What training computes is proven when it starts (:func:`~tuner.model.probe.prove_route`); until then, and where
+    nothing has numbers, this holds on every process alike.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    if keeps_state(model):  # mixers of tokens get documents apart
+        return "flat", None
+    if "lsh" in (getattr(config, "attn_layers", None) or ()):
+        return "calls", f"{name} sorts the tokens of a sequence to attend"
+    given = inspect.signature(decoder_of(model).forward).parameters.values()
+    if not any(one.name == "position_ids" or one.kind is one.VAR_KEYWORD for one in given):
+        return "batch", f"{name} numbers tokens by their place in the row"
+    if not attention.is_ours(model.config) and not masks_by_position(decoder_of(model)):
+        return "batch", f"{name} has attention of its own"
+    return "flat", None

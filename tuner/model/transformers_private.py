@@ -6,6 +6,8 @@ Where transformers lost one, what needs it says so. A contract test finds such n
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 import sys
 from typing import Any
 
@@ -110,3 +112,23 @@ def compute_buffers(model: PreTrainedModel, module: nn.Module) -> None:
 def commit_of(config: PretrainedConfig) -> str | None:
     """The commit on the hub that a config came from; None of a local one."""
     return getattr(config, "_commit_hash", None)
+
+
+def keeps_state(model: PreTrainedModel) -> bool:
+    """Whether layers of a model carry a state from token to token besides keys and values, as Mamba's do."""
+    return bool(private_attribute(type(model), "_is_stateful", _BUILDING))
+
+
+def masks_by_position(decoder: nn.Module) -> bool:
+    """Whether a class with attention of its own makes its mask of the positions it is given: a restart is a document.
+
+    Read in its source, as transformers reads there whether its attention can be set.
+    """
+    source = inspect.getsource(sys.modules[type(decoder).__module__])
+    return re.search(r"create_\w*mask\w*\([^)]*\bposition_ids=position_ids\b", source) is not None
+
+
+def own_attention(model: PreTrainedModel) -> str:
+    """The name of the attention that a model's class chooses for itself."""
+    with torch.device("meta"):
+        return attention_of(from_config(model, plain_config(model.config), dtype=model.dtype).config)

@@ -14,7 +14,7 @@ from tuner.errors import RecipeError
 from tuner.model.build import decoder_blocks
 from tuner.model.documents import Padding
 from tuner.model.kernels import apply_liger, apply_native
-from tuner.model.root import CausalLM
+from tuner.model.root import CausalLM, Route
 from tuner.model.trainable import TrainableSpec
 from tuner.parallel.fsdp import shard
 
@@ -40,6 +40,8 @@ class AssemblySpec:
     """The type that autocast rounds weights to, where shards may be gathered in it."""
     tokens: int | None = None
     """The most tokens of a microbatch of training, where that is known."""
+    route: Route = "flat"
+    """How documents go through the decoder, as far as it is known before the model is proven."""
 
     def for_values(self) -> "AssemblySpec":
         """The same for a model that gives its values to another and never trains itself: nothing is wrapped."""
@@ -58,26 +60,29 @@ def assemble(
     """Make a transformers model what training calls, in place. Collective with a ``device_mesh``.
 
     The model comes with its weights, on the CPU, or from the meta device. ``inspect`` is called while it is whole and
-    computes on the CPU as it will be trained; ``give_values`` brings the finished model to its device, with its values.
+    computes on the CPU as it will be trained, and may find another route for it; ``give_values`` brings the finished model to its device, with its values.
     Raises RecipeError for parameters or layers that the model does not have.
     """
     root = CausalLM(model)
+    root.go_by(spec.route)
     spec.trainable.apply(root.model, spec.seed)
     if spec.kernels == "native":
         apply_native(root.model)
     inspect(root)
-    if spec.kernels == "liger" and spec.padding is None:  # the compiler makes kernels of its own
+    is_flat = root.route == "flat"
+    padding, tokens = (spec.padding, spec.tokens) if is_flat else (None, None)
+    if spec.kernels == "liger" and padding is None:  # the compiler makes kernels of its own
         apply_liger(root.model)
     if spec.recompute != "none":
         from tuner.model.blocks import apply_recompute
 
         apply_recompute(root, spec.recompute, recomputed_count(spec.recomputed_layers, len(decoder_blocks(root.model))))
-    if spec.padding is not None:
+    if padding is not None:
         from tuner.model.blocks import compile_blocks
 
-        compile_blocks(root, spec.padding)
+        compile_blocks(root, padding)
     if device_mesh is not None:
-        shard(root, device_mesh, spec.reshard_after_forward, spec.rounded_to, spec.tokens)
+        shard(root, device_mesh, spec.reshard_after_forward, spec.rounded_to, tokens)
     give_values(root)
     return root
 

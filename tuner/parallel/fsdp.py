@@ -22,6 +22,7 @@ from tuner.model.build import decoder_blocks, has_score, head_layer
 from tuner.model.root import FORWARD_METHODS, CausalLM
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.device import to_device
+from tuner.runtime.process import gloo_group
 from tuner.runtime.torch_private import each_norm
 
 _NORM_CHUNK = 4096
@@ -64,8 +65,16 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+    root.most_forwards = _most
     for method in FORWARD_METHODS:
         register_fsdp_forward_method(root, method)
+
+
+def _most(forwards: int) -> int:
+    """Of the forwards that a micro-batch takes on each process, the most: each gathers shards from all. Collective."""
+    most = torch.tensor([forwards])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=gloo_group())
+    return int(most)
 
 
 def _unit(module: nn.Module, mesh: DeviceMesh, reshard: bool, rounded_to: torch.dtype | None = None) -> None:

@@ -116,7 +116,7 @@ class _Speed:
     def rows(self, settled: Recipe) -> str:
         """The rows of a micro-batch in words."""
         rows, length = rows_at_once(settled), int(self._resolved.recipe.data.max_length)
-        if not settled.data.packing:
+        if not settled.data.packs_rows:
             return "documents that are not packed stay alone"
         return f"{rows} row{'' if rows == 1 else 's'} of {length:,} tokens at a time"
 
@@ -135,7 +135,7 @@ def _sizes(recipe: Recipe, target: Target) -> list[int]:
     rows = recipe.train.micro_batch_size
     if rows != "auto":
         return [rows]
-    return row_counts(recipe.train.global_batch_size, target) if recipe.data.packing else [1]
+    return row_counts(recipe.train.global_batch_size, target) if recipe.data.packs_rows else [1]
 
 
 def _flops_of(resolved: Resolved) -> Flops:

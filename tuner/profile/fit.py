@@ -50,7 +50,7 @@ def _rows(recipe: Recipe) -> Iterator[dict[str, Any]]:
     """The recipe's rows, then shorter ones, where they are packed and their length is written down."""
     yield {}
     length, count = recipe.data.max_length, recipe.train.global_batch_size
-    while isinstance(length, int) and recipe.data.packing and length % 2 == 0 and length // 2 >= SMALLEST_ROW:
+    while isinstance(length, int) and recipe.data.packs_rows and length % 2 == 0 and length // 2 >= SMALLEST_ROW:
         length, count = length // 2, count * 2
         yield {"data.max_length": length, "train.global_batch_size": count}
 

@@ -12,6 +12,7 @@ from tuner.config.recipe import Recipe
 from tuner.data.building.spec import resolve_max_length
 from tuner.model.flops import FROZEN, TRAINED, Flops
 from tuner.model.kernels import has_liger
+from tuner.model.probe import RouteRefused
 from tuner.profile.cuda_allocator import expands_segments
 from tuner.profile.devices import Device
 from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Phase, Prediction, TimeEstimate
@@ -22,7 +23,7 @@ from tuner.profile.workload import Workload, added_ids, workload
 from tuner.runtime.device import measured_peak
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
-from tuner.setup.resolve import Resolved, check_division, resolve
+from tuner.setup.resolve import Resolved, check_division, rerouted, resolve
 from tuner.setup.settled import rows_at_once, without_prediction
 from tuner.setup.timetable import timetable
 
@@ -64,8 +65,14 @@ def predict(recipe: Recipe, target: Target, prepared: Path | None = None) -> Pre
     check_division(recipe.train.global_batch_size, rows_at_once(recipe), rank_info.world_size)
     resolved, assumptions = resolved_for(recipe, target)
     work = workload(recipe, resolved, rank_info, prepared)
-    compiled = device.kind == "cuda" and wants_compiled(recipe, device)
-    trace = trace_step(resolved, rank_info, work.batches, work.held_out, work.samples, compiled)
+    try:
+        trace = _traced(recipe, resolved, device, rank_info, work)
+    except RouteRefused as error:  # as training finds when it proves the model
+        resolved = rerouted(resolved, "batch", error.why)
+        work = workload(recipe, resolved, rank_info, prepared)
+        trace = _traced(recipe, resolved, device, rank_info, work)
+    if (apart := resolved.reasons.get("packing")) is not None:
+        assumptions = (*assumptions, apart)
     always, constants = _constants(resolved, trace, rank_info)
     timeline = memory_timeline(trace, always, device.kind == "cuda" and expands_segments(os.environ))
     total_steps = _total_steps(resolved.recipe, work)
@@ -76,10 +83,15 @@ def predict(recipe: Recipe, target: Target, prepared: Path | None = None) -> Pre
         local_processes=rank_info.local_world_size,
         memory=MemoryTimeline((*timeline.moments, *_others(trace, timeline, rank_info)), timeline.layers),
         limit_bytes=target.limit_bytes,
-        error=ERRORS["compiled" if wants_compiled(recipe, device) else device.kind],
+        error=ERRORS["compiled" if wants_compiled(recipe, resolved, device) else device.kind],
         time=estimate(resolved.recipe, trace, device, rank_info, work, total_steps),
         assumptions=(*work.assumptions, *assumptions, *constants),
     )
+
+
+def _traced(recipe: Recipe, resolved: Resolved, device: Device, rank_info: RankInfo, work: Workload) -> Trace:
+    compiled = device.kind == "cuda" and wants_compiled(recipe, resolved, device)
+    return trace_step(resolved, rank_info, work.batches, work.held_out, work.samples, compiled)
 
 
 def resolved_for(recipe: Recipe, target: Target) -> tuple[Resolved, tuple[str, ...]]:
@@ -96,7 +108,7 @@ def resolved_for(recipe: Recipe, target: Target) -> tuple[Resolved, tuple[str, .
     assumptions = [*assumed]
     if (attention := resolved.reasons.get("attention")) is not None:
         assumptions.append(f"attention is computed by {attention}")
-    if wants_compiled(recipe, target.device):
+    if wants_compiled(recipe, resolved, target.device):
         once = ", and one copy of what is cast several times" if kind == "cuda" else ""
         assumptions.append(f"compiled layers are assumed to keep as much as liger's kernels do{once}")
     if kind == "cuda" and not has_liger(resolved.config.model_type):
@@ -104,10 +116,10 @@ def resolved_for(recipe: Recipe, target: Target) -> tuple[Resolved, tuple[str, .
     return resolved, tuple(assumptions)
 
 
-def wants_compiled(recipe: Recipe, device: Device) -> bool:
+def wants_compiled(recipe: Recipe, resolved: Resolved, device: Device) -> bool:
     """Whether the decoder layers would be compiled on a device, had it all that this takes."""
     if recipe.train.compile == "auto":
-        return device.kind == "cuda" and recipe.data.packing
+        return device.kind == "cuda" and recipe.data.packs_rows and resolved.route == "flat"
     return recipe.train.compile
 
 

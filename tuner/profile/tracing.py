@@ -22,6 +22,7 @@ from tuner.model.attention import Unsupported, forget_documents
 from tuner.model.build import decoder_blocks
 from tuner.model.decode import fullest_forwards
 from tuner.model.flops import Flops, training_flops
+from tuner.model.probe import RouteRefused
 from tuner.model.root import CausalLM
 from tuner.parallel.assemble import assemble
 from tuner.parallel.fsdp import local, sync_gradients
@@ -107,6 +108,7 @@ def trace_step(
         deterministic = resolved.recipe.train.deterministic
         tracker = AllocationTracker(resolved.facts.kind, deterministic, blocks if compiled else ())
         for each in (root, teacher) if teacher is not None else (root,):
+            each.most_forwards = lambda own: own  # nobody is there to ask
             give_storage(each, device)
             tracker.assign([*each.parameters(), *each.buffers()], "parameters")
         with tracker:
@@ -156,7 +158,7 @@ def refusing(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     except Unsupported as error:
-        raise RecipeError(f"{name} cannot be trained: {error}", hint="choose another model") from error
+        raise RouteRefused(name, str(error)) from error
     except Exception as error:
         if isinstance(error, TunerError) or not _is_by_transformers(error):
             raise

@@ -16,6 +16,7 @@ from tuner.data.building.spec import prepare_spec
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PackedRows, PreparedData, open_prepared
 from tuner.errors import TunerError
+from tuner.model.root import Route
 from tuner.runtime.dist import RankInfo
 from tuner.setup.mock import full_rows
 from tuner.setup.resolve import Resolved
@@ -25,6 +26,8 @@ from tuner.train.methods.method import build_method
 
 TRACED = 2
 """Microbatches of a step that are traced: all after the second are like it."""
+_LOOKED_AT = 1024
+"""Rows of which it is counted what filling up documents adds."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def workload(recipe: Recipe, resolved: Resolved, rank_info: RankInfo, directory:
     if found is None:
         examples = recipe.method.examples
         vocab_size = config.get_text_config().vocab_size
-        batch = method.made_up(full_rows(examples, max_length, n_rows, vocab_size))
+        batch = method.made_up(full_rows(examples, max_length, n_rows, vocab_size, resolved.route))
         held_out = None if recipe.data.eval is None else batch
         of_row = "one document" if examples.documents == 1 else f"{examples.documents} documents together"
         assumed = [f"the data is not prepared: every row is taken as {of_row} of {max_length:,} trained tokens"]
@@ -67,8 +70,8 @@ def workload(recipe: Recipe, resolved: Resolved, rank_info: RankInfo, directory:
         step, extra = step_of([batch] * count, method.mismatched), method.extra_forwards
         return Workload(step, held_out, float(max_length), None, samples, tuple(assumed), extra)
     prepared, tokenizer = found
-    batch = method.made_up(fullest(prepared.train, n_rows))
-    held_out = None if prepared.eval is None else method.made_up(fullest(prepared.eval, n_rows))
+    batch = method.made_up(fullest(prepared.train, n_rows, resolved.route))
+    held_out = None if prepared.eval is None else method.made_up(fullest(prepared.eval, n_rows, resolved.route))
     mean = float(prepared.train.tokens_per_row.mean())
     which = "longest" if n_rows == 1 else f"{n_rows:,} longest"
     rows = f"every micro-batch holds the {which} of the {len(prepared.train):,} prepared rows"
@@ -111,7 +114,20 @@ def _prepared_for(recipe: Recipe, directory: Path | None) -> tuple[PreparedData,
     return None if found is None else (open_prepared(found), spec.tokenizer)
 
 
-def fullest(rows: PackedRows, n_rows: int) -> Batch:
-    """The longest rows as one microbatch; where as long, those with the most trained tokens."""
+def fullest(rows: PackedRows, n_rows: int, route: Route = "flat") -> Batch:
+    """The longest rows as one microbatch; where as long, those with the most trained tokens.
+
+    Of those whose documents go through the model as a batch, the ones of the longest with which most is computed.
+    """
     order = np.lexsort((rows.trained_per_row, rows.tokens_per_row))[::-1]
+    if route == "batch":
+        order = np.array(sorted(order[:_LOOKED_AT], key=lambda i: -_computed(rows, int(i))))
     return collate([rows.row(int(i)) for i in order[:n_rows]])
+
+
+def _computed(rows: PackedRows, i: int) -> int:
+    """Tokens that are computed for a row whose documents go through the model as a batch."""
+    from tuner.model.apart import computed_tokens, forwards_of
+
+    lengths = rows.row(i).lengths.tolist()
+    return computed_tokens(lengths, forwards_of(lengths, "batch"))

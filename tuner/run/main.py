@@ -16,7 +16,7 @@ from tuner.run.begin import begin_launch
 from tuner.run.changes import pending, starts_of
 from tuner.run.meta import require_same_data
 from tuner.run.options import LaunchOptions, RunResult
-from tuner.run.preflight import Preflight, agreed, plan_launch, preflight
+from tuner.run.preflight import Preflight, agreed, announce_packing, plan_launch, preflight
 from tuner.run.previous import run_result
 from tuner.run.state import LaunchContext, outcome, restore, run_state
 from tuner.run.tasks.launch_tasks import LaunchTasks, launch_tasks
@@ -75,6 +75,8 @@ def train(
         ready = agreed(ready, options, Collective(gloo_group()))
         phase.enter("set-up of the model")
         assembly = _built(ready, resolved, rank_info, console)
+        if assembly.resolved.route != resolved.route:
+            announce_packing(console, assembly.resolved, ready.data, planned=False)
         if ready.found is not None:
             require_same_data(ready.found, assembly, "data" in pending(ready.resets, ready.found.step))
         if assembly.train_state.method.reference != "none":

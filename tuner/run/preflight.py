@@ -198,6 +198,7 @@ def plan_launch(
     if record is None and found is not None and found.step >= total_steps:
         raise RecipeError(f"{found.path}: no steps are left to train", hint="give an earlier checkpoint of its run")
     _announce(console, resolved, table, rank_info)
+    announce_packing(console, resolved, ready.data)
     if found is None and (few := few_steps(loaded.recipe, table.plan)) is not None:
         console.warn(few)
     return resolved, total_steps
@@ -231,7 +232,7 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info:
         f"{facts.kind}, {recipe.train.precision} compute, {recipe.model.dtype} weights, "
         f"{facts.threads} thread{'s' if facts.threads != 1 else ''}",
     )
-    micro, row = rows_at_once(recipe), "packed row" if recipe.data.packing else "row"
+    micro, row = rows_at_once(recipe), "packed row" if recipe.data.packs_rows else "row"
     accumulated = -(-plan.global_batch_size // (micro * mesh_of(recipe, rank_info).data_size))
     for label in ("attention", "dropout"):
         if label in resolved.reasons:
@@ -250,6 +251,22 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info:
     if (slower := _slower(resolved)) is not None:
         console.warn(slower)
     console.say("run", recipe.output_dir)
+
+
+def announce_packing(console: Console, resolved: Resolved, data: PreparedData, planned: bool = True) -> None:
+    """Say how documents go through the model where they do not lie end to end, and what that costs.
+
+    Where that was not ``planned`` but found when the model was proven, it is a warning.
+    """
+    if resolved.route == "flat":
+        return
+    from tuner.setup.apart import packing_line
+
+    line = packing_line(resolved, data.train)
+    if planned:
+        console.say("packing", line)
+    else:
+        console.warn(f"data.packing: what was planned for documents end to end is computed apart: {line}")
 
 
 def _slower(resolved: Resolved) -> str | None:

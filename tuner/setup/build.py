@@ -23,8 +23,8 @@ from tuner.model.flops import training_flops
 from tuner.model.freeze import frozen_hash, weights_hash
 from tuner.model.kernels import KERNELS
 from tuner.model.output_layer import LogitTransform
-from tuner.model.probe import require_isolation
-from tuner.model.root import CausalLM, outer_parameters, trained_parameters
+from tuner.model.probe import RouteRefused, prove_route, require_isolation
+from tuner.model.root import CausalLM, Route, outer_parameters, trained_parameters
 from tuner.model.trainable import TrainableSpec
 from tuner.parallel.assemble import AssemblySpec, Kernels, Recompute, assemble
 from tuner.parallel.fsdp import materialise
@@ -35,7 +35,7 @@ from tuner.runtime.dist import RankInfo
 from tuner.runtime.memory import keep_freed_memory
 from tuner.runtime.process import Collective, device_index, gloo_group
 from tuner.setup.probes import probe_inputs
-from tuner.setup.resolve import Resolved, check_division, model_spec, reference_of
+from tuner.setup.resolve import Resolved, check_division, model_spec, reference_of, rerouted, takes_several
 from tuner.setup.settled import rows_at_once
 from tuner.setup.timetable import Starts, Timetable, timetable
 from tuner.train.evaluate import HeldOut, check_metric, held_out
@@ -98,6 +98,9 @@ def build(
     computed = "tf32" if recipe.train.tf32 and recipe.train.precision == "fp32" else recipe.train.precision
     peak = measured_peak(resolved.facts.kind, computed, index)  # while the memory is free
     root, step_config = assemble_model(resolved, rank_info, mesh)
+    if root.route != resolved.route:  # what its structure tells is not what it computes
+        resolved = rerouted(resolved, root.route, str(root.why_apart))
+        recipe = resolved.recipe
     train_state = build_train_state(recipe, root, step_config)
     train_state.rng_start = starts.rng
     if (method := teacher_in_memory(recipe)) is not None:
@@ -239,6 +242,7 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
         reshard_after_forward=recipe.parallel.reshard_after_forward,
         rounded_to=torch.bfloat16 if train.precision == "bf16" and recipe.adapter.kind == "none" else None,
         tokens=tokens,
+        route=resolved.route,
     )
 
 
@@ -290,27 +294,35 @@ def _spread(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.de
     """Shards or a copy on every rank, filled from the whole model of rank 0. Collective."""
     source: list[CausalLM] = []  # on rank 0 alone; a failure there is raised on every rank, so that none waits for it
 
-    def build_source() -> tuple[str | None, str | None]:
-        source.append(assemble(spec.for_values(), _whole_model(resolved), inspect=partial(_inspect, resolved)))
-        return source[0].frozen_hash, source[0].weights_hash
+    def build_source() -> tuple[str | None, str | None, Route, str | None]:
+        root = assemble(spec.for_values(), _whole_model(resolved), inspect=partial(_inspect, resolved))
+        source.append(root)
+        return root.frozen_hash, root.weights_hash, root.route, root.why_apart
 
-    hashes = Collective(gloo_group()).on_rank0(build_source)
+    frozen, weights, route, why = Collective(gloo_group()).on_rank0(build_source)
     root = assemble(
-        spec,
+        replace(spec, route=route),
         meta_model_of(resolved),
         device_mesh=mesh.device_mesh(device.type),
         give_values=lambda root: materialise(root, source[0] if source else None, device),
     )
-    root.frozen_hash, root.weights_hash = hashes
+    root.frozen_hash, root.weights_hash, root.why_apart = frozen, weights, why
     return root
 
 
 def _inspect(resolved: Resolved, root: CausalLM) -> None:
-    """Check that documents of a row do not see each other, and note the hashes of what its weights are known by."""
+    """Prove that each document is computed as if alone, and note the hashes of what its weights are known by."""
     recipe, rows = resolved.recipe, rows_at_once(resolved.recipe)
-    packed = recipe.data.packing or rows > 1
+    packed = takes_several(recipe)
     vocab_size, longest = resolved.config.get_text_config().vocab_size, int(recipe.data.max_length)
-    require_isolation(root, vocab_size, packed, longest, rows)
+    if recipe.data.packing is True:
+        try:
+            require_isolation(root, vocab_size, packed, longest, rows)
+        except RouteRefused as error:
+            hint = "write data.packing: auto, which takes documents otherwise where they cannot lie end to end"
+            raise RecipeError(error.message, hint=hint) from error
+    else:
+        root.why_apart = prove_route(root, vocab_size, packed, longest, rows)
     root.frozen_hash = frozen_hash(root.model)
     if reference_of(recipe.method) == "columns":
         root.weights_hash = weights_hash(root.model)

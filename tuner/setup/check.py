@@ -44,12 +44,14 @@ def check_recipe(read: ReadRecipe) -> str:
     if directory is None:
         found.raise_any()
         return f"{checked}; layer names are not checked: {recipe.model.name_or_path} is not on this machine"
+    apart = None
     if not found.has("model"):
         from tuner.setup.check_model import check_model
 
-        check_model(recipe, directory, found)
+        apart = check_model(recipe, directory, found)
     found.raise_any()
-    return f"{checked}, and layer names in {Path(recipe.model.name_or_path).name}"
+    end = f"; {apart}" if apart else ""
+    return f"{checked}, and layer names in {Path(recipe.model.name_or_path).name}{end}"
 
 
 def _check_values(recipe: Recipe, found: Findings) -> None:

@@ -25,25 +25,32 @@ from tuner.parallel.assemble import recomputed_count
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import check_fits, held_out_rows, mesh_of, meta_model_of, trainable_of
 from tuner.setup.findings import Findings
-from tuner.setup.resolve import Resolved, check_division, model_spec
+from tuner.setup.resolve import ROUTES, Resolved, check_division, model_spec, require_apart, route_for
 from tuner.setup.settled import rows_at_once
 from tuner.train.evaluate import check_metric, require_metric, source_names
 from tuner.train.methods.method import check_logits
 from tuner.train.optimizer import chosen_groups, hidden_matrices
 
 
-def check_model(recipe: Recipe, directory: Path, found: Findings) -> None:
-    """Check a recipe against its model's config, which is in `directory`."""
+def check_model(recipe: Recipe, directory: Path, found: Findings) -> str | None:
+    """Check a recipe against its model's config, which is in `directory`; how documents are taken apart, if they are."""
     here = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": str(directory)})})
+    apart = None
     with found.of("data.max_length"):
         resolve_max_length(here.model, here.data)
     _check_best(recipe, found)
     with found.of("model.name_or_path"):
         config = model_config(model_spec(here, range(0)))
         model = meta_model(config, torch.float32, head_of(recipe.method))
+        route, why = route_for(recipe, model)
+        if why is not None:
+            apart = f"documents {ROUTES[route]}: {why}"
+            with found.of("data.packing"):
+                require_apart(recipe.data.packing is True, route, why)
         if recipe.model.init == "pretrained":
             _check_shapes(recipe, directory, model, found)
         check_parts(recipe, model, found)
+    return apart
 
 
 def check_setup(

@@ -6,6 +6,7 @@ import torch
 from tuner.config.methods import Examples
 from tuner.data.batches import IGNORED, Batch, StepBatches, step_of
 from tuner.errors import MemoryLimitError, is_out_of_memory
+from tuner.model.root import Route
 from tuner.runtime.console import Console
 from tuner.setup.build import Assembly
 from tuner.setup.less_memory import less_memory
@@ -46,15 +47,23 @@ def full_batches(assembly: Assembly) -> StepBatches:
     vocab_size = assembly.resolved.config.get_text_config().vocab_size
     rows, data_size = rows_at_once(recipe), assembly.mesh.data_size
     per_step = recipe.train.global_batch_size // (rows * data_size)
-    batch = full_rows(recipe.method.examples, assembly.prepared.train.max_length, rows, vocab_size)
+    examples, longest, route = recipe.method.examples, assembly.prepared.train.max_length, assembly.resolved.route
+    batch = full_rows(examples, longest, rows, vocab_size, route)
     method = assembly.train_state.method
     return step_of([method.made_up(batch)] * min(2, per_step), method.mismatched)
 
 
-def full_rows(examples: Examples, max_length: int, n_rows: int, vocab_size: int) -> Batch:
+def full_rows(examples: Examples, max_length: int, n_rows: int, vocab_size: int, route: Route = "flat") -> Batch:
     """A micro-batch of rows with one example each, of documents as long as can be: random tokens, all of them trained
-    that have a next one."""
-    lengths = [len(part) for part in np.array_split(np.arange(max_length), examples.documents)] * n_rows
+    that have a next one.
+
+    Where documents go through the model as a batch, they are of the lengths that fill up most of it: three quarters of
+    a row and the rest of it.
+    """
+    parts = [len(part) for part in np.array_split(np.arange(max_length), examples.documents)]
+    if route == "batch" and max_length >= 4:
+        parts = [3 * max_length // 4, max_length - 3 * max_length // 4]
+    lengths = parts * n_rows
     n_tokens = sum(lengths)
     ids = np.random.default_rng(0).integers(0, vocab_size, n_tokens, dtype=np.int64)
     targets = np.roll(ids, -1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from tuner.config.methods import Method, head_of
 from tuner.config.optimizers import MuonOptimizer
@@ -15,6 +15,7 @@ from tuner.model.build import ModelSpec, dropouts_of, generation_config, meta_mo
 from tuner.model.flash_versions import kernel_and_reason
 from tuner.model.kernels import has_liger
 from tuner.model.native.library import native_problem
+from tuner.model.root import Route, route_of
 from tuner.runtime.device import (
     TO_COMPILE,
     DeviceFacts,
@@ -25,6 +26,7 @@ from tuner.runtime.device import (
 )
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import device_index
+from tuner.setup.settled import changed, rows_at_once
 
 SMALL_MODEL_PARAMETERS = 500_000_000
 
@@ -32,6 +34,8 @@ SMALL_MODEL_PARAMETERS = 500_000_000
 @dataclass(frozen=True)
 class Resolved:
     """A recipe without `auto`, the facts that decided, and the reason for each decision by key path.
+
+    `data.packing` may stay open: what it means is proven on the model itself.
 
     On CUDA there is one more reason, that of the kernel of `attention`.
     """
@@ -46,6 +50,8 @@ class Resolved:
     """Of the tokens that the recipe adds."""
     settled: Mapping[str, Any] = field(default_factory=dict)
     """Values that were settled for the whole launch before it was resolved, by key path."""
+    route: Route = "flat"
+    """How the documents of a micro-batch go through the model."""
 
 
 def resolve(
@@ -60,8 +66,12 @@ def resolve(
     facts = facts or device_facts(recipe.train.device, device_index(rank_info))
     spec = model_spec(recipe, new_ids)
     config = model_config(spec)
-    n_parameters = sum(p.numel() for p in meta_model(config, torch.float32, spec.head).parameters())
+    model = meta_model(config, torch.float32, spec.head)
+    n_parameters = sum(p.numel() for p in model.parameters())
+    route, why = route_for(recipe, model)
     reasons = _dropout_reason(spec)
+    if recipe.data.packing == "auto":
+        reasons["data.packing"] = "documents end to end"
     values: dict[str, dict[str, Any]] = {}
 
     def settle(section: str, key: str, value: object, reason: str) -> None:
@@ -99,11 +109,54 @@ def resolve(
     if spec.head == "score":
         values.setdefault("eval", {})["samples"] = 0  # it writes no answers
     settle("data", "too_long", recipe.method.examples.too_long, recipe.method.examples.kind)
-    changed = {section: getattr(recipe, section).model_copy(update=update) for section, update in values.items()}
-    done = recipe.model_copy(update=changed)
+    sections = {section: getattr(recipe, section).model_copy(update=update) for section, update in values.items()}
+    done = recipe.model_copy(update=sections)
     _check_numerics(done, facts)
     _check_liger(recipe, is_here)
-    return Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons, new_ids)
+    resolved = Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons, new_ids)
+    return resolved if why is None else rerouted(resolved, route, why)
+
+
+def takes_several(recipe: Recipe) -> bool:
+    """Whether a micro-batch may hold several documents."""
+    return recipe.data.packs_rows or rows_at_once(recipe) > 1
+
+
+def route_for(recipe: Recipe, model: PreTrainedModel) -> tuple[Route, str | None]:
+    """How documents go through the model as far as its structure tells, and why not end to end; None where they do."""
+    return route_of(model) if takes_several(recipe) else ("flat", None)
+
+
+ROUTES: dict[Route, str] = {"batch": "as a padded batch", "calls": "one by one"}
+"""How documents go through a model that does not take them end to end, in words."""
+
+
+def require_apart(wants_flat: bool, route: Route, why: str) -> None:
+    """Raise RecipeError where documents that cannot lie end to end are to."""
+    if wants_flat:
+        raise RecipeError(
+            f"data.packing: true: documents cannot lie end to end: {why}",
+            hint=f"write data.packing: auto, which takes those of a row {ROUTES[route]}",
+        )
+
+
+def rerouted(resolved: Resolved, route: Route, why: str) -> Resolved:
+    """The same with documents that do not lie end to end, for a reason. Raises RecipeError where they are to."""
+    recipe = resolved.recipe
+    require_apart(recipe.data.packing is True, route, why)
+    if recipe.train.compile is True and "train.compile" not in resolved.reasons:
+        raise RecipeError(
+            f"train.compile: layers are compiled for rows of one size, and documents cannot lie end to end: {why}",
+            hint="write compile: auto",
+        )
+    apart = f"documents {ROUTES[route]}: {why}"
+    reasons = {key: reason for key, reason in resolved.reasons.items() if key != "attention"}
+    reasons["packing"] = apart
+    if recipe.train.compile is True:
+        reasons["train.compile"] = apart
+    if "data.packing" in reasons:
+        reasons["data.packing"] = apart
+    return replace(resolved, recipe=changed(recipe, {"train.compile": False}), reasons=reasons, route=route)
 
 
 def _dropout_reason(spec: ModelSpec) -> dict[str, str]:
@@ -180,7 +233,7 @@ def _compiled(recipe: Recipe, facts: DeviceFacts) -> tuple[bool, str]:
     if recipe.train.compile == "auto":
         if facts.kind != "cuda" or problem is not None:
             return False, problem or facts.kind
-        return recipe.data.packing, facts.kind if recipe.data.packing else "rows of many lengths"
+        return recipe.data.packs_rows, facts.kind if recipe.data.packs_rows else "rows of many lengths"
     if recipe.train.compile and problem is not None:
         raise MachineError(f"train.compile: {problem}", hint="install what is missing, or write compile: false")
     return recipe.train.compile, "as written"

@@ -9,15 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tuner.config.methods import DistillMethod
 from tuner.config.recipe import NoAdapter, TokenizerSection
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.data.id_probes import text_probes
 from tuner.errors import RecipeError, TunerError
-from tuner.model.build import ModelSpec, model_config
+from tuner.model.build import ModelSpec, meta_model, model_config
 from tuner.model.kernels import has_liger
-from tuner.setup.resolve import Resolved
+from tuner.setup.resolve import Resolved, route_for
 
 
 def teacher_of(resolved: Resolved, method: DistillMethod) -> Resolved:
@@ -35,8 +37,10 @@ def teacher_of(resolved: Resolved, method: DistillMethod) -> Resolved:
         "freeze": (),
     }
     model = recipe.model.model_copy(update=changed)
-    own = recipe.model_copy(update={"model": model, "adapter": NoAdapter()})
-    return replace(resolved, recipe=own, config=config, new_ids=range(0))
+    data = recipe.data.model_copy(update={"packing": "auto" if recipe.data.packs_rows else False})
+    own = recipe.model_copy(update={"model": model, "adapter": NoAdapter(), "data": data})
+    route, _ = route_for(own, meta_model(config, torch.float32))
+    return replace(resolved, recipe=own, config=config, new_ids=range(0), route=route)
 
 
 def teacher_model(method: DistillMethod) -> ModelSpec:

@@ -72,7 +72,7 @@ def build_rows(
         "report": report,
         "max_length": spec.max_length,
         "too_long": spec.too_long,
-        "packing": spec.data.packing,
+        "packing": spec.data.packs_rows,
         "encoded_key": keys.encoded,
         "tokenizer_hash": spec.tokenizer.hash,
         "template_hash": spec.tokenizer.template_hash,
@@ -98,7 +98,7 @@ def _write_rows(spec: PrepareSpec, tmp: Path, split: str) -> dict[str, Any]:
     n_rows = 0
     path = str(tmp / f"{split}.rows.arrow")
     with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, ROWS_SCHEMA) as writer:
-        for batch in row_batches(segments, spec.max_length, spec.data.packing):
+        for batch in row_batches(segments, spec.max_length, spec.data.packs_rows):
             writer.write_batch(batch)
             n_rows += batch.num_rows
     if spec.examples.kind == "unpaired" and n_rows:

@@ -210,7 +210,7 @@ def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> Keys:
         "encoded": encoded,
         "max_length": spec.max_length,
         "too_long": spec.too_long,
-        "packing": data.packing,
+        "packing": data.packs_rows,
     }
     return Keys(encoded, _hash(rows), fields, train, held, stamps)
 
