@@ -118,19 +118,17 @@ def test_forwards_are_few() -> None:
     assert len(forwards_of([2048, 1], "batch")) == 2
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - {"mamba", "rwkv"}))
 def test_the_structure_tells_the_route_and_the_probe_proves_it(kind: str, tmp_path: Path) -> None:
     root = root_of(kind, tmp_path)
     route, why = route_of(meta_model(model_config(ModelSpec(str(tmp_path))), torch.float32))
-    is_flat = kind in ("llama", "mamba", "rwkv")
-    assert (route, why is None) == (("flat", True) if is_flat else ("batch", False))
+    assert (route, why is None) == (("flat", True) if kind == "llama" else ("batch", False))
     assert WHY.get(kind, "") in str(why)
     if kind != "llama":
         with pytest.raises(RecipeError, match="cannot be trained on packed rows"):
             require_isolation(root, VOCAB)
-        found = prove_route(root, VOCAB, True, 64, 1)
-        assert found is not None
-        assert root.route == "batch"
+        assert prove_route(root, VOCAB, True, 64, 1) is not None
+    assert root.route == route
     assert prove_route(root, VOCAB, True, 64, 1) is None
     assert root.route == route
 
@@ -148,9 +146,14 @@ def test_what_a_batch_would_change_is_computed_one_document_at_a_time(tmp_path: 
 def test_a_batch_whose_documents_meet_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = root_of("bloom", tmp_path)
     own = root._decoded
-    monkeypatch.setattr(root, "_decoded", lambda ids, counted: own(ids, counted) + own(ids, counted).mean(0))
+
+    def meeting(ids: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
+        hidden = own(ids, counted)
+        return hidden + hidden.mean(0) - hidden[0]  # nothing where there is one
+
+    monkeypatch.setattr(root, "_decoded", meeting)
     assert prove_route(root, VOCAB, True, 64, 1) is not None
-    assert root.route == "calls" or pytest.fail(root.route)
+    assert root.route == "calls"
 
 
 def test_what_our_attention_does_not_compute_is_the_classes_own(tmp_path: Path) -> None:
@@ -169,6 +172,7 @@ def test_what_our_attention_does_not_compute_is_the_classes_own(tmp_path: Path) 
 def test_answers_are_those_of_the_plain_model(tmp_path: Path) -> None:
     root = root_of("bart", tmp_path)
     plain = plainly(tmp_path, root).model
+    plain.generation_config.forced_eos_token_id = None
     root.go_by("batch")
     root.eval()
     prompts = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16]]

@@ -30,7 +30,7 @@ def taken(root: CausalLM, rank: int) -> float:
     ids = torch.randint(3, VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(rank))
     loss = root(document_lengths=lengths, **packed_inputs(ids, lengths))
     loss.backward()
-    return float(loss)
+    return float(loss.detach())
 
 
 @pytest.mark.parametrize("route", ["batch", "calls"])

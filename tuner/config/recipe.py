@@ -266,7 +266,7 @@ class TrainSection(Section):
     gradient_checkpointing_layers: Annotated[Duration, Span(units=("%", "layers"))] = Duration.parse("100%")
     """How many layers are recomputed, evenly spaced, such as 50% or 12 layers."""
     compile: Annotated[bool | Auto, Switch()] = "auto"
-    """Compile the decoder layers in the first step, for rows of one size; auto does it on CUDA for packed rows, end to end."""
+    """Compile the decoder layers in the first step, for rows of one size; auto: on CUDA, for documents end to end."""
     max_grad_norm: Annotated[float | None, Real(gt=0, aliases=NEVER)] = 1.0
     """Gradient norm above which gradients are scaled down; never clips nothing and still logs it."""
     nonfinite: Annotated[int, Skips()] = 0

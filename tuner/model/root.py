@@ -66,7 +66,7 @@ class CausalLM(nn.Module):
         self.most_forwards: Callable[[int], int] = lambda own: own
         """Of the forwards that a microbatch takes on this process, the most on any: shards are gathered together."""
         self.counted: torch.Tensor | None = None
-        """bool ``[tokens]`` of a forward of the decoder: False where a shorter document is filled up; None: all count."""
+        """bool ``[tokens]`` of a forward of the decoder: False where a document is filled up; None: all count."""
 
     def go_by(self, route: Route) -> None:
         """Have documents go through the decoder by another route from now on, in place.
@@ -238,9 +238,10 @@ def route_of(model: PreTrainedModel) -> tuple[Route, str | None]:
         return "flat", None
     if "lsh" in (getattr(config, "attn_layers", None) or ()):
         return "calls", f"{name} sorts the tokens of a sequence to attend"
-    given = inspect.signature(decoder_of(model).forward).parameters.values()
-    if not any(one.name == "position_ids" or one.kind is one.VAR_KEYWORD for one in given):
+    decoder = decoder_of(model)
+    counts = any("PositionalEmbedding" in type(module).__name__ for module in decoder.modules())
+    if counts and "position_ids" not in inspect.signature(decoder.forward).parameters:
         return "batch", f"{name} numbers tokens by their place in the row"
-    if not attention.is_ours(model.config) and not masks_by_position(decoder_of(model)):
+    if not attention.is_ours(model.config) and not masks_by_position(decoder):
         return "batch", f"{name} has attention of its own"
     return "flat", None

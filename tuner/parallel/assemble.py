@@ -60,7 +60,8 @@ def assemble(
     """Make a transformers model what training calls, in place. Collective with a ``device_mesh``.
 
     The model comes with its weights, on the CPU, or from the meta device. ``inspect`` is called while it is whole and
-    computes on the CPU as it will be trained, and may find another route for it; ``give_values`` brings the finished model to its device, with its values.
+    computes on the CPU as it will be trained, and may find another route for it; ``give_values`` brings the finished
+    model to its device, with its values.
     Raises RecipeError for parameters or layers that the model does not have.
     """
     root = CausalLM(model)

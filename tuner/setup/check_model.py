@@ -33,7 +33,7 @@ from tuner.train.optimizer import chosen_groups, hidden_matrices
 
 
 def check_model(recipe: Recipe, directory: Path, found: Findings) -> str | None:
-    """Check a recipe against its model's config, which is in `directory`; how documents are taken apart, if they are."""
+    """Check a recipe against its model's config, which is in `directory`; how documents go through it, if apart."""
     here = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": str(directory)})})
     apart = None
     with found.of("data.max_length"):
