@@ -11,25 +11,22 @@ from tools import causal_campaign
 from tools.causal_campaign import LENGTHS, examine
 
 EQUAL = ("llama", "gemma2", "qwen3_moe", "codegen", "gptj", "gpt_neo", "gpt_oss", "llama4_text", "doge")
-ONE_A_ROW = ("bloom", "falcon", "xglm", "mpt", "mamba", "bamba")
+APART = ("bloom", "falcon", "xglm", "mpt", "mamba", "bamba", "deepseek_v32")
 REFUSED = {
     "bert": "with this config it is not causal .a later token moves earlier logits",
     "roc_bert": "differ from the model's own, as transformers loads it",
-    "deepseek_v32": "does not run .TypeError",
 }
 
 
-@pytest.mark.parametrize("model_type", [*EQUAL, *ONE_A_ROW, *REFUSED])
+@pytest.mark.parametrize("model_type", [*EQUAL, *APART, *REFUSED])
 def test_the_first_step_is_that_of_the_plainly_loaded_model_or_refused(model_type: str) -> None:
     found = examine(model_type, with_lora=False)
     assert not found.impossible
     verdicts = {mode: outcome.verdict for mode, outcome in found.modes.items()}
-    packed = "equal" if model_type in EQUAL else "refused"
-    single = "refused" if model_type in REFUSED else "equal"
-    assert verdicts == {"packed": packed, "single": single, "several": packed}, found.modes
+    assert verdicts == dict.fromkeys(verdicts, "refused" if model_type in REFUSED else "equal"), found.modes
     reason = found.modes["packed"].reason
     assert "tuner_packed" not in reason
-    assert re.search(REFUSED.get(model_type, "" if packed == "equal" else "its documents see each other"), reason)
+    assert re.search(REFUSED.get(model_type, ""), reason)
 
 
 def test_an_adapter_has_the_gradients_that_follow_from_the_plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
