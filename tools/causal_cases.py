@@ -45,6 +45,13 @@ _SIZES: dict[str, Any] = {
     "index_head_dim": 16,
     "index_n_heads": 2,
     "index_topk": 64,
+    # linear attention
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
     # older names
     "n_embd": 32,
     "n_layer": _LAYERS,
@@ -129,6 +136,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "doge": {"keep_window_size": 8},
     "dots3_note_text": {"head_dim": 16},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
     "gemma3n_text": _SHARED | {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.0]},
     "gemma4_assistant": {
         "text_config": _SIZES | {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
@@ -139,20 +147,26 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified_assistant": {"text_config": _SIZES | {"model_type": "gemma4_unified_text"} | _SHORT},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "gptj": {"rotary_dim": 4},
-    "granitemoehybrid": _MAMBA,
+    "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention"]},
     "inkling_text": _RELATIVE,
     "inkling2_text": _RELATIVE,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llama4_text": {"attention_chunk_size": 8, "no_rope_layers": [1, 0], "floor_scale": 4, "attn_scale": 0.5},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16, "chunk_size": 8},
+    "nemotron_h": {
+        "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 8,
+    },
     "phimoe": {"sliding_window": 100},  # its attention is not told of a shorter one, and is refused
     "qwen4_exp_text": _INDEXER,
+    "recurrent_gemma": {"block_types": ("recurrent", "attention")},
     "reformer": {
         "is_decoder": True, "axial_pos_embds": False, "num_buckets": 4,
         "local_attn_chunk_length": 64, "lsh_attn_chunk_length": 64, "attention_head_size": 8, "feed_forward_size": 48,
         "attn_layers": ["local", "local"],
     },
     "roc_bert": {"shape_vocab_size": 97, "pronunciation_vocab_size": 97, "is_decoder": True},
+    "xlstm": {"hidden_size": 128},  # transformers sizes its states right for multiples of 128 alone
     "xmod": {"default_language": "en_XX", "is_decoder": True},
     "zamba": {
         "num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid", "linear_attention", "hybrid"],

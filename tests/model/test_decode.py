@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from tests.model.tiny import TINY, VOCAB, tiny_config
-from tuner.model import decode
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.decode import greedy
+from tuner.model.decode import SideBySide, greedy
+from tuner.model.documents import Carried
 from tuner.model.root import CausalLM
 
 CPU = torch.device("cpu")
@@ -68,20 +67,21 @@ def test_a_model_with_another_kind_of_state_takes_them_one_by_one(
 ) -> None:
     root = model("llama", tmp_path)
     together = greedy(root, PROMPTS, (), LIMITS, CPU)
-    caches: list[type] = []
+    caches: list[bool] = []
     real = CausalLM.next_logits
 
     def watched(self: CausalLM, *arguments: object) -> torch.Tensor:
-        caches.append(type(arguments[3]))
+        assert isinstance(arguments[3], Carried)
+        caches.append(isinstance(arguments[3].arguments["past_key_values"], SideBySide))
         return real(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(CausalLM, "next_logits", watched)
     assert greedy(root, PROMPTS, (), LIMITS, CPU) == together
-    assert (len(caches), set(caches)) == (max(LIMITS), {decode.SideBySide})
+    assert (len(caches), set(caches)) == (max(LIMITS), {True})
     caches.clear()
     root.takes_documents = False
     assert greedy(root, PROMPTS, (), LIMITS, CPU) == together
-    assert (len(caches), set(caches)) == (sum(LIMITS), {DynamicCache})
+    assert (len(caches), set(caches)) == (sum(LIMITS), {False})
 
 
 def test_the_vocabulary_is_that_of_the_prompts() -> None:

@@ -10,8 +10,8 @@ import torch
 from tools import causal_campaign
 from tools.causal_campaign import LENGTHS, examine
 
-EQUAL = ("llama", "gemma2", "qwen3_moe", "codegen", "gptj", "gpt_neo", "gpt_oss", "llama4_text", "doge")
-APART = ("bloom", "falcon", "xglm", "mpt", "mamba", "bamba", "deepseek_v32")
+EQUAL = ("llama", "gemma2", "qwen3_moe", "codegen", "gptj", "gpt_neo", "gpt_oss", "llama4_text", "doge", "mamba")
+APART = ("bloom", "falcon", "xglm", "mpt", "deepseek_v32")
 REFUSED = {
     "bert": "with this config it is not causal .a later token moves earlier logits",
     "roc_bert": "differ from the model's own, as transformers loads it",

@@ -6,7 +6,6 @@ https://arxiv.org/abs/2402.09353) trains the length of every row of the sum on i
 """
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,12 +18,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
+from tuner.model.adaptable import READ, is_linear, not_adaptable
 from tuner.model.build import has_score, head_layer
 from tuner.model.freeze import select
 from tuner.model.lora_product import add_in_product, takes_product
+from tuner.runtime.warned import pass_on
 
 ADAPTER = "default"
-_KINDS = ("Linear", "Conv1D")
 
 
 @dataclass(frozen=True)
@@ -137,15 +137,15 @@ def _require_adapted(model: PreTrainedModel, targets: Sequence[str]) -> None:
 def require_used(model: PreTrainedModel, logits: Callable[[], torch.Tensor]) -> None:
     """Check that each adapter is part of what the model computes, and of that alone; ``logits`` runs the model.
 
-    A weight that its block reads without calling the layer leaves an adapter on it untrained; layers whose weight
-    several blocks share get one adapter each, which no merged weight can hold. Looked at are training and evaluation:
-    Gemma 3n reads a weight in training alone. Raises RecipeError with those to leave out.
+    A weight that code reads without calling the layer leaves an adapter on it untrained; layers whose weight several
+    blocks share get one adapter each, which no merged weight can hold. Code that runs here, in training and in
+    evaluation, is looked at by what it computes, and all of it by its source: kernels of CUDA are given weights, too.
+    Raises RecipeError with those to leave out.
     """
     layers = dict(lora_layers(model))
-    shared = Counter(layer.get_base_layer().weight.data_ptr() for layer in layers.values())
-    for name, layer in layers.items():
-        if shared[layer.get_base_layer().weight.data_ptr()] > 1:
-            raise _not_adaptable(layers, name, "blocks share its weight, and their adapters cannot be merged")
+    bad = not_adaptable(model, {name: layer.get_base_layer() for name, layer in layers.items()})
+    for name, why in bad.items():
+        raise _not_adaptable(layers, bad, name, why)
     for training in (True, False) if layers else ():
         model.train(training)
         try:
@@ -178,7 +178,7 @@ def _require_called(layers: Mapping[str, Any], logits: Callable[[], torch.Tensor
             hook.remove()
     for name, layer in layers.items():
         if name not in called and _is_read(layer.get_base_layer().weight, before, seeded):
-            raise _not_adaptable(layers, name, "its weight is read without a call: an adapter learns nothing")
+            raise _not_adaptable(layers, (name,), name, READ)
     return before
 
 
@@ -193,9 +193,8 @@ def _is_read(weight: torch.Tensor, before: torch.Tensor, logits: Callable[[], to
         weight.copy_(kept)
 
 
-def _not_adaptable(layers: Iterable[str], name: str, why: str) -> RecipeError:
-    bad = name.rpartition(".")[2]
-    good = sorted({other.rpartition(".")[2] for other in layers} - {bad})
+def _not_adaptable(layers: Iterable[str], bad: Iterable[str], name: str, why: str) -> RecipeError:
+    good = sorted(_last_parts(layers) - _last_parts(bad))
     return RecipeError(
         f"adapter.target_modules: {name} cannot be adapted: {why}",
         hint=f"leave it out: adapter.target_modules: [{', '.join(good)}]" if good else "train the model in full",
@@ -218,7 +217,7 @@ def saved_modules(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that an adapter may adapt, by name."""
-    return {name: module for name, module in model.named_modules() if type(module).__name__ in _KINDS}
+    return {name: module for name, module in model.named_modules() if is_linear(module)}
 
 
 def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
@@ -263,7 +262,7 @@ def _target_names(model: PreTrainedModel, spec: LoraSpec, saved: Iterable[str]) 
     """Full names of the layers to adapt. What is trained in full needs no adapter."""
     linear = linear_layers(model)
     if spec.target_modules == "all-linear":
-        chosen = [name for name, module in linear.items() if module is not model.get_output_embeddings()]
+        chosen = _adaptable(model, linear)
     else:
         wanted = [spec.target_modules] if isinstance(spec.target_modules, str) else spec.target_modules
         chosen = select(wanted, linear, "adapter.target_modules")
@@ -275,6 +274,21 @@ def _target_names(model: PreTrainedModel, spec: LoraSpec, saved: Iterable[str]) 
             hint="adapter.modules_to_save trains them all in full; write adapter.kind: none to train the whole model",
         )
     return left
+
+
+def _adaptable(model: PreTrainedModel, linear: Mapping[str, nn.Module]) -> list[str]:
+    """Names of all linear layers but the output layer and those that cannot be adapted, which a warning names once."""
+    inside = {name: module for name, module in linear.items() if module is not model.get_output_embeddings()}
+    bad = not_adaptable(model, inside)
+    if bad and next(model.parameters()).device.type != "meta":
+        reasons = {why: sorted(_last_parts(name for name, each in bad.items() if each == why)) for why in bad.values()}
+        told = "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items())
+        pass_on(f"adapter.target_modules: all-linear leaves out {told}")
+    return [name for name in inside if name not in bad]
+
+
+def _last_parts(names: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in names}
 
 
 def _shortest(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:

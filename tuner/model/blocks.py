@@ -115,6 +115,8 @@ def compile_blocks(root: CausalLM, padding: Padding) -> None:
             # It is cleared in every forward and, as peft sets it, never filled. A checkpoint that is compiled may not
             # change what lies outside it.
             module._cache_clear = lambda: None  # type: ignore[method-assign]
+    if root.mixers is not None:
+        root.mixers.keep_from_compiler(root.model)
     for block in decoder_blocks(root.model):
         # Evaluation and sampling come in many shapes and are rare: they run as they are.
         _wrap(block, torch.compile(block.forward, backend=BACKEND, dynamic=False), lambda block: block.training)

@@ -1,14 +1,16 @@
 """Greedy decoding of several prompts at once, the same on every rank."""
 
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, DynamicLayer, PretrainedConfig
+from transformers import DynamicCache, DynamicLayer, PretrainedConfig
 
 from tuner.model import transformers_private
-from tuner.model.documents import GrowingDocuments
+from tuner.model.build import decoder_of
+from tuner.model.documents import Carried, GrowingDocuments
 from tuner.model.root import CausalLM
 
 
@@ -76,7 +78,8 @@ def greedy(
     """The most likely continuation of each prompt, up to an end token (left out) or as many tokens as its limit.
 
     All prompts take each step together where the model keeps plain keys and values and has our attention: reading the
-    weights, and gathering them under FSDP2, costs as much for one as for several. Other models take them one by one.
+    weights, and gathering them under FSDP2, costs as much for one as for several. Other models take them one by one,
+    each with the cache that `generate` of transformers gives it.
     Under FSDP2 every rank must call it with the same prompts: the ranks then take the same number of forwards.
     ``between`` is called before each; what it raises ends the decoding.
     """
@@ -85,7 +88,7 @@ def greedy(
     answers: list[list[int]] = [[] for _ in prompts]
     together = _takes_several(root)
     for group in [wanted] if together else [[i] for i in wanted]:
-        cache = SideBySide(config, len(group)) if together else DynamicCache(config=config)
+        cache = SideBySide(config, len(group)) if together else _own_cache(root)
         live, given = group, [list(prompts[i]) for i in group]
         while live:
             between()
@@ -99,23 +102,38 @@ def greedy(
             if isinstance(cache, SideBySide) and len(going) < len(live):
                 cache.keep(going)
             live, given = [live[place] for place in going], [[tokens[place]] for place in going]
+            if isinstance(cache, Carried) and not cache.arguments:  # the model keeps nothing: all its tokens again
+                cache, given = _own_cache(root), [[*prompts[i], *answers[i]] for i in live]
     return answers
 
 
-def _next_logits(root: CausalLM, given: list[list[int]], cache: Cache, device: torch.device) -> torch.Tensor:
+def _own_cache(root: CausalLM) -> Carried:
+    """What carries one document from forward to forward: empty where the model makes its own in the first."""
+    taken = inspect.signature(decoder_of(root.model).forward).parameters
+    name = next((name for name in ("past_key_values", "cache_params") if name in taken), None)
+    if name is None or not transformers_private.takes_dynamic_cache(root.model):
+        return Carried({})
+    return Carried({name: DynamicCache(config=root.model.config)})
+
+
+def _next_logits(
+    root: CausalLM, given: list[list[int]], cache: SideBySide | Carried, device: torch.device
+) -> torch.Tensor:
     """Logits ``[documents, V]`` after the tokens that each document is given now."""
     lengths = [len(ids) for ids in given]
     if isinstance(cache, SideBySide):
         cache.grow(lengths)
         starts = [whole - new for whole, new in zip(cache.documents.whole, lengths, strict=True)]
     else:
-        starts = [cache.get_seq_length()]
+        starts = [cache.tokens]
     places = [start + i for start, length in zip(starts, lengths, strict=True) for i in range(length)]
     lasts = [end - 1 for end in accumulate(lengths)]
     ids, positions, at = (
         torch.tensor(values, dtype=torch.int64, device=device) for values in (list(chain(*given)), places, lasts)
     )
-    return root.next_logits(ids, positions, at, cache, cache.documents if isinstance(cache, SideBySide) else None)
+    if isinstance(cache, SideBySide):
+        return root.next_logits(ids, positions, at, Carried({"past_key_values": cache}), cache.documents)
+    return root.next_logits(ids, positions, at, cache, None)
 
 
 def fullest_forwards(
@@ -131,7 +149,7 @@ def fullest_forwards(
         return
     if not _takes_several(root):  # a state whose size is its own matter: all tokens of the longest one at once
         longest = max(len(prompt) + limit - 1 for prompt, limit in asked)
-        _next_logits(root, [[0] * longest], DynamicCache(config=config), device)
+        _next_logits(root, [[0] * longest], _own_cache(root), device)
         return
     cache = SideBySide(config, len(asked))
     _next_logits(root, [prompt for prompt, _ in asked], cache, device)
@@ -158,4 +176,4 @@ def _takes_several(root: CausalLM) -> bool:
     layers = DynamicCache(config=root.model.config).layers
     known = (DynamicLayer, transformers_private.DynamicSlidingWindowLayer)
     plain = bool(layers) and all(type(layer) in known for layer in layers)
-    return root.takes_documents and plain
+    return root.takes_documents and plain and root.mixers is None

@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from tuner.runtime.device import to_device
 from tuner.runtime.torch_private import mark_dynamic
+
+_CARRIED = ("past_key_values", "cache_params", "state", "past_buckets_states")
+"""How outputs of transformers name what the next call takes; the last is Reformer's."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,25 @@ class GrowingDocuments:
 
     new: tuple[int, ...]
     whole: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Carried:
+    """What the tokens of documents that are decoded leave for the next ones: a cache, or states of another kind.
+
+    An own type, not a dict: what wraps a module copies those, and what a forward notes would be lost.
+    """
+
+    arguments: dict[str, Any]
+    """By the name of the argument in which the decoder takes it."""
+    tokens: int = 0
+    """That were decoded so far."""
+
+    def note(self, output: Any, n_tokens: int) -> None:
+        """Take what the decoder gave back of it after ``n_tokens`` more."""
+        given_back = {name: getattr(output, name, None) for name in _CARRIED}
+        self.arguments |= {name: value for name, value in given_back.items() if value is not None}
+        self.tokens += n_tokens
 
 
 @dataclass(frozen=True, eq=False)

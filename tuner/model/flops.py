@@ -124,6 +124,7 @@ def _attention(config: PretrainedConfig) -> tuple[dict[int | None, float], dict[
         layers, chunked = Counter({window: config.num_hidden_layers}), 0
     else:
         windows = {"full_attention": None, "sliding_attention": window}
+        windows |= {"hybrid": None, "hybrid_sliding": window}  # attention next to, or after, what keeps a state
         layers = Counter(windows[kind] for kind in kinds if kind in windows)
         chunked = list(kinds).count("chunked_attention")
     heads = config.num_attention_heads

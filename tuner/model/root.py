@@ -5,15 +5,15 @@ Under FSDP2 the output weight is whole inside the root's forward alone, so the l
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tuner.model import attention
 from tuner.model.build import decoder_of, has_score, head_layer
-from tuner.model.documents import Documents, GrowingDocuments, Padding
+from tuner.model.documents import Carried, Documents, GrowingDocuments, Padding
 from tuner.model.longrope import RotationByDocument
 from tuner.model.output_layer import (
     PLAIN,
@@ -26,6 +26,9 @@ from tuner.model.output_layer import (
     summed_cross_entropy,
 )
 from tuner.model.transformers_private import keeps_state, masks_by_position, own_attention
+
+if TYPE_CHECKING:
+    from tuner.model.mixers import Mixers
 
 Route = Literal["flat", "batch", "calls"]
 """How the documents of a microbatch go through the decoder: end to end in one row, as a padded batch, or one by one."""
@@ -56,6 +59,8 @@ class CausalLM(nn.Module):
         """Tokens of a chunk, in models some of whose layers attend inside chunks alone; 0 in others."""
         self._is_counted = any(hasattr(module, "tuner_temperature") for module in model.modules())
         self._rotation = RotationByDocument(model)
+        self.mixers = _mixers_of(model)
+        """The layers that mix tokens by a state of their own, where there are any."""
         given = inspect.signature(decoder_of(model).forward).parameters.values()
         self.takes_positions = any(one.name == "position_ids" or one.kind is one.VAR_KEYWORD for one in given)
         """Without them, tokens are numbered from the start of the row."""
@@ -130,19 +135,22 @@ class CausalLM(nn.Module):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         lasts: torch.Tensor,
-        cache: Cache,
+        carried: Carried,
         documents: GrowingDocuments | None,
     ) -> torch.Tensor:
-        """Logits ``[N, V]`` at the ``lasts`` ``[N]`` of tokens ``[T]`` that continue the ``documents`` in ``cache``.
+        """Logits ``[N, V]`` at the ``lasts`` ``[N]`` of tokens ``[T]`` that continue the ``documents`` in ``carried``.
 
-        Without ``documents`` there is one.
+        Without ``documents`` there is one. What the decoder gives back for the next tokens is noted there.
         """
         if documents is None:
             self._rotation.expect((), ())
         else:
             self._rotation.expect(documents.new, documents.whole)
+        if self.mixers is not None:
+            self.mixers.expect((), input_ids.device)
         where = self._where(position_ids, documents)
-        output = decoder_of(self.model)(input_ids=input_ids[None], past_key_values=cache, use_cache=True, **where)
+        output = decoder_of(self.model)(input_ids=input_ids[None], use_cache=True, **carried.arguments, **where)
+        carried.note(output, len(input_ids))
         logits: torch.Tensor = self.model.get_output_embeddings()(output.last_hidden_state[0, lasts])
         self.logit_transform.apply_(logits)
         return logits
@@ -157,6 +165,8 @@ class CausalLM(nn.Module):
             input_ids, position_ids, document_lengths = self.padding.fill(input_ids, position_ids, document_lengths)
             bound = self.padding.longest
         self._rotation.expect(document_lengths, document_lengths)
+        if self.mixers is not None:
+            self.mixers.expect(document_lengths, input_ids.device)
         where = self._where(position_ids, Documents.of(document_lengths, input_ids.device, bound, self.chunk))
         output = decoder_of(self.model)(input_ids=input_ids[None], use_cache=False, **where)
         hidden: torch.Tensor = output.last_hidden_state[0, :n_tokens]
@@ -172,6 +182,8 @@ class CausalLM(nn.Module):
     def _decoded(self, input_ids: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
         """Hidden states ``[documents, longest, D]``; nothing says where tokens stand, as where a document is alone."""
         self._rotation.expect((), ())
+        if self.mixers is not None:
+            self.mixers.expect((), input_ids.device)
         self.counted = counted
         hidden: torch.Tensor = decoder_of(self.model)(input_ids=input_ids, use_cache=False).last_hidden_state
         return hidden
@@ -203,6 +215,14 @@ def _count_by_document(model: PreTrainedModel) -> int:
     from tuner.model.counted import count_by_document  # few models do
 
     return count_by_document(decoder_of(model), model.config)
+
+
+def _mixers_of(model: PreTrainedModel) -> "Mixers | None":
+    if not keeps_state(model):
+        return None
+    from tuner.model.mixers import Mixers
+
+    return Mixers(model)
 
 
 def _losses(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> torch.Tensor:

@@ -91,6 +91,22 @@ def registered(interface: Any) -> dict[str, Any]:
     return found
 
 
+def keeps_state(model: PreTrainedModel) -> bool:
+    """Whether layers of a model carry something else from token to token than keys and values.
+
+    By what its class notes for generation, or by kinds of layers in its config: `linear_attention`, `conv`, `hybrid`.
+    """
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    stateful: bool = private_attribute(type(model), "_is_stateful", _BUILDING)
+    return stateful or any("linear" in kind or "attention" not in kind for kind in kinds)
+
+
+def takes_dynamic_cache(model: PreTrainedModel) -> bool:
+    """Whether `generate` gives a model a DynamicCache; the others make a cache or state of their own."""
+    takes: bool = private_attribute(type(model), "_supports_default_dynamic_cache", _SAMPLES)()
+    return takes
+
+
 def decoder_classes(model: PreTrainedModel) -> set[str]:
     """Names of the classes of a model's decoder layers, as transformers notes them for sharding."""
     return set(private_attribute(model, "_no_split_modules", _BUILDING) or ())
@@ -112,11 +128,6 @@ def compute_buffers(model: PreTrainedModel, module: nn.Module) -> None:
 def commit_of(config: PretrainedConfig) -> str | None:
     """The commit on the hub that a config came from; None of a local one."""
     return getattr(config, "_commit_hash", None)
-
-
-def keeps_state(model: PreTrainedModel) -> bool:
-    """Whether layers of a model carry a state from token to token besides keys and values, as Mamba's do."""
-    return bool(private_attribute(type(model), "_is_stateful", _BUILDING))
 
 
 def masks_by_position(decoder: nn.Module) -> bool:

@@ -1,0 +1,75 @@
+"""Which linear layers an adapter can be put on, by what the model's code does with them; no weight is looked at.
+
+An adapter changes what a layer gives when it is called. Code that reads the weight itself never meets it: kernels of
+Mamba are given weights, Jamba multiplies by one, Gemma 3n bounds one. A weight that several layers share would get an
+adapter from each, which no merged weight can hold.
+"""
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+_READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|ndim|size|data)\b|\s*=[^=])")
+"""A weight that code computes with; what it asks about one, or changes in place, is no such reading."""
+READ = "its weight is read without a call: an adapter learns nothing"
+SHARED = "blocks share its weight, and their adapters cannot be merged"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a layer computes what `nn.Linear` does, or GPT-2's `Conv1D`, and nothing else.
+
+    Classes that are made from `nn.Linear` are tried on small weights: Falcon's layer is one, a router that chooses
+    experts is none.
+    """
+    if type(module).__name__ in ("Linear", "Conv1D"):
+        return True
+    return isinstance(module, nn.Linear) and _computes_linear(module)
+
+
+@torch.no_grad()
+def _computes_linear(module: nn.Linear) -> bool:
+    weight, x = torch.tensor([[0.5, -2.0], [3.0, 1.5], [-1.0, 0.25]]), torch.tensor([[1.5, -0.75], [2.0, 4.0]])
+    small = {"weight": weight} | ({} if module.bias is None else {"bias": torch.tensor([0.5, -1.0, 2.0])})
+    try:
+        found = torch.func.functional_call(module, small, (x,))
+    except Exception:  # noqa: BLE001 - whatever a class's own forward raises, it is not nn.Linear's
+        return False
+    wanted = nn.functional.linear(x, weight, small.get("bias"))
+    return isinstance(found, torch.Tensor) and found.shape == wanted.shape and torch.equal(found, wanted)
+
+
+def not_adaptable(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Of linear ``layers`` of a model, by name, those that cannot be adapted, each with the reason."""
+    linear = (each for each in model.modules() if isinstance(each, nn.Linear) or type(each).__name__ == "Conv1D")
+    weights = Counter(id(each.weight) for each in linear)
+    holders = {name: type(model.get_submodule(name.rpartition(".")[0])) for name in layers}
+    read = {kind: _read_by(kind) for kind in set(holders.values())}
+    found = {}
+    for name, layer in layers.items():
+        if name.rpartition(".")[2] in read[holders[name]]:
+            found[name] = READ
+        elif weights[id(layer.weight)] > 1:
+            found[name] = SHARED
+    return found
+
+
+def _read_by(kind: type[nn.Module]) -> frozenset[str]:
+    """Names of the layers whose weight the methods of a class of a model read, in whatever case they do."""
+    methods = [
+        inspect.unwrap(method)
+        for base in kind.__mro__
+        if not base.__module__.startswith("torch.")
+        for method in vars(base).values()
+        if inspect.isfunction(method)
+    ]
+    found: set[str] = set()
+    for method in methods:
+        try:
+            found.update(_READ.findall(inspect.getsource(method)))
+        except (OSError, TypeError):  # made at run time, or installed without its source
+            continue
+    return frozenset(found)
