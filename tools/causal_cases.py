@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -43,8 +44,8 @@ _SIZES: dict[str, Any] = {
     "qk_head_dim": 16,
     "v_head_dim": 8,
     "index_head_dim": 16,
-    "index_n_heads": 2,
-    "index_topk": 64,
+    "index_n_heads": 8,  # scores that are equal, of heads that all give nothing, would be chosen among at will
+    "index_topk": 6,  # fewer than documents have tokens
     # linear attention
     "linear_head_dim": 8,
     "linear_num_heads": 4,
@@ -96,7 +97,7 @@ def _small(kind: type[PretrainedConfig]) -> dict[str, Any]:
     """The keys of a config class with small values; configs inside it likewise."""
     try:
         defaults = kind().to_dict()
-    except ValueError:  # some defaults do not pass their own validation
+    except (ValueError, StrictDataclassError):  # some defaults do not pass their own validation
         defaults = {}
     made = {key: value for key, value in _SIZES.items() if key in defaults or key in kind.attribute_map}
     made |= {key: 0.0 for key, value in defaults.items() if "drop" in key and isinstance(value, float)}
@@ -119,8 +120,8 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chu
 _SHARED = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
 _SHORT = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
 _INDEXER = {
-    "indexer_budget": 64, "indexer_compress_ratio": 1, "indexer_head_dim": 8, "indexer_kv_heads": 1,
-    "indexer_n_heads": 2, "ngram_vocab_size_base": 97, "split_ngram_parts": 2, "ple_embed_dim": 32,
+    "indexer_budget": 6, "indexer_compress_ratio": 1, "indexer_head_dim": 8, "indexer_kv_heads": 1,
+    "indexer_n_heads": 8, "ngram_vocab_size_base": 97, "split_ngram_parts": 2, "ple_embed_dim": 32,
 }  # fmt: skip
 _RELATIVE = {"d_rel": 4, "rel_extent": 10, "log_scaling_n_floor": 4}
 _OVERRIDES: dict[str, dict[str, Any]] = {
@@ -134,6 +135,9 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "doge": {"keep_window_size": 8},
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}, "index_topk": 2,
+    },
     "dots3_note_text": {"head_dim": 16},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
@@ -157,6 +161,10 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 8,
     },
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2, "index_n_heads": 2,
+        "index_block_size": 4, "index_topk_blocks": 2,
+    },
     "phimoe": {"sliding_window": 100},  # its attention is not told of a shorter one, and is refused
     "qwen4_exp_text": _INDEXER,
     "recurrent_gemma": {"block_types": ("recurrent", "attention")},
@@ -166,6 +174,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_layers": ["local", "local"],
     },
     "roc_bert": {"shape_vocab_size": 97, "pronunciation_vocab_size": 97, "is_decoder": True},
+    "xlm": {"causal": True},
+    "xlnet": {"attn_type": "uni"},
     "xlstm": {"hidden_size": 128},  # transformers sizes its states right for multiples of 128 alone
     "xmod": {"default_language": "en_XX", "is_decoder": True},
     "zamba": {

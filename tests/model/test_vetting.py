@@ -8,14 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DbrxConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig
+from transformers import (
+    DbrxConfig,
+    DeepseekV4Config,
+    DeepseekV32Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MiniMaxM3VLTextConfig,
+    MixtralConfig,
+)
 
 from tests.model.tiny import SHAPE
 from tuner.errors import DataError
 from tuner.export.write import write_config
 from tuner.generate import load_generator
 from tuner.model.build import ModelSpec, build_model, model_config
-from tuner.model.vetting import ignored_code, ignored_losses
+from tuner.model.vetting import ignored_code, ignored_losses, untrained_indexer
 
 REFUSED: list[dict[str, Any]] = [
     {"_attn_implementation": "kernels-community/flash-attn2"},
@@ -86,6 +94,15 @@ def test_terms_of_a_routers_loss_are_named() -> None:
     assert "moe_loss_weight: 0.01" in str(ignored_losses(DbrxConfig()))
     assert ignored_losses(MixtralConfig(router_aux_loss_coef=0.0)) is None
     assert ignored_losses(LlamaConfig()) is None
+
+
+def test_indexers_that_learn_nothing_are_named() -> None:
+    assert "(indexed_attention)" in str(untrained_indexer(DeepseekV32Config(num_hidden_layers=2)))
+    assert "(compressed_sparse_attention)" in str(untrained_indexer(DeepseekV4Config()))
+    sparse = MiniMaxM3VLTextConfig(layer_types=["full_attention", "minimax_m3_sparse"], num_hidden_layers=2)
+    assert "(minimax_m3_sparse)" in str(untrained_indexer(sparse))
+    for config in (LlamaConfig(), MiniMaxM3VLTextConfig(num_hidden_layers=2)):  # as its layers come, all see all
+        assert untrained_indexer(config) is None
 
 
 def test_an_adapter_beside_the_weights_is_refused(base: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -187,10 +188,9 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, head: Head = "token
     except ImportError as error:
         raise _missing(config.model_type, error) from error
     except (ValueError, TypeError, ZeroDivisionError, RuntimeError, AttributeError, KeyError) as error:
-        raise RecipeError(
-            f"model: no causal language model can be built from this {config.model_type} config: {_reason(error)}",
-            hint="choose a causal language model, or look at model.config",
-        ) from error
+        from tuner.model.refusal import unbuildable
+
+        raise unbuildable(config, error) from error
     return _finished(model)
 
 
@@ -200,9 +200,13 @@ def _missing(what: str, error: ImportError) -> MachineError:
 
 
 def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated decoder layers in order, as transformers names them for sharding (``_no_split_modules``)."""
-    names = decoder_classes(model)
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    """The repeated decoder layers in order, as transformers names them for sharding (``_no_split_modules``).
+
+    What holds the embedding of tokens, which BERT's kin name too, is none: the output layer may share its weight.
+    """
+    names, embedding = decoder_classes(model), model.get_input_embeddings()
+    named = [module for module in model.modules() if type(module).__name__ in names]
+    blocks = [module for module in named if not any(part is embedding for part in module.modules())]
     if not blocks:
         raise RecipeError(f"{type(model).__name__} names no decoder layers, so it cannot be sharded over processes")
     return blocks
@@ -320,7 +324,7 @@ def _clear_errors(spec: ModelSpec) -> Iterator[None]:
         raise
     except ImportError as error:
         raise _missing(spec.name_or_path, error) from error
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, StrictDataclassError) as error:
         reason = _reason(error)
         if isinstance(error, SafetensorError):
             reason = f"{broken_weights(path)}: {reason}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from tuner.errors import RecipeError, is_out_of_memory
 from tuner.model import transformers_private
@@ -86,6 +86,10 @@ def require_isolation(
     Raises RouteRefused, with the reason, where on its route it is not the model, and RecipeError where the model is not
     causal or does not run.
     """
+    if root.padding_number is not None:
+        from tuner.model.refusal import require_positions
+
+        require_positions(root.model.config, root.padding_number, longest)
     plain = plain_twin(root.model)
     ids = torch.randint(0, min(vocab_size, 32000), (_FIRST + _SECOND,), generator=torch.Generator().manual_seed(0))
     documents = (ids[:_FIRST], ids[_FIRST:])
@@ -97,11 +101,10 @@ def require_isolation(
             expected = _plain_logits(plain, documents[1])
             own = _moved(expected, _plain_logits(plain, changed[1]))
         if not own <= LEAK_ALLOWED:
-            raise RecipeError(
-                f"{name} cannot be trained: with this config it is not causal (a later token moves earlier logits by "
-                f"{own:.1e} where transformers alone has loaded it)",
-                hint="choose another model",
-            )
+            from tuner.model.refusal import not_causal  # what a model that is trained goes without
+
+            why, hint = not_causal(root.model.config, own, partial(_is_causal, root.model, documents[1], changed[1]))
+            raise RecipeError(f"{name} cannot be trained: {why}", hint=hint)
         how = "without a mask" if root.route == "flat" else "on documents apart"
         what = f"its decoder, {how}, or its output layer on what that gives, does not run"
         with _refusing(partial(RouteRefused, name), what):
@@ -155,7 +158,9 @@ def _refusing(refused: Callable[[str], RecipeError], what: str) -> Iterator[None
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
-        raise refused(f"{what} ({type(error).__name__}: {error})") from error
+        from tuner.model.refusal import in_words
+
+        raise refused(f"{what}: {in_words(error)}") from error
 
 
 @contextmanager
@@ -216,6 +221,16 @@ def _plain_logits(plain: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+def _is_causal(model: PreTrainedModel, ids: torch.Tensor, changed: torch.Tensor, config: PretrainedConfig) -> bool:
+    """Whether a model is causal with another config: its logits before a change stay as they are."""
+    try:
+        plain = plain_twin(model, config)
+        with _in_float32(plain):
+            return _moved(_plain_logits(plain, ids), _plain_logits(plain, changed)) <= LEAK_ALLOWED
+    except Exception:  # noqa: BLE001 - whatever a class raises for that config, it is no remedy
+        return False
+
+
 def _moved(logits: torch.Tensor, after: torch.Tensor) -> float:
     """How far the logits moved at the tokens before those that changed."""
     return _relative(after[:_KEPT], logits[:_KEPT])
@@ -226,14 +241,16 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
+def plain_twin(model: PreTrainedModel, config: PretrainedConfig | None = None) -> PreTrainedModel:
     """A new model of the same class and config, with its class's own attention and masks, in evaluation mode.
+
+    With a ``config`` of that class that one.
 
     Parameters and buffers are those of ``model``, not copies. Modules that training put there (adapters, rows of new
     tokens) are copied around the same tensors. Kernels that were swapped in are not: they are held to the originals.
     """
     with torch.device("meta"):
-        twin = from_config(model, plain_config(model.config), dtype=model.dtype)
+        twin = from_config(model, config or plain_config(model.config), dtype=model.dtype)
     shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     _share(twin, model, {**shared, id(model.config): twin.config})
     twin.config.use_cache = False

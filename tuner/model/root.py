@@ -26,6 +26,7 @@ from tuner.model.output_layer import (
     summed_cross_entropy,
 )
 from tuner.model.transformers_private import keeps_state, masks_by_position, own_attention
+from tuner.model.vetting import layers_with_indexers
 
 if TYPE_CHECKING:
     from tuner.model.mixers import Mixers
@@ -58,6 +59,10 @@ class CausalLM(nn.Module):
         self.chunk = _count_by_document(model) if self.takes_documents else 0
         """Tokens of a chunk, in models some of whose layers attend inside chunks alone; 0 in others."""
         self._is_counted = any(hasattr(module, "tuner_temperature") for module in model.modules())
+        self.before_output = _before_output(model)
+        """From the decoder's hidden states to what the output layer takes, where a model computes anything there."""
+        self.padding_number = _padding_number(model)
+        """The padding token's id, where tokens are numbered from it on (RoBERTa and its kin)."""
         self._rotation = RotationByDocument(model)
         self.mixers = _mixers_of(model)
         """The layers that mix tokens by a state of their own, where there are any."""
@@ -126,7 +131,7 @@ class CausalLM(nn.Module):
         Of a reward model, scores ``[N, 1]``.
         """
         hidden = self._hidden(input_ids, position_ids, document_lengths)
-        logits: torch.Tensor = head_layer(self.model)(hidden[positions])
+        logits: torch.Tensor = head_layer(self.model)(self._at_output(hidden[positions]))
         self.logit_transform.apply_(logits)
         return logits
 
@@ -148,10 +153,11 @@ class CausalLM(nn.Module):
             self._rotation.expect(documents.new, documents.whole)
         if self.mixers is not None:
             self.mixers.expect((), input_ids.device)
-        where = self._where(position_ids, documents)
+        where = self._where(self._numbered(input_ids, position_ids), documents)
         output = decoder_of(self.model)(input_ids=input_ids[None], use_cache=True, **carried.arguments, **where)
         carried.note(output, len(input_ids))
-        logits: torch.Tensor = self.model.get_output_embeddings()(output.last_hidden_state[0, lasts])
+        hidden = self._at_output(output.last_hidden_state[0, lasts])
+        logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
         self.logit_transform.apply_(logits)
         return logits
 
@@ -167,10 +173,15 @@ class CausalLM(nn.Module):
         self._rotation.expect(document_lengths, document_lengths)
         if self.mixers is not None:
             self.mixers.expect(document_lengths, input_ids.device)
+        position_ids = self._numbered(input_ids, position_ids)
         where = self._where(position_ids, Documents.of(document_lengths, input_ids.device, bound, self.chunk))
         output = decoder_of(self.model)(input_ids=input_ids[None], use_cache=False, **where)
         hidden: torch.Tensor = output.last_hidden_state[0, :n_tokens]
         return hidden
+
+    def _at_output(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the output layer takes ``[N, E]``, of the decoder's hidden states ``[N, D]``."""
+        return hidden if self.before_output is None else self.before_output(hidden)
 
     def _apart(self, input_ids: torch.Tensor, document_lengths: tuple[int, ...]) -> torch.Tensor:
         """Hidden states ``[T, D]`` of documents that do not lie end to end."""
@@ -189,6 +200,7 @@ class CausalLM(nn.Module):
         return hidden
 
     def _at_head(self, objective: Objective[Result], hidden: torch.Tensor, targets: torch.Tensor) -> Result:
+        hidden = self._at_output(hidden)
         if self.gathered_head is not None:
             result: Result = self.gathered_head(objective, hidden, targets)
             return result
@@ -199,6 +211,14 @@ class CausalLM(nn.Module):
         head = head_layer(self.model)
         layer = OutputLayer(head.weight, getattr(head, "bias", None), self.logit_transform, self.loss_kernel)
         return objective(hidden, layer, targets)
+
+    def _numbered(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Numbers of tokens ``[T]`` as this model counts them, of those that begin at 0 in each document."""
+        if self.padding_number is None:
+            return position_ids
+        from tuner.model.numbering import from_padding
+
+        return from_padding(input_ids, position_ids, self.padding_number)
 
     def _where(self, position_ids: torch.Tensor, documents: Documents | GrowingDocuments | None) -> dict[str, object]:
         """Where the tokens of a row stand, in the arguments that this model takes."""
@@ -223,6 +243,37 @@ def _mixers_of(model: PreTrainedModel) -> "Mixers | None":
     from tuner.model.mixers import Mixers
 
     return Mixers(model)
+
+
+def _before_output(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    parts = [] if has_score(model) else _parts_between(model, decoder_of(model), head_layer(model))
+    if not parts:
+        return None
+    from tuner.model.before_output import BeforeOutput
+
+    return BeforeOutput(model, parts)
+
+
+def _parts_between(whole: nn.Module, decoder: nn.Module, head: nn.Module | None) -> list[nn.Module]:
+    """The parts of a model that stand between its decoder and its output layer, the last of which may hold it."""
+    children = list(whole.children())
+    first, last = (
+        next((i for i, child in enumerate(children) if any(part is end for part in child.modules())), None)
+        for end in (decoder, head)
+    )
+    if first is None or last is None:
+        return []
+    if first == last:
+        return _parts_between(children[first], decoder, head)
+    between = [child for child in children[first + 1 : last] if any(True for _ in child.parameters())]
+    return between + [child for child in children[last : last + 1] if child is not head]
+
+
+def _padding_number(model: PreTrainedModel) -> int | None:
+    """What ``create_position_ids_from_input_ids`` of fairseq's embeddings counts from."""
+    rule = "create_position_ids_from_input_ids"
+    counting: list[Any] = [module for module in decoder_of(model).modules() if hasattr(type(module), rule)]
+    return next((int(module.padding_idx) for module in counting), None)
 
 
 def _losses(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> torch.Tensor:
@@ -254,6 +305,8 @@ def route_of(model: PreTrainedModel) -> tuple[Route, str | None]:
     nothing has numbers, this holds on every process alike.
     """
     name, config = type(model).__name__, model.config.get_text_config()
+    if layers_with_indexers(model.config):
+        return "batch", f"{name} chooses what each token sees by an indexer, which reads a mask"
     if keeps_state(model):  # mixers of tokens get documents apart
         return "flat", None
     if "lsh" in (getattr(config, "attn_layers", None) or ()):

@@ -79,6 +79,23 @@ def ignored_losses(config: PretrainedConfig) -> str | None:
     return f"{named} of the model's config is not part of the loss: what balances its experts is not trained"
 
 
+def layers_with_indexers(config: PretrainedConfig) -> list[str]:
+    """The kinds of a model's layers in which an indexer chooses what each token sees (DeepSeek V3.2 and its kin)."""
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    return sorted(kinds & {"indexed_attention", "compressed_sparse_attention", "minimax_m3_sparse"})
+
+
+def untrained_indexer(config: PretrainedConfig) -> str | None:
+    """A sentence on the indexers of a model, which learn nothing; None where it has none."""
+    kinds = layers_with_indexers(config)
+    if not kinds:
+        return None
+    return (
+        f"the indexer of its layers ({', '.join(kinds)}) chooses by rank which tokens each one sees: that gives it no "
+        "gradient, and transformers has no loss for it, so its weights stay as they are"
+    )
+
+
 def licence_of(name_or_path: str, revision: str | None) -> str | None:
     """The `license` (for `other`, the `license_name`) in the front matter of the model's card; None where unknown."""
     path = Path(name_or_path) / CARD

@@ -16,7 +16,7 @@ from tuner.data.building.spec import PrepareSpec, prepare_spec
 from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, RecipeError
 from tuner.model.build import fetch_weights
-from tuner.model.vetting import ignored_code, ignored_losses
+from tuner.model.vetting import ignored_code, ignored_losses, untrained_indexer
 from tuner.run.changes import Reset, changes, freed_keys, resets_for, starts_of
 from tuner.run.options import HandedOver, LaunchOptions, RunResult
 from tuner.run.previous import find_checkpoint, finished_result, require_recipe_of, warn_of_changes
@@ -245,9 +245,9 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info:
     )
     if resolved.settled:
         console.say("settled", "\n".join(f"{k} {v}: {resolved.reasons[k]}" for k, v in resolved.settled.items()))
-    for ignored in (ignored_code(resolved.config), ignored_losses(resolved.config)):
-        if ignored is not None:
-            console.warn(f"{recipe.model.name_or_path}: {ignored}")
+    for noticing in (ignored_code, ignored_losses, untrained_indexer):
+        if (sentence := noticing(resolved.config)) is not None:
+            console.warn(f"{recipe.model.name_or_path}: {sentence}")
     if (slower := _slower(resolved)) is not None:
         console.warn(slower)
     console.say("run", recipe.output_dir)
