@@ -197,13 +197,14 @@ def ours(directory: Path, target: Path) -> dict[str, float]:
         trained = trained_skeleton(plan.source)
         target.mkdir()
         with measured(figures, "ours"):
-            outputs, written = hf.write_files(plan, target, trained)
+            form = hf.form_of(plan, trained)
+            outputs, written = hf.write_files(plan, target, trained, form)
             flush(target)
         with measured(figures, "read_back"):
             verify.require_written(target, written, outputs)
         with measured(figures, "logits"):
             probes = hf.read_probes(plan.source)
-            figures["difference"] = hf.compare_logits(plan, target, probes).absolute
+            figures["difference"] = hf.compare_logits(plan, target, probes, form).absolute
     return figures
 
 

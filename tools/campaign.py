@@ -54,6 +54,7 @@ CAMPAIGNS = (
     Campaign("elastic", ("elastic_campaign",), "another number of processes at each resume, losses and order"),
     Campaign("prepare", ("prepare_campaign",), "builders of data killed at every call, and racing"),
     Campaign("causal", ("causal_campaign",), "all causal types of transformers, against its own models"),
+    Campaign("multimodal", ("multimodal_campaign",), "language models of all multimodal types: trained and put back"),
     Campaign(
         "tokenizer", ("tokenizer_campaign", f"{DEMO}/assets", f"{DEMO}/campaigns/tokenizers"),
         "ids of training against an export's readers, 35 tokenizers",

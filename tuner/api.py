@@ -203,7 +203,7 @@ def show_run(run: str | Path) -> dict[str, Any]:
     return summary(read_run(_path(run)))
 
 
-def export_hf(
+def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     path: str | Path,
     output: str | Path | None = None,
     dtype: Literal["bf16", "fp32"] = "bf16",
@@ -211,10 +211,12 @@ def export_hf(
     shard_size: str | int = "5GB",
     step: int | Literal["newest", "best"] = "newest",
     base_model: str | None = None,
+    text_only: bool = False,
 ) -> ExportReport:
     """Write a checkpoint of a run, or the checkpoint given, to `output` (default `<run>/exports/step-N`), verified.
 
-    A kept adapter goes to `step-N-adapter` and names `base_model`, by default what it was trained from. The same
+    A kept adapter goes to `step-N-adapter` and names `base_model`, by default what it was trained from; the language
+    model of a multimodal checkpoint alone (`text_only`) to `step-N-text`. The same
     checkpoint and options give the same bytes; a target that holds them already is left alone. Raises
     RecipeError for a target that holds something else, DataError for a corrupt checkpoint, MachineError for a full
     disk and VerificationError, with nothing published, where the export is not the trained model.
@@ -222,7 +224,7 @@ def export_hf(
     from tuner.export.hf import ExportOptions, plan_export, run_export
 
     target = None if output is None else _path(output)
-    options = ExportOptions(dtype, adapter, parse_bytes(shard_size), base_model)
+    options = ExportOptions(dtype, adapter, parse_bytes(shard_size), base_model, text_only)
     return run_export(plan_export(_path(path), target, options, step=step))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
+    AutoConfig,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -24,6 +24,7 @@ from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export.source import Source, resolve
 from tuner.export.weights import first_line, load_trained
 from tuner.export.write import quiet, token_ids, turn_ends
+from tuner.model.build import auto_model
 from tuner.model.tokens import resize_embeddings
 from tuner.model.vetting import vet_config
 from tuner.rundir.exports import LINEAGE
@@ -131,7 +132,7 @@ class Generator:
         """
         sampling.check()
         ids = self.encode(prompt)
-        limit = getattr(self.model.config, "max_position_embeddings", None)
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         room = sampling.max_new_tokens if limit is None else min(sampling.max_new_tokens, limit - len(ids))
         if room <= 0:
             raise RecipeError(f"the prompt has {len(ids):,} tokens, the model takes {limit:,}")
@@ -204,7 +205,8 @@ def make_generator(
 ) -> Generator:
     """A generator from loaded parts; the ends of a turn are those of the defaults, config, tokenizer and template."""
     ends: list[int] = []
-    for value in (getattr(defaults, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id):
+    own = [getattr(part, "eos_token_id", None) for part in (model.config, model.config.get_text_config())]
+    for value in (getattr(defaults, "eos_token_id", None), own[0] or own[1], tokenizer.eos_token_id):
         ends += token_ids(value)
     ends += turn_ends(tokenizer, ends)
     # Sampling defaults that a model ships must not reach greedy answers: only `Sampling` decides.
@@ -257,7 +259,8 @@ def _plain_model(name_or_path: str, revision: str | None, dtype: torch.dtype) ->
     vet_config(name_or_path, revision)
     named = PretrainedConfig.get_config_dict(name_or_path, revision=revision)[0].get("architectures") or ()
     _require_text(name_or_path, not any("ForSequenceClassification" in str(name) for name in named))
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
+    model: PreTrainedModel = auto_model("tokens", config).from_pretrained(
         name_or_path, revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False
     )
     return model

@@ -65,7 +65,7 @@ def write_run(  # noqa: PLR0913 - what a run can be
     frozen: str = "fp32",
     left_alone: tuple[str, ...] = (),
     amount: float = 0.05,
-    facts: dict[str, str] | None = None,
+    facts: dict[str, Any] | None = None,
     best: int | None = None,
     head: Head = "tokens",
 ) -> Path:

@@ -37,7 +37,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made = write_run(tmp_path / "run", write_base(tmp_path / "base", "llama"), LoraSpec(4, 8.0, 0.0, "all-linear"))
     export_hf(made, tmp_path / "sound", shard_size=SHARD_BYTES)
     same = verify.Difference(0.0, 0.0, 0.0)
-    monkeypatch.setattr(hf, "compare_logits", lambda plan, directory, probes, padding: same)
+    monkeypatch.setattr(hf, "compare_logits", lambda plan, directory, probes, form, padding: same)
     return made
 
 

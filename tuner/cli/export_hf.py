@@ -36,6 +36,9 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     base_model: Annotated[
         str | None, typer.Option(help="Base model that a kept adapter names; default what the run was trained from.")
     ] = None,
+    text_only: Annotated[
+        bool, typer.Option("--text-only", help="Of a multimodal checkpoint the language model alone.")
+    ] = False,
     shard_size: Annotated[str, typer.Option(help="Largest weights file, e.g. 5GB or 4GiB.")] = "5GB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written and write nothing.")] = False,
     verbose: VerboseOption = False,
@@ -55,7 +58,7 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     with console.doing("loading torch", at_once=True):
         from tuner.export.hf import ExportOptions, plan_export, run_export
 
-    wanted = ExportOptions(dtype, adapter, shard_bytes, _named(base_model))
+    wanted = ExportOptions(dtype, adapter, shard_bytes, _named(base_model), text_only)
     plan = plan_export(source, target, wanted, console.warn, chosen)
     if dry_run:
         return _planned(plan, console)

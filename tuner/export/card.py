@@ -92,6 +92,7 @@ def card(source: Source, facts: Mapping[str, Any], is_adapter: bool, is_padded: 
     base = hub_name(str(source.model.get("name_or_path", ""))) if source.hub_name else None
     title = _one_line(str(facts["source"]["run"]))
     task = "text-classification" if source.head == "score" else "text-generation"
+    task = "image-text-to-text" if _is_whole(source, facts) else task
     front = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}", f"pipeline_tag: {task}"]
     if base:
         front += [f"base_model: {base}", f"base_model_relation: {'adapter' if is_adapter else 'finetune'}"]
@@ -100,8 +101,10 @@ def card(source: Source, facts: Mapping[str, Any], is_adapter: bool, is_padded: 
     front += ["tags:", "- tuner", *(["- reward-model"] if source.head == "score" else []), "---", ""]
     rows = [(key, value) for key, value in _facts(source, facts, base) if value is not None]
     table = ["| | |", "|---|---|", *(f"| {key} | {_one_line(str(value))} |" for key, value in rows)]
-    size = source.model["config"].get("vocab_size") if source.new_ids else None
-    usage, losses = _usage(is_adapter, size), _losses(facts["metrics"])
+    config, is_whole = source.model.get("config") or {}, _is_whole(source, facts)
+    config = config if "vocab_size" in config else config.get("text_config") or {}
+    size = config.get("vocab_size") if source.new_ids else None
+    usage, losses = _usage(is_adapter, size, is_whole), _losses(facts["metrics"])
     if source.head == "score":
         usage = scoring(source, is_adapter, size, is_padded)
     return "\n".join([*front, f"# {title}", "", *table, "", *usage, "", *losses, *_settings(facts)])
@@ -154,9 +157,20 @@ def _facts(source: Source, facts: Mapping[str, Any], base: str | None) -> list[t
         *((f"{split} data", _counts(counts)) for split, counts in facts["data"].items()),
         ("tokens seen", f"{tokens:,}" if isinstance(tokens, int) else None),
         ("new tokens", len(source.new_ids) or None),
+        ("not trained", _untouched(source.model["untouched"]) if _is_whole(source, facts) else None),
         ("weights", export["dtype"]),
         ("trained with", f"tuner {facts['versions']['tuner']}"),
     ]
+
+
+def _is_whole(source: Source, facts: Mapping[str, Any]) -> bool:
+    """Whether it is, or fits, a whole multimodal checkpoint."""
+    return bool(source.model.get("untouched")) and not facts["export"].get("text_only")
+
+
+def _untouched(left: Mapping[str, Any]) -> str:
+    """What of a multimodal checkpoint was not trained, in words."""
+    return f"what is no part of the language model: {left['tensors']:,} tensors ({left['bytes'] / 1e6:,.1f} MB)"
 
 
 def _counts(counts: Mapping[str, Any]) -> str:
@@ -175,15 +189,19 @@ def _adapter_text(source: Source, mode: str) -> str | None:
     return f"{name}, r {adapter.get('r')}, alpha {adapter.get('alpha'):g}{scale}{full}, {how}"
 
 
-def _usage(is_adapter: bool, vocabulary: int | None) -> list[str]:
+def _usage(is_adapter: bool, vocabulary: int | None, is_whole: bool) -> list[str]:
     """How to load it; an adapter with new tokens needs a base model with room for this vocabulary."""
-    lines = ["```python", "from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    model = "AutoModelForMultimodalLM" if is_whole else "AutoModelForCausalLM"
+    tokens = "AutoProcessor" if is_whole else "AutoTokenizer"
+    lines = ["```python", f"from transformers import {model}, {tokens}"]
     if is_adapter:
-        lines += ["from peft import PeftModel", "", "base = AutoModelForCausalLM.from_pretrained(BASE_MODEL)"]
+        lines += ["from peft import PeftModel", "", f"base = {model}.from_pretrained(BASE_MODEL)"]
         lines += [] if vocabulary is None else [f"base.resize_token_embeddings({vocabulary})"]
         lines += ["model = PeftModel.from_pretrained(base, DIRECTORY)"]
     else:
-        lines += ["", "model = AutoModelForCausalLM.from_pretrained(DIRECTORY)"]
+        lines += ["", f"model = {model}.from_pretrained(DIRECTORY)"]
+    if is_whole:
+        return [*lines, f'processor = {tokens}.from_pretrained({"BASE_MODEL" if is_adapter else "DIRECTORY"})', "```"]
     return [*lines, "tokenizer = AutoTokenizer.from_pretrained(DIRECTORY)", "```"]
 
 

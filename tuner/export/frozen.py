@@ -6,16 +6,11 @@ They are read from its published safetensors files, which are located and never 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import PreTrainedModel
 
 from tuner.checkpoint.index import DTYPES
@@ -23,14 +18,20 @@ from tuner.checkpoint.load import require_same_base
 from tuner.checkpoint.storage import tensor_bytes
 from tuner.errors import DataError
 from tuner.export.published import Published, assembled, published, state_names
-from tuner.export.shards import INDEX, WEIGHTS
 from tuner.export.source import Source
-from tuner.export.tensors import OpenFiles, TensorSource, file_tensor, grown_tensor, held_tensor, rounded_tensor
+from tuner.export.tensors import (
+    OpenFiles,
+    TensorSource,
+    file_tensor,
+    grown_tensor,
+    held_tensor,
+    made_tensor,
+    rounded_tensor,
+)
 from tuner.export.weights import base_model, frozen_dtype, some
+from tuner.model.build import is_part
 from tuner.model.freeze import hash_of_frozen
-from tuner.runtime.files import read_json
-
-_HEADER_LIMIT = 100_000_000
+from tuner.model.stored import Stored, stored_tensors, weights_directory
 
 
 class Frozen:
@@ -50,9 +51,8 @@ class Frozen:
         facts = source.model
         if facts.get("init") != "random":
             found = published_tensors(files, str(facts["name_or_path"]), facts.get("revision"))
-            prefix = f"{plain.base_model_prefix}."
             wanted = [target for entry in entries for target in entry.targets]
-            names = {target: _known(target, prefix, found) for target in wanted}
+            names = _names_in_files(plain, wanted, found)
             if all(names.values()):
                 self._files = {target: found[name] for target, name in names.items() if name}
                 return
@@ -78,6 +78,12 @@ class Frozen:
         """The tensor, made in memory of what the files hold of it."""
         parts = {target: part.whole() for target, part in self.parts(entry).items()}
         return held_tensor(assembled(self._plain, entry.name, parts))
+
+    def later(self, entry: Published) -> TensorSource:
+        """The same, made when it is first read and dropped after its last slice."""
+        tensor = next(tensor for name, tensor in state_names(self._plain).items() if name == entry.name)
+        dtype = next(iter(self.parts(entry).values())).dtype
+        return made_tensor(tuple(tensor.shape), dtype, lambda: self.assembled(entry).whole())
 
     def sha256(self, entry: Published) -> tuple[torch.dtype, tuple[int, ...], str]:
         """Type, shape and SHA-256 of the tensor's bytes, read a block at a time where it is in one piece."""
@@ -110,6 +116,18 @@ def require_same_frozen(source: Source, plain: PreTrainedModel, names: Collectio
     require_same_base(source.checkpoint, hash_of_frozen(contents))
 
 
+def _names_in_files(
+    plain: PreTrainedModel, targets: Iterable[str], found: Mapping[str, object]
+) -> dict[str, str | None]:
+    """What the files call each published tensor; None of one that they do not hold."""
+    if is_part(plain):
+        from tuner.model.multimodal import names_in_files
+
+        return names_in_files(plain, targets, found)
+    prefix = f"{plain.base_model_prefix}."
+    return {target: _known(target, prefix, found) for target in targets}
+
+
 def _known(target: str, prefix: str, found: Mapping[str, object]) -> str | None:
     """The tensor's name in the files, which may leave out the name of the decoder or put it in front."""
     for name in (target, target.removeprefix(prefix), prefix + target):
@@ -123,47 +141,15 @@ def published_tensors(files: OpenFiles, name_or_path: str, revision: str | None)
 
     Empty where the model has no such files. Raises DataError for a file that is damaged or absent.
     """
-    directory = _directory(name_or_path, revision)
-    index = directory / INDEX
-    if index.is_file():
-        places = read_json(index).get("weight_map")
-        names = set(places.values()) if isinstance(places, Mapping) else set()
-        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-            raise DataError(f"{index}: its weight_map does not name files of this directory")
-    else:
-        names = {WEIGHTS} if (directory / WEIGHTS).is_file() else set()
-    found: dict[str, TensorSource] = {}
-    for name in sorted(names):
-        found |= _tensors(files, directory / name)
-    return found
+    stored = stored_tensors(weights_directory(name_or_path, revision))
+    return {name: _readable(files, tensor) for name, tensor in stored.items()}
 
 
-def _directory(name_or_path: str, revision: str | None) -> Path:
-    if Path(name_or_path).is_dir():
-        return Path(name_or_path)
-    wanted = ["*.safetensors", "*.safetensors.index.json"]
-    try:
-        return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=wanted))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        raise DataError(f"{name_or_path}: the base model's weights are not available: {error}") from error
-
-
-def _tensors(files: OpenFiles, path: Path) -> dict[str, TensorSource]:
-    length = int.from_bytes(bytes(files.read(path, 0, 8).tolist()), "little")
-    if length > _HEADER_LIMIT:
-        raise DataError(f"{path}: not a safetensors file")
-    try:
-        fields: Any = json.loads(files.read(path, 8, length).numpy().tobytes())
-        return {
-            name: _placed(files, path, 8 + length, facts) for name, facts in fields.items() if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: its header cannot be read: {error}") from error
-
-
-def _placed(files: OpenFiles, path: Path, data: int, facts: Mapping[str, Any]) -> TensorSource:
-    dtype, shape = DTYPES[facts["dtype"]], tuple(int(size) for size in facts["shape"])
-    start, end = (int(offset) for offset in facts["data_offsets"])
-    if end - start != math.prod(shape) * dtype.itemsize or start < 0:
-        raise ValueError(f"a tensor of shape {list(shape)} has {end - start} bytes")
-    return file_tensor(files, path, data + start, shape, dtype)
+def _readable(files: OpenFiles, stored: Stored) -> TensorSource:
+    dtype = DTYPES.get(stored.dtype)
+    if dtype is None:
+        raise DataError(f"{stored.file}: its header cannot be read: {stored.dtype} is no type of weights")
+    if stored.size != math.prod(stored.shape) * dtype.itemsize:
+        reason = f"a tensor of shape {list(stored.shape)} has {stored.size} bytes"
+        raise DataError(f"{stored.file}: its header cannot be read: {reason}")
+    return file_tensor(files, stored.file, stored.start, stored.shape, dtype)

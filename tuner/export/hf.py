@@ -18,6 +18,7 @@ from tuner.checkpoint.load import CheckpointHold, is_held
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export import verify
 from tuner.export.card import CARD, card, lineage
+from tuner.export.form import Form, Itself
 from tuner.export.frozen import require_same_frozen
 from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
 from tuner.export.padding import Padding, require_batches, reward_padding, write_padding
@@ -29,10 +30,10 @@ from tuner.export.write import (
     ADAPTER_WEIGHTS,
     quiet,
     write_adapter_config,
-    write_config,
     write_generation_config,
     write_tokenizer,
 )
+from tuner.model.build import is_part
 from tuner.model.freeze import frozen_names
 from tuner.rundir.exports import LINEAGE
 from tuner.rundir.layout import export_dir
@@ -68,6 +69,8 @@ class ExportOptions:
     """Bytes of the largest weights file."""
     base_model: str | None = None
     """What a kept adapter says of its base model; by default its hub name, or the path of a local directory."""
+    text_only: bool = False
+    """Of a multimodal checkpoint the language model alone, as a model of its own."""
 
     def check(self) -> None:
         """Raise RecipeError for values that there are not, and for a base model where none is named."""
@@ -77,6 +80,8 @@ class ExportOptions:
             raise RecipeError("--base-model: a merged export names no base model", hint="add --adapter keep")
         if self.base_model is not None and not self.base_model.strip():
             raise RecipeError("--base-model: is empty", hint="give a hub name or a directory")
+        if self.text_only and self.adapter == "keep":
+            raise RecipeError("--text-only: a kept adapter fits the whole checkpoint", hint="leave out --adapter keep")
 
 
 DEFAULTS = ExportOptions()
@@ -94,11 +99,13 @@ class ExportPlan:
     manifest_sha256: str
     done: bool
     base_model: str | None = None
+    text_only: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
         """The choices that change the exported bytes."""
-        named = {} if self.base_model is None else {"base_model": self.base_model}
+        named: dict[str, Any] = {} if self.base_model is None else {"base_model": self.base_model}
+        named |= {"text_only": True} if self.text_only else {}
         return {"dtype": self.dtype, "adapter": self.adapter, "shard_size": self.shard_size, **named}
 
 
@@ -153,7 +160,8 @@ def plan_export(
     """Find the checkpoint and the target without writing anything; `warn` hears of a run that is not finished,
     and of a kept checkpoint with a lower held-out loss than the newest one.
 
-    The target is `<run>/exports/step-N`, of a kept adapter `<run>/exports/step-N-adapter`, unless `output` is another.
+    The target is `<run>/exports/step-N`, of a kept adapter `step-N-adapter`, of a text model alone `step-N-text`,
+    unless `output` is another.
     ``step`` chooses one of a run's checkpoints. Raises RecipeError where the target holds something else, DataError
     where the checkpoint is damaged or gone.
     """
@@ -164,7 +172,10 @@ def plan_export(
     is_kept = options.adapter == "keep"
     if is_kept and source.adapter is None:
         raise RecipeError("--adapter keep: the run trained all parameters, it has no adapter to keep")
-    final = (output or export_dir(source.run_dir, source.step, is_kept)).absolute()
+    if options.text_only and not source.model.get("untouched"):
+        raise RecipeError("--text-only: the run trained no multimodal checkpoint", hint="leave it out")
+    kind: Literal["", "adapter", "text"] = "adapter" if is_kept else "text" if options.text_only else ""
+    final = (output or export_dir(source.run_dir, source.step, kind)).absolute()
     plan = ExportPlan(
         source=source,
         output=final,
@@ -172,6 +183,7 @@ def plan_export(
         adapter="none" if source.adapter is None else options.adapter,
         shard_size=options.shard_size,
         base_model=options.base_model,
+        text_only=options.text_only,
         manifest_sha256=sha256_file(source.checkpoint.path / MANIFEST_NAME),
         done=False,
     )
@@ -197,18 +209,22 @@ def run_export(plan: ExportPlan) -> ExportReport:
 def _written_and_proven(plan: ExportPlan, started: float) -> ExportReport:
     with quiet():
         trained = trained_skeleton(plan.source)
-    verify.require_memory(trained.plain)
+        form = form_of(plan, trained)
+    verify.require_memory(trained.plain, form.elements)
     with CheckpointHold(plan.source.checkpoint.path), _temporary(plan.output) as directory:
         with quiet():
             padding = reward_padding(plan.source)
             verify.require_same_tokenizer(plan.source)
+            form.require_same()
             with OpenFiles() as files:
                 require_same_frozen(plan.source, trained.plain, frozen_names(trained.adapted), files)
-            outputs, written = write_files(plan, directory, trained, padding)
+            outputs, written = write_files(plan, directory, trained, form, padding)
             id_probes = verify.require_same_ids(directory, plan.source)
             digests = verify.require_written(directory, written, outputs)
+            if plan.adapter != "keep":
+                form.require_written(directory)
             probes = read_probes(plan.source)
-            difference = compare_logits(plan, directory, probes, padding)
+            difference = compare_logits(plan, directory, probes, form, padding)
         _write_identity(plan, directory, digests, padding)
         if _is_done(plan):  # by another process meanwhile: its bytes are the same
             return _report(replace(plan, done=True), None, None, started)
@@ -216,12 +232,21 @@ def _written_and_proven(plan: ExportPlan, started: float) -> ExportReport:
     return replace(_report(plan, difference, probes, started), id_probes=id_probes)
 
 
+def form_of(plan: ExportPlan, trained: Trained) -> Form:
+    """What the directory will hold of the trained model. Raises DataError and RecipeError where it cannot."""
+    if not is_part(trained.plain):
+        return Itself(trained, read_config(plan.source))
+    from tuner.export.multimodal import Alone, Whole
+
+    return Alone(plan.source, trained.plain) if plan.text_only else Whole(plan.source, trained.plain)
+
+
 def write_files(
-    plan: ExportPlan, directory: Path, trained: Trained, padding: Padding | None = None
+    plan: ExportPlan, directory: Path, trained: Trained, form: Form, padding: Padding | None = None
 ) -> tuple[list[Output], dict[str, Written]]:
     """Write every file but the identity; the tensors, and what was handed to the system of the files that hold them."""
     source, dtype = plan.source, DTYPES[plan.dtype]
-    config = read_config(source)
+    config = form.config
     write_tokenizer(directory, source)
     if source.head == "score":
         write_padding(directory, config, padding)
@@ -235,9 +260,9 @@ def write_files(
             base = base_named(source, plan.base_model)
             write_adapter_config(directory, trained.adapted, lora_spec(source.adapter or {}), base)
             return outputs, write_shards(directory, [Shard(ADAPTER_WEIGHTS, tuple(outputs))])
-        outputs = values.merged(dtype)
+        outputs = form.outputs(values, dtype, files)
         _require_space(plan, outputs)
-        write_config(directory, config, type(trained.plain).__name__, dtype)
+        form.write_config(directory, dtype)
         return outputs, write_shards(directory, plan_shards(outputs, plan.shard_size))
 
 
@@ -260,7 +285,7 @@ def read_probes(source: Source) -> verify.Probes:
 
 
 def compare_logits(
-    plan: ExportPlan, directory: Path, probes: verify.Probes, padding: Padding | None = None
+    plan: ExportPlan, directory: Path, probes: verify.Probes, form: Form, padding: Padding | None = None
 ) -> verify.Difference:
     """Load the export as its users will and hold its answers against those of the trained model.
 
@@ -277,21 +302,21 @@ def compare_logits(
         require_batches(loaded, probes, padding)
     difference = exact = verify.answers(loaded, probes)
     if plan.dtype != "fp32":
-        _fill(plan, loaded)
+        _fill(plan, loaded, form)
         exact = verify.answers(loaded, probes)
     verify.require_close(exact, "the export's model is not the trained model", relative=verify.SAME_MODEL)
     verify.require_close(difference, "rounded to bf16 the export answers differently", kl=verify.ROUNDED_KL)
     return difference
 
 
-def _fill(plan: ExportPlan, loaded: nn.Module) -> None:
+def _fill(plan: ExportPlan, loaded: nn.Module, form: Form) -> None:
     """Put the weights as training held them into a loaded export: nothing is rounded then, and nothing else changes."""
     with OpenFiles() as files:
         values = Values(plan.source, trained_skeleton(plan.source), files)
         if plan.adapter == "keep":
             verify.fill_adapter(loaded, {out.name: out.source.whole() for out in values.adapter(DTYPES["fp32"])})
         else:
-            verify.fill(loaded, values.whole())
+            verify.fill(loaded, ((form.name(name), tensor) for name, tensor in values.whole()))
 
 
 def _write_identity(plan: ExportPlan, directory: Path, digests: Mapping[str, str], padding: Padding | None) -> None:

@@ -120,14 +120,22 @@ class Values:
 
     def _outputs_of(self, entry: Published, frozen: Frozen, dtype: torch.dtype) -> Iterable[Output]:
         found = self._source_of(entry, frozen)
-        if found is None:
-            parts = frozen.parts(entry)
-        elif entry.is_itself:
-            parts = dict.fromkeys(entry.targets, found)
-        else:
-            rounded = rounded_tensor(found, _written(found, dtype))
-            parts = converted_tensors(rounded, partial(converted, self._trained.plain, entry.name), entry.targets)
-        return [Output(target, _written(part, dtype), part) for target, part in parts.items()]
+        if found is not None:
+            return _laid_out(self._trained.plain, entry, found, dtype)
+        return [Output(target, _written(part, dtype), part) for target, part in frozen.parts(entry).items()]
+
+    def alone(self, model: PreTrainedModel, names: Mapping[str, str], dtype: torch.dtype) -> list[Output]:
+        """Every published tensor of a language model that stands alone; ``names`` are the tensors' there, by ours.
+
+        Raises what :meth:`merged` raises.
+        """
+        entries, frozen = self._entries()
+        own, outputs = {names[entry.name]: entry for entry in entries}, list[Output]()
+        for entry in published(model):
+            held = own[entry.name]
+            found = self._source_of(held, frozen) or frozen.later(held)
+            outputs += _laid_out(model, entry, found, dtype)
+        return outputs
 
     def _low_rank(self) -> dict[str, Callable[[], LowRank]]:
         """What reads the adapter of each adapted weight, by the weight's name in the plain model."""
@@ -150,6 +158,15 @@ class Values:
 def total_bytes(outputs: Iterable[Output]) -> int:
     """Bytes of all tensors as they are written."""
     return sum(output.nbytes for output in outputs)
+
+
+def _laid_out(model: PreTrainedModel, entry: Published, found: TensorSource, dtype: torch.dtype) -> list[Output]:
+    """A tensor of the model as its published files hold it."""
+    parts = dict.fromkeys(entry.targets, found)
+    if not entry.is_itself:
+        rounded = rounded_tensor(found, _written(found, dtype))
+        parts = converted_tensors(rounded, partial(converted, model, entry.name), entry.targets)
+    return [Output(target, _written(part, dtype), part) for target, part in parts.items()]
 
 
 def _written(source: TensorSource, dtype: torch.dtype) -> torch.dtype:

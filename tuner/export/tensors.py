@@ -183,6 +183,19 @@ def held_tensor(tensor: torch.Tensor) -> TensorSource:
     return TensorSource(shape, tensor.dtype, lambda start, stop: tensor[start:stop] if shape else tensor)
 
 
+def made_tensor(shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> TensorSource:
+    """A tensor that is made when it is first read, and dropped after its last slice."""
+    made = functools.cache(make)
+
+    def read(start: int, stop: int) -> torch.Tensor:
+        part = made()[start:stop] if shape else made()
+        if stop == (shape[0] if shape else 1):
+            made.cache_clear()
+        return part
+
+    return TensorSource(shape, dtype, read)
+
+
 def rounded_tensor(source: TensorSource, dtype: torch.dtype) -> TensorSource:
     """Another tensor's values in another type: what training held of a frozen weight."""
     return TensorSource(source.shape, dtype, lambda start, stop: source.read(start, stop).to(dtype))

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch.nn.functional import kl_div, log_softmax
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from tuner.checkpoint.index import DTYPE_NAMES
 from tuner.checkpoint.load import read_probe
@@ -62,12 +62,12 @@ class Difference:
     kl: float
 
 
-def require_memory(model: PreTrainedModel) -> None:
+def require_memory(model: PreTrainedModel, untouched: int = 0) -> None:
     """Check that there is memory to verify an export of a model, which loads it in float32, before it is written.
 
-    Raises MemoryLimitError.
+    ``untouched`` are the numbers that its files hold besides. Raises MemoryLimitError.
     """
-    needed, total = 4 * sum(parameter.numel() for parameter in model.parameters()), host_memory()[0]
+    needed, total = 4 * (untouched + sum(parameter.numel() for parameter in model.parameters())), host_memory()[0]
     if needed > total:
         raise MemoryLimitError(
             f"an export is loaded in float32 to verify it, which takes {gib(needed)} of the host's memory; "
@@ -101,7 +101,7 @@ def fallback_probes(model: PreTrainedModel) -> Probes:
     """Fixed random prompts answered by the model rebuilt from the checkpoint, where the run recorded none."""
     generator = torch.Generator().manual_seed(0)
     shape = (_N_FALLBACK_PROBES, _FALLBACK_LENGTH)
-    rows = torch.randint(0, min(model.config.vocab_size, 32000), shape, generator=generator)
+    rows = torch.randint(0, min(model.config.get_text_config().vocab_size, 32000), shape, generator=generator)
     prompts = tuple(tuple(map(int, row)) for row in rows)
     return Probes(prompts, last_logits(model, prompts), recorded=False)
 
@@ -191,7 +191,8 @@ def require_written(directory: Path, written: Mapping[str, Written], outputs: Se
 def load_plain(directory: Path, head: Head) -> PreTrainedModel:
     """The export loaded by transformers alone, in float32. Raises VerificationError unless it is complete."""
     try:
-        model, report = auto_model(head).from_pretrained(
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        model, report = auto_model(head, config, whole=True).from_pretrained(
             directory, dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:

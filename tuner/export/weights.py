@@ -83,7 +83,9 @@ def read_config(source: Source) -> PretrainedConfig:
 def plain_model(config: PretrainedConfig, head: Head) -> PreTrainedModel:
     """A float32 model of this config with stock attention, whose parameters are allocated and hold nothing yet."""
     with transformers_private.no_init_weights():
-        model: PreTrainedModel = auto_model(head).from_config(copy.deepcopy(config), dtype=torch.float32)
+        model: PreTrainedModel = auto_model(head, config).from_config(
+            copy.deepcopy(config), dtype=torch.float32
+        )
     model.tie_weights()
     model.train(False)
     return model
@@ -122,7 +124,7 @@ def plain_base(source: Source) -> PreTrainedModel:
         name, revision = facts["name_or_path"], facts.get("revision")
         vet_config(name, revision)
         labels = {"num_labels": 1} if source.head == "score" else {}
-        base: PreTrainedModel = auto_model(source.head).from_pretrained(
+        base: PreTrainedModel = auto_model(source.head, read_config(source), whole=True).from_pretrained(
             name, revision=revision, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **labels
         )
         for tensor in state_names(base).values():  # what it computes itself (Gemma's scale) is not rounded

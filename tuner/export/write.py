@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreT
 
 from tuner.errors import DataError, RecipeError
 from tuner.export.source import Source
-from tuner.model.adapter import ADAPTER, LoraSpec, saved_modules
-from tuner.model.build import has_score
+from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers, saved_modules
+from tuner.model.build import has_score, is_part
 from tuner.model.tokens import trainable_tokens
 from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
 from tuner.runtime.files import inside, json_bytes, read_json, regular_size, write_new
@@ -49,7 +49,10 @@ def write_adapter_config(
     """Write peft's config; ``base`` is the base model's hub name and revision, each None where there is none."""
     # peft resolved these against the model: the layers behind `all-linear` and globs, and GPT-2's transposed weights.
     injected: Any = getattr(adapted, "peft_config", {})[ADAPTER]
-    config: Any = lora.peft_config(sorted(injected.target_modules), has_score(adapted), base[0])
+    targets = sorted(injected.target_modules)
+    if is_part(adapted):  # in full, or peft would find layers of the other parts of the whole model too
+        targets = [name for name, _ in lora_layers(adapted)]
+    config: Any = lora.peft_config(targets, has_score(adapted), base[0])
     facts = json.loads(json.dumps(config.to_dict(), default=_plain))
     facts["fan_in_fan_out"] = bool(injected.fan_in_fan_out)
     facts |= {**_saved_modules(adapted, lora), **_new_tokens(adapted), "inference_mode": True, "revision": base[1]}

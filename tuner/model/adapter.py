@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
 from tuner.model.adaptable import READ, is_linear, not_adaptable
-from tuner.model.build import has_score, head_layer
+from tuner.model.build import has_score, head_layer, is_part
 from tuner.model.freeze import select
 from tuner.model.lora_product import add_in_product, takes_product
 from tuner.runtime.warned import pass_on
@@ -292,7 +292,12 @@ def _last_parts(names: Iterable[str]) -> set[str]:
 
 
 def _shortest(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """The same layers by their last name components, where these name no other layer; else in full."""
+    """The same layers by their last name components, where these name no other layer; else in full.
+
+    Of a multimodal model always in full: peft seeks them in the whole model, whose other parts have such layers too.
+    """
+    if is_part(model):
+        return list(targets)
     last = {name.rpartition(".")[2] for name in targets}
     same = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in last]
     return sorted(last) if set(same) == set(targets) else list(targets)

@@ -66,12 +66,33 @@ def _own_config(spec: ModelSpec) -> PretrainedConfig:
             spec.name_or_path, revision=spec.revision, trust_remote_code=False
         )
     try:
-        config.get_text_config()
+        text = config.get_text_config()
     except ValueError as error:  # of several models
         raise RecipeError(
             f"model.name_or_path: {config.model_type} has no text model of its own: {_reason(error)}",
             hint="choose a causal language model",
         ) from error
+    if text is config:
+        config = _overridden(spec, config)
+    else:
+        from tuner.model.multimodal import config_of_language_model
+
+        config = config_of_language_model(config, spec.head, spec.random_init, partial(_overridden, spec))
+    if spec.without_dropout:
+        for part in {id(part): part for part in (config, config.get_text_config())}.values():
+            for key in dropouts_of(part):
+                setattr(part, key, 0.0)
+    config.use_cache = False
+    forget_attention(config)  # what the file names is for whoever wrote it
+    if spec.head == "score":
+        from tuner.model.score import require_scores
+
+        require_scores(config)
+    return config
+
+
+def _overridden(spec: ModelSpec, config: PretrainedConfig) -> PretrainedConfig:
+    """The config with the recipe's values in place of its own. Raises RecipeError."""
     for key in spec.config_overrides:
         if not hasattr(config, key):
             near = difflib.get_close_matches(key, list(config.to_dict()), n=1)
@@ -87,25 +108,15 @@ def _own_config(spec: ModelSpec) -> PretrainedConfig:
                 f"model.config.{key}: {value} cannot be recorded: {_reason(error)}",
                 hint='write the number into the model\'s config.json, as {"__float__": "Infinity"}',
             ) from error
-    if spec.config_overrides:
-        changed = {**config.to_dict(), **spec.config_overrides}
-        if "num_hidden_layers" in spec.config_overrides:
-            changed.pop("layer_types", None)
-        try:
-            config = type(config).from_dict(changed)
-        except Exception as error:  # configs validate themselves, each with exceptions of its own
-            raise RecipeError(f"model.config: {_reason(error)}", hint="these values do not go together") from error
-    if spec.without_dropout:
-        for part in {id(part): part for part in (config, config.get_text_config())}.values():
-            for key in dropouts_of(part):
-                setattr(part, key, 0.0)
-    config.use_cache = False
-    forget_attention(config)  # what the file names is for whoever wrote it
-    if spec.head == "score":
-        from tuner.model.score import require_scores
-
-        require_scores(config)
-    return config
+    if not spec.config_overrides:
+        return config
+    changed = {**config.to_dict(), **spec.config_overrides}
+    if "num_hidden_layers" in spec.config_overrides:
+        changed.pop("layer_types", None)
+    try:
+        return type(config).from_dict(changed)
+    except Exception as error:  # configs validate themselves, each with exceptions of its own
+        raise RecipeError(f"model.config: {_reason(error)}", hint="these values do not go together") from error
 
 
 def dropouts_of(config: PretrainedConfig) -> dict[str, float]:
@@ -125,7 +136,8 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
     and a score that the files do not have is drawn from ``seed``, in float32.
     """
     attention.register()
-    grown, auto = model_config(spec), auto_model(spec.head)
+    grown = model_config(spec)
+    auto = auto_model(spec.head, grown)
     if spec.random_init:
         with torch.random.fork_rng(devices=[]), _clear_errors(spec):
             torch.manual_seed(seed)
@@ -137,7 +149,7 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
         return _finished(model)
     require_own_files(Path(spec.name_or_path))
     own = _own_config(spec)
-    with _clear_errors(spec), _without_progress(reports=spec.head == "tokens"):
+    with _clear_errors(spec), _without_progress(reports=spec.head == "tokens" and grown.get_text_config() is grown):
         load = partial(
             auto.from_pretrained,
             spec.name_or_path,
@@ -153,7 +165,7 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
         from tuner.model.score import give_score
 
         report = give_score(model, report, seed)
-    _require_complete(spec, report)
+    _require_complete(spec, model, report)
     resize_embeddings(model, grown.get_text_config().vocab_size)
     return _finished(model)
 
@@ -184,7 +196,7 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, head: Head = "token
     attention.register()
     try:
         with torch.device("meta"):
-            model = _attending(config, partial(auto_model(head).from_config, config, dtype=dtype))
+            model = _attending(config, partial(auto_model(head, config).from_config, config, dtype=dtype))
     except ImportError as error:
         raise _missing(config.model_type, error) from error
     except (ValueError, TypeError, ZeroDivisionError, RuntimeError, AttributeError, KeyError) as error:
@@ -212,13 +224,26 @@ def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
     return blocks
 
 
-def auto_model(head: Head) -> Any:
-    """What of transformers finds the class of a model with this head."""
+def auto_model(head: Head, config: PretrainedConfig, whole: bool = False) -> Any:
+    """What of transformers makes a model with this head of a config, by `from_config` and `from_pretrained`.
+
+    Of a multimodal checkpoint that is its language model alone; with ``whole``, all of it, as its readers load it.
+    """
     if head == "tokens":
+        if config.get_text_config() is not config:
+            from tuner.model.multimodal import language_model_class, whole_auto, whole_class
+
+            if whole_class(config) is not None:
+                return whole_auto(config) if whole else language_model_class(config)
         return AutoModelForCausalLM
     from transformers import AutoModelForSequenceClassification
 
     return AutoModelForSequenceClassification
+
+
+def is_part(model: nn.Module) -> bool:
+    """Whether a model is the language model of a multimodal one, whose other parts were left out."""
+    return hasattr(model, "left_out")
 
 
 def has_score(model: nn.Module) -> bool:
@@ -253,12 +278,22 @@ def _attending(config: PretrainedConfig, make: Callable[..., Any]) -> Any:
     """
     if takes_our_attention(config):
         try:
-            return make(attn_implementation=attention.PACKED)
+            return make(attn_implementation=_packed(config))
         except KeyError as error:
             if error.args != (attention.PACKED,):
                 raise
             forget_attention(config)
     return make()
+
+
+def _packed(config: PretrainedConfig) -> str | dict[str, str]:
+    """Our attention as a model of this config is asked for it: of a multimodal one, its language model alone."""
+    if config.get_text_config() is not config:
+        from tuner.model.multimodal import text_key, whole_class
+
+        if whole_class(config) is not None:
+            return {text_key(config): attention.PACKED}
+    return attention.PACKED
 
 
 def _finished(model: PreTrainedModel) -> PreTrainedModel:
@@ -298,10 +333,14 @@ def _half_constants(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if buffer.dtype in _HALF and name not in kept}
 
 
-def _require_complete(spec: ModelSpec, report: Mapping[str, Any]) -> None:
+def _require_complete(spec: ModelSpec, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
     problems = []
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         found = sorted(map(str, report.get(kind) or ()))
+        if kind == "unexpected_keys" and is_part(model):
+            from tuner.model.multimodal import is_left_out
+
+            found = [key for key in found if not is_left_out(model, key)]
         if found:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
             problems.append(f"{kind.replace('_keys', ' weights').replace('_msgs', 's')}: {', '.join(found[:3])}{more}")

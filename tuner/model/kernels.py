@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
 from tuner.model import attention
-from tuner.model.build import decoder_of, has_score
+from tuner.model.build import decoder_of, has_score, is_part
 from tuner.model.native import library
 from tuner.model.native.attention import apply_native_rotation
 from tuner.model.native.layers import apply_native_gates, apply_native_norms
@@ -49,11 +49,12 @@ def apply_liger(model: PreTrainedModel) -> None:
     _quiet_liger()
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    if not has_liger(model.config.model_type):
+    model_type = model.config.get_text_config().model_type
+    if not has_liger(model_type):
         raise RecipeError(
-            f"model.kernels: liger has no kernels for {model.config.model_type}", hint="write kernels: torch"
+            f"model.kernels: liger has no kernels for {model_type}", hint="write kernels: torch"
         )
-    whole = decoder_of(model) if has_score(model) else model  # it knows no model with a score
+    whole = decoder_of(model) if has_score(model) or is_part(model) else model  # it knows no model with a score
     _apply_liger_kernel_to_instance(model=whole, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
 
 

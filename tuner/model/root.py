@@ -4,7 +4,7 @@ Under FSDP2 the output weight is whole inside the root's forward alone, so the l
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -47,6 +47,8 @@ class CausalLM(nn.Module):
         """What the model does to the output layer's products before they are logits."""
         self.frozen_hash: str | None = None
         """SHA-256 of what is not trained (:func:`~tuner.model.freeze.frozen_hash`), which checkpoints do not hold."""
+        self.untouched: Mapping[str, Any] | None = None
+        """Of the language model of a multimodal checkpoint: what its files hold besides (numbers, bytes, SHA-256)."""
         self.weights_hash: str | None = None
         """SHA-256 of all weights as they were built (:func:`~tuner.model.freeze.weights_hash`), where a reference is
         computed with them."""

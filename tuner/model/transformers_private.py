@@ -9,11 +9,13 @@ import copy
 import inspect
 import re
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 
 from tuner.runtime.torch_private import Need, listed_name, private_attribute
 
@@ -26,6 +28,8 @@ NAMES = {
     "load_converted": ("transformers.core_model_loading.convert_and_load_state_dict_in_model", _EXPORT),
     "conversion_mapping": ("transformers.conversion_mapping.get_model_conversion_mapping", _EXPORT),
     "LoadStateDictConfig": ("transformers.modeling_utils.LoadStateDictConfig", _EXPORT),
+    "rename_source_key": ("transformers.core_model_loading.rename_source_key", _EXPORT),
+    "WeightRenaming": ("transformers.core_model_loading.WeightRenaming", _EXPORT),
     "no_init_weights": ("transformers.initialization.no_init_weights", _EXPORT),
     "sdpa_mask": ("transformers.masking_utils.sdpa_mask", _WINDOWS),
     "DynamicSlidingWindowLayer": ("transformers.cache_utils.DynamicSlidingWindowLayer", _SAMPLES),
@@ -47,6 +51,41 @@ def load_published(model: PreTrainedModel, tensors: dict[str, torch.Tensor], dty
         return here.load_converted(model, tensors, settings)[0]
     finally:
         model._weight_conversions = conversions  # type: ignore[assignment]  # it noted those that it used alone
+
+
+@dataclass(frozen=True)
+class FilePlace:
+    """Where the loader puts a tensor of published files: its name after renaming alone, and its place in the model."""
+
+    renamed: str
+    key: str
+
+
+def file_places(model: PreTrainedModel, names: Iterable[str]) -> dict[str, FilePlace]:
+    """What the loader makes of names in published files, whichever of several spellings these have.
+
+    Names of one tensor in two spellings are the same once renamed. The key of a tensor that several are made of is that
+    of all of them.
+    """
+    here: Any = sys.modules[__name__]
+    mapping = here.conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, here.WeightRenaming)]
+    converters = [each for each in mapping if not isinstance(each, here.WeightRenaming)]
+    prefix, state = model.base_model_prefix, model.state_dict()
+    found = {}
+    for name in names:
+        key = here.rename_source_key(name, renamings, converters, prefix, state)[0]
+        renamed = here.rename_source_key(name, renamings, [])[0]
+        if key not in state and name in state:  # as the loader has it: it is a name of the model already
+            key = renamed = name
+        found[name] = FilePlace(renamed.removeprefix(f"{prefix}."), key)
+    return found
+
+
+def new_of_class(kind: type[PreTrainedModel], /, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """A new model of a class."""
+    made: PreTrainedModel = private_attribute(kind, "_from_config", _BUILDING)(config, **options)
+    return made
 
 
 def attention_of(config: PretrainedConfig) -> str:
@@ -75,6 +114,8 @@ def takes_our_attention(config: PretrainedConfig) -> bool:
     mask (Doge): they need it, and hand on what they made of it.
     """
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:  # of a whole multimodal model: its language model decides
+        kind = MODEL_MAPPING.get(type(config.get_text_config()), None)
     kinds = [each for each in (kind if isinstance(kind, tuple) else (kind,)) if each is not None]
     takes = all(private_attribute(each, "_can_set_attn_implementation", _BUILDING)() for each in kinds)
     return takes and not any(_masks_by_content(each) for each in kinds)
@@ -114,8 +155,7 @@ def decoder_classes(model: PreTrainedModel) -> set[str]:
 
 def from_config(model: PreTrainedModel, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """A new model of the same class."""
-    made: PreTrainedModel = private_attribute(type(model), "_from_config", _BUILDING)(config, **options)
-    return made
+    return new_of_class(type(model), config, **options)
 
 
 def compute_buffers(model: PreTrainedModel, module: nn.Module) -> None:

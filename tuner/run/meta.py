@@ -33,6 +33,7 @@ def run_meta(assembly: Assembly) -> dict[str, Any]:
             "n_parameters": resolved.n_parameters,
             "new_ids": [resolved.new_ids.start, resolved.new_ids.stop],
             "licence": licence_of(recipe.model.name_or_path, recipe.model.revision) if known else None,
+            **({} if (left := assembly.train_state.root.untouched) is None else {"untouched": dict(left)}),
         },
         "adapter": None if recipe.adapter.kind == "none" else recipe_dict(recipe)["adapter"],
         "frozen_hash": assembly.train_state.root.frozen_hash,
@@ -76,6 +77,13 @@ def require_same_data(found: CheckpointInfo, assembly: Assembly, was_reset: bool
     """
     require_same_base(found, assembly.train_state.root.frozen_hash)
     meta = found.manifest["meta"]
+    left = assembly.train_state.root.untouched
+    if left is not None and meta["model"].get("untouched") != left:
+        raise DataError(
+            f"{found.path}: what is not trained of {assembly.resolved.recipe.model.name_or_path} (images, sound) "
+            "changed since this checkpoint was saved",
+            hint="restore it, or name its commit: model.revision; or start a new run with --name",
+        )
     teacher = assembly.train_state.method.teacher
     if teacher is not None and meta.get("teacher_hash") != teacher.frozen_hash:
         raise DataError(

@@ -12,7 +12,7 @@ RUN/
   id_probes.jsonl         texts with the ids that training sees of them
   logs/rankN.log          what each process said (tuner.runtime.dist.log_name); logs/export.log of the exports
   launches/N/git.diff     the source tree's changes at each launch
-  exports/step-N/         Hugging Face directories (adapters alone: step-N-adapter/); exports/latest leads to the newest
+  exports/step-N/         Hugging Face directories (step-N-adapter, step-N-text); exports/latest leads to the newest
   profile/                recorded steps
   trackers/NAME.json      the id of its run for each tracker, and the newest step that it was sent
   curves.html             the page of `tuner runs plot`
@@ -23,6 +23,7 @@ RUN/
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from tuner.checkpoint.manifest import step_name
 
@@ -54,7 +55,6 @@ LEFTOVERS = frozenset({LOCK, CHECKPOINTS, RESOLVED_RECIPE, RECIPE, LOGS, LAUNCHE
 """What a launch that died before it wrote its record may leave."""
 
 
-def export_dir(run_dir: Path, step: int, is_adapter: bool = False) -> Path:
-    """Where the export of a step, or of its adapter alone, is written unless the user names another place."""
-    name = step_name(step)
-    return run_dir / EXPORTS / (f"{name}-adapter" if is_adapter else name)
+def export_dir(run_dir: Path, step: int, kind: Literal["", "adapter", "text"] = "") -> Path:
+    """Where the export of a step, or of its adapter or text model alone, is written unless the user names a place."""
+    return run_dir / EXPORTS / "-".join(filter(None, (step_name(step), kind)))

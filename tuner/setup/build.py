@@ -16,7 +16,7 @@ from tuner.data.batches import GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
 from tuner.errors import RecipeError
-from tuner.model.build import build_model, meta_model
+from tuner.model.build import build_model, is_part, meta_model
 from tuner.model.documents import Padding
 from tuner.model.flash_versions import use_flash_version
 from tuner.model.flops import training_flops
@@ -294,19 +294,19 @@ def _spread(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.de
     """Shards or a copy on every rank, filled from the whole model of rank 0. Collective."""
     source: list[CausalLM] = []  # on rank 0 alone; a failure there is raised on every rank, so that none waits for it
 
-    def build_source() -> tuple[str | None, str | None, Route, str | None]:
+    def build_source() -> tuple[str | None, str | None, Route, str | None, Mapping[str, Any] | None]:
         root = assemble(spec.for_values(), _whole_model(resolved), inspect=partial(_inspect, resolved))
         source.append(root)
-        return root.frozen_hash, root.weights_hash, root.route, root.why_apart
+        return root.frozen_hash, root.weights_hash, root.route, root.why_apart, root.untouched
 
-    frozen, weights, route, why = Collective(gloo_group()).on_rank0(build_source)
+    frozen, weights, route, why, untouched = Collective(gloo_group()).on_rank0(build_source)
     root = assemble(
         replace(spec, route=route),
         meta_model_of(resolved),
         device_mesh=mesh.device_mesh(device.type),
         give_values=lambda root: materialise(root, source[0] if source else None, device),
     )
-    root.frozen_hash, root.weights_hash, root.why_apart = frozen, weights, why
+    root.frozen_hash, root.weights_hash, root.why_apart, root.untouched = frozen, weights, why, untouched
     return root
 
 
@@ -324,6 +324,10 @@ def _inspect(resolved: Resolved, root: CausalLM) -> None:
     else:
         root.why_apart = prove_route(root, vocab_size, packed, longest, rows)
     root.frozen_hash = frozen_hash(root.model)
+    if is_part(root.model):
+        from tuner.model.multimodal import untouched_facts
+
+        root.untouched = untouched_facts(meta_model_of(resolved), recipe.model.name_or_path, recipe.model.revision)
     if reference_of(recipe.method) == "columns":
         root.weights_hash = weights_hash(root.model)
 

@@ -11,7 +11,7 @@ from tuner.config.methods import Method, head_of
 from tuner.config.optimizers import MuonOptimizer
 from tuner.config.recipe import LowRankAdapter, Recipe
 from tuner.errors import MachineError, RecipeError
-from tuner.model.build import ModelSpec, dropouts_of, generation_config, meta_model, model_config
+from tuner.model.build import ModelSpec, dropouts_of, generation_config, is_part, meta_model, model_config
 from tuner.model.flash_versions import kernel_and_reason
 from tuner.model.kernels import has_liger
 from tuner.model.native.library import native_problem
@@ -66,10 +66,10 @@ def resolve(
     facts = facts or device_facts(recipe.train.device, device_index(rank_info))
     spec = model_spec(recipe, new_ids)
     config = model_config(spec)
-    model = meta_model(config, torch.float32, spec.head)
-    n_parameters = sum(p.numel() for p in model.parameters())
-    route, why = route_for(recipe, model)
-    reasons = _dropout_reason(spec)
+    meta = meta_model(config, torch.float32, spec.head)
+    n_parameters = sum(p.numel() for p in meta.parameters())
+    route, why = route_for(recipe, meta)
+    reasons = _dropout_reason(spec) | _trained_part(spec, meta)
     if recipe.data.packing == "auto":
         reasons["data.packing"] = "documents end to end"
     values: dict[str, dict[str, Any]] = {}
@@ -93,7 +93,7 @@ def resolve(
     settle("model", "dtype", precision if frozen else "fp32", "frozen weights" if frozen else "trained weights")
     settle("train", "compile", *_compiled(recipe, facts))
     if recipe.model.kernels == "auto":
-        settle("model", "kernels", *_kernels(config.model_type, facts, is_here))
+        settle("model", "kernels", *_kernels(config.get_text_config().model_type, facts, is_here))
     if facts.kind == "cuda":
         reasons["attention"] = kernel_and_reason(config, facts.generation, precision, is_here)
     settle("optimizer", "lr", *_default_lr(recipe, n_parameters))
@@ -157,6 +157,15 @@ def rerouted(resolved: Resolved, route: Route, why: str) -> Resolved:
     if "data.packing" in reasons:
         reasons["data.packing"] = apart
     return replace(resolved, recipe=changed(recipe, {"train.compile": False}), reasons=reasons, route=route)
+
+
+def _trained_part(spec: ModelSpec, meta: PreTrainedModel) -> dict[str, str]:
+    """What is trained of a multimodal checkpoint."""
+    if not is_part(meta):
+        return {}
+    from tuner.model.multimodal import description
+
+    return {"part": description(meta, spec.name_or_path)}
 
 
 def _dropout_reason(spec: ModelSpec) -> dict[str, str]:

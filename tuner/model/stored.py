@@ -1,0 +1,123 @@
+"""Tensors in a model's safetensors files: found by their headers, and hashed without being loaded."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from tuner.errors import DataError
+from tuner.runtime.files import read_json
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_HEADER_LIMIT = 100_000_000
+_BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a safetensors file: ``size`` bytes from byte ``start`` on; ``dtype`` by the format's name."""
+
+    file: Path
+    start: int
+    size: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def weights_directory(name_or_path: str, revision: str | None, patterns: Sequence[str] = WEIGHTS) -> Path:
+    """Where the files of a local directory or of a hub model lie; of the latter those that match are fetched.
+
+    Raises DataError where they are not available.
+    """
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path)
+    try:
+        return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=list(patterns)))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        raise DataError(f"{name_or_path}: the base model's weights are not available: {error}") from error
+
+
+def stored_tensors(directory: Path) -> dict[str, Stored]:
+    """Every tensor of a directory's safetensors files by its name, in their order; empty where there are none.
+
+    Raises DataError for a file that is damaged or absent.
+    """
+    index = directory / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file():
+        places = read_json(index).get("weight_map")
+        names = set(places.values()) if isinstance(places, Mapping) else set()
+        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise DataError(f"{index}: its weight_map does not name files of this directory")
+    else:
+        names = {SAFE_WEIGHTS_NAME} if (directory / SAFE_WEIGHTS_NAME).is_file() else set()
+    found: dict[str, Stored] = {}
+    for name in sorted(names):
+        found |= _of_file(directory / name)
+    return found
+
+
+def _of_file(path: Path) -> dict[str, Stored]:
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _HEADER_LIMIT:
+                raise DataError(f"{path}: not a safetensors file")
+            header: Any = json.loads(file.read(length))
+        found = [(name, _placed(path, 8 + length, facts)) for name, facts in header.items() if name != "__metadata__"]
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: its header cannot be read: {error}") from error
+    return dict(sorted(found, key=lambda item: item[1].start))
+
+
+def _placed(path: Path, data: int, facts: Mapping[str, Any]) -> Stored:
+    start, end = (int(offset) for offset in facts["data_offsets"])
+    if not 0 <= start <= end:
+        raise ValueError(f"a tensor from byte {start} to {end}")
+    return Stored(path, data + start, end - start, str(facts["dtype"]), tuple(map(int, facts["shape"])))
+
+
+def elements(tensors: Iterable[Stored]) -> int:
+    """How many numbers all tensors hold."""
+    return sum(math.prod(stored.shape) for stored in tensors)
+
+
+def hashes(tensors: Mapping[str, Stored]) -> dict[str, str]:
+    """Type, shape and SHA-256 of the bytes of each tensor as a line, by name, read side by side. DataError."""
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        digests = pool.map(_sha256, tensors.values())
+        return {
+            name: f"{stored.dtype} {list(stored.shape)} {digest}"
+            for (name, stored), digest in zip(tensors.items(), digests, strict=True)
+        }
+
+
+def hash_of_all(lines: Mapping[str, str]) -> str:
+    """SHA-256 over names, types, shapes and bytes, of the lines of :func:`hashes`."""
+    return hashlib.sha256("\n".join(f"{name} {line}" for name, line in sorted(lines.items())).encode()).hexdigest()
+
+
+def _sha256(stored: Stored) -> str:
+    digest, left = hashlib.sha256(), stored.size
+    try:
+        with stored.file.open("rb", buffering=0) as file:
+            file.seek(stored.start)
+            while left:
+                data = file.read(min(left, _BLOCK_BYTES))
+                if not data:
+                    raise DataError(f"{stored.file}: ends early")
+                digest.update(data)
+                left -= len(data)
+    except OSError as error:
+        raise DataError(f"{stored.file}: {error.strerror or error}") from error
+    return digest.hexdigest()
