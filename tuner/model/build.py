@@ -261,6 +261,8 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     found: nn.Module = model.get_decoder()
     if found is model or not isinstance(found, PreTrainedModel):  # it stands under another name than transformers seeks
         found = getattr(model, "model", found)
+    elif is_part(model) and found.get_output_embeddings() is not None:  # a whole text model stands inside (Llama 4)
+        found = decoder_of(found)
     return found
 
 

@@ -23,7 +23,7 @@ from transformers import (
 from tuner.config.methods import Head
 from tuner.errors import RecipeError
 from tuner.model.stored import Stored, hash_of_all, hashes, stored_tensors, weights_directory
-from tuner.model.transformers_private import file_places, new_of_class
+from tuner.model.transformers_private import file_places, keep_as_made, new_of_class
 
 
 def whole_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
@@ -98,8 +98,17 @@ def _without_other_parts(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
         tied = self.all_tied_weights_keys.items()
         self.all_tied_weights_keys = {one: other for one, other in tied if not is_left_out(self, one)}
 
-    # transformers looks conversions of weights up by the names of class and module.
-    members = {"__init__": make, "__module__": kind.__module__, "from_config": classmethod(new_of_class)}
+    def attend_by(self: Any, attn_implementation: str | dict[str, str], **options: Any) -> None:
+        if isinstance(attn_implementation, str):  # of parts that are not here there is none, and transformers warns
+            attn_implementation = {"": attn_implementation, text_key(self.config): attn_implementation}
+        kind.set_attn_implementation(self, attn_implementation, **options)
+
+    members = {
+        "__init__": make,
+        "__module__": kind.__module__,  # transformers looks conversions of weights up by the names of class and module
+        "from_config": classmethod(new_of_class),
+        "set_attn_implementation": attend_by,
+    }
     return type(kind.__name__, (kind,), members)
 
 
@@ -110,7 +119,8 @@ def leave_out_other_parts(model: PreTrainedModel) -> dict[str, int]:
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
-    if decoder is model or head is None or head not in names or not names.get(decoder):
+    embeddings = model.get_input_embeddings()
+    if decoder is model or head not in names or not names.get(decoder) or embeddings not in set(decoder.modules()):
         raise RecipeError(
             f"model.name_or_path: {type(model).__name__} does not say which of its parts is its language model",
             hint="choose a causal language model",
@@ -122,6 +132,7 @@ def leave_out_other_parts(model: PreTrainedModel) -> dict[str, int]:
 
 def _prune(module: nn.Module, prefix: str, kept: Collection[str], left_out: dict[str, int]) -> None:
     """Leave out the children and tensors of a module on the way to those that are kept, but for what leads there."""
+    keep_as_made(module)
     for name, parameter in list(module._parameters.items()):
         if parameter is not None:
             left_out[prefix + name] = parameter.numel()

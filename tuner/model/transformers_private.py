@@ -165,6 +165,11 @@ def compute_buffers(model: PreTrainedModel, module: nn.Module) -> None:
     private_attribute(model, "_init_weights", _BUILDING)(module)
 
 
+def keep_as_made(module: nn.Module) -> None:
+    """Have the loader draw nothing for a module's own tensors where files have none of them."""
+    module._is_hf_initialized = True  # type: ignore[assignment]
+
+
 def commit_of(config: PretrainedConfig) -> str | None:
     """The commit on the hub that a config came from; None of a local one."""
     return getattr(config, "_commit_hash", None)
