@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3TextConfig,
@@ -22,7 +23,8 @@ from transformers import (
 )
 
 from tests.export.runs import PROMPTS, write_run, write_tokenizer
-from tests.model.tiny import FAMILIES
+from tests.fixtures.trainings import launch
+from tests.model.tiny import FAMILIES, VOCAB
 from tuner.api import export_hf
 from tuner.checkpoint.load import open_checkpoint, read_probe
 from tuner.errors import DataError, RecipeError, VerificationError
@@ -31,11 +33,22 @@ from tuner.generate import Prompt, Sampling, load_generator
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model, is_part, meta_model, model_config
 from tuner.model.multimodal import untouched_facts
+from tuner.run.options import LaunchOptions
 
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 PICTURES = SMALL | {"image_size": 8, "patch_size": 4}
 KINDS = ("gemma3", "mistral3")
 LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
+RECIPE = """\
+model: {name_or_path: ./whole}
+tokenizer: {add_tokens: ["<new>"]}
+method: {kind: pretrain}
+data: {train: rows.jsonl, max_length: 32}
+train: {duration: 2 steps, global_batch_size: 2, micro_batch_size: 1, precision: fp32, device: cpu}
+optimizer: {lr: 1e-2}
+checkpoint: {every: 1 steps}
+logging: {level: warning}
+"""
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_check", "ignore:Model has `tie_word_embeddings=True`")
 
 
@@ -164,9 +177,8 @@ def test_the_files_own_names_stay(gemma: Path, tmp_path: Path) -> None:
     assert torch.equal(after["lm_head.weight"], after["model.language_model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("frozen", ["fp32", "bf16"])
-def test_adapter_is_merged(gemma: Path, tmp_path: Path, frozen: str) -> None:
-    run = run_of(gemma, tmp_path / "run", LORA, frozen)
+def test_adapter_is_merged(gemma: Path, tmp_path: Path) -> None:
+    run = run_of(gemma, tmp_path / "run", LORA, "bf16")
     report = export_hf(run, dtype="fp32")
     changed = {name for name, t in tensors(report.path).items() if not torch.equal(t, tensors(gemma)[name])}
     assert all(is_language(name) for name in changed)
@@ -250,3 +262,41 @@ def test_answers_of_a_checkpoint_an_export_and_an_adapter(gemma: Path, tmp_path:
     ids = torch.tensor([generator.encode(prompt)])
     expected = load_whole(merged).generate(input_ids=ids, max_new_tokens=6, do_sample=False)
     assert generator.tokenizer.decode(expected[0, ids.shape[1] :]).startswith(answers[0])
+
+
+def test_language_model_alone(whole: Path, tmp_path: Path) -> None:
+    run = run_of(whole, tmp_path / "run", LORA)
+    kind = "Gemma3ForCausalLM" if "gemma3" in str(whole) else "MistralForCausalLM"
+    path = export_hf(run, dtype="fp32", text_only=True).path
+    assert path.name == "step-7-text" and not (path / "preprocessor_config.json").exists()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert type(model).__name__ == kind
+    assert verify.compare(recorded(run), logits(model)).relative <= 1e-4
+    assert all(name.startswith(("model.", "lm_head.")) for name in tensors(path))
+    with pytest.raises(RecipeError, match="fits the whole checkpoint"):
+        export_hf(run, adapter="keep", text_only=True)
+
+
+def test_training_from_start_to_end(gemma: Path, tmp_path: Path) -> None:
+    """New tokens get rows in the whole checkpoint; the source is checked again when the run is resumed."""
+    rows = [{"text": " ".join(f"w{20 + (i * 7 + j) % 60}" for j in range(4 + i % 9))} for i in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    first = launch(tmp_path, train__stop_after="1 steps")
+    meta = json.loads((first.checkpoint / "manifest.json").read_text())["meta"]["model"]
+    assert meta["untouched"] == left(gemma) and meta["untouched"]["tensors"] > 20
+    path = next(p for p in gemma.glob("*.safetensors") if any("vision" in name for name in load_file(p)))
+    kept = path.read_bytes()
+    held = load_file(path)
+    next(tensor for name, tensor in held.items() if "vision" in name).view(-1)[0] += 1
+    save_file(held, path, {"format": "pt"})
+    with pytest.raises(DataError, match="is not trained of .* changed since"):
+        launch(tmp_path, LaunchOptions(resume="must"))
+    path.write_bytes(kept)
+    done = launch(tmp_path, LaunchOptions(resume="must"))
+    after, before = tensors(export_hf(done.run_dir, dtype="fp32").path), tensors(gemma)
+    grown = {name for name in before if after[name].shape != before[name].shape}
+    assert grown == {"language_model.model.embed_tokens.weight"}
+    config = json.loads((done.run_dir / "exports/step-2/config.json").read_text())
+    assert config["text_config"]["vocab_size"] == VOCAB + 1
+    assert all(torch.equal(after[name], before[name]) for name in before if not is_language(name))

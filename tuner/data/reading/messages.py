@@ -127,7 +127,7 @@ def _add_parts(message: Message, parts: list[Any], calls: list[Message], path: K
             call = next((part[key] for key in ("value", "tool_call") if part.get(key) is not None), part)
             calls.append(_call(_parsed(call, here) if isinstance(call, str) else call, here))
         elif isinstance(kind, str) and any(word in kind for word in _MEDIA_WORDS):
-            raise RecordProblem(f"only text parts can be trained, got {_shown(kind)}: leave such rows out", path=here)
+            raise RecordProblem(f"only text parts can be trained, got {_shown(kind)}", path=here)
         else:
             raise RecordProblem("only text parts can be trained: {type: text, text: ...}", path=here)
     message["content"] = "".join(texts)

@@ -142,7 +142,7 @@ def _parse(value: Record, format: str, columns: Mapping[str, str]) -> Example:  
 def _refuse_media(value: Record) -> None:
     for key in _MEDIA:
         if value.get(key):
-            raise RecordProblem("images, audio and video cannot be trained: leave such rows out", path=(key,))
+            raise RecordProblem("images, audio and video cannot be trained", path=(key,))
 
 
 def _refuse_compared(value: Record) -> None:
