@@ -35,8 +35,45 @@ TURNS = [
     {"role": "assistant", "content": "Two."},
 ]
 SYSTEM = {"role": "system", "content": "Be brief."}
-Messages = Sequence[dict[str, str]]
-Render = Callable[[Messages, bool], str]
+_WEATHER = {"city": "Oslo", "days": 2, "hours": [6, 12], "detail": {"wind": True}, "note": None, "say": "it's\nso"}
+_CALLS = [
+    {"type": "function", "id": "c1", "function": {"name": "weather", "arguments": _WEATHER}},
+    {"type": "function", "id": "c2", "function": {"name": "clock", "arguments": {}}},
+]
+THOUGHTS = [
+    {"role": "user", "content": "Two and two?"},
+    {"role": "assistant", "content": "Four.", "reasoning_content": "I add."},
+    {"role": "user", "content": "Rain in Oslo?"},
+    {"role": "assistant", "content": "", "reasoning_content": "I look.", "tool_calls": _CALLS},
+    {"role": "tool", "content": "no rain", "tool_call_id": "c1"},
+    {"role": "tool", "content": "6:00", "tool_call_id": "c2"},
+    {"role": "assistant", "content": "No rain at six.", "reasoning_content": "Both say so."},
+    {"role": "user", "content": "And Bergen?"},
+    {"role": "assistant", "content": "I look.", "tool_calls": _CALLS[:1]},
+    {"role": "tool", "content": "rain", "tool_call_id": "c1"},
+    {"role": "assistant", "content": "Rain."},
+]
+_CITY = {"type": "string", "description": "where", "enum": ["Oslo", "Bergen"]}
+_PROPERTIES = {
+    "city": _CITY,
+    "days": {"type": "integer", "nullable": True},
+    "hours": {"type": "array", "items": {"type": "integer"}},
+    "detail": {"type": "object", "properties": {"wind": {"type": "boolean"}}, "required": ["wind"]},
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Weather of a city",
+            "parameters": {"type": "object", "properties": _PROPERTIES, "required": ["city"]},
+        },
+    },
+    {"type": "function", "function": {"name": "clock", "description": "The time", "parameters": {}}},
+]
+Messages = Sequence[dict[str, Any]]
+Render = Callable[..., str]
+"""Of messages, whether an answer is asked for, and tools."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +86,8 @@ class Published:
     compared: str = "both"
     """`both`; `plain` or `system`: only without, or only with, a system message."""
     eos: str = "</s>"
+    tools: bool = False
+    """Whether tools, tool calls and thoughts are compared too."""
     trailing: str = ""
     """What theirs writes after a conversation's last answer and ours does not."""
     why: str = ""
@@ -62,6 +101,10 @@ TABLE = (
     Published("deepseek", "axolotl/deepseek_v3", eos="<｜end▁of▁sentence｜>"),
     Published("gemma", "trl/gemma3"),
     Published("gemma", "trl/gemma", "plain", why="Gemma 2's refuses system messages"),
+    Published("gemma4", "trl/gemma4_v5", tools=True),
+    Published("gemma4", "trl/gemma4", why="the first one, which writes tools in another way"),
+    Published("lfm2", "trl/lfm2_v2", tools=True),
+    Published("lfm2", "trl/lfm2", why="it writes no tool calls"),
     Published("llama2", "fastchat/llama-2", trailing="<s>", why="the next turn's beginning"),
     Published("llama3", "trl/llama3"),
     Published("llama3", "axolotl/llama3"),
@@ -70,9 +113,11 @@ TABLE = (
     Published("phi3", "trl/phi3", trailing="</s>", why="eos after the last turn"),
     Published("phi3", "trl/phi3_5", trailing="</s>", why="eos after the last turn"),
     Published("phi4", "axolotl/phi_4", "system", why="of the reasoning model, which has a default system message"),
-    Published("qwen", "trl/qwen2_5"),
+    Published("qwen", "trl/qwen2_5", tools=True),
     Published("qwen", "axolotl/qwen_25"),
-    Published("qwen3", "trl/qwen3"),
+    Published("qwen3", "trl/qwen3", tools=True),
+    Published("qwen3.5", "trl/qwen3_5_think", tools=True),
+    Published("qwen3.5", "trl/qwen3_6", why="it writes true and null in calls as JSON does"),
     Published("vicuna", "fastchat/vicuna_v1.1"),
     Published("zephyr", "fastchat/zephyr", "system", why="it writes an empty system turn where there is none"),
 )
@@ -103,7 +148,7 @@ def _module(path: Path) -> ModuleType:
 def _conversation(module: Any, name: str) -> Render:
     """FastChat's prompt; it leaves the beginning of the text to the tokenizer."""
 
-    def render(messages: Messages, asks: bool) -> str:
+    def render(messages: Messages, asks: bool, tools: object) -> str:
         chat = module.get_conv_template(name)
         for message in messages:
             if message["role"] == "system":
@@ -117,12 +162,13 @@ def _conversation(module: Any, name: str) -> Render:
     return render
 
 
-def conversations(compared: str) -> Iterator[tuple[Messages, bool]]:
-    """Every prefix of the conversations, and whether an answer is asked for at its end."""
-    kinds = {"both": ([], [SYSTEM]), "plain": ([],), "system": ([SYSTEM],)}[compared]
+def conversations(published: Published) -> Iterator[tuple[Messages, bool, object]]:
+    """Every prefix of the conversations, whether an answer is asked for at its end, and the tools."""
+    kinds = {"both": ([], [SYSTEM]), "plain": ([],), "system": ([SYSTEM],)}[published.compared]
     for before in kinds:
-        for stop in range(1, len(TURNS) + 1):
-            yield [*before, *TURNS[:stop]], TURNS[stop - 1]["role"] == "user"
+        for turns, tools in ((TURNS, None), (THOUGHTS, None), (THOUGHTS, TOOLS))[: 3 if published.tools else 1]:
+            for stop in range(1, len(turns) + 1):
+                yield [*before, *turns[:stop]], turns[stop - 1]["role"] in ("user", "tool"), tools
 
 
 def differences(published: Published, directory: Path) -> Iterator[tuple[str, str]]:
@@ -130,8 +176,8 @@ def differences(published: Published, directory: Path) -> Iterator[tuple[str, st
     named = named_template(published.ours)
     assert named is not None
     own, other = ChatTemplate(named.source, _tokens(published)), theirs(published, directory)
-    for messages, asks in conversations(published.compared):
-        mine, yours = own.render(messages, asks), other(messages, asks)
+    for messages, asks, tools in conversations(published):
+        mine, yours = own.render(messages, asks, tools), other(messages, asks, tools)  # type: ignore[arg-type]
         if published.where.startswith("fastchat"):
             mine = mine.removeprefix("<s>")
         if not asks:

@@ -1,10 +1,11 @@
 """Tokenizers of many families as model directories: their files in every form, with the chat templates of their models.
 
-The files come from tools/fetch_assets.py --campaign; two small SentencePiece models are trained on its chats.
+The files come from tools/fetch_assets.py --campaign; small SentencePiece and WordPiece models are trained on its chats.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 TEMPLATES = Path(__file__).parent / "chat_templates"
 _NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+_GEMMA_TOKENS = ("<start_of_turn>", "<end_of_turn>")
 _PHI3_TOKENS = (
     *("<|endoftext|>", "<|assistant|>", "<|placeholder1|>", "<|placeholder2|>", "<|placeholder3|>", "<|placeholder4|>"),
     *("<|system|>", "<|end|>", "<|placeholder5|>", "<|placeholder6|>", "<|user|>"),
@@ -27,9 +29,9 @@ class Family:
 
     name: str
     asset: str
-    """A directory of the assets, or `bpe` or `unigram`: a small SentencePiece model."""
+    """A directory of the assets, or one of MADE: a small model, trained on the chats or converted."""
     kind: str
-    """byte-level BPE, SentencePiece BPE or SentencePiece Unigram."""
+    """byte-level BPE, SentencePiece BPE, SentencePiece Unigram or WordPiece."""
     model_type: str
     template: str | None = None
     """Which of the templates; None takes the asset's own. `spaced` begins and ends with spaces and writes two BOS."""
@@ -42,6 +44,12 @@ class Family:
     tokens: tuple[str, ...] = ()
     """Tokens added to the vocabulary; they take white space that follows, where `rstrip`."""
     rstrip: bool = False
+    end: str | None = None
+    """The token that ends an answer, where that is not the eos_token and the template does not say it."""
+    needs: str | None = None
+    """A package that transformers needs for these files."""
+    refused: str = ""
+    """Words of the reason for which they are refused."""
     rewritten: bool = False
     """Whether transformers wrote the directory: loaded and saved again."""
 
@@ -50,7 +58,12 @@ class Family:
         """Which files the directory has."""
         if self.rewritten:
             return "tokenizer.json, saved by transformers 5"
-        return "vocab.json, merges.txt" if self.asset == "gpt2" else self.named if self.model_file else "tokenizer.json"
+        return self.named if self.model_file else "vocab.json, merges.txt" if self.asset == "gpt2" else "tokenizer.json"
+
+    @property
+    def answer_end(self) -> str | None:
+        """The token that ends an answer; None for the eos_token."""
+        return self.end or _ENDS.get(self.template or "")
 
 
 def _llama(**config: Any) -> dict[str, Any]:
@@ -61,6 +74,15 @@ _BPE, _UNIGRAM, _BYTES = "SentencePiece BPE", "SentencePiece Unigram", "byte-lev
 _XGLM, _T5 = {"tokenizer_class": "XGLMTokenizer"}, {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}
 _LEGACY = _llama(legacy=True)
 _NO_CODE: dict[str, Any] = {"auto_map": None}
+_WORDS, _TIKTOKEN = "WordPiece", "byte-level BPE (tiktoken)"
+_BERT = {"tokenizer_class": "BertTokenizer", "bos_token": "[CLS]", "eos_token": "[SEP]"}
+_CASED = {**_BERT, "do_lower_case": False}
+_GPT = {
+    "tokenizer_class": "TokenizersBackend", **dict.fromkeys(("bos_token", "eos_token"), "<|endoftext|>"),
+    "extra_special_tokens": ["<|endoftext|>", *_CHATML_TOKENS],
+}  # fmt: skip
+_KIMI = {"tokenizer_class": "TikTokenTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikToken", None]}}
+_ENDS = {"chatml": "<|im_end|>", "gemma": "<end_of_turn>", "phi3": "<|end|>"}
 FAMILIES = (
     Family("Llama 2", "llama2", _BPE, "llama", "llama2"),
     Family("Llama 2, two BOS", "llama2", _BPE, "llama", "spaced"),
@@ -79,24 +101,44 @@ FAMILIES = (
     Family("SOLAR, legacy false", "mistral", _BPE, "llama", "solar", _llama(legacy=False), "v1.model"),
     Family("SOLAR, rewritten", "mistral", _BPE, "llama", "solar", _LEGACY, "v1.model", rewritten=True),
     Family("Yi", "yi", _BPE, "llama", "chatml", tokens=_CHATML_TOKENS),
-    Family("Gemma", "gemma", _BPE, "gemma", "gemma", tokens=("<start_of_turn>", "<end_of_turn>")),
-    Family("Gemma 3", "gemma3", _BPE, "gemma3_text"),
+    Family("Yi, rewritten", "yi", _BPE, "llama", "chatml", tokens=_CHATML_TOKENS, rewritten=True),
+    Family("Gemma", "gemma", _BPE, "gemma", "gemma", tokens=_GEMMA_TOKENS),
+    Family("Gemma, rewritten", "gemma", _BPE, "gemma", "gemma", tokens=_GEMMA_TOKENS, rewritten=True),
+    Family("Gemma 3", "gemma3", _BPE, "gemma3_text", end="<end_of_turn>"),
     Family("Baichuan 2", "baichuan2", _BPE, "llama", "plain", _NO_CODE),
     Family("InternLM 2", "internlm2", _BPE, "llama", "chatml", _NO_CODE),
     Family("ChatGLM 3", "chatglm3", _BPE, "llama", "plain", {"tokenizer_class": "PreTrainedTokenizerFast", **_NO_CODE}),
     Family("small BPE", "bpe", _BPE, "llama", "llama2", _llama(legacy=False), "spm.model"),
+    Family("small BPE, rewritten", "bpe", _BPE, "llama", "llama2", _llama(legacy=False), "spm.model", rewritten=True),
+    Family("small BPE, no space", "bpe-bare", _BPE, "llama", "llama2", _LEGACY, "spm.model"),
+    Family("small BPE, no space, rewritten", "bpe-bare", _BPE, "llama", "zephyr", _LEGACY, "spm.model", rewritten=True),
     Family("small Unigram", "unigram", _UNIGRAM, "llama", "zephyr", _NAMES, "spm.model"),
     Family("small Unigram, rewritten", "unigram", _UNIGRAM, "llama", "zephyr", _NAMES, "spm.model", rewritten=True),
+    Family("small Unigram, no space", "unigram-bare", _UNIGRAM, "llama", "llama2", _NAMES, "spm.model"),
+    Family("Unigram, no space, rewritten", "unigram-bare", _UNIGRAM, "llama", "zephyr", _NAMES, "spm.model", rewritten=True),  # noqa: E501
     Family("XGLM", "unigram", _UNIGRAM, "llama", "plain", _XGLM, "spm.model", "sentencepiece.bpe.model"),
     Family("T5", "unigram", _UNIGRAM, "llama", "plain", _T5, "spm.model", "spiece.model"),
+    Family("T5, rewritten", "unigram", _UNIGRAM, "llama", "plain", _T5, "spm.model", "spiece.model", rewritten=True),
+    Family("BERT", "wordpiece", _WORDS, "llama", "plain", _BERT, "vocab.txt", "vocab.txt"),
+    Family("BERT, rewritten", "wordpiece", _WORDS, "llama", "plain", _BERT, "vocab.txt", "vocab.txt", rewritten=True),
+    Family("BERT, cased", "wordpiece", _WORDS, "llama", "plain", _CASED, "vocab.txt", "vocab.txt"),
     Family("Qwen3", "qwen3", _BYTES, "qwen3"),
-    Family("Llama 3", "llama3", _BYTES, "llama"),
+    Family("Llama 3", "llama3", _BYTES, "llama", end="<|eot_id|>"),
     Family("GPT-2", "gpt2", _BYTES, "gpt2", "plain"),
     Family("GPT-4o, GPT2Tokenizer", "gpt4o", _BYTES, "llama", "plain"),
     Family("gpt-oss", "gptoss", _BYTES, "llama", "plain"),
     Family("DeepSeek V3", "deepseek_v3", _BYTES, "llama"),
     Family("Mistral Nemo", "mistral_nemo", _BYTES, "mistral"),
     Family("Command R+", "command_r_plus", _BYTES, "cohere", "plain"),
+    Family("tiktoken", "tiktoken", _TIKTOKEN, "llama", "chatml", _GPT, "gpt.model", needs="tiktoken"),
+    Family(
+        "tiktoken, rewritten", "tiktoken", _TIKTOKEN, "llama", "chatml", _GPT, "gpt.model", rewritten=True,
+        needs="tiktoken",
+    ),
+    Family(
+        "Kimi K2", "tiktoken", _TIKTOKEN, "deepseek_v3", "chatml", _KIMI, "gpt.model", "tiktoken.model",
+        refused="tokenization_kimi.TikToken, which is never run",
+    ),
 )  # fmt: skip
 
 
@@ -106,10 +148,10 @@ def write_family(family: Family, assets: Path, directory: Path, corpus: Callable
     `corpus` gives the texts on which the small SentencePiece models are trained.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    is_small = family.asset in ("bpe", "unigram")
-    source = (directory.parent if is_small else assets) / family.asset
-    if is_small and not (source / "spm.model").is_file():
-        train_sentencepiece(source / "spm", family.asset, corpus())
+    source = (directory.parent if family.asset in MADE else assets) / family.asset
+    if family.asset in MADE and not source.is_dir():
+        source.mkdir()
+        MADE[family.asset](source, corpus, assets)
     names = [family.model_file] if family.model_file else ["tokenizer.json", "vocab.json", "merges.txt"]
     for name in names:
         if (source / name).is_file():
@@ -123,20 +165,60 @@ def write_family(family: Family, assets: Path, directory: Path, corpus: Callable
         _add_tokens(family, directory / "tokenizer.json", config)
     (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     (directory / "config.json").write_text(json.dumps({"model_type": family.model_type}), encoding="utf-8")
+    if family.refused:
+        return
     if family.rewritten:
         _rewrite(directory)
     (directory / "config.json").write_text(json.dumps(_tiny(family.model_type, _size(directory))), encoding="utf-8")
 
 
-def train_sentencepiece(prefix: Path, kind: str, texts: list[str], size: int = 4000) -> None:
-    """Train a SentencePiece model on texts and write PREFIX.model."""
+def _sentencepiece(kind: str, prefix: bool) -> Callable[[Path, Callable[[], list[str]], Path], None]:
+    def made(directory: Path, corpus: Callable[[], list[str]], assets: Path) -> None:
+        train_sentencepiece(directory / "spm", kind, corpus(), prefix=prefix)
+
+    return made
+
+
+def _wordpiece(directory: Path, corpus: Callable[[], list[str]], assets: Path) -> None:
+    """Train WordPiece on texts, as BERT's without lower case, and write vocab.txt."""
+    from tokenizers import BertWordPieceTokenizer
+
+    trained = BertWordPieceTokenizer(lowercase=False)
+    trained.train_from_iterator(corpus(), vocab_size=8000, show_progress=False)
+    trained.save_model(str(directory))
+
+
+def _tiktoken(directory: Path, corpus: Callable[[], list[str]], assets: Path) -> None:
+    """Write GPT-2's vocabulary as tiktoken has it: a line for each token, its bytes in base64 and its rank."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    bytes_of = {char: byte for byte, char in bytes_to_unicode().items()}
+    vocabulary: dict[str, int] = json.loads((assets / "gpt2" / "vocab.json").read_text(encoding="utf-8"))
+    tokens = [token for token, _ in sorted(vocabulary.items(), key=lambda item: item[1]) if token != "<|endoftext|>"]
+    lines = (base64.b64encode(bytes(bytes_of[c] for c in token)) + b" %d" % i for i, token in enumerate(tokens))
+    (directory / "gpt.model").write_bytes(b"\n".join(lines) + b"\n")
+
+
+MADE: dict[str, Callable[[Path, Callable[[], list[str]], Path], None]] = {
+    "bpe": _sentencepiece("bpe", True),
+    "bpe-bare": _sentencepiece("bpe", False),
+    "unigram": _sentencepiece("unigram", True),
+    "unigram-bare": _sentencepiece("unigram", False),
+    "wordpiece": _wordpiece,
+    "tiktoken": _tiktoken,
+}
+"""What is made where it is needed, from the chats or another asset; `bare`: no space is put before a text."""
+
+
+def train_sentencepiece(path: Path, kind: str, texts: list[str], size: int = 4000, prefix: bool = True) -> None:
+    """Train a SentencePiece model on texts and write PATH.model; with `prefix` a space is put before each text."""
     from sentencepiece import SentencePieceTrainer
 
-    prefix.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     SentencePieceTrainer.train(
-        sentence_iterator=iter(texts), model_prefix=str(prefix), model_type=kind, vocab_size=size, byte_fallback=True,
+        sentence_iterator=iter(texts), model_prefix=str(path), model_type=kind, vocab_size=size, byte_fallback=True,
         character_coverage=0.999, minloglevel=2, hard_vocab_limit=False, max_sentence_length=20_000, num_threads=1,
-        add_dummy_prefix=True, remove_extra_whitespaces=False, normalization_rule_name="identity",
+        add_dummy_prefix=prefix, remove_extra_whitespaces=False, normalization_rule_name="identity",
     )  # fmt: skip
 
 

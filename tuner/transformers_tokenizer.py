@@ -12,6 +12,7 @@ that replace those of the source so that every reader loads the same tokenizer, 
 
 import hashlib
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -37,6 +38,8 @@ AS_WRITTEN = "PreTrainedTokenizerFast"
 _PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 _OF_THE_CLASS = ("padding_side", "truncation_side", "model_input_names", "clean_up_tokenization_spaces")
 """What a class sets that another might not."""
+_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* [0-9]+\s")
+"""How a tiktoken file begins: a token in base64, and its rank."""
 
 
 class _RefusedError(Exception):
@@ -109,8 +112,8 @@ def _answer(job: Path) -> tuple[dict[str, Any], dict[str, bytes | None]]:
     trained = job / TRAINED_CONFIG
     source = {**given, **_plain_config(given)}
     written = _read(source)
-    if written is None and find_spec("sentencepiece") is None and any(name.endswith(".model") for name in source):
-        raise _RefusedError("its SentencePiece model is read by a package that is missing: pip install sentencepiece")
+    if written is None:
+        _require_readable(given)
     loaded = _load(source, own_config, job)
     form = _form(loaded, written)
     changed = None if written is None else written.departures(form)
@@ -122,6 +125,24 @@ def _answer(job: Path) -> tuple[dict[str, Any], dict[str, bytes | None]]:
     _prove(files, loaded)
     replaced = {name: files.get(name) for name in given.keys() | files.keys() if files.get(name) != given.get(name)}
     return {"class": type(loaded).__name__, "changed": changed, "ids_sha256": form.digest()}, replaced
+
+
+def _require_readable(files: Mapping[str, bytes]) -> None:
+    """Check that files without tokenizer.json need no code of their own, and no missing package. _RefusedError."""
+    auto_map = parse_json(files, CONFIG).get("auto_map")
+    own = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
+    code = next((str(name) for name in (own if isinstance(own, list) else [own]) if name), None)
+    if code is not None:
+        # Without that code transformers cuts the text by another pattern: other ids than the model was trained with.
+        raise _RefusedError(
+            f"it is code of its own, {code}, which is never run, and it has no {TOKENIZER}: set tokenizer.name_or_path "
+            f"to a directory with the {TOKENIZER} of that tokenizer"
+        )
+    models = [content for name, content in files.items() if name.endswith(".model")]
+    package = "tiktoken" if any(map(_TIKTOKEN_LINE.match, models)) else "sentencepiece"
+    if models and find_spec(package) is None:
+        kind = "SentencePiece" if package == "sentencepiece" else package
+        raise _RefusedError(f"its {kind} model is read by a package that is missing: pip install {package}")
 
 
 def _load(files: Mapping[str, bytes], model_config: bytes | None, job: Path) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tuner.data.encoding.chat import FIRST_MARK, NO_END, REWRITTEN, Chat
-from tuner.data.encoding.template import NO_VARIABLES, ChatTemplate
+from tuner.data.encoding.template import NO_VARIABLES, ChatTemplate, reasoning_of
 from tuner.data.encoding.template_spy import plain
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.reading.problems import RecordProblem
@@ -152,7 +152,7 @@ class _Given(NamedTuple):
 
 
 def _thought_and_answer(message: Mapping[str, Any], tag: str) -> _Given:
-    content, thought = message["content"], message.get("reasoning_content")
+    content, thought = message["content"], reasoning_of(message)
     closing = f"</{tag}>"
     if isinstance(thought, str) and thought.strip():
         return _Given(thought, content, None)

@@ -17,12 +17,22 @@ _TOKENS: dict[str, tuple[str, ...]] = {
     ),
     "deepseek": ("<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"),
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "gemma4": (
+        *("<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>"),
+        *("<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
+    ),
     "granite": ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+    "lfm2": (
+        *_CHATML,
+        *("<|tool_list_start|>", "<|tool_list_end|>", "<|tool_call_start|>", "<|tool_call_end|>"),
+        *("<|tool_response_start|>", "<|tool_response_end|>"),
+    ),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
     "phi4": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
     "qwen": _CHATML,
     "qwen3": _CHATML,
+    "qwen3.5": _CHATML,
 }
 """The control tokens that a template writes, besides the tokenizer's own bos_token and eos_token."""
 

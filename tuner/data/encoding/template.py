@@ -339,9 +339,12 @@ def _as_parts(content: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": content}]
 
 
+def reasoning_of(message: Message) -> Any:
+    """The thought of a message, under whichever of the names that data sets keep it; None where it has none."""
+    return next((message[key] for key in _REASONING_FIELDS if message.get(key) is not None), None)
+
+
 def _with_reasoning(message: Message) -> Message:
     # The three names under which data sets keep reasoning are one field to the template, as in transformers.
-    reasoning = next((message[key] for key in _REASONING_FIELDS if message.get(key) is not None), None)
-    if reasoning is None:
-        return message
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    found = reasoning_of(message)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}

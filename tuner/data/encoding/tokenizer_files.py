@@ -39,7 +39,7 @@ from tuner.runtime.lock import FileLock
 if TYPE_CHECKING:
     from tuner.config.recipe import TokenizerSection
 
-FORMAT = 1
+FORMAT = 2
 """Counts up when the same files and version would get another answer."""
 _CHILD = "tuner.transformers_tokenizer"
 _ANSWER = "answer.json"
@@ -53,7 +53,7 @@ _FILES = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
-    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "tiktoken.model"),
     TEMPLATE_FILE,
     TOOL_TEMPLATE_FILE,
 )

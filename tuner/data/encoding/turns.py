@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from tuner.data.encoding.answers import own_words, write_answer
 from tuner.data.encoding.chat import REWRITTEN, Chat
-from tuner.data.encoding.template import ChatTemplate
+from tuner.data.encoding.template import ChatTemplate, reasoning_of
 from tuner.data.encoding.template_spy import has_reserved, plain
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.reading.problems import KeyPath, RecordProblem
@@ -28,8 +28,14 @@ CALLS_AS_TEXT = "tool calls written as text: the template has none"
 CALLS_NOT_SHOWN = "tool calls not written by the template"
 SHORTENED = "reasoning not written by the template"
 CONTENT_NOT_SHOWN = "content that the template leaves out or changes"
+FIELD_NOT_SHOWN = "field of a message not written by the template"
 AS_PARTS = "contents given to the template as parts: it reads no strings"
 _THOUGHT_TAG = re.compile("</?think>")
+_WORD = re.compile(r"[^\W_]+")
+_KNOWN_FIELDS = frozenset(
+    ("role", "content", "train", "reasoning_content", "reasoning", "thinking", "tool_calls", "tool_call_id", "id")
+)
+"""Fields with a place of their own in the notes, and those that say which call or message it is."""
 
 
 class Turn(NamedTuple):
@@ -256,7 +262,7 @@ def notes_of(
 
 def _missing(message: Mapping[str, Any], text: str) -> list[str]:
     notes = []
-    content, thought = message.get("content"), message.get("reasoning_content")
+    content, thought = message.get("content"), reasoning_of(message)
     if isinstance(thought, str) and not _stands(thought, text):
         notes.append(SHORTENED)
     if isinstance(content, str) and not _stands(plain(content), text):
@@ -265,13 +271,23 @@ def _missing(message: Mapping[str, Any], text: str) -> list[str]:
             notes.append(f"{CONTENT_NOT_SHOWN}: {message['role']}")
         elif not all(_stands(part, text) for part in thoughts):
             notes.append(SHORTENED)
-    calls = message.get("tool_calls") or ()
-    if any(str(call.get("function", call).get("name", "")) not in text for call in calls):
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    if not all(_words_stand([call.get("name"), call.get("arguments")], text) for call in calls):
         notes.append(CALLS_NOT_SHOWN)
-    return notes
+    others = sorted(key for key in message.keys() - _KNOWN_FIELDS if not _words_stand(message[key], text))
+    return [*notes, *(f"{FIELD_NOT_SHOWN}: {key}" for key in others)]
 
 
 def _stands(words: str, text: str) -> bool:
     """Whether words stand in a text, but for white space around them; as they are, or as a JSON string has them."""
     words = words.strip()
     return words in text or json.dumps(words, ensure_ascii=False)[1:-1] in text
+
+
+def _words_stand(value: Any, text: str) -> bool:
+    """Whether every word of a JSON value stands in a text; templates write its punctuation in many ways."""
+    if isinstance(value, str):
+        return value in text or all(word in text for word in _WORD.findall(value))
+    if isinstance(value, dict):
+        return all(key in text and _words_stand(item, text) for key, item in value.items())
+    return not isinstance(value, list) or all(_words_stand(item, text) for item in value)

@@ -1,0 +1,253 @@
+"""Chats of every kind with the templates that newest model families publish: masks, and the words of what is refused.
+
+    python tools/template_masks.py TOKENIZER [--sources DIRECTORY] [--only NAME ...]
+
+TOKENIZER is a directory with a byte-level tokenizer.json, to which the control tokens of each template are added. TRL,
+axolotl and llama.cpp's templates (in the sdist of llama-cpp-python) are fetched from the package index; nothing is
+installed. Each chat has turns, thoughts, tools, a system or a developer message. Of each document the ids before an
+answer must be those of transformers' `apply_chat_template` with the generation prompt; what is trained begins there,
+holds the answer's words, thought and calls or is counted as lacking them, and ends with the template's end token.
+A line says for each template how many chats are kept and what is noted; then why chats are refused. Exits with 1 where
+a document is not so, or a chat is refused for another reason than the template's own words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools.import_campaign import PACKAGES, fetch  # noqa: E402
+from tools.template_campaign import SYSTEM, THOUGHTS, TOOLS, TURNS  # noqa: E402
+from tuner.config.recipe import AddedToken  # noqa: E402
+from tuner.data.encoding.encode import Encoder  # noqa: E402
+from tuner.data.encoding.flat import EncodedBatch  # noqa: E402
+from tuner.data.encoding.tokenizer import TextTokenizer  # noqa: E402
+from tuner.data.encoding.tokenizer_json import with_control_tokens, with_tokens  # noqa: E402
+from tuner.data.reading.records import Conversation, parse_record  # noqa: E402
+
+LLAMA_CPP = "llama-cpp-python==0.3.36"
+"""Its sdist holds llama.cpp's models/templates."""
+WANTED = {name: options for name, options in PACKAGES.items() if name.startswith(("trl", "axolotl"))}
+FOLDERS = {
+    "trl": "trl-*/trl/chat_templates",
+    "axolotl": "axolotl-*/src/axolotl/utils/chat_templates/templates",
+    "llama.cpp": "llama_cpp_python-*/vendor/llama.cpp/models/templates",
+}
+CONTROL = re.compile(
+    r"<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>]{1,40}\uff5c>|<\|[a-z_]+>|<[a-z_]+\|>|<\|\"\|>|\[gMASK\]|<sop>"
+)
+"""Control tokens as templates write them."""
+CALLERS: tuple[dict[str, bool], ...] = (
+    {},
+    *({name: value} for name in ("enable_thinking", "thinking") for value in (False, True)),
+)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A template, and the tokens at which its models stop."""
+
+    where: str
+    ends: tuple[str, ...] = ("<|im_end|>",)
+    tokens: tuple[str, ...] = ()
+    """Control tokens that its source puts together of parts."""
+
+
+_DEEPSEEK, _COHERE = ("<\uff5cend\u2581of\u2581sentence\uff5c>",), ("<|END_OF_TURN_TOKEN|>",)
+_GLM, _GEMMA = ("<|user|>", "<|observation|>", "<|endoftext|>"), ("<turn|>", "<|tool_response>")
+_LLAMA3 = ("<|eot_id|>", "<|eom_id|>")
+TABLE = (
+    Published("trl/gptoss", ("<|return|>", "<|call|>")),
+    Published("trl/qwen3_5_think"),
+    Published("trl/qwen3_5_nothink"),
+    Published("trl/qwen3_6"),
+    Published("trl/qwen3_8"),
+    Published("trl/qwen3_instruct_2507"),
+    Published("trl/gemma4", _GEMMA),
+    Published("trl/gemma4_v5", _GEMMA),
+    Published("axolotl/gemma4_unified", _GEMMA),
+    Published("trl/deepseekv3", _DEEPSEEK),
+    Published("axolotl/deepseek_v3", _DEEPSEEK),
+    Published("llama.cpp/deepseek-ai-DeepSeek-V3.1", _DEEPSEEK),
+    Published("llama.cpp/moonshotai-Kimi-K2"),
+    Published("llama.cpp/Kimi-K2-Thinking"),
+    Published("trl/glm4moe", _GLM),
+    Published("llama.cpp/GLM-4.6", _GLM),
+    Published("llama.cpp/MiniMax-M2", ("[e~[",), ("]~!b[", "]~b]", "[e~[")),
+    Published("llama.cpp/ibm-granite-granite-4.0", ("<|end_of_text|>",)),
+    Published("axolotl/command_a", _COHERE),
+    Published("trl/cohere2", _COHERE),
+    Published("trl/lfm2"),
+    Published("trl/lfm2_v2"),
+    Published("trl/lfm2_2_5"),
+    Published("axolotl/llama4", ("<|eot|>", "<|eom|>")),
+    Published("trl/llama3_1", _LLAMA3),
+    Published("trl/nemotron_3_nano"),
+    Published("axolotl/falcon_h1"),
+    Published("axolotl/exaone4", ("[|endofturn|]",), ("[|endofturn|]", "[|assistant|]", "[|user|]", "[|system|]")),
+)
+
+
+def chats() -> dict[str, dict[str, Any]]:
+    """Rows of every kind by name."""
+    developer = {"role": "developer", "content": "Be brief."}
+    inside = [_thought_inside(message) for message in THOUGHTS[:2]]
+    named = [{**m, "thinking": m["reasoning_content"]} if "reasoning_content" in m else m for m in THOUGHTS[:2]]
+    fields = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in named]
+    plain = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in THOUGHTS]
+    return {
+        "plain": {"messages": TURNS},
+        "system": {"messages": [SYSTEM, *TURNS]},
+        "developer": {"messages": [developer, *TURNS]},
+        "thoughts": {"messages": [*THOUGHTS[:2], *TURNS[:2]]},
+        "thoughts in the content": {"messages": inside},
+        "thoughts named thinking": {"messages": fields},
+        "tools": {"messages": plain, "tools": TOOLS},
+        "one call at a time": {"messages": [*TURNS[:2], *plain[7:]], "tools": TOOLS},
+        "tools and thoughts": {"messages": THOUGHTS, "tools": TOOLS},
+        "ends with a call": {"messages": [SYSTEM, *plain[7:9]], "tools": TOOLS},
+        "calls without tools": {"messages": plain[7:]},
+        "a name": {"messages": [{"role": "user", "content": "Who?", "name": "Ada"}, TURNS[1]]},
+    }
+
+
+def _thought_inside(message: dict[str, Any]) -> dict[str, Any]:
+    thought = message.get("reasoning_content")
+    content = message["content"] if thought is None else f"<think>\n{thought}\n</think>\n\n{message['content']}"
+    return {"role": message["role"], "content": content}
+
+
+def tokenizer_of(published: Published, source: str, directory: Path) -> TextTokenizer:
+    """The base tokenizer with the template and its control tokens."""
+    files = {path.name: path.read_bytes() for path in directory.iterdir() if path.name == "tokenizer.json"}
+    bos, eos = "<|begin|>", published.ends[0]
+    config = f'{{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "{bos}", "eos_token": "{eos}"}}'
+    files["tokenizer_config.json"] = config.encode()
+    found = [*CONTROL.findall(source), *published.tokens, *published.ends, bos]
+    files, added = with_control_tokens(files, (), tuple(dict.fromkeys(found)))
+    if added:
+        files, _ = with_tokens(files, [AddedToken(token=one.token, special=True) for one in added])
+    ids = TextTokenizer(files)
+    return TextTokenizer(files, source, [ids.encode(end)[0] for end in published.ends])
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Compares documents with transformers' tokenizer."""
+
+    theirs: Any
+    ends: frozenset[int]
+
+    def wrong(self, example: Conversation, documents: Sequence[tuple[list[int], list[bool]]]) -> str | None:
+        """What is wrong with the documents of a chat; None where nothing is."""
+        answers = [i for i, message in enumerate(example.messages) if message["role"] == "assistant"]
+        found = [(ids, start, stop) for ids, trained in documents for start, stop in _runs(trained)]
+        if len(found) != len(answers):
+            return f"{len(found)} trained stretches for {len(answers)} answers"
+        for i, (ids, start, stop) in zip(answers, found, strict=True):
+            reason = self._wrong_answer(example, i, ids, start, stop)
+            if reason is not None:
+                return f"message {i}: {reason}"
+        return None
+
+    def _wrong_answer(self, example: Conversation, i: int, ids: list[int], start: int, stop: int) -> str | None:
+        if not any(ids[:start] == prompt for prompt in self._prompts(example, i)):
+            return "the ids before it are those of no prompt"
+        text = self.theirs.decode(ids[start:stop])
+        words = example.messages[i]["content"].split("</think>")[-1].strip()
+        if words not in text:
+            return f"its words are not in {text!r}"
+        if any(call["function"]["name"] not in text for call in example.messages[i].get("tool_calls", ())[:1]):
+            return f"its call is not in {text!r}"
+        others = {self.theirs.convert_ids_to_tokens(k) for k in ids[start : stop - 1] if k in self.ends}
+        if ids[stop - 1] not in self.ends:
+            return f"it ends with {text[-20:]!r}"
+        return f"there is an end before its end: {others}" if others - {"<|tool_response>"} else None
+
+    def _prompts(self, example: Conversation, i: int) -> Iterator[list[int]]:
+        for said in CALLERS:
+            yield self.theirs.apply_chat_template(
+                example.messages[:i], tools=example.tools, add_generation_prompt=True, return_dict=False, **said
+            )
+
+
+def _runs(trained: list[bool]) -> Iterator[tuple[int, int]]:
+    edges = np.flatnonzero(np.diff(np.array([False, *trained, False], dtype=np.int8)))
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+
+
+def judge(published: Published, source: str, directory: Path) -> int:
+    """Print what becomes of the chats with a template; how many are wrong, or refused for no words of the template."""
+    tokenizer = tokenizer_of(published, source, directory)
+    rows = chats()
+    examples = [parse_record(row) for row in rows.values()]
+    batch = Encoder(tokenizer, "assistant").encode(examples)
+    with tempfile.TemporaryDirectory() as work:
+        from transformers import AutoTokenizer
+
+        tokenizer.save(Path(work))
+        theirs = AutoTokenizer.from_pretrained(work)  # type: ignore[no-untyped-call]
+    ends = frozenset(theirs.convert_tokens_to_ids(list(published.ends)))
+    kept = len(rows) - len(batch.problems)
+    print(f"{published.where:40} {kept:2} of {len(rows)} chats, {len(batch.records)} documents", flush=True)
+    for note, count in batch.notes.items():
+        print(f"    note: {count} {note}")
+    failed = 0
+    for k, (name, example) in enumerate(zip(rows, examples, strict=True)):
+        problem = batch.problems.get(k)
+        assert isinstance(example, Conversation)
+        if problem is not None:
+            is_own = "the chat template refuses these messages" in problem.reason
+            failed += not is_own
+            print(f"    {'refused' if is_own else 'REFUSED'}: {name}: {problem.reason}")
+            continue
+        left_out = batch.by_answer.get(k, ())
+        wrong = None if left_out else Judge(theirs, ends).wrong(example, list(_documents(batch, k)))
+        for reason in left_out:
+            print(f"    left out: {name}: {reason}")
+        failed += wrong is not None
+        if wrong is not None:
+            print(f"    WRONG: {name}: {wrong}")
+    return failed
+
+
+def _documents(batch: EncodedBatch, row: int) -> Iterator[tuple[list[int], list[bool]]]:
+    for k in np.flatnonzero(batch.records == row).tolist():
+        tokens = slice(int(batch.offsets[k]), int(batch.offsets[k + 1]))
+        yield batch.input_ids[tokens].tolist(), batch.trained[tokens].tolist()
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Judge every template; 1 where something is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokenizer", type=Path)
+    parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where they are unpacked")
+    parser.add_argument("--only", nargs="*", default=[])
+    given = parser.parse_args(words)
+    fetch(given.sources, {**WANTED, LLAMA_CPP: ("--no-binary", "llama-cpp-python")})
+    failed: Counter[str] = Counter()
+    for published in TABLE:
+        project, _, name = published.where.partition("/")
+        if given.only and name not in given.only:
+            continue
+        path = next(given.sources.glob(f"{FOLDERS[project]}/{name}.jinja"))
+        failed[published.where] = judge(published, path.read_text(encoding="utf-8"), given.tokenizer)
+    right = sum(count == 0 for count in failed.values())
+    print(f"{right} of {len(failed)} templates without a fault; {len(chats())} chats each")
+    return 1 if right < len(failed) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
