@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.model.test_adapter import SPEC, adapted, unadapted
 from tuner.model import adapter
+from tuner.model.adaptable import add_in_product, takes_product
 from tuner.model.adapter import ADAPTER, adapter_off, add_lora, lora_layers
-from tuner.model.lora_product import add_in_product, takes_product
 
 TOKENS, INPUTS, OUTPUTS = 24, 16, 32
 

@@ -18,10 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
-from tuner.model.adaptable import READ, is_linear, not_adaptable
+from tuner.model.adaptable import READ, add_in_product, is_linear, not_adaptable, takes_product
 from tuner.model.build import has_score, head_layer, is_part
 from tuner.model.freeze import select
-from tuner.model.lora_product import add_in_product, takes_product
 from tuner.runtime.warned import pass_on
 
 ADAPTER = "default"

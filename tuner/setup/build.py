@@ -18,7 +18,6 @@ from tuner.data.prepared import PreparedData
 from tuner.errors import RecipeError
 from tuner.model.build import build_model, is_part, meta_model
 from tuner.model.documents import Padding
-from tuner.model.flash_versions import use_flash_version
 from tuner.model.flops import training_flops
 from tuner.model.freeze import frozen_hash, weights_hash
 from tuner.model.kernels import KERNELS
@@ -146,6 +145,8 @@ def assemble_model(resolved: Resolved, rank_info: RankInfo, mesh: Mesh) -> tuple
     if device.type == "cpu":
         keep_freed_memory(resolved.facts.free_bytes // 2)
     else:
+        from tuner.model.flash_versions import use_flash_version  # with the kernels of GPUs
+
         use_flash_version(resolved.config, device)
     root = assembled(resolved, assembly_spec(resolved), mesh, device)
     return root, step_config_of(resolved.recipe, device, mesh)

@@ -12,7 +12,6 @@ from tuner.config.optimizers import MuonOptimizer
 from tuner.config.recipe import LowRankAdapter, Recipe
 from tuner.errors import MachineError, RecipeError
 from tuner.model.build import ModelSpec, dropouts_of, generation_config, is_part, meta_model, model_config
-from tuner.model.flash_versions import kernel_and_reason
 from tuner.model.kernels import has_liger
 from tuner.model.native.library import native_problem
 from tuner.model.root import Route, route_of
@@ -95,6 +94,8 @@ def resolve(
     if recipe.model.kernels == "auto":
         settle("model", "kernels", *_kernels(config.get_text_config().model_type, facts, is_here))
     if facts.kind == "cuda":
+        from tuner.model.flash_versions import kernel_and_reason  # with the kernels of GPUs
+
         reasons["attention"] = kernel_and_reason(config, facts.generation, precision, is_here)
     settle("optimizer", "lr", *_default_lr(recipe, n_parameters))
     if isinstance(recipe.optimizer, MuonOptimizer):
