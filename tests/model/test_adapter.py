@@ -1,18 +1,22 @@
 """Adapters: what is trained, in which type, and from which seed."""
 
 import dataclasses
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Glm4MoeConfig
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from transformers import Glm4MoeConfig, PreTrainedModel
 
 from tests.model.tiny import tiny_config
 from tuner.errors import RecipeError
-from tuner.model.adapter import LoraSpec, add_lora, lora_layers
+from tuner.model.adapter import LoraSpec, add_lora, left_out_experts, lora_layers
 from tuner.model.build import ModelSpec, build_model, meta_model
 from tuner.model.freeze import freeze, frozen_hash
+from tuner.model.peft_names import taken_for_experts
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM, trained_parameters
 
@@ -55,18 +59,40 @@ def test_all_linear_leaves_the_output_layer_alone(tmp_path: Path) -> None:
     assert modules == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def test_experts_are_not_adapted_in_the_place_of_what_was_named() -> None:
+def mixture() -> PreTrainedModel:
+    """A mixture with a dense layer and shared experts, whose layers have the names of routed experts' of old."""
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     shape |= {"moe_intermediate_size": 8, "n_routed_experts": 2, "num_experts_per_tok": 1, "vocab_size": 32}
-    config = Glm4MoeConfig(**shape, head_dim=8)
-    with pytest.raises(RecipeError, match=r"peft cannot adapt \S+gate_proj of a glm4_moe") as caught:
-        add_lora(meta_model(config, torch.float32), LoraSpec(2, 4, 0.0, "all-linear"), seed=3)
-    assert caught.value.hint is not None
-    names = caught.value.hint.partition("[")[2].rstrip("]").split(", ")
-    model = meta_model(config, torch.float32)
-    add_lora(model, LoraSpec(2, 4, 0.0, names), seed=3)
-    assert {name.rpartition(".")[2] for name, _ in lora_layers(model)} == set(names)
-    assert {"q_proj", "k_proj", "v_proj", "o_proj"} <= set(names)
+    return meta_model(Glm4MoeConfig(**shape, head_dim=8, first_k_dense_replace=1), torch.float32)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["gate_proj", "up_proj", "down_proj"], ["*.shared_experts.up_proj"]])
+def test_the_layers_that_are_named_are_adapted_in_a_mixture(targets: str | list[str]) -> None:
+    model = mixture()
+    wanted = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
+    if targets != "all-linear":
+        wanted = {n for n in wanted if any(fnmatch(n, t) or fnmatch(n.rpartition(".")[2], t) for t in targets)}
+    assert any("shared_experts" in name for name in wanted)
+    add_lora(model, LoraSpec(2, 4, 0.0, targets), seed=3)
+    assert {name for name, _ in lora_layers(model)} == wanted
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {f"{name}.lora_{part}.default.weight" for name in wanted for part in "AB"}
+    assert "model.layers.1.mlp.experts.gate_up_proj" in str(left_out_experts(model))
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys")
+def test_peft_would_adapt_the_routed_experts_in_their_place() -> None:
+    model = mixture()
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    taken = {name.rpartition(".")[2] for name in taken_for_experts(model, names)}
+    assert taken == {"gate_proj", "up_proj", "down_proj"}
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=sorted(taken)), model)
+    found = {name.rpartition(".")[2] for name, _ in lora_layers(model)}
+    assert found == {"experts", "base_layer"}  # of each, one for each of its two tensors
+
+
+def test_a_model_without_routed_experts_leaves_none_out(tmp_path: Path) -> None:
+    assert left_out_experts(adapted(tmp_path, "llama").model) is None
 
 
 def test_the_seed_decides_the_start_and_b_is_zero(tmp_path: Path) -> None:

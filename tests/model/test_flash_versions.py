@@ -147,7 +147,8 @@ def test_it_is_chosen_where_a_model_is_built_for_a_gpu(monkeypatch: pytest.Monke
     recipe = load_recipe({"model": {"name_or_path": str(tmp_path), "init": "random"}, "data": {"train": "r.jsonl"}})
     resolved, chosen = resolve(recipe.recipe, 64, RankInfo()), []
     monkeypatch.setattr(build, "_device", lambda facts, rank_info: torch.device("cuda", 0))
-    monkeypatch.setattr(flash_versions, "use_flash_version", lambda *given: chosen.append((given[0].model_type, given[1])))
+    take = "use_flash_version"
+    monkeypatch.setattr(flash_versions, take, lambda config, device: chosen.append((config.model_type, device)))
     monkeypatch.setattr(build, "assemble", lambda *args, **options: None)
     build.assemble_model(resolved, RankInfo(), build.mesh_of(resolved.recipe, RankInfo()))
     assert chosen == [("llama", torch.device("cuda", 0))]

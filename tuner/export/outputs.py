@@ -31,6 +31,7 @@ from tuner.export.write import peft_name, saved_twin
 from tuner.model.adapter import ADAPTER, lora_layers
 from tuner.model.build import meta_model
 from tuner.model.tokens import trainable_tokens
+from tuner.model.transformers_private import kept_in_float32
 from tuner.rundir.layout import MODEL_PREFIX
 
 
@@ -68,6 +69,7 @@ class Values:
         self._index: Index = source.checkpoint.index()
         self._adapters: Mapping[str, Callable[[], LowRank]] = {}
         self._trained_names = {name.replace(".base_layer.", "."): name for name in trained.names}
+        self._exact = set(kept_in_float32(trained.plain))
         self._new_rows = {f"{name}.weight": f"{name}.new_rows" for name in trainable_tokens(trained.adapted)}
 
     def merged(self, dtype: torch.dtype) -> list[Output]:
@@ -120,9 +122,14 @@ class Values:
 
     def _outputs_of(self, entry: Published, frozen: Frozen, dtype: torch.dtype) -> Iterable[Output]:
         found = self._source_of(entry, frozen)
+        dtype = self._type_of(entry, dtype)
         if found is not None:
             return _laid_out(self._trained.plain, entry, found, dtype)
         return [Output(target, _written(part, dtype), part) for target, part in frozen.parts(entry).items()]
+
+    def _type_of(self, entry: Published, dtype: torch.dtype) -> torch.dtype:
+        """As transformers saves it: what is read in float32 whatever the type of the others is written so."""
+        return torch.float32 if entry.name in self._exact else dtype
 
     def alone(self, model: PreTrainedModel, names: Mapping[str, str], dtype: torch.dtype) -> list[Output]:
         """Every published tensor of a language model that stands alone; ``names`` are the tensors' there, by ours.
@@ -134,7 +141,7 @@ class Values:
         for entry in published(model):
             held = own[entry.name]
             found = self._source_of(held, frozen) or frozen.later(held)
-            outputs += _laid_out(model, entry, found, dtype)
+            outputs += _laid_out(model, entry, found, self._type_of(held, dtype))
         return outputs
 
     def _low_rank(self) -> dict[str, Callable[[], LowRank]]:

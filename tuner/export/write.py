@@ -19,6 +19,7 @@ from tuner.errors import DataError, RecipeError
 from tuner.export.source import Source
 from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers, saved_modules
 from tuner.model.build import has_score, is_part
+from tuner.model.peft_names import taken_for_experts
 from tuner.model.tokens import trainable_tokens
 from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
 from tuner.runtime.files import inside, json_bytes, read_json, regular_size, write_new
@@ -49,14 +50,31 @@ def write_adapter_config(
     """Write peft's config; ``base`` is the base model's hub name and revision, each None where there is none."""
     # peft resolved these against the model: the layers behind `all-linear` and globs, and GPT-2's transposed weights.
     injected: Any = getattr(adapted, "peft_config", {})[ADAPTER]
-    targets = sorted(injected.target_modules)
-    if is_part(adapted):  # in full, or peft would find layers of the other parts of the whole model too
-        targets = [name for name, _ in lora_layers(adapted)]
-    config: Any = lora.peft_config(targets, has_score(adapted), base[0])
+    by_weight = taken_for_experts(adapted, [name for name, _ in lora_layers(adapted)])
+    last_names = {name.rpartition(".")[2] for name in by_weight}
+    # Of a part in full, or peft would find layers of the other parts of the whole model too.
+    targets = [name for name, _ in lora_layers(adapted)] if is_part(adapted) else sorted(injected.target_modules)
+    by_name = [target for target in targets if target.rpartition(".")[2] not in last_names]
+    config: Any = lora.peft_config(by_name, has_score(adapted), base[0])
     facts = json.loads(json.dumps(config.to_dict(), default=_plain))
+    if by_weight:
+        facts |= _by_weight(by_weight, lora)
     facts["fan_in_fan_out"] = bool(injected.fan_in_fan_out)
     facts |= {**_saved_modules(adapted, lora), **_new_tokens(adapted), "inference_mode": True, "revision": base[1]}
     write_new(directory / ADAPTER_CONFIG, json_bytes(facts))
+
+
+def _by_weight(names: Sequence[str], lora: LoraSpec) -> dict[str, Any]:
+    """What peft's config says of layers that it would not find by name: which weights are adapted. Raises RecipeError.
+
+    Over a weight peft has no dropout, of which a loaded adapter makes no use.
+    """
+    if lora.use_dora:
+        raise RecipeError(
+            f"{names[0]}: peft takes its name for a routed expert's, and has no DoRA for a weight that is named itself",
+            hint="export with --adapter merge",
+        )
+    return {"target_parameters": [f"{name}.weight" for name in names], "lora_dropout": 0.0}
 
 
 def peft_name(name: str) -> str:

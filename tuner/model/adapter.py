@@ -73,7 +73,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)  # refused right below
             torch.manual_seed(seed)
-            inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=on_meta)
+            _inject(config, model, targets, on_meta)
     except ValueError as error:
         raise RecipeError(f"adapter: {str(error).splitlines()[0]}") from error
     _require_adapted(model, targets)
@@ -94,6 +94,16 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
         if takes_product(layer, ADAPTER):
             add_in_product(layer)
     model.eval()
+
+
+def _inject(config: LoraConfig, model: PreTrainedModel, targets: Sequence[str], on_meta: bool) -> None:
+    if stacked_weights(model):
+        from tuner.model.peft_names import inject_as_named, taken_for_experts
+
+        if taken_for_experts(model, targets):
+            inject_as_named(config, model, ADAPTER, on_meta)
+            return
+    inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=on_meta)
 
 
 def _leave_input(layer: Any) -> None:
@@ -117,20 +127,39 @@ def _leave_input(layer: Any) -> None:
 
 
 def _require_adapted(model: PreTrainedModel, targets: Sequence[str]) -> None:
-    """Check that peft adapted these very layers. Raises RecipeError.
-
-    In mixtures whose type it maps to older checkpoints it takes the experts' fused weights for every layer of the name
-    that one expert's had, shared experts and dense layers too, when an adapter is made and again when it is loaded.
-    """
+    """Check that peft adapted these very layers, whatever it makes of their names. Raises RecipeError."""
     there = {name for name, _ in lora_layers(model)}
     left_out = [name for name in targets if name not in there]
     if left_out:
         names = ", ".join(sorted({name.rpartition(".")[2] for name in targets if name in there}))
         raise RecipeError(
-            f"adapter.target_modules: peft cannot adapt {left_out[0]} of a {model.config.model_type} model: it takes "
-            "the routed experts instead",
+            f"adapter.target_modules: peft cannot adapt {left_out[0]} of a {model.config.model_type} model",
             hint=f"write target_modules: [{names}]" if names else "name other layers, such as the attention's",
         )
+
+
+def stacked_weights(model: nn.Module) -> list[str]:
+    """Names of the parameters in which the weights of all routed experts of a layer lie, one after the other."""
+    found = []
+    for name, module in model.named_modules():
+        if not type(module).__name__.startswith("Conv"):
+            own = module.named_parameters(recurse=False)
+            found += [f"{name}.{last}" for last, parameter in own if parameter.ndim == 3 and len(parameter) > 1]
+    return found
+
+
+def left_out_experts(model: PreTrainedModel) -> str | None:
+    """A sentence on the routed experts that an adapter leaves as they are; None for a model that has none.
+
+    Layers of their own, where a class still has them, are adapted as all others.
+    """
+    weights = [name for name in stacked_weights(model) if not model.get_parameter(name).requires_grad]
+    if not weights:
+        return None
+    return (
+        f"adapter: the routed experts are not adapted ({len(weights)} tensors such as {weights[0]}, each with the "
+        "weights of all experts of a layer); attention, dense layers and shared experts can be"
+    )
 
 
 def require_used(model: PreTrainedModel, logits: Callable[[], torch.Tensor]) -> None:

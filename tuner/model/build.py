@@ -26,6 +26,7 @@ from tuner.model.transformers_private import (
     decoder_classes,
     forget_attention,
     from_config,
+    kept_in_float32,
     plain_config,
     takes_our_attention,
 )
@@ -300,6 +301,9 @@ def _packed(config: PretrainedConfig) -> str | dict[str, str]:
 
 def _finished(model: PreTrainedModel) -> PreTrainedModel:
     _exact_constants(model)
+    for tensor in kept_in_float32(model).values():  # as files are loaded; what is made of a config has one type
+        if tensor.dtype in _HALF:
+            tensor.data = tensor.data.float()
     model.config.use_cache = False
     model.eval()
     if has_score(model):

@@ -153,6 +153,14 @@ def decoder_classes(model: PreTrainedModel) -> set[str]:
     return set(private_attribute(model, "_no_split_modules", _BUILDING) or ())
 
 
+def kept_in_float32(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, by name, that a class keeps in float32 next to weights of 16 bits, whatever they are."""
+    parts = sorted(private_attribute(model, "_keep_in_fp32_modules_strict", _BUILDING) or ())
+    state = model.state_dict(keep_vars=True) if parts else {}
+    found = re.compile("|".join(part.replace("*", ".*") for part in parts))
+    return {name: tensor for name, tensor in state.items() if found.search(name)}
+
+
 def from_config(model: PreTrainedModel, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """A new model of the same class."""
     return new_of_class(type(model), config, **options)

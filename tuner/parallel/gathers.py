@@ -11,6 +11,7 @@ of its weights in float32. So does every layer with an adapter, whose large weig
 already, and whose own ones are dropped out in the type of its weights.
 """
 
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -39,10 +40,23 @@ def rounded_weights(unit: nn.Module) -> set[nn.Parameter]:
 
 
 def _multiplied(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    for module in modules:
+    whole = list(modules)
+    read = {id(layer) for owner in whole if _reads_weights(owner) for layer in owner.children()}
+    for module in whole:
         weight = getattr(module, "weight", None)
-        if type(module).__name__ in _MULTIPLIED and isinstance(weight, nn.Parameter) and weight.dtype == torch.float32:
+        if id(module) in read or type(module).__name__ not in _MULTIPLIED:
+            continue
+        if isinstance(weight, nn.Parameter) and weight.dtype == torch.float32:
             yield weight
+
+
+def _reads_weights(owner: nn.Module) -> bool:
+    """Whether a module's forward reads the weight of a layer in it, to do more than multiply.
+
+    LongCat's router multiplies by it in float32, without autocast.
+    """
+    forward = inspect.unwrap(type(owner).forward)
+    return "weight" in getattr(getattr(forward, "__code__", None), "co_names", ())
 
 
 @contextmanager

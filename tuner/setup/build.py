@@ -33,6 +33,7 @@ from tuner.runtime.device import DeviceFacts, measured_peak
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.memory import keep_freed_memory
 from tuner.runtime.process import Collective, device_index, gloo_group
+from tuner.runtime.warned import pass_on
 from tuner.setup.probes import probe_inputs
 from tuner.setup.resolve import Resolved, check_division, model_spec, reference_of, rerouted, takes_several
 from tuner.setup.settled import rows_at_once
@@ -324,6 +325,8 @@ def _inspect(resolved: Resolved, root: CausalLM) -> None:
             raise RecipeError(error.message, hint=hint) from error
     else:
         root.why_apart = prove_route(root, vocab_size, packed, longest, rows)
+    if recipe.adapter.kind != "none":
+        _tell_left_out(root)
     root.frozen_hash = frozen_hash(root.model)
     if is_part(root.model):
         from tuner.model.multimodal import untouched_facts
@@ -331,6 +334,13 @@ def _inspect(resolved: Resolved, root: CausalLM) -> None:
         root.untouched = untouched_facts(meta_model_of(resolved), recipe.model.name_or_path, recipe.model.revision)
     if reference_of(recipe.method) == "columns":
         root.weights_hash = weights_hash(root.model)
+
+
+def _tell_left_out(root: CausalLM) -> None:
+    from tuner.model.adapter import left_out_experts
+
+    if (left_out := left_out_experts(root.model)) is not None:
+        pass_on(left_out)
 
 
 def _device(facts: DeviceFacts, rank_info: RankInfo) -> torch.device:
