@@ -33,6 +33,8 @@ _SIZES: dict[str, Any] = {
     "top_k_experts": 2,
     "n_group": 1,
     "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
     "shared_expert_intermediate_size": 16,
     "moe_shared_expert_intermediate_size": 16,
     "shared_intermediate_size": 16,

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    DbrxConfig,
     DeepseekV4Config,
     DeepseekV32Config,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM3VLTextConfig,
-    MixtralConfig,
 )
 
 from tests.model.tiny import SHAPE
@@ -23,7 +21,7 @@ from tuner.errors import DataError
 from tuner.export.write import write_config
 from tuner.generate import load_generator
 from tuner.model.build import ModelSpec, build_model, model_config
-from tuner.model.vetting import ignored_code, ignored_losses, untrained_indexer
+from tuner.model.vetting import ignored_code, untrained_indexer
 
 REFUSED: list[dict[str, Any]] = [
     {"_attn_implementation": "kernels-community/flash-attn2"},
@@ -85,15 +83,6 @@ def test_ignored_code_is_told_and_not_exported(base: Path, tmp_path: Path) -> No
     (tmp_path / "out").mkdir()
     write_config(tmp_path / "out", config, "LlamaForCausalLM", torch.float32)
     assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
-
-
-def test_terms_of_a_routers_loss_are_named() -> None:
-    found = ignored_losses(MixtralConfig(router_aux_loss_coef=0.02))
-    assert found is not None
-    assert found.startswith("router_aux_loss_coef: 0.02 of the model's config is not part of the loss")
-    assert "moe_loss_weight: 0.01" in str(ignored_losses(DbrxConfig()))
-    assert ignored_losses(MixtralConfig(router_aux_loss_coef=0.0)) is None
-    assert ignored_losses(LlamaConfig()) is None
 
 
 def test_indexers_that_learn_nothing_are_named() -> None:

@@ -14,6 +14,7 @@ _NAMES: dict[str, str] = {
     "model.config": "config_overrides overrides_of_model_config model_config model_kwargs model_init_kwargs",
     "model.dtype": "torch_dtype model_dtype weights_dtype",
     "model.kernels": "use_liger_kernel use_liger liger_kernel enable_liger_kernel liger_rope",
+    "model.router_aux_loss_coef": "moe_aux_loss_coef aux_loss_coef moe_aux_loss_coeff",
     "tokenizer.name_or_path": "tokenizer_config tokenizer_name tokenizer_name_or_path tokenizer_path",
     "tokenizer.chat_template": "chat_template_path chat_template_jinja template custom_template",
     "tokenizer.add_tokens": "add_special_tokens additional_special_tokens new_special_tokens special_tokens tokens "

@@ -56,6 +56,8 @@ class ModelSection(Section):
     """Type of the weights: auto keeps trained ones in fp32 and frozen ones in bf16."""
     kernels: Word[Literal["auto", "liger", "native", "torch"]] = "auto"
     """Fused kernels: auto takes liger on CUDA; on a CPU native ones, compiled on it, where there is a C compiler."""
+    router_aux_loss_coef: Annotated[float | None, Real(ge=0)] = None
+    """Weight of the loss that keeps experts evenly busy; null leaves it to the model's config, 0 adds none."""
     freeze: Globs = ()
     """Parameters not trained in full fine-tuning: names or globs, e.g. [embed_tokens, model.layers.0]."""
 

@@ -3,6 +3,8 @@
 Under FSDP2 the output weight is whole inside the root's forward alone, so the loss is computed there.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +32,7 @@ from tuner.model.vetting import layers_with_indexers
 
 if TYPE_CHECKING:
     from tuner.model.mixers import Mixers
+    from tuner.model.router_loss import RouterLoss  # what most models go without
 
 Route = Literal["flat", "batch", "calls"]
 """How the documents of a microbatch go through the decoder: end to end in one row, as a padded batch, or one by one."""
@@ -45,6 +48,8 @@ class CausalLM(nn.Module):
         """What turns logits into the loss of training and its gradient."""
         self.logit_transform = PLAIN if has_score(model) else LogitTransform.of(model.config)
         """What the model does to the output layer's products before they are logits."""
+        self.router_loss: RouterLoss | None = None
+        """What balances the experts of a mixture, where that is part of the loss; it holds sums of the last forward."""
         self.frozen_hash: str | None = None
         """SHA-256 of what is not trained (:func:`~tuner.model.freeze.frozen_hash`), which checkpoints do not hold."""
         self.untouched: Mapping[str, Any] | None = None
@@ -166,6 +171,8 @@ class CausalLM(nn.Module):
     def _hidden(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, document_lengths: tuple[int, ...]
     ) -> torch.Tensor:
+        if self.router_loss is not None:
+            self.router_loss.begin(input_ids.device)
         if self.route != "flat":
             return self._apart(input_ids, document_lengths)
         n_tokens, bound = input_ids.shape[0], None
@@ -175,10 +182,11 @@ class CausalLM(nn.Module):
         self._rotation.expect(document_lengths, document_lengths)
         if self.mixers is not None:
             self.mixers.expect(document_lengths, input_ids.device)
-        position_ids = self._numbered(input_ids, position_ids)
+        position_ids, counted = self._numbered(input_ids, position_ids), None
+        if n_tokens < len(input_ids):
+            counted = torch.arange(len(input_ids), device=input_ids.device) < n_tokens
         where = self._where(position_ids, Documents.of(document_lengths, input_ids.device, bound, self.chunk))
-        output = decoder_of(self.model)(input_ids=input_ids[None], use_cache=False, **where)
-        hidden: torch.Tensor = output.last_hidden_state[0, :n_tokens]
+        hidden: torch.Tensor = self._decoder(input_ids[None], counted, where)[0, :n_tokens]
         return hidden
 
     def _at_output(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -198,7 +206,17 @@ class CausalLM(nn.Module):
         if self.mixers is not None:
             self.mixers.expect((), input_ids.device)
         self.counted = counted
-        hidden: torch.Tensor = decoder_of(self.model)(input_ids=input_ids, use_cache=False).last_hidden_state
+        return self._decoder(input_ids, counted, {})
+
+    def _decoder(
+        self, input_ids: torch.Tensor, counted: torch.Tensor | None, where: Mapping[str, object]
+    ) -> torch.Tensor:
+        """Hidden states ``[rows, T, D]`` of ids ``[rows, T]``; what routers said of those that count is noted."""
+        noted = {} if self.router_loss is None else {"output_router_logits": True}
+        output = decoder_of(self.model)(input_ids=input_ids, use_cache=False, **noted, **where)
+        if self.router_loss is not None:
+            self.router_loss.add(output.router_logits, counted)
+        hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
     def _at_head(self, objective: Objective[Result], hidden: torch.Tensor, targets: torch.Tensor) -> Result:
@@ -239,7 +257,7 @@ def _count_by_document(model: PreTrainedModel) -> int:
     return count_by_document(decoder_of(model), model.config)
 
 
-def _mixers_of(model: PreTrainedModel) -> "Mixers | None":
+def _mixers_of(model: PreTrainedModel) -> Mixers | None:
     if not keeps_state(model):
         return None
     from tuner.model.mixers import Mixers

@@ -30,8 +30,8 @@ KERNELS = frozenset(
     }
 )
 """Keys by which transformers fetches compiled code from the hub where their value is a repository."""
-ROUTER_LOSSES = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight", "router_z_loss_coef", "z_loss_coefficient")
-"""Keys that weigh the terms which transformers adds to the loss of a mixture of experts."""
+ROUTER_LOSSES = ("output_router_logits", "router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
+"""Keys that ask for, or weigh, the term which transformers adds to the loss of a mixture of experts."""
 CARD = "README.md"
 MAX_LICENCE_CHARACTERS = 100
 DTYPES = frozenset({"dtype", "torch_dtype"})
@@ -61,22 +61,11 @@ def ignored_code(config: PretrainedConfig) -> str | None:
     return f"auto_map in config.json is ignored: transformers' own {config.model_type} is used, and no other code"
 
 
-def ignored_losses(config: PretrainedConfig) -> str | None:
-    """A sentence on what a config adds to the loss of its router, which no loss here has; None where it adds nothing.
-
-    Their mean would have to be over all tokens of the global batch, which microbatches and processes do not see.
-    """
+def weighs_routers(config: PretrainedConfig) -> bool:
+    """Whether a config says anything of a term that its class may add to the loss of a mixture of experts."""
     text = config.get_text_config()
-    found = {
-        key: value
-        for part in (text, getattr(text, "ffn_config", None))
-        for key in ROUTER_LOSSES
-        if (value := getattr(part, key, None))
-    }
-    if not found:
-        return None
-    named = " and ".join(f"{key}: {value:g}" for key, value in found.items())
-    return f"{named} of the model's config is not part of the loss: what balances its experts is not trained"
+    parts = (config, text, getattr(text, "ffn_config", None))
+    return any(getattr(part, key, None) for part in parts for key in ROUTER_LOSSES)
 
 
 def layers_with_indexers(config: PretrainedConfig) -> list[str]:

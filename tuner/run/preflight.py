@@ -16,7 +16,7 @@ from tuner.data.building.spec import PrepareSpec, prepare_spec
 from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, RecipeError
 from tuner.model.build import fetch_weights
-from tuner.model.vetting import ignored_code, ignored_losses, untrained_indexer
+from tuner.model.vetting import ignored_code, untrained_indexer, weighs_routers
 from tuner.run.changes import Reset, changes, freed_keys, resets_for, starts_of
 from tuner.run.options import HandedOver, LaunchOptions, RunResult
 from tuner.run.previous import find_checkpoint, finished_result, require_recipe_of, warn_of_changes
@@ -245,8 +245,8 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info:
     )
     if resolved.settled:
         console.say("settled", "\n".join(f"{k} {v}: {resolved.reasons[k]}" for k, v in resolved.settled.items()))
-    for noticing in (ignored_code, ignored_losses, untrained_indexer):
-        if (sentence := noticing(resolved.config)) is not None:
+    for sentence in (ignored_code(resolved.config), _unasked_loss(resolved), untrained_indexer(resolved.config)):
+        if sentence is not None:
             console.warn(f"{recipe.model.name_or_path}: {sentence}")
     if (slower := _slower(resolved)) is not None:
         console.warn(slower)
@@ -267,6 +267,15 @@ def announce_packing(console: Console, resolved: Resolved, data: PreparedData, p
         console.say("packing", line)
     else:
         console.warn(f"data.packing: what was planned for documents end to end is computed apart: {line}")
+
+
+def _unasked_loss(resolved: Resolved) -> str | None:
+    """A sentence on a term of the loss that the config weighs and does not ask for; None where there is no such one."""
+    if resolved.recipe.model.router_aux_loss_coef is not None or not weighs_routers(resolved.config):
+        return None
+    from tuner.model.router_loss import unasked_term
+
+    return unasked_term(resolved.config)
 
 
 def _slower(resolved: Resolved) -> str | None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,9 @@ from tuner.parallel.fsdp import sync_gradients
 from tuner.runtime.device import to_device
 from tuner.train.methods.method import Method
 from tuner.train.step import StepConfig, TrainState
+
+if TYPE_CHECKING:
+    from tuner.train.routing import HeldOutRouting
 
 MAX_ANSWER_TOKENS = 128
 
@@ -164,6 +168,7 @@ def evaluate(
     )
     if by_terms is not None:
         return _evaluate_terms(root, step_config, held, batches, between, by_terms)
+    routing = _routing(root, step_config)
     sums = torch.zeros(len(held.sources), dtype=torch.float64, device=step_config.device)
     counts = np.zeros(len(held.sources), dtype=np.int64)
     sync_gradients(root, True)
@@ -172,6 +177,8 @@ def evaluate(
         for batch in batches.step(index).micro:
             positions, own = held.by_source(batch)
             losses = batch_losses(root, step_config, batch, positions)
+            if routing is not None:
+                routing.note(batch)
             # Slices and not an indexed sum: the same order of additions on every device.
             sums += torch.stack([part.sum(dtype=torch.float64) for part in losses.split(own.tolist())])
             counts += own
@@ -185,7 +192,17 @@ def evaluate(
         if number
     }
     tokens = int(sum(numbers))
-    return Evaluation(sum(totals) / max(1, tokens), tokens, parts if len(held.sources) > 1 else {})
+    figures = {} if routing is None else routing.figures()
+    return Evaluation(sum(totals) / max(1, tokens), tokens, parts if len(held.sources) > 1 else {}, figures)
+
+
+def _routing(root: CausalLM, step_config: StepConfig) -> "HeldOutRouting | None":
+    """What counts how the routers choose, where that is part of the loss."""
+    if root.router_loss is None:
+        return None
+    from tuner.train.routing import HeldOutRouting
+
+    return HeldOutRouting(root.router_loss, step_config.device)
 
 
 def _evaluate_terms(
@@ -206,13 +223,15 @@ def _evaluate_terms(
         by_document=method.by_document,
         mismatched=method.mismatched,
     )
-    whole, each = term_means(root, step_config, method, batches, sources, between)
+    routing = _routing(root, step_config)
+    whole, each = term_means(root, step_config, method, batches, sources, between, routing)
     parts = {
         name: Evaluation(one.loss, one.tokens, figures=one.figures)
         for name, one in zip(held.sources, each, strict=True)
         if one.tokens
     }
-    return Evaluation(whole.loss, whole.tokens, parts if len(held.sources) > 1 else {}, whole.figures)
+    figures = whole.figures if routing is None else {**whole.figures, **routing.figures()}
+    return Evaluation(whole.loss, whole.tokens, parts if len(held.sources) > 1 else {}, figures)
 
 
 def answer_samples(

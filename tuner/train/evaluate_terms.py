@@ -1,8 +1,10 @@
 """What a method measures of held-out documents: its own loss and figures, of each source and of all."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,9 @@ from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import sync_gradients
 from tuner.train.methods.method import Counts, Method, Terms, logged
 from tuner.train.step import StepConfig, microbatch_terms, of_step
+
+if TYPE_CHECKING:
+    from tuner.train.routing import HeldOutRouting
 
 
 class Means(NamedTuple):
@@ -99,11 +104,12 @@ def term_means(
     batches: GlobalBatches,
     sources: Sources,
     between: Callable[[], None],
+    routing: HeldOutRouting | None = None,
 ) -> tuple[Means, list[Means]]:
     """The method's means over all rows, and over those of each source, every process taking its share. Collective.
 
     Documents of one source go through the model by themselves. No document sees another: nothing changes by that but
-    whose figures they are.
+    whose figures they are. What their routers choose is counted by ``routing``.
     """
     totals = Totals(sources.count, step_config.device)
     sync_gradients(root, True)
@@ -116,5 +122,7 @@ def term_means(
             between()
             for source, part in sources.split(batch, expected):
                 terms = microbatch_terms(root, method, part, step_config, shared)
+                if routing is not None:
+                    routing.note(part)
                 totals.add(source, terms, method.counts(step_of([part])), len(part.trained_positions))
     return totals.means()

@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tuner.data.batches import Batch, StepBatches, without_targets
-from tuner.model.output_layer import Objective, Result
+from tuner.model.output_layer import Objective, OutputLayer, Result
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import squared_norm, sum_whole_gradients, sync_gradients
 from tuner.parallel.mesh import Mesh
@@ -21,6 +24,9 @@ from tuner.runtime.device import to_device
 from tuner.train.guard import Guard
 from tuner.train.methods.method import Counts, Method, Microbatch, Sum, Terms, logged
 from tuner.train.optimizer import OptimizerSet
+
+if TYPE_CHECKING:
+    from tuner.train.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -143,11 +149,25 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
         seed(len(batches.micro))
         phase.enter_part(index + 1, "forward")
         shared = of_step(root, state.method, batches, step_config)
+    routing, known = None, None
+    if root.router_loss is not None:
+        from tuner.train.routing import Routing
+
+        routing, counts = Routing(root.router_loss), Routing.with_step(counts)
+        if len(batches.micro) > 1:
+            phase.enter_part(index + 1, "forward")
+            known = _count_first(routing, root, state.method, batches, step_config, seed)
     for number, batch in enumerate(batches.micro):
         sync_gradients(root, number == len(batches.micro) - 1, step_config.accumulate_whole)
         seed(number)
         phase.enter_part(index + 1, "forward")
-        terms = microbatch_terms(root, state.method, batch, step_config, shared)
+        columns = None if known is None else known[number]
+        terms = microbatch_terms(root, state.method, batch, step_config, shared, columns)
+        if routing is not None:
+            if known is None:
+                routing.note(batch)
+                routing.agree()
+            terms = routing.with_loss(terms, batch)
         sums = terms.plus(sums)
         phase.enter_part(index + 1, "backward")
         terms.loss(counts).backward()
@@ -167,10 +187,39 @@ def microbatch_terms(
     batch: Batch,
     step_config: StepConfig,
     shared: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    columns: Mapping[str, torch.Tensor] | None = None,
 ) -> Terms:
-    """The method's sums of one micro-batch, scalars on the device; ``shared`` is what :func:`of_step` gave."""
-    columns = {**device_columns(root, method, batch, step_config), **shared}
+    """The method's sums of one micro-batch, scalars on the device; ``shared`` is what :func:`of_step` gave, ``columns``
+    what :func:`device_columns` did, where that was asked before."""
+    columns = {**(device_columns(root, method, batch, step_config) if columns is None else columns), **shared}
     return _at_positions(root, method, batch, step_config, functools.partial(method.terms, columns=columns))
+
+
+@torch.no_grad()
+def _count_first(
+    routing: "Routing",
+    root: CausalLM,
+    method: Method,
+    batches: StepBatches,
+    step_config: StepConfig,
+    seed: Callable[[int], None],
+) -> list[dict[str, torch.Tensor]]:
+    """Have the routers choose for the whole global batch, in a forward of each micro-batch with the same dropout as the
+    one that is trained. Returns the columns of each, which are computed first. Collective."""
+    known = []
+    for number, batch in enumerate(batches.micro):
+        known.append(device_columns(root, method, batch, step_config))
+        seed(number)
+        with step_config.autocast():
+            root(*_on_device(batch, method.positions(batch)[:0], step_config), _nothing)
+        routing.note(batch)
+    routing.agree()
+    return known
+
+
+def _nothing(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> tuple[()]:
+    """The objective of a forward that is taken for what the routers choose."""
+    return ()
 
 
 @torch.no_grad()
@@ -222,12 +271,16 @@ def _at_positions(
     root: CausalLM, method: Method, batch: Batch, step_config: StepConfig, objective: Objective[Result]
 ) -> Result:
     """What the objective makes of the positions that the method wants of one micro-batch."""
-    at = method.positions(batch)
-    arrays = (batch.input_ids, batch.position_ids, at, batch.targets[at])
-    ids, places, positions, wanted = (to_device(array, step_config.device) for array in arrays)
-    microbatch = Microbatch(ids, places, batch.lengths, positions, wanted)
+    microbatch = _on_device(batch, method.positions(batch), step_config)
     with step_config.autocast():
         return method.forward(root, microbatch, objective)
+
+
+def _on_device(batch: Batch, at: npt.NDArray[np.int64], step_config: StepConfig) -> Microbatch:
+    """A batch as the model takes it, with these positions of it."""
+    arrays = (batch.input_ids, batch.position_ids, at, batch.targets[at])
+    ids, places, positions, wanted = (to_device(array, step_config.device) for array in arrays)
+    return Microbatch(ids, places, batch.lengths, positions, wanted)
 
 
 def _mixed(*numbers: int) -> int:

@@ -23,7 +23,10 @@ LossFunction = Callable[
 ]
 """From hidden states ``[N, D]``, the output layer's weight ``[V, D]`` and bias ``[V]`` or None, and targets int64
 ``[N]``: the sum of the losses at the N trained positions (a scalar with a gradient, also for N = 0) and named sums."""
-TAKEN = ("step", "epoch", "tokens", "loss", "lr", "grad_norm", "skipped", "kind", *CLOCKED)
+TAKEN = (
+    *("step", "epoch", "tokens", "loss", "lr", "grad_norm", "skipped", "kind", "router_aux", "router_balance"),
+    *CLOCKED,
+)
 """Keys of a line of metrics.jsonl that a figure cannot have."""
 
 

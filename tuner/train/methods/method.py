@@ -68,8 +68,12 @@ def _added(earlier: Mapping[str, Sum], new: Mapping[str, Sum]) -> dict[str, Sum]
 
 
 def logged(terms: Terms) -> tuple[str, ...]:
-    """What a step's line has besides its loss: the losses by name where there are several, and the figures."""
-    return (*(terms.losses if len(terms.losses) > 1 else ()), *terms.figures)
+    """What a step's line has besides its loss: the losses by name where there are several, and the figures.
+
+    A method's only loss has no name of its own next to the router's, with which it adds up to that of the step.
+    """
+    several = [name for name in terms.losses if name != "loss"] if len(terms.losses) > 1 else []
+    return (*several, *terms.figures)
 
 
 class Method(ABC):

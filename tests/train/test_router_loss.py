@@ -1,0 +1,220 @@
+"""The loss that keeps experts busy: transformers' own over the global batch, however that is cut up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    DbrxConfig,
+    DeepseekV3Config,
+    DogeConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+)
+
+from tests.fixtures.processes import run_ranks
+from tests.model.tiny import SHAPE, family_config, family_model
+from tests.train.synthetic import SyntheticRows, UnpackedRows, assembly_for, recipe_for
+from tuner.data.batches import IGNORED, collate
+from tuner.errors import RecipeError
+from tuner.model.build import meta_model
+from tuner.model.router_loss import RouterLoss, router_loss, unasked_term
+from tuner.runtime.dist import RankInfo
+from tuner.setup.build import Assembly
+from tuner.train.evaluate import evaluate, held_out
+from tuner.train.methods.method import Terms
+from tuner.train.routing import Routing
+from tuner.train.step import forward_backward, optimizer_step
+
+TRAINED = [1, 25, 3, 15, 20]
+ONE = RankInfo()
+WEIGHT = 0.5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture whose config asks for the term, with a weight at which it matters."""
+    directory = tmp_path_factory.mktemp("mixture")
+    made = family_model("qwen3-moe", tied=False)
+    made.config.output_router_logits, made.config.router_aux_loss_coef = True, WEIGHT  # type: ignore[attr-defined]
+    made.save_pretrained(directory)
+    return directory
+
+
+class Found(dict[str, torch.Tensor]):
+    """Gradients by name, and the loss with the term that is in it."""
+
+    def __init__(self, gradients: dict[str, torch.Tensor], loss: float, term: float) -> None:
+        super().__init__(gradients)
+        self.loss, self.term = loss, term
+
+    def off(self, other: Found) -> float:
+        """How far the other is away: the largest of the differences, relative to the whole."""
+        norm = sum(float(one.norm()) ** 2 for one in self.values()) ** 0.5
+        apart = sum(float((self[name] - other[name]).norm()) ** 2 for name in self.keys() | other.keys()) ** 0.5
+        term = abs(self.term - other.term) / abs(self.term)
+        return max(apart / norm, abs(self.loss - other.loss) / abs(self.loss), term)
+
+
+def gradients_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.double() for name, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Path) -> Found:
+    """By transformers alone: one forward of all documents, filled up on the right and masked there."""
+    documents = UnpackedRows(SyntheticRows(TRAINED))
+    batches = [collate([documents.row(i)]) for i in range(len(documents))]
+    longest = max(len(batch.input_ids) for batch in batches)
+    ids, mask, labels = (np.full((len(batches), longest), fill) for fill in (0, 0, IGNORED))
+    for i, batch in enumerate(batches):
+        count = len(batch.input_ids)
+        ids[i, :count], mask[i, :count] = batch.input_ids, 1
+        labels[i, 1:count] = batch.targets[:-1]
+    plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    out = plain(torch.tensor(ids), attention_mask=torch.tensor(mask), labels=torch.tensor(labels), use_cache=False)
+    out.loss.backward()
+    return Found(gradients_of(plain), out.loss.item(), WEIGHT * out.aux_loss.item())
+
+
+def assembled(model: Path, packed: bool, rank: RankInfo = ONE, **sections: Any) -> Assembly:
+    sections = {"train": {"global_batch_size": 5 if packed else 10, "micro_batch_size": 5}, **sections}
+    sections["data"] = {"packing": packed, **sections.get("data", {})}
+    return assembly_for(recipe_for(model, **sections), TRAINED, rank, packed=packed)
+
+
+def found(assembly: Assembly) -> Found:
+    state, batches = assembly.train_state, assembly.batches.step(0)
+    sums, counts = forward_backward(state, 0, batches)
+    return Found(gradients_of(state.root.model), float(sums.loss(counts)), float(sums.losses["router_aux"].value))
+
+
+@pytest.mark.parametrize(("packed", "micro"), [(True, 5), (True, 1), (False, 10), (False, 2)], ids=str)
+def test_it_is_transformers_own_however_a_global_batch_is_cut_up(
+    packed: bool, micro: int, model: Path, wanted: Found
+) -> None:
+    rows = {"global_batch_size": 5 if packed else 10, "micro_batch_size": micro}
+    assert wanted.off(found(assembled(model, packed, train=rows))) < 1e-6
+
+
+def test_recomputed_layers_have_it(model: Path, wanted: Found) -> None:
+    rows = {"global_batch_size": 5, "micro_batch_size": 1, "gradient_checkpointing": "full"}
+    assert wanted.off(found(assembled(model, True, train=rows))) < 1e-6
+
+
+@pytest.mark.parametrize("layout", ["full", "none"])
+def test_processes_share_it(layout: str, model: Path, wanted: Found, tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        rows = {"global_batch_size": 6, "micro_batch_size": 1}  # a row less than that: one process has a filler
+        info = RankInfo(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
+        state = assembled(model, True, info, train=rows, parallel={"processes": 2, "shard": layout})
+        result = optimizer_step(state.train_state, 0, state.batches.step(0), 1.0).read()
+        norm = sum(float(one.norm()) ** 2 for one in wanted.values()) ** 0.5
+        assert result.loss == pytest.approx(wanted.loss, rel=1e-6)
+        assert result.grad_norm == pytest.approx(norm, rel=1e-6)
+        assert result.figures["router_aux"] == pytest.approx(wanted.term, rel=1e-6)
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]
+
+
+@pytest.mark.parametrize("fault", ["dropped", "each micro-batch's own shares"])
+def test_a_loss_without_it_is_told_apart(
+    fault: str, model: Path, wanted: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(routing: Routing, terms: Terms, batch: Any) -> Terms:
+        none = terms.losses["loss"]._replace(value=torch.zeros(()))
+        return terms._replace(losses={**terms.losses, "router_aux": none})
+
+    def own_shares(router: RouterLoss, chosen: torch.Tensor, probability: torch.Tensor) -> torch.Tensor:
+        return value(router, router.sums.chosen, probability)
+
+    value = RouterLoss.value
+    if fault == "dropped":
+        monkeypatch.setattr(Routing, "with_loss", without)
+    else:
+        monkeypatch.setattr(RouterLoss, "value", own_shares)
+    rows = {"global_batch_size": 5, "micro_batch_size": 1}
+    assert wanted.off(found(assembled(model, True, train=rows))) > 1e-3
+
+
+def test_the_counted_forward_chooses_as_the_one_that_is_trained(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bool, torch.Tensor]] = []  # with gradients or without
+    add = RouterLoss.add
+
+    def noted(router: RouterLoss, *given: Any) -> None:
+        add(router, *given)
+        seen.append((torch.is_grad_enabled(), router.sums.chosen))
+
+    monkeypatch.setattr(RouterLoss, "add", noted)
+    rows = {"global_batch_size": 4, "micro_batch_size": 2}
+    lora = {"kind": "lora", "r": 2, "dropout": 0.5}
+    state = assembled(model, True, train=rows, adapter=lora)
+    for name, parameter in state.train_state.parameters.items():
+        if "lora_B" in name:
+            parameter.data.normal_()
+    seen.clear()
+    forward_backward(state.train_state, 0, state.batches.step(0))
+    first, second = ([chosen for grad, chosen in seen if grad == trained] for trained in (False, True))
+    assert len(first) == len(second) == 2
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_an_evaluation_measures_it_over_all_that_is_held_out(model: Path, wanted: Found) -> None:
+    state = assembled(model, True).train_state
+    rows: Any = SyntheticRows(TRAINED)
+    for micro in (1, 5):
+        result = evaluate(state.root, state.step_config, held_out(rows, [10], ["a.jsonl"]), micro, None)
+        assert result.line()["router_aux"] == pytest.approx(wanted.term, rel=1e-6)
+        assert result.line()["router_balance"] == pytest.approx(wanted.term / WEIGHT / 2, rel=1e-6)
+        assert result.loss == pytest.approx(wanted.loss - wanted.term, rel=1e-5)
+
+
+def test_a_step_logs_its_part_of_the_loss(model: Path, wanted: Found) -> None:
+    assembly = assembled(model, True)
+    result = optimizer_step(assembly.train_state, 0, assembly.batches.step(0), 1.0).read()
+    assert result.loss == pytest.approx(wanted.loss, rel=1e-6)
+    assert list(result.figures) == ["router_aux", "router_balance"]
+    assert result.figures["router_aux"] == pytest.approx(wanted.term, rel=1e-6)
+
+
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+
+
+def chosen(config: PretrainedConfig, weight: float | None) -> float | None:
+    made = router_loss(meta_model(config, torch.float32), weight)
+    return None if made is None else made.weight
+
+
+def test_the_config_decides_unless_the_recipe_does() -> None:
+    silent = MixtralConfig(**SHAPE, **EXPERTS, router_aux_loss_coef=0.02)
+    asking = MixtralConfig(**SHAPE, **EXPERTS, router_aux_loss_coef=0.02, output_router_logits=True)
+    assert [chosen(silent, weight) for weight in (None, 0.0, 0.3)] == [None, None, 0.3]
+    assert [chosen(asking, weight) for weight in (None, 0.0, 0.3)] == [0.02, None, 0.3]
+    assert "model.router_aux_loss_coef: 0.02" in str(unasked_term(silent))
+    assert unasked_term(asking) is None
+    assert unasked_term(LlamaConfig()) is None
+    assert "moe_loss_weight: 0.01" in str(unasked_term(DbrxConfig()))
+
+
+def test_what_a_class_does_not_compute_is_refused() -> None:
+    deepseek = DeepseekV3Config(**SHAPE, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1)
+    assert chosen(deepseek, None) is None
+    with pytest.raises(RecipeError, match="DeepseekV3ForCausalLM of transformers has no such term"):
+        chosen(deepseek, 0.1)
+    doge = DogeConfig(**SHAPE, is_moe=True, num_experts=16, num_experts_per_tok=2, output_router_logits=True)
+    with pytest.raises(RecipeError, match="doge model has a form of its own"):
+        chosen(doge, None)
+
+
+def test_it_is_not_asked_of_other_models(tmp_path: Path) -> None:
+    family_config("llama", tied=False).save_pretrained(tmp_path)
+    recipe = recipe_for(tmp_path, model={"init": "random", "router_aux_loss_coef": 0.1})
+    with pytest.raises(RecipeError, match="LlamaForCausalLM of transformers has no such term"):
+        assembly_for(recipe, [3], ONE)

@@ -1,0 +1,79 @@
+"""The router's loss over the global batch of a step, and over held-out documents."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from tuner.data.batches import Batch
+from tuner.model.router_loss import RouterLoss, RoutingSums
+from tuner.train.methods.method import Counts, Sum, Terms
+
+TERM, BALANCE = "router_aux", "router_balance"
+_PER = "steps"
+
+
+class Routing:
+    """How often each expert was chosen by the documents of a step, of all micro-batches and all processes.
+
+    A micro-batch's part of the loss needs it: :meth:`note` each forward, then :meth:`agree`, then :meth:`with_loss`.
+    """
+
+    def __init__(self, router: RouterLoss) -> None:
+        self._router = router
+        self._chosen: torch.Tensor | None = None
+
+    def note(self, batch: Batch) -> None:
+        """Count the forward that the model has just done; documents of a filler do not count."""
+        chosen = _counting(self._router, batch).chosen
+        self._chosen = chosen if self._chosen is None else self._chosen + chosen
+
+    def agree(self) -> None:
+        """Add the counts of all processes. Collective."""
+        assert self._chosen is not None, "a step has at least one micro-batch"
+        if dist.is_initialized():
+            dist.all_reduce(self._chosen)
+
+    def with_loss(self, terms: Terms, batch: Batch) -> Terms:
+        """The micro-batch's terms with its part of the router's loss, from the forward that gave them; as a figure
+        without its weight and over k, which is 1 where the experts are evenly busy."""
+        assert self._chosen is not None, "the step was counted"
+        value = self._router.value(self._chosen, _counting(self._router, batch).probability)
+        balance = Sum(value.detach() / self._router.per_token, _PER)
+        losses = {**terms.losses, TERM: Sum(self._router.weight * value, _PER)}
+        return Terms(losses, {**terms.figures, BALANCE: balance})
+
+    @staticmethod
+    def with_step(counts: Counts) -> Counts:
+        """The counts of a global batch, with the one step that the router's loss is divided by."""
+        return {**counts, _PER: 1.0}
+
+
+class HeldOutRouting:
+    """The same of held-out documents, all of them together."""
+
+    def __init__(self, router: RouterLoss, device: torch.device) -> None:
+        self._router = router
+        zeros = torch.zeros(router.experts, dtype=torch.float64, device=device)
+        self._sums = RoutingSums(zeros, zeros)
+
+    def note(self, batch: Batch) -> None:
+        """Add the forward that the model has just done."""
+        new = _counting(self._router, batch)
+        chosen, probability = (old + one.detach() for old, one in zip(self._sums, new, strict=True))
+        self._sums = RoutingSums(chosen, probability)
+
+    def figures(self) -> Mapping[str, float]:
+        """The router's loss with its weight, and without it over k. Collective."""
+        both = torch.stack(self._sums)
+        if dist.is_initialized():
+            dist.all_reduce(both)
+        value = float(self._router.value(both[0], both[1]))
+        return {TERM: self._router.weight * value, BALANCE: value / self._router.per_token}
+
+
+def _counting(router: RouterLoss, batch: Batch) -> RoutingSums:
+    if len(batch.documents):
+        return router.sums
+    chosen, probability = router.sums
+    return RoutingSums(torch.zeros_like(chosen), probability * 0.0)
