@@ -55,6 +55,7 @@ CAMPAIGNS = (
     Campaign("prepare", ("prepare_campaign",), "builders of data killed at every call, and racing"),
     Campaign("causal", ("causal_campaign",), "all causal types of transformers, against its own models"),
     Campaign("multimodal", ("multimodal_campaign",), "language models of all multimodal types: trained and put back"),
+    Campaign("experts", ("experts_campaign",), "mixtures: the router's loss, and every expert there and back"),
     Campaign(
         "tokenizer", ("tokenizer_campaign", f"{DEMO}/assets", f"{DEMO}/campaigns/tokenizers"),
         "ids of training against an export's readers, 35 tokenizers",

@@ -131,6 +131,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "blt_global_transformer": {"hidden_size": 64, "head_dim": 16},
     "bamba": _MAMBA | {"attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 4},
+    "flint": {"mlp_only_layers": [0]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},

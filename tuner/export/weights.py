@@ -38,7 +38,9 @@ def load_trained(source: Source) -> PreTrainedModel:
         model = base_model(source)
     else:
         model = plain_model(read_config(source), source.head)
-        if choice.frozen or len(state_names(model)) > len(list(model.parameters())):  # or buffers that files hold
+        parameters = list(model.parameters())
+        left = not all(parameter.requires_grad for parameter in parameters)  # by its class
+        if choice.frozen or left or len(state_names(model)) > len(parameters):  # or buffers that files hold
             _copy_base(model, base_model(source))
     choice.apply(model, seed=0)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -2,8 +2,10 @@
 
 import contextlib
 import difflib
+import inspect
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -167,6 +169,7 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
 
         report = give_score(model, report, seed)
     _require_complete(spec, model, report)
+    _leave_untrained(model)
     resize_embeddings(model, grown.get_text_config().vocab_size)
     return _finished(model)
 
@@ -312,6 +315,18 @@ def _finished(model: PreTrainedModel) -> PreTrainedModel:
         require_score_layer(model)
         head_layer(model).float()  # it is trained whatever else is
     return model
+
+
+def _leave_untrained(model: PreTrainedModel) -> None:
+    """Have parameters that their class never trains (biases that choose experts) so, which loading forgets."""
+    if "requires_grad=False" not in inspect.getsource(sys.modules[type(model).__module__]):
+        return
+    with torch.device("meta"):
+        made = from_config(model, plain_config(model.config), dtype=torch.float32)
+    untrained = {name for name, parameter in made.named_parameters() if not parameter.requires_grad}
+    for name, parameter in model.named_parameters():
+        if name in untrained:
+            parameter.requires_grad_(False)
 
 
 @torch.no_grad()
