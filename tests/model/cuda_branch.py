@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, Gemma2Config, PretrainedConfig
+from transformers import DeepseekV3Config, Gemma2Config, GptOssConfig, PretrainedConfig
 
 from tests.fixtures.packed import gradient, packed_inputs, relative
 from tests.model import varlen_stand_in  # noqa: F401 - torch's flash attention has its kernels
@@ -33,13 +33,16 @@ EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_si
 
 
 def config_of(kind: str) -> PretrainedConfig:
-    """Heads of 16 channels; of 12 (`narrow`); DeepSeek's, of 12 for keys and 6 for values; Gemma 2's, with a cap."""
+    """Heads of 16 channels; of 12 (`narrow`); DeepSeek's, of 12 and 6 for values; Gemma 2's cap; gpt-oss's sinks."""
     if kind == "deepseek":
         names = {"architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 1, "num_key_value_heads": 4}
         return DeepseekV3Config(**SHAPE | LATENT | EXPERTS | names)
     if kind == "gemma2":
         names = {"architectures": ["Gemma2ForCausalLM"], "sliding_window": 8, "query_pre_attn_scalar": 16}
         return Gemma2Config(**SHAPE | names | {"head_dim": 16})
+    if kind == "gpt_oss":
+        experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 16, "sliding_window": 8}
+        return GptOssConfig(**SHAPE | experts | {"architectures": ["GptOssForCausalLM"]})
     config = tiny_config("llama" if kind == "narrow" else kind)
     config.head_dim = 12 if kind == "narrow" else 16
     return config

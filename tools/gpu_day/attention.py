@@ -31,6 +31,11 @@ class Case(NamedTuple):
     options: dict[str, Any]
     by_heads: bool = False
     """Whether tensors lie head by head in memory, not token by token."""
+    has_sinks: bool = False
+
+    def sinks(self, like: torch.Tensor) -> torch.Tensor:
+        """A sink for each head, the same at each call."""
+        return torch.linspace(-1, 3, self.heads, device=like.device)
 
     def tensors(self, day: Day, tokens: int) -> list[torch.Tensor]:
         """Query, key and value ``[1, heads, T, width]`` in bf16, with gradients wanted."""
@@ -53,8 +58,9 @@ class Layer(nn.Module):
 
 def attend(case: Case, tensors: list[torch.Tensor], documents: Documents) -> torch.Tensor:
     """The product's attention ``[T, heads, value width]``."""
+    sinks = {"s_aux": case.sinks(tensors[0])} if case.has_sinks else {}
     output, _ = packed_attention(
-        Layer(), *tensors, scaling=case.width**-0.5, documents=documents, **case.options
+        Layer(), *tensors, scaling=case.width**-0.5, documents=documents, **case.options, **sinks
     )  # fmt: skip
     return output[0]
 
@@ -70,7 +76,11 @@ def alone(case: Case, tensors: list[torch.Tensor], lengths: tuple[int, ...]) -> 
         scores = query @ key.repeat_interleave(groups, 0).mT * case.width**-0.5
         if cap is not None:
             scores = torch.tanh(scores / cap) * cap
-        share = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if case.has_sinks:
+            sinks = case.sinks(scores).to(scores.dtype)[:, None, None].expand(*scores.shape[:2], 1)
+            scores = torch.cat([scores, sinks], -1)
+        share = torch.softmax(scores, -1)[..., : len(places)]
         parts.append((share @ value.repeat_interleave(groups, 0)).transpose(0, 1))
     return torch.cat(parts)
 
@@ -111,6 +121,7 @@ SPECIAL = {
     "values narrower than keys, 192 and 128 (DeepSeek)": Case(4, 4, 192, 128, {}),
     "a width that is no multiple of 8": Case(4, 4, 12, 12, {}),
     "heads of 320, above the kernel's widest": Case(4, 4, 320, 320, {}),
+    "sinks, in a window (gpt-oss)": Case(64, 8, 64, 64, {"sliding_window": 128}, has_sinks=True),
     "soft-capped scores (Gemma 2)": Case(8, 4, 256, 256, {"softcap": 50.0, "sliding_window": 64}),
 }
 """What the kernel of the GPU does not take as it is."""
