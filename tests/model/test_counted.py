@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GptOssConfig, Llama4TextConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, InklingTextConfig, Llama4TextConfig, PretrainedConfig
 
 from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids, relative
 from tests.model.tiny import SHAPE, VOCAB
@@ -18,7 +18,7 @@ from tuner.model import attention
 from tuner.model.attention import withdrawn
 from tuner.model.blocks import apply_recompute
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.counted import _Without
+from tuner.model.counted import _Without, count_by_class
 from tuner.model.decode import greedy
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM
@@ -146,3 +146,41 @@ def test_rows_differ_where_sinks_do(tmp_path: Path) -> None:
         root(document_lengths=LENGTHS, **packed_inputs(ids, LENGTHS)).backward()
         losses.append(gradient(root))
     assert relative(losses[1], losses[0]) > 1e-2
+
+
+def test_layers_count_by_themselves_again_where_the_class_attends(tmp_path: Path) -> None:
+    """What is marked for our attention is undone for that of the class: Llama 4 and Inkling give their own logits."""
+    for name, directory in (("llama4", saved("llama4", tmp_path / "a")), ("inkling", inkling(tmp_path / "b"))):
+        with withdrawn():
+            plain: Any = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=torch.float32, attn_implementation="eager"
+            )
+        ids = random_ids(VOCAB)[None, :40]
+        root = root_of(directory)
+        require_isolation(root, VOCAB, packed=False)
+        decoder = root.model.get_decoder()
+        assert any(hasattr(module, "tuner_temperature") for module in decoder.modules()), name
+        root.model.set_attn_implementation("eager")
+        count_by_class(decoder)
+        assert not any("tuner" in key for module in decoder.modules() for key in vars(module))
+        with torch.no_grad():
+            wanted = plain(input_ids=ids, use_cache=False).logits
+            assert relative(root.model(input_ids=ids, use_cache=False).logits, wanted) < 1e-6, name
+
+
+def inkling(directory: Path) -> Path:
+    """Layers with a position bias, the second one with a temperature by the logarithm of a token's number."""
+    sizes = {"head_dim": 8, "swa_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "d_rel": 4}
+    sizes |= {"rel_extent": 10, "log_scaling_n_floor": 4, "moe_intermediate_size": 16, "n_routed_experts": 4}
+    config = InklingTextConfig(
+        **SHAPE | sizes, num_experts_per_tok=2, sliding_window_size=8, layer_types=["hybrid_sliding", "hybrid"]
+    )
+    torch.manual_seed(1)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(torch.randn(parameter.shape) * 0.15)
+    config.architectures = [type(model).__name__]
+    model.save_pretrained(directory)
+    return directory
