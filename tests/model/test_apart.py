@@ -141,6 +141,9 @@ def test_what_a_batch_would_change_is_computed_one_document_at_a_time(tmp_path: 
     ).save_pretrained(tmp_path)  # fmt: skip
     route, why = route_of(meta_model(model_config(ModelSpec(str(tmp_path))), torch.float32))
     assert (route, why) == ("calls", "ReformerModelWithLMHead sorts the tokens of a sequence to attend")
+    root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
+    root.go_by(route)
+    assert prove_route(root, VOCAB, True, 64, 1) is None
 
 
 def test_a_batch_whose_documents_meet_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

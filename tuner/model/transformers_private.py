@@ -37,6 +37,9 @@ NAMES = {
 """By the name here: where transformers has it, what needs it, and what works without."""
 
 
+_MASK_OF_POSITIONS = re.compile(r"create_\w*mask\w*\((?:(?!\n *\)).)*?\bposition_ids=position_ids\b", re.DOTALL)
+
+
 def __getattr__(name: str) -> Any:
     """One of ``NAMES``. Raises MachineError where this transformers has it no more."""
     return listed_name(NAMES, name)
@@ -186,10 +189,10 @@ def commit_of(config: PretrainedConfig) -> str | None:
 def masks_by_position(decoder: nn.Module) -> bool:
     """Whether a class with attention of its own makes its mask of the positions it is given: a restart is a document.
 
-    Read in its source, as transformers reads there whether its attention can be set.
+    Read in the source of its models, as transformers reads there whether attention can be set.
     """
-    source = inspect.getsource(sys.modules[type(decoder).__module__])
-    return re.search(r"create_\w*mask\w*\([^)]*\bposition_ids=position_ids\b", source) is not None
+    files = {type(module).__module__ for module in decoder.modules() if isinstance(module, PreTrainedModel)}
+    return any(_MASK_OF_POSITIONS.search(inspect.getsource(sys.modules[file])) for file in files)
 
 
 def own_attention(model: PreTrainedModel) -> str:

@@ -110,8 +110,7 @@ def resolve(
     if spec.head == "score":
         values.setdefault("eval", {})["samples"] = 0  # it writes no answers
     settle("data", "too_long", recipe.method.examples.too_long, recipe.method.examples.kind)
-    sections = {section: getattr(recipe, section).model_copy(update=update) for section, update in values.items()}
-    done = recipe.model_copy(update=sections)
+    done = changed(recipe, {f"{section}.{key}": each[key] for section, each in values.items() for key in each})
     _check_numerics(done, facts)
     _check_liger(recipe, is_here)
     resolved = Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons, new_ids)
