@@ -479,6 +479,27 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # The model.
     Mutant(
+        "apart-filled-up-too-much",
+        "model.apart.forwards_of",
+        "A <= COMPUTED_AT_MOST * B",
+        "A <= 3 * B",
+        MODEL,
+    ),
+    Mutant(
+        "apart-back-to-front",
+        "model.apart.hidden_states",
+        "A + np.flatnonzero(B)",
+        "A + np.flatnonzero(B)[::-1]",
+        MODEL,
+    ),
+    Mutant(
+        "probe-first-route-alone",
+        "model.probe.prove_route",
+        "A.index(B.route)",
+        "0 * A.index(B.route)",
+        MODEL,
+    ),
+    Mutant(
         "model-window-one-wider",
         "model.blocked_attention.band",
         "A < window",
