@@ -71,9 +71,7 @@ def gradients(root: CausalLM) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("route", ["batch", "calls"])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_documents_apart_are_those_that_the_plain_model_computes_alone(
-    kind: str, route: Route, tmp_path: Path
-) -> None:
+def test_documents_apart_are_those_that_the_plain_model_computes_alone(kind: str, route: Route, tmp_path: Path) -> None:
     root = root_of(kind, tmp_path)
     plain = plainly(tmp_path, root)
     root.go_by(route)

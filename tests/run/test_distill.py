@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import BloomConfig, BloomForCausalLM
 
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines, outcome
@@ -54,6 +55,21 @@ def test_the_model_at_the_start_is_no_distance_from_itself(workplace: Path, adap
     assert (first["loss"], first["divergence"], first["agreement"], first["grad_norm"]) == (0, 0, 1, 0)
     assert first["ce"] == first["teacher_ce"] > 1
     assert "tail" not in first and second["loss"] == 0
+
+
+def test_teacher_and_student_may_take_documents_apart(workplace: Path) -> None:
+    """Each by its own class: rows are packed for both."""
+    config = BloomConfig(vocab_size=300, hidden_size=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(1)
+    BloomForCausalLM(config).save_pretrained(workplace / "bloom")
+    load_tokenizer(str(workplace / "model"), None, TokenizerSection(name_or_path="byte")).save(workplace / "bloom")
+    mixed = {"data__packing": "auto", "adapter__kind": "none", "train__stop_after": "1 steps"}
+    (workplace / "r.yaml").write_text((workplace / "r.yaml").read_text().replace("adapter:", "#"))
+    own = flags(workplace / "bloom", model__name_or_path=str(workplace / "bloom"), **mixed)
+    (line,) = lines(launch(workplace, name="own", **own).run_dir)
+    assert (line["loss"], line["agreement"]) == (0, 1)
+    (line,) = lines(launch(workplace, name="other", **flags(workplace / "bloom", **mixed)).run_dir)
+    assert line["teacher_ce"] > 1 and line["divergence"] > 0
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit_and_its_teacher_must_be(workplace: Path) -> None:

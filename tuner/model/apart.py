@@ -73,8 +73,9 @@ def hidden_states(
         places, real = _places(starts[chosen], sizes[chosen], longest)
         if number < len(forwards):
             back[places[real]] = at + np.flatnonzero(real)
-        wanted = number < len(forwards)
-        counted = None if wanted and real.all() else to_device(real.ravel() & wanted, ids.device)
+        else:
+            real[:] = False
+        counted = None if real.all() else to_device(real.ravel(), ids.device)
         hidden = decode(ids[to_device(places, ids.device)], counted)
         parts.append(hidden.flatten(0, 1))
         at += places.size
