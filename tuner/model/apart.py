@@ -25,9 +25,9 @@ hidden states ``[documents, longest, D]``."""
 def forwards_of(lengths: Sequence[int], route: str, bounds: Sequence[int] = ()) -> list[list[int]]:
     """The documents of each forward, by their places in ``lengths``: the longest first, and in each forward too.
 
-    On the route ``calls`` there is one in each. Else they are as few as keep what is computed to at most
-    :data:`COMPUTED_AT_MOST` of the tokens, when the documents are taken by length. Documents on both sides of one of
-    the ``bounds``, lengths from above which a model computes otherwise, never share a forward.
+    On the route ``calls`` there is one in each. Else a forward takes the next longest as long as all that is computed
+    so far is at most :data:`COMPUTED_AT_MOST` of the tokens. Documents on both sides of one of the ``bounds``, lengths
+    above which a model computes otherwise, never share a forward.
     """
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     if route == "calls":

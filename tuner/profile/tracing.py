@@ -158,6 +158,8 @@ def refusing(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     except Unsupported as error:
+        if any(getattr(module, "is_causal", True) is False for module in model.modules()):  # on no route
+            raise RecipeError(f"{name} cannot be trained: {error}", hint="choose another model") from error
         raise RouteRefused(name, str(error)) from error
     except Exception as error:
         if isinstance(error, TunerError) or not _is_by_transformers(error):
