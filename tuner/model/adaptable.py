@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-_READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|ndim|size|data)\b|\s*=[^=])")
-"""A weight that code computes with; what it asks about one, or changes in place, is no such reading."""
+_READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|ndim|size|data)\b|\[|\s*=[^=])")
+"""A weight that code computes with. What it asks about one, or changes in place, is no such reading; nor is a slice,
+which Bloom takes under one setting of its config: what runs is seen by what it computes."""
 READ = "its weight is read without a call: an adapter learns nothing"
 SHARED = "blocks share its weight, and their adapters cannot be merged"
 
@@ -28,12 +29,13 @@ SHARED = "blocks share its weight, and their adapters cannot be merged"
 def is_linear(module: nn.Module) -> bool:
     """Whether a layer computes what `nn.Linear` does, or GPT-2's `Conv1D`, and nothing else.
 
-    Classes that are made from `nn.Linear` are tried on small weights: Falcon's layer is one, a router that chooses
-    experts is none.
+    Models' classes that are made from `nn.Linear` are tried on small weights: Falcon's layer is one, a router that
+    chooses experts is none. Those of torch are parts of layers that read their weight.
     """
-    if type(module).__name__ in ("Linear", "Conv1D"):
+    kind = type(module)
+    if kind.__name__ in ("Linear", "Conv1D"):
         return True
-    return isinstance(module, nn.Linear) and _computes_linear(module)
+    return isinstance(module, nn.Linear) and not kind.__module__.startswith("torch.") and _computes_linear(module)
 
 
 @torch.no_grad()
