@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, FalconH1Config, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.model.tiny import SHAPE, VOCAB, family_model
+from tests.model.tiny import VOCAB, family_config, family_model
 from tuner.errors import RecipeError
 from tuner.model import attention, mixers
 from tuner.model.blocks import apply_recompute
@@ -16,16 +16,14 @@ from tuner.model.mixers import Layout, batches
 from tuner.model.root import CausalLM
 
 CPU = torch.device("cpu")
-_MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
 
 
 def hybrid() -> PreTrainedModel:
     """Layers with attention and a Mamba mixer side by side."""
     attention.register()
     torch.manual_seed(2)
-    config = FalconH1Config(**SHAPE, **_MAMBA, head_dim=8)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation=attention.PACKED
+        family_config("falcon-h1", tied=False), dtype=torch.float32, attn_implementation=attention.PACKED
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    FalconH1Config,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
@@ -48,12 +49,17 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "mixtral": (MixtralConfig, SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": (Qwen3MoeConfig, SHAPE | {"head_dim": 8} | _EXPERTS),
 }
+_MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
+HYBRIDS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "falcon-h1": (FalconH1Config, SHAPE | _MAMBA | {"head_dim": 8}),
+}
+"""Layers with attention and a Mamba mixer side by side."""
 TINY = ("llama", "llama-tied", "qwen3", "gpt2", "gemma3", "mistral")
 
 
 def family_config(family: str, tied: bool) -> PretrainedConfig:
     """A config of about 20 thousand parameters; sliding windows are shorter than the test documents."""
-    kind, shape = FAMILIES[family]
+    kind, shape = (FAMILIES | HYBRIDS)[family]
     names = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind.model_type]]
     return kind(**shape, tie_word_embeddings=tied, architectures=names)
 

@@ -24,7 +24,7 @@ TRAINED = [1, 29, 3, 15, 30, 7, 5, 2, 0, 0, 0, 0, 20, 7, 25, 2, 9, 24]
 ADAPTERS: dict[str, dict[str, Any]] = {"full": {"kind": "none"}, "lora": {"kind": "lora", "r": 4}}
 ONE: dict[str, Any] = {
     "adapter": "full", "world": 1, "local": 1, "shard": "auto", "reshard": True, "accumulate": "auto",
-    "packed": True, "precision": "fp32", "large": False,
+    "packed": True, "precision": "fp32", "model": "",
     "recompute": "none", "global": 8, "micro": 8, "steps": 3, "factor": 0.0, "trained": TRAINED, "method": {},
 }  # fmt: skip
 # Each case beside the one that it must equal. With factor 0 the weights stay, so that every step's gradient counts.
@@ -59,8 +59,13 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16: one": {"precision": "bf16"},
     "bf16: two": {"precision": "bf16", "world": 2, "local": 2, "micro": 4},
     "bf16: 2 x 2": {"precision": "bf16", "world": 4, "local": 2, "micro": 2},
-    "rows: one": {"large": True},
-    "rows: 2 x 2, 2 micro-batches": {"large": True, "world": 4, "local": 2, "micro": 1, "shard": "hybrid"},
+    "rows: one": {"model": "large"},
+    "rows: 2 x 2, 2 micro-batches": {"model": "large", "world": 4, "local": 2, "micro": 1, "shard": "hybrid"},
+    "hybrid: one": {"model": "hybrid"},
+    "hybrid: two, full": {"model": "hybrid", "world": 2, "local": 2, "micro": 2, "recompute": "full"},
+    "hybrid: 2 x 2, a document to a row": {
+        "model": "hybrid", "world": 4, "local": 2, "packed": False, "global": 16, "micro": 2,
+    },
     "trained: one": {"factor": 1.0, "steps": 10},
     "trained: 2 x 2": {"factor": 1.0, "steps": 10, "world": 4, "local": 2, "micro": 1},
 }  # fmt: skip
@@ -97,6 +102,7 @@ LAUNCHES: dict[str, dict[str, Any]] = {
 MIXED = (
     "two, a document to a row", "four, 2 micro-batches", "one, selective",
     "four, selective, gathered once", "2 x 2, full", "lora: four, full", "lora: 2 x 2", "bf16: 2 x 2",
+    "hybrid: one", "hybrid: two, full", "hybrid: 2 x 2, a document to a row",
 )  # fmt: skip
 if "TUNER_TEST_EVERY_ROW" not in os.environ:
     CASES = {name: case for name, case in CASES.items() if name not in MIXED}
@@ -109,10 +115,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("parity")
     write_model(directory)
     write_model(directory / "large", "llama", 200)  # its rows are looked up in shards, if 2 x 2 x 32 tokens are less
+    write_model(directory / "hybrid", "falcon-h1")
     cases = []
     for name, changes in CASES.items():
         case = {**ONE, **changes, "name": name}
-        case["model"] = str(directory / "large" if case["large"] else directory)
+        case["model"] = str(directory / case["model"])
         cases.append({**case, "adapter": ADAPTERS[case["adapter"]]})
     trainings.prepare(directory, 1)
     recipe = directory / "r.yaml"
