@@ -52,8 +52,8 @@ def unbuildable(config: PretrainedConfig, error: Exception) -> RecipeError:
     """What to say of a config of which its class makes no model."""
     if hasattr(config, "backbone_hidden_size"):  # Gemma 4's assistants
         return RecipeError(
-            f"model: a {config.model_type} model drafts tokens for another model, whose keys and values it reads: it "
-            "has none of its own to be trained with",
+            f"model: a {config.model_type} model drafts tokens for another model, whose keys and values it reads: "
+            "it has none of its own to be trained with",
             hint="choose the model that it drafts for",
         )
     text = _one_line(error)
