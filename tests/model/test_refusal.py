@@ -10,6 +10,7 @@ import torch
 
 from tools.causal_cases import tiny_config
 from tuner.errors import DataError, RecipeError
+from tuner.model.attention import Unsupported, packed_attention
 from tuner.model.build import ModelSpec, build_model, meta_model, model_config
 from tuner.model.probe import require_isolation
 from tuner.model.refusal import in_words, require_positions, unbuildable
@@ -52,6 +53,14 @@ def test_an_encoder_is_refused_with_the_key_that_makes_it_causal(model_type: str
         require_isolation(root_of(model_type, tmp_path, **changes), 97, packed=False)
     assert hint in str(refusal.value.hint)
     assert not PYTHON.search(refusal.value.message)
+
+
+@pytest.mark.parametrize("option", ["indices", "block_indices"])
+def test_keys_that_an_indexer_chooses_are_not_ignored(option: str) -> None:
+    heads = torch.randn(1, 2, 5, 8)
+    packed_attention(torch.nn.Module(), heads, heads, heads, **{option: None})
+    with pytest.raises(Unsupported, match="of keys that an indexer chooses|: keys that an indexer chooses"):
+        packed_attention(torch.nn.Module(), heads, heads, heads, **{option: torch.zeros(1)})
 
 
 @pytest.mark.parametrize(
