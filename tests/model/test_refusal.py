@@ -55,6 +55,17 @@ def test_an_encoder_is_refused_with_the_key_that_makes_it_causal(model_type: str
     assert not PYTHON.search(refusal.value.message)
 
 
+def test_the_part_that_is_not_computed_is_named(tmp_path: Path) -> None:
+    root = root_of("roberta", tmp_path, is_decoder=True)
+    require_isolation(root, 97, packed=False)
+    head, root.before_output = root.before_output, None
+    with pytest.raises(RecipeError, match="its logits are more than its output layer makes of its last hidden states"):
+        require_isolation(root, 97, packed=False)
+    root.before_output, root.padding_number = head, None
+    with pytest.raises(RecipeError, match="its layers are not computed as its class computes them: the logits"):
+        require_isolation(root, 97, packed=False)
+
+
 @pytest.mark.parametrize("option", ["indices", "block_indices"])
 def test_keys_that_an_indexer_chooses_are_not_ignored(option: str) -> None:
     heads = torch.randn(1, 2, 5, 8)

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from tuner.errors import RecipeError, is_out_of_memory
 from tuner.model import transformers_private
 from tuner.model.attention import Unsupported
-from tuner.model.build import has_score
+from tuner.model.build import decoder_of, has_score, head_layer
 from tuner.model.root import CausalLM, Route
 from tuner.model.tokens import TrainableTokens
 from tuner.model.transformers_private import attention_of, from_config, plain_config, registered
@@ -121,18 +121,30 @@ def require_isolation(
                 require_same_reach(root, plain, longest)
                 return found
             single = _compare(root, expected, documents[1:], changed[1:]) if packed else found
-    raise _refusal(name, found, single)
+            part = None if single.is_clean else _differing_part(root, plain, documents[-1], expected)
+    raise _refusal(name, found, single, part)
 
 
-def _refusal(name: str, packed: IsolationReport, single: IsolationReport) -> RouteRefused:
-    """What is wrong with rows, packed ones and those of one document."""
+def _refusal(name: str, packed: IsolationReport, single: IsolationReport, part: str | None) -> RouteRefused:
+    """What is wrong with rows, packed ones and those of one document, and of these the ``part`` of the model."""
     if not single.is_clean:
-        return RouteRefused(name, _difference(single))
+        return RouteRefused(name, f"{part}: {_difference(single)}")
     moved = f"a change in one moves the other by {packed.leak:.1e}, allowed {LEAK_ALLOWED:.0e}"
     why = f"its documents see each other ({moved})"
     if packed.leak <= LEAK_ALLOWED:
         why = f"in the second place of a row {_difference(packed)}"
     return RouteRefused(name, why, " on packed rows")
+
+
+def _differing_part(root: CausalLM, plain: PreTrainedModel, ids: torch.Tensor, expected: torch.Tensor) -> str:
+    """The part of a model that our path does not compute: what follows its last hidden states, or what makes them."""
+    if not has_score(root.model):
+        hidden = decoder_of(plain)(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        logits = head_layer(root.model)(hidden if root.before_output is None else root.before_output(hidden))
+        root.logit_transform.apply_(logits)
+        if logits.shape != expected.shape or not _relative(logits.float(), expected) <= DIFFERENCE_ALLOWED:
+            return "its logits are more than its output layer makes of its last hidden states"
+    return "its layers are not computed as its class computes them"
 
 
 def _difference(found: IsolationReport) -> str:
