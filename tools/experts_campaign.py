@@ -12,6 +12,7 @@ alone. Prints a line of JSON for each, exits with 1 where one differs or fails.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import tempfile
@@ -118,7 +119,7 @@ def router(config: PretrainedConfig, directory: Path) -> dict[str, Any]:
         for key in ("router_jitter_noise", "input_jitter_noise"):
             if hasattr(part, key):
                 setattr(part, key, 0.0)
-    router_loss(meta_model(config, torch.float32), WEIGHT)  # a class whose term is not computed is refused
+    router_loss(meta_model(copy.deepcopy(config), torch.float32), WEIGHT)  # refuses a term that is not computed
     write_random(config, directory)
     loss, term, gradients = own_step(directory)
     norm = sum(float(one.norm()) ** 2 for one in gradients.values()) ** 0.5

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BambaConfig,
     DeepseekV4Config,
     DeepseekV32Config,
     LlamaConfig,
@@ -17,11 +18,11 @@ from transformers import (
 )
 
 from tests.model.tiny import SHAPE
-from tuner.errors import DataError
+from tuner.errors import DataError, RecipeError
 from tuner.export.write import write_config
 from tuner.generate import load_generator
 from tuner.model.build import ModelSpec, build_model, model_config
-from tuner.model.vetting import ignored_code, untrained_indexer
+from tuner.model.vetting import ignored_code, require_known_losses, untrained_indexer
 
 REFUSED: list[dict[str, Any]] = [
     {"_attn_implementation": "kernels-community/flash-attn2"},
@@ -92,6 +93,13 @@ def test_indexers_that_learn_nothing_are_named() -> None:
     assert "(minimax_m3_sparse)" in str(untrained_indexer(sparse))
     for config in (LlamaConfig(), MiniMaxM3VLTextConfig(num_hidden_layers=2)):  # as its layers come, all see all
         assert untrained_indexer(config) is None
+
+
+def test_a_loss_of_the_output_layer_that_is_not_computed_is_refused() -> None:
+    with pytest.raises(RecipeError, match="z_loss_coefficient: 0.001 of the model's config"):
+        require_known_losses(BambaConfig(z_loss_coefficient=0.001))
+    require_known_losses(BambaConfig())
+    require_known_losses(LlamaConfig())
 
 
 def test_an_adapter_beside_the_weights_is_refused(base: Path, tmp_path: Path) -> None:

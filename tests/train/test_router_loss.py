@@ -213,6 +213,11 @@ def test_what_a_class_does_not_compute_is_refused() -> None:
         chosen(doge, None)
 
 
+def test_its_layers_are_not_compiled(model: Path) -> None:
+    with pytest.raises(RecipeError, match="train.compile: layers whose routers have a loss"):
+        assembled(model, True, train={"global_batch_size": 5, "micro_batch_size": 5, "compile": True})
+
+
 def test_it_is_not_asked_of_other_models(tmp_path: Path) -> None:
     family_config("llama", tied=False).save_pretrained(tmp_path)
     recipe = recipe_for(tmp_path, model={"init": "random", "router_aux_loss_coef": 0.1})

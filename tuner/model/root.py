@@ -93,7 +93,11 @@ class CausalLM(nn.Module):
         """
         if route != "flat" and self.takes_documents:
             self.model.set_attn_implementation(own_attention(self.model))
-            self.takes_documents = False
+            self.takes_documents, self.chunk, self._is_counted = False, 0, False
+            if attention.counts_tokens(self.model.config):
+                from tuner.model.counted import count_by_class
+
+                count_by_class(decoder_of(self.model))
         self.route = route
 
     def forward(

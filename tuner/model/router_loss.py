@@ -18,6 +18,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from tuner.errors import RecipeError
+from tuner.model.vetting import asks_router_logits
 
 _FUNCTION = "load_balancing_loss_func"
 _ARGUMENTS = ("gate_logits", "num_experts", "top_k", "attention_mask")
@@ -75,7 +76,7 @@ def router_loss(model: PreTrainedModel, weight: float | None) -> RouterLoss | No
     Like transformers itself, the config adds it where ``output_router_logits`` is true. Raises RecipeError for a weight
     that the class gives nothing to weigh, and for a term of another form.
     """
-    if weight is None and not asked_by(model.config):
+    if weight is None and not asks_router_logits(model.config):
         return None
     own: Any = model
     name, kind = model.config.model_type, type(model)
@@ -97,11 +98,6 @@ def router_loss(model: PreTrainedModel, weight: float | None) -> RouterLoss | No
     return RouterLoss(weight, int(own.num_experts), int(own.num_experts_per_tok)) if weight else None
 
 
-def asked_by(config: PretrainedConfig) -> bool:
-    """Whether a config has its model give the logits of its routers, and so add the term that its class may have."""
-    return any(getattr(part, "output_router_logits", False) for part in (config, config.get_text_config()))
-
-
 def has_term(kind: type) -> bool:
     """Whether a class of transformers adds the term to its loss."""
     forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]  # every model has one
@@ -114,7 +110,7 @@ def unasked_term(config: PretrainedConfig) -> str | None:
     text = config.get_text_config()
     parts, keys = (text, getattr(text, "ffn_config", None)), (*_WEIGHTS, "moe_loss_weight")
     weights = {key: value for part in parts for key in keys if (value := getattr(part, key, None))}
-    if not weights or asked_by(config) or not isinstance(kind, type) or not has_term(kind):
+    if not weights or asks_router_logits(config) or not isinstance(kind, type) or not has_term(kind):
         return None
     key, value = next(iter(weights.items()))
     return (

@@ -15,7 +15,7 @@ from ruamel.yaml.error import YAMLError
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from tuner.errors import DataError
+from tuner.errors import DataError, RecipeError
 from tuner.runtime.files import inside, read_json
 
 KERNELS = frozenset(
@@ -83,6 +83,20 @@ def untrained_indexer(config: PretrainedConfig) -> str | None:
         f"the indexer of its layers ({', '.join(kinds)}) chooses by rank which tokens each one sees: that gives it no "
         "gradient, and transformers has no loss for it, so its weights stay as they are"
     )
+
+
+def asks_router_logits(config: PretrainedConfig) -> bool:
+    """Whether a config has its model give the logits of its routers, and so add the term that its class may have."""
+    return any(getattr(part, "output_router_logits", False) for part in (config, config.get_text_config()))
+
+
+def require_known_losses(config: PretrainedConfig) -> None:
+    """Raise RecipeError for a config that weighs the z-loss of the output layer, which its class would add."""
+    if weight := getattr(config.get_text_config(), "z_loss_coefficient", None):
+        raise RecipeError(
+            f"model: z_loss_coefficient: {weight:g} of the model's config weighs a loss that is not computed",
+            hint="write model.config.z_loss_coefficient: 0",
+        )
 
 
 def licence_of(name_or_path: str, revision: str | None) -> str | None:

@@ -25,7 +25,7 @@ from tuner.model.output_layer import LogitTransform
 from tuner.model.probe import RouteRefused, prove_route, require_isolation
 from tuner.model.root import CausalLM, Route, outer_parameters, trained_parameters
 from tuner.model.trainable import TrainableSpec
-from tuner.model.vetting import weighs_routers
+from tuner.model.vetting import require_known_losses, weighs_routers
 from tuner.parallel.assemble import AssemblySpec, Kernels, Recompute, assemble
 from tuner.parallel.fsdp import materialise
 from tuner.parallel.mesh import Mesh
@@ -138,6 +138,7 @@ def build_train_state(recipe: Recipe, root: CausalLM, step_config: StepConfig) -
     optimizer = build_optimizer(recipe.optimizer, parameters, outer_parameters(root))
     guard = Guard(step_config.device, recipe.train.nonfinite, recipe.train.skip_spikes)
     root.loss_kernel = KERNELS[recipe.model.kernels]
+    require_known_losses(root.model.config)
     if recipe.model.router_aux_loss_coef or weighs_routers(root.model.config):
         from tuner.model.router_loss import router_loss
 

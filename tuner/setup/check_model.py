@@ -21,6 +21,7 @@ from tuner.model.build import decoder_blocks, meta_model, model_config
 from tuner.model.freeze import select
 from tuner.model.output_layer import LogitTransform
 from tuner.model.root import CausalLM, outer_parameters, trained_parameters
+from tuner.model.vetting import require_known_losses
 from tuner.parallel.assemble import recomputed_count
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import check_fits, held_out_rows, mesh_of, meta_model_of, trainable_of
@@ -74,6 +75,13 @@ def check_setup(
 def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids: range = range(0)) -> None:
     """Check every name and glob that a recipe has for parts of its model; the model is changed as training would."""
     before = len(found.problems)
+    with found.of("model.config"):
+        require_known_losses(model.config)
+    if recipe.model.router_aux_loss_coef:
+        from tuner.model.router_loss import router_loss
+
+        with found.of("model.router_aux_loss_coef"):
+            router_loss(model, recipe.model.router_aux_loss_coef)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     _select_each(recipe.model.freeze, names, "model.freeze", found)
     if isinstance(recipe.adapter, LowRankAdapter):

@@ -15,6 +15,7 @@ from tuner.model.build import ModelSpec, dropouts_of, generation_config, is_part
 from tuner.model.kernels import has_liger
 from tuner.model.native.library import native_problem
 from tuner.model.root import Route, route_of
+from tuner.model.vetting import asks_router_logits
 from tuner.runtime.device import (
     TO_COMPILE,
     DeviceFacts,
@@ -90,7 +91,7 @@ def resolve(
         settle("train", "precision", precision, f"bf16 is {'fast' if facts.bf16_fast else 'slow'} on this {facts.kind}")
     frozen = recipe.adapter.kind != "none"
     settle("model", "dtype", precision if frozen else "fp32", "frozen weights" if frozen else "trained weights")
-    settle("train", "compile", *_compiled(recipe, facts))
+    settle("train", "compile", *_compiled(recipe, facts, config))
     if recipe.model.kernels == "auto":
         settle("model", "kernels", *_kernels(config.get_text_config().model_type, facts, is_here))
     if facts.kind == "cuda":
@@ -236,9 +237,19 @@ def _async_save(recipe: Recipe, facts: DeviceFacts, n_parameters: int, rank_info
     return fits, facts.kind if fits else "too little memory of the host for copies"
 
 
-def _compiled(recipe: Recipe, facts: DeviceFacts) -> tuple[bool, str]:
-    """Whether decoder layers are compiled, and why. Raises MachineError where they shall be and cannot."""
+def _compiled(recipe: Recipe, facts: DeviceFacts, config: PretrainedConfig) -> tuple[bool, str]:
+    """Whether decoder layers are compiled, and why. Raises MachineError where they shall be and cannot.
+
+    Not where transformers notes what routers say, from inside the layers: RecipeError for what is written.
+    """
     problem = compiler_problem(facts.kind)
+    if recipe.model.router_aux_loss_coef or asks_router_logits(config):
+        if recipe.train.compile is True:
+            raise RecipeError(
+                "train.compile: layers whose routers have a loss (model.router_aux_loss_coef) cannot be compiled",
+                hint="write compile: auto",
+            )
+        return False, "the loss of the routers"
     if recipe.train.compile == "auto":
         if facts.kind != "cuda" or problem is not None:
             return False, problem or facts.kind
