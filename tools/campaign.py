@@ -58,7 +58,7 @@ CAMPAIGNS = (
     Campaign("experts", ("experts_campaign",), "mixtures: the router's loss, and every expert there and back"),
     Campaign(
         "tokenizer", ("tokenizer_campaign", f"{DEMO}/assets", f"{DEMO}/campaigns/tokenizers"),
-        "ids of training against an export's readers, 35 tokenizers",
+        "ids and masks of training against an export's readers, 48 tokenizers",
     ),
     Campaign(
         "layouts",
@@ -81,6 +81,7 @@ CAMPAIGNS = (
     Campaign("flaws", ("flawed_recipes", "--launch"), "recipes with one flaw each: config check or a dry run finds it"),
     Campaign("import", ("import_campaign",), "the configurations that other tools ship, converted and trained"),
     Campaign("templates", ("template_campaign",), "built-in chat templates against those that others publish"),
+    Campaign("template-masks", ("template_masks_campaign", f"{DEMO}/smollm2"), "masks in 28 templates of new models"),
     Campaign("tutorial", ("tutorial_campaign",), "docs/tutorial.md as it is written, on a real model"),
     Campaign("distill", ("distill_campaign", "--smollm2", f"{DEMO}/smollm2"), "students with a teacher and without"),
     Campaign("gpu-day", ("gpu_day_campaign",), "tools/gpu_day in tiny shapes on a CPU, every part of it"),

@@ -2,9 +2,10 @@
 
     python tools/template_campaign.py [--sources DIRECTORY]
 
-Fetches TRL, axolotl and FastChat from the package index (about 5 MB, nothing is installed). Every prefix of a
-conversation is rendered by ours and by theirs, with and without a system message. Exits with 1 where a difference is
-found that is not in the table below. Tokenizers' own templates are in tests/data/encoding/test_named_templates.py.
+Fetches TRL, axolotl, FastChat and the sdist of llama-cpp-python from the package index (about 80 MB, nothing is
+installed). Every prefix of a conversation is rendered by ours and by theirs, with and without a system message, and
+where the table says so one with tools, calls and thoughts. Exits with 1 where a difference is found that is not in the
+table below. Tokenizers' own templates are in tests/data/encoding/test_named_templates.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,19 @@ from tuner.data.encoding.template import ChatTemplate  # noqa: E402
 
 FASTCHAT = "fschat==0.2.36"
 """Its conversations are Python."""
-WANTED = {name: options for name, options in PACKAGES.items() if name.startswith(("trl", "axolotl"))} | {FASTCHAT: ()}
+LLAMA_CPP = "llama-cpp-python==0.3.36"
+"""Its sdist holds the templates that llama.cpp is tested with."""
+WANTED = {
+    **{name: options for name, options in PACKAGES.items() if name.startswith(("trl", "axolotl"))},
+    FASTCHAT: (),
+    LLAMA_CPP: ("--no-binary", "llama-cpp-python"),
+}
+FOLDERS = {
+    "trl": "trl-*/trl/chat_templates",
+    "axolotl": "axolotl-*/src/axolotl/utils/chat_templates/templates",
+    "llama.cpp": "llama_cpp_python-*/vendor/llama.cpp/models/templates",
+}
+"""Where the unpacked packages have their templates."""
 TURNS = [
     {"role": "user", "content": "What is it?"},
     {"role": "assistant", "content": "An answer."},
@@ -82,7 +95,7 @@ class Published:
 
     ours: str
     where: str
-    """`trl/NAME`, `axolotl/NAME` (files) or `fastchat/NAME` (a conversation)."""
+    """`trl/NAME`, `axolotl/NAME`, `llama.cpp/NAME` (files) or `fastchat/NAME` (a conversation)."""
     compared: str = "both"
     """`both`; `plain` or `system`: only without, or only with, a system message."""
     eos: str = "</s>"
@@ -103,6 +116,7 @@ TABLE = (
     Published("gemma", "trl/gemma", "plain", why="Gemma 2's refuses system messages"),
     Published("gemma4", "trl/gemma4_v5", tools=True),
     Published("gemma4", "trl/gemma4", why="the first one, which writes tools in another way"),
+    Published("granite4", "llama.cpp/ibm-granite-granite-4.0", tools=True),
     Published("lfm2", "trl/lfm2_v2", tools=True),
     Published("lfm2", "trl/lfm2", why="it writes no tool calls"),
     Published("llama2", "fastchat/llama-2", trailing="<s>", why="the next turn's beginning"),
@@ -117,6 +131,7 @@ TABLE = (
     Published("qwen", "axolotl/qwen_25"),
     Published("qwen3", "trl/qwen3", tools=True),
     Published("qwen3.5", "trl/qwen3_5_think", tools=True),
+    Published("qwen3.5", "llama.cpp/Qwen3.5-4B", tools=True),
     Published("qwen3.5", "trl/qwen3_6", why="it writes true and null in calls as JSON does"),
     Published("vicuna", "fastchat/vicuna_v1.1"),
     Published("zephyr", "fastchat/zephyr", "system", why="it writes an empty system turn where there is none"),
@@ -128,8 +143,7 @@ def theirs(published: Published, directory: Path) -> Render:
     project, _, name = published.where.partition("/")
     if project == "fastchat":
         return _conversation(_module(next(directory.glob("fschat-*/fastchat/conversation.py"))), name)
-    pattern = {"trl": "trl-*/trl/chat_templates", "axolotl": "axolotl-*/src/axolotl/utils/chat_templates/templates"}
-    path = next(directory.glob(f"{pattern[project]}/{name}.jinja"))
+    path = next(directory.glob(f"{FOLDERS[project]}/{name}.jinja"))
     return ChatTemplate(path.read_text(encoding="utf-8"), _tokens(published)).render
 
 
@@ -196,8 +210,10 @@ def main(words: Sequence[str] | None = None) -> int:
     for published in TABLE:
         found = list(differences(published, given.sources))
         failed += bool(found)
+        tools = ", tools and thoughts" if published.tools else ""
         note = f"  ({published.why})" if published.why else ""
-        print(f"{'differs' if found else 'equal':8} {published.ours:13} {published.where}, {published.compared}{note}")
+        where = f"{published.where}, {published.compared}{tools}"
+        print(f"{'differs' if found else 'equal':8} {published.ours:13} {where}{note}")
         for mine, yours in found[:1]:
             print(f"  ours   {mine!r}\n  theirs {yours!r}")
     names = {published.ours for published in TABLE}

@@ -125,9 +125,9 @@ def test_the_structure_tells_the_route_and_the_probe_proves_it(kind: str, tmp_pa
     if kind != "llama":
         with pytest.raises(RecipeError, match="cannot be trained on packed rows"):
             require_isolation(root, VOCAB)
-        assert prove_route(root, VOCAB, True, 64, 1) is not None
+        assert prove_route(root, VOCAB, True, 64) is not None
     assert root.route == route
-    assert prove_route(root, VOCAB, True, 64, 1) is None
+    assert prove_route(root, VOCAB, True, 64) is None
     assert root.route == route
 
 
@@ -141,7 +141,7 @@ def test_what_a_batch_would_change_is_computed_one_document_at_a_time(tmp_path: 
     assert (route, why) == ("calls", "ReformerModelWithLMHead sorts the tokens of a sequence to attend")
     root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
     root.go_by(route)
-    assert prove_route(root, VOCAB, True, 64, 1) is None
+    assert prove_route(root, VOCAB, True, 64) is None
 
 
 def test_a_batch_whose_documents_meet_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def test_a_batch_whose_documents_meet_is_not_taken(tmp_path: Path, monkeypatch: 
         return hidden + hidden.mean(0) - hidden[0]  # nothing where there is one
 
     monkeypatch.setattr(root, "_decoded", meeting)
-    assert prove_route(root, VOCAB, True, 64, 1) is not None
+    assert prove_route(root, VOCAB, True, 64) is not None
     assert root.route == "calls"
 
 
@@ -162,9 +162,9 @@ def test_what_our_attention_does_not_compute_is_the_classes_own(tmp_path: Path) 
     root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
     for layer in root.model.model.layers:
         layer.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: (args, {**kwargs, "s_aux": torch.zeros(4)}), with_kwargs=True
+            lambda module, args, kwargs: (args, {**kwargs, "cache": torch.zeros(4)}), with_kwargs=True
         )
-    assert "s_aux" in str(prove_route(root, VOCAB, False, 64, 1))
+    assert "cache" in str(prove_route(root, VOCAB, False, 64))
     assert root.route == "batch"
     assert root.model.config._attn_implementation == "sdpa"
     assert not root.takes_documents

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from tuner.config.value_types import Text, meant, shown
 
 CHAT_TEMPLATES = (
-    "alpaca", "chatml", "command-r", "deepseek", "gemma", "gemma4", "granite", "lfm2", "llama2", "llama3", "mistral",
-    "mistral-nemo", "phi3", "phi4", "qwen", "qwen3", "qwen3.5", "tulu", "vicuna", "zephyr",
+    "alpaca", "chatml", "command-r", "deepseek", "gemma", "gemma4", "granite", "granite4", "lfm2", "llama2", "llama3",
+    "mistral", "mistral-nemo", "phi3", "phi4", "qwen", "qwen3", "qwen3.5", "tulu", "vicuna", "zephyr",
 )  # fmt: skip
 """Names of the built-in templates: `tuner/data/templates` has a file of each."""
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")

@@ -49,7 +49,7 @@ class RouteRefused(RecipeError):
         self.why = why
 
 
-def prove_route(root: CausalLM, vocab_size: int, packed: bool, longest: int, rows: int) -> str | None:
+def prove_route(root: CausalLM, vocab_size: int, packed: bool, longest: int) -> str | None:
     """Have the root go by the first route, from its own on, on which it is the plainly loaded model of each document.
 
     Returns why it left its own; None where it kept it. Arguments and errors are those of :func:`require_isolation`.
@@ -59,7 +59,7 @@ def prove_route(root: CausalLM, vocab_size: int, packed: bool, longest: int, row
     for route in ways[ways.index(root.route) :]:
         root.go_by(route)
         try:
-            require_isolation(root, vocab_size, packed, longest, rows)
+            require_isolation(root, vocab_size, packed, longest)
         except RouteRefused as error:
             if route == ways[-1]:
                 raise
@@ -70,15 +70,13 @@ def prove_route(root: CausalLM, vocab_size: int, packed: bool, longest: int, row
 
 
 @torch.no_grad()
-def require_isolation(
-    root: CausalLM, vocab_size: int, packed: bool = True, longest: int = _SECOND, rows: int = 1
-) -> IsolationReport:
+def require_isolation(root: CausalLM, vocab_size: int, packed: bool = True, longest: int = _SECOND) -> IsolationReport:
     """Run two packed documents on the CPU and hold the second to what the plainly loaded model makes of it alone.
 
     That model has its class's own attention and masks (:func:`plain_twin`), so a missing causal
     mask, a transform of the logits or an option of attention that our path does not know shows. A change of the first
     document and of the last tokens must leave the logits between them as they are. Where rows are never ``packed``
-    there is one document. No document is longer than ``longest``, nor a row than ``rows`` times that.
+    there is one document. No document is longer than ``longest``.
 
     All is computed in float32, whatever the weights are: rounded to bfloat16 at every step, the logits of two right
     ways to compute a deep model on random tokens are a tenth of their spread apart.

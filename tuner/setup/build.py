@@ -320,17 +320,17 @@ def _spread(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.de
 
 def _inspect(resolved: Resolved, root: CausalLM) -> None:
     """Prove that each document is computed as if alone, and note the hashes of what its weights are known by."""
-    recipe, rows = resolved.recipe, rows_at_once(resolved.recipe)
+    recipe = resolved.recipe
     packed = takes_several(recipe)
     vocab_size, longest = resolved.config.get_text_config().vocab_size, int(recipe.data.max_length)
     if recipe.data.packing is True:
         try:
-            require_isolation(root, vocab_size, packed, longest, rows)
+            require_isolation(root, vocab_size, packed, longest)
         except RouteRefused as error:
             hint = "write data.packing: auto, which takes documents otherwise where they cannot lie end to end"
             raise RecipeError(error.message, hint=hint) from error
     else:
-        root.why_apart = prove_route(root, vocab_size, packed, longest, rows)
+        root.why_apart = prove_route(root, vocab_size, packed, longest)
     if recipe.adapter.kind != "none":
         _tell_left_out(root)
     root.frozen_hash = frozen_hash(root.model)

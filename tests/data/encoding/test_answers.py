@@ -303,7 +303,7 @@ def test_thoughts_and_calls_that_a_template_does_not_write_are_counted() -> None
     call = {"type": "function", "function": {"name": "weather", "arguments": {}}}
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [call]}]}
     ignores = "{% if messages[0].tool_calls %}{% endif %}" + tiny.CHATML
-    assert encode(tiny.tokenizer(ignores), row).notes == {turns.CALLS_NOT_SHOWN: 1}
+    assert encode(tiny.tokenizer(ignores), row).notes == {turns.CALLS_AS_TEXT: 1}
     cuts = tiny.CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
     batch = encode(tiny.tokenizer(cuts), tiny.chat("a", "<think>because</think>b"))
     assert batch.notes == {turns.SHORTENED: 1}
@@ -316,3 +316,47 @@ def test_notes_are_not_of_rows_that_have_no_document() -> None:
     batch = encode(tiny.tokenizer(no_end), row, tiny.chat("(", "us"))
     assert list(batch.problems) == [0]
     assert batch.notes == {chat.NO_END: 1}
+
+
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"name": n, "arguments": {"city": n}} for n in ("Oslo", "Rome")],
+}
+DROPPED = [
+    ({"role": "assistant", "content": "d", "thinking": "so"}, {turns.SHORTENED}),
+    ({"role": "assistant", "content": "d", "reasoning": "so"}, {turns.SHORTENED}),
+    ({"role": "assistant", "content": "d", "name": "Ada", "id": "7", "index": 3}, {f"{turns.FIELD_NOT_SHOWN}: name"}),
+    (CALL, {turns.CALLS_NOT_SHOWN}),
+]
+
+
+@pytest.mark.parametrize(("message", "notes"), DROPPED)
+def test_what_a_template_drops_of_a_message_is_counted(message: dict[str, Any], notes: set[str]) -> None:
+    """Of two calls one alone is written here, with its arguments and none of the second's."""
+    one = "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{{ m.tool_calls[0].function.arguments }}{% endif %}"
+    template = f"{{% for m in messages %}}<|im_start|>{{{{ m.content }}}}{one}<|im_end|>{{% endfor %}}"
+    template += "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    batch = encode(families.tokenizer(template), {"messages": [{"role": "user", "content": "c"}, message]})
+    assert set(batch.notes) == notes
+
+
+def test_a_thought_after_an_open_prompt_has_any_of_its_names() -> None:
+    tokenizer = families.tokenizer(families.CUTS)
+    rows = [thought(("a", "because", "b"))["messages"], thought(("a", "because", "b"))["messages"]]
+    rows[1][1]["thinking"] = rows[1][1].pop("reasoning_content")
+    first, second = (documents(encode(tokenizer, {"messages": row})) for row in rows)
+    assert first == second and "because" in tokenizer.decode(second[0][0])
+
+
+def test_calls_are_text_where_the_template_reads_them_only_next_to_documents() -> None:
+    """Command A's: an answer would be empty otherwise."""
+    calls = "{% if documents and m.tool_calls %}{{ m.tool_calls }}{% endif %}"
+    template = f"{{% for m in messages %}}<|im_start|>{calls}{{{{ m.content }}}}<|im_end|>{{% endfor %}}"
+    template += "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    tokenizer = families.tokenizer(template)
+    batch = encode(tokenizer, {"messages": [{"role": "user", "content": "c"}, CALL]})
+    assert set(batch.notes) == {turns.CALLS_AS_TEXT}
+    ((ids, trained),) = documents(batch)
+    said = tokenizer.decode(np.array(ids)[trained].tolist())
+    assert said.startswith('{"name": "Oslo"') and said.endswith('"city": "Rome"}}<|im_end|>')

@@ -9,6 +9,7 @@ from tuner.errors import DataError
 
 DIRECTORY = Path(__file__).resolve().parents[1] / "templates"
 _CHATML = ("<|im_start|>", "<|im_end|>")
+_GRANITE = ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")
 _TOKENS: dict[str, tuple[str, ...]] = {
     "chatml": _CHATML,
     "command-r": (
@@ -21,7 +22,8 @@ _TOKENS: dict[str, tuple[str, ...]] = {
         *("<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>"),
         *("<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
     ),
-    "granite": ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+    "granite": _GRANITE,
+    "granite4": _GRANITE,
     "lfm2": (
         *_CHATML,
         *("<|tool_list_start|>", "<|tool_list_end|>", "<|tool_call_start|>", "<|tool_call_end|>"),

@@ -6,12 +6,14 @@ each answer. A record where neither can be shown is refused with the reason.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 from tuner.data.encoding.answers import own_words, write_answer
 from tuner.data.encoding.chat import REWRITTEN, Chat
-from tuner.data.encoding.template import ChatTemplate, reasoning_of
+from tuner.data.encoding.template import ChatTemplate, EndlessTemplateError, reasoning_of, unless_refused
 from tuner.data.encoding.template_spy import has_reserved, plain
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.reading.problems import KeyPath, RecordProblem
@@ -32,6 +34,7 @@ FIELD_NOT_SHOWN = "field of a message not written by the template"
 AS_PARTS = "contents given to the template as parts: it reads no strings"
 _THOUGHT_TAG = re.compile("</?think>")
 _WORD = re.compile(r"[^\W_]+")
+_CALLED = "the_tool"
 _KNOWN_FIELDS = frozenset(
     ("role", "content", "train", "reasoning_content", "reasoning", "thinking", "tool_calls", "tool_call_id", "id")
 )
@@ -172,8 +175,9 @@ class Planner:
 
     def readable(self, example: Conversation) -> list[dict[str, Any]]:
         """The messages as the template can write them, with written-out control tokens refused or guarded."""
-        as_text = "tool_calls" not in self._tokenizer.template_for(example.tools).source
-        messages = []
+        template, messages = self._tokenizer.template_for(example.tools), []
+        has_calls = any(message.get("tool_calls") for message in example.messages)
+        as_text = has_calls and not has_place_for_calls(template)
         for i, message in enumerate(example.messages):
             if as_text and message.get("tool_calls"):
                 message = _call_as_text(message, ("messages", i))  # noqa: PLW2901 (the same message, as it is written)
@@ -244,6 +248,26 @@ def _mapped(value: Any, change: Any, path: KeyPath) -> Any:
     return value
 
 
+@lru_cache(8)
+def has_place_for_calls(template: ChatTemplate) -> bool:
+    """Whether a template writes tool calls; one that refuses those that are tried, for their ids say, may write others.
+
+    They are tried with a tool and without: some read them only then.
+    """
+    if "tool_calls" not in template.source:
+        return False
+    call = {"type": "function", "id": "call12345", "function": {"name": _CALLED, "arguments": {"key": "value"}}}
+    other = {"name": "other", "description": "Another", "parameters": {"type": "object", "properties": {}}}
+    chat: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+    chat.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    tools = (None, [{"type": "function", "function": other}])
+    try:
+        texts = [unless_refused(partial(template.render, tools=each), chat, False) for each in tools]
+    except EndlessTemplateError:
+        return True  # which each chat is refused for
+    return any(text is None or _CALLED in text for text in texts)
+
+
 def notes_of(
     example: Conversation, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], text: str
 ) -> list[str]:
@@ -253,11 +277,20 @@ def notes_of(
         notes.append(NOT_SHOWN)
     if template.reads_parts:
         notes.append(AS_PARTS)
-    if any(message.get("tool_calls") for message in example.messages) and "tool_calls" not in template.source:
+    if any(message.get("tool_calls") for message in example.messages) and not has_place_for_calls(template):
         notes.append(CALLS_AS_TEXT)
     for message in messages:
         notes += _missing(message, text)
+    if NOT_SHOWN not in notes and _lacks_calls(messages, example.tools or (), text):
+        notes.append(CALLS_NOT_SHOWN)
     return notes
+
+
+def _lacks_calls(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], text: str) -> bool:
+    """Whether a name stands in the text less often than it is called, and once more where the tool is declared."""
+    calls = Counter(str(call.get("function", call).get("name")) for m in messages for call in m.get("tool_calls") or ())
+    declared = {tool.get("function", tool).get("name") for tool in tools}
+    return any(text.count(name) < count + (name in declared) for name, count in calls.items())
 
 
 def _missing(message: Mapping[str, Any], text: str) -> list[str]:
