@@ -158,7 +158,9 @@ class Judge:
         if len(found) != len(answers):
             return f"{len(found)} trained stretches for {len(answers)} answers"
         for i, (ids, start, stop) in zip(answers, found, strict=True):
-            if not any(ids[:start] == prompt for prompt in self._prompts(example, i)):
+            # A template with marks says itself what is trained, whatever it writes as a prompt.
+            is_marked = "endgeneration" in self.source
+            if not is_marked and not any(ids[:start] == prompt for prompt in self._prompts(example, i)):
                 return f"message {i}: the ids before it are those of no prompt"
             text = self.theirs.decode(ids[start:stop])
             for what, words, note in _said(example.messages[i]):
