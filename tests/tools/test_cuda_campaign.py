@@ -20,9 +20,7 @@ from tuner.profile.tracing import refusing
 REFUSED = {
     "bert": "does not compute: bidirectional attention",
     "dbrx": "DbrxForCausalLM cannot be predicted: its own code does not run without masks, or on tensors without",
-    "gemma3n": "timm",
     "musicgen": "no text model of its own",
-    "rembert": "its output layer takes 1,664 numbers and its decoder gives 32",
 }
 
 

@@ -68,10 +68,7 @@ def resolve(
     config = model_config(spec)
     meta = meta_model(config, torch.float32, spec.head)
     n_parameters = sum(p.numel() for p in meta.parameters())
-    route, why = route_for(recipe, meta)
     reasons = _dropout_reason(spec) | _trained_part(spec, meta)
-    if recipe.data.packing == "auto":
-        reasons["data.packing"] = "documents end to end"
     values: dict[str, dict[str, Any]] = {}
 
     def settle(section: str, key: str, value: object, reason: str) -> None:
@@ -115,6 +112,14 @@ def resolve(
     _check_numerics(done, facts)
     _check_liger(recipe, is_here)
     resolved = Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons, new_ids)
+    return _by_structure(resolved, meta)
+
+
+def _by_structure(resolved: Resolved, model: PreTrainedModel) -> Resolved:
+    """The same with the route of documents that the model's structure tells."""
+    if resolved.recipe.data.packing == "auto":
+        resolved = replace(resolved, reasons={**resolved.reasons, "data.packing": "documents end to end"})
+    route, why = route_for(resolved.recipe, model)
     return resolved if why is None else rerouted(resolved, route, why)
 
 
