@@ -1,11 +1,13 @@
-"""What packing is worth where it takes more than flat attention: steps a second, packed and one document at a time.
+"""Measures a step over packed rows against the same documents one to a row, for families of models; alternating.
 
-    python tools/bench_routes.py [--only mamba qwen3_next] [--rounds 5] [--tokens 1024] [--device cuda] [--out FILE]
+    python tools/bench_routes.py [--only gpt_oss bloom] [--rounds 8] [--out figures.json]
 
-Of each type a small model with random weights is built as `tuner train` builds it, and one step (forward and backward
-of the same documents) is timed by turns: ``packed`` as one row, ``single`` as one document to a micro-batch. Documents
-are drawn log-normally, median 100 tokens, until they are ``--tokens``. Losses of both are compared first, and the
-program fails where they differ by more than 1e-4: two ways that compute different things are not timed.
+Each family has a shape of a few million parameters with random weights. Documents are as long as answers in chats are
+(median 120 tokens, one in twenty above 500, at most 1,024); a step has as many as fill two rows of 1,024 tokens. Both
+sides are built as `tuner train` builds them, with its defaults for this machine, and take the same documents in turns,
+in one process: two packed rows, or a document to a micro-batch (`data.packing: false`). Printed are the medians of the
+rounds after the first two, how the documents go through the model, and how often faster packed rows are; where packed
+rows are refused, the reason. One JSON object goes to stdout.
 """
 
 from __future__ import annotations
@@ -14,119 +16,160 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.causal_cases import VOCAB, tiny_config  # noqa: E402
-from tuner.model import attention  # noqa: E402
-from tuner.model.root import CausalLM  # noqa: E402
-from tuner.model.transformers_private import takes_our_attention  # noqa: E402
+from tools.causal_checks import quiet  # noqa: E402
+from tools.causal_training import Mode, Training  # noqa: E402
+from tuner.data.batches import Batch, StepBatches, collate  # noqa: E402
+from tuner.data.prepared import Row  # noqa: E402
+from tuner.errors import RecipeError  # noqa: E402
+from tuner.train.step import optimizer_step  # noqa: E402
 
-TYPES = (
-    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe",
-    "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-    "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
-)  # fmt: skip
-ALLOWED = 1e-4
-
-
-def small_model(model_type: str) -> PreTrainedModel:
-    """A model of the type with our attention where its class takes it."""
-    config = tiny_config(model_type)
-    attention.register()
-    torch.manual_seed(1)
-    chosen = {"attn_implementation": attention.PACKED} if takes_our_attention(config) else {}
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
-    return model
-
-
-def document_lengths(tokens: int) -> list[int]:
-    """Lengths that sum up to ``tokens``."""
-    generator, lengths = np.random.default_rng(3), list[int]()
-    while sum(lengths) < tokens:
-        drawn = int(generator.lognormal(np.log(100), 1.0))
-        lengths.append(min(max(drawn, 2), tokens - sum(lengths)))
-    return lengths
-
-
-def step(root: CausalLM, rows: Sequence[Sequence[torch.Tensor]]) -> float:
-    """Forward and backward of rows of documents; the loss is their sum."""
-    total = 0.0
-    for documents in rows:
-        ids, lengths = torch.cat(list(documents)), tuple(map(len, documents))
-        positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
-        loss = root(ids, positions, lengths, torch.arange(len(ids) - 1, device=ids.device), ids[1:])
-        loss.backward()
-        total += loss.item()
-    return total
-
-
-def loss_of_each_document(root: CausalLM, rows: Sequence[Sequence[torch.Tensor]]) -> float:
-    """The sum over all documents, each from its first token on; what the two ways are compared by."""
-    total = 0.0
-    for documents in rows:
-        ids, lengths = torch.cat(list(documents)), tuple(map(len, documents))
-        positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
-        starts = np.cumsum([0, *lengths[:-1]])
-        inside = torch.tensor(np.setdiff1d(np.arange(len(ids)), np.array(starts)), device=ids.device)
-        total += float(root.losses(ids, positions, lengths, inside - 1, ids[inside]).double().sum())
-    return total
+ROW, ROWS, WARM_UP = 1024, 2, 2
+VOCAB = 8192
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": 2,
+    "pad_token_id": 0, "tie_word_embeddings": True,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_LINEAR = {
+    "linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
+_MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_chunk_size": 64}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": COMMON,
+    "gpt_oss": COMMON | {"intermediate_size": 128, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "llama4_text": COMMON | {"intermediate_size_mlp": 512, "num_local_experts": 4, "attention_chunk_size": 256},
+    "qwen3_next": COMMON | _EXPERTS | _LINEAR | {"shared_expert_intermediate_size": 128, "num_hidden_layers": 8},
+    "qwen3_5_text": COMMON | _LINEAR | {"num_hidden_layers": 8},
+    "falcon_h1": COMMON | _MAMBA | {"mamba_d_ssm": 512},
+    "granitemoehybrid": COMMON | _MAMBA | {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 256,
+        "layer_types": ["mamba", "mamba", "attention"] * 2,
+    },
+    "bamba": COMMON | _MAMBA | {"attn_layer_indices": [2, 5]},
+    "lfm2": COMMON | {"layer_types": ["conv", "conv", "full_attention"] * 2},
+    "mamba": {
+        "vocab_size": VOCAB, "hidden_size": 256, "num_hidden_layers": 6, "state_size": 16, "bos_token_id": None,
+        "eos_token_id": 2, "pad_token_id": 0,
+    },
+    "mamba2": {
+        "vocab_size": VOCAB, "hidden_size": 256, "num_hidden_layers": 6, "state_size": 32, "num_heads": 16,
+        "head_dim": 32, "n_groups": 2, "chunk_size": 64, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0,
+    },
+    "bloom": {"vocab_size": VOCAB, "hidden_size": 256, "n_layer": 6, "n_head": 8},
+    "falcon": COMMON | {"num_kv_heads": 1, "bias": False, "alibi": True},
+    "bart": {
+        "vocab_size": VOCAB, "d_model": 256, "decoder_layers": 6, "decoder_attention_heads": 8, "decoder_ffn_dim": 512,
+        "encoder_layers": 1, "encoder_attention_heads": 8, "encoder_ffn_dim": 64, "max_position_embeddings": 2048,
+        "dropout": 0.0,
+    },
+}  # fmt: skip
+KEYS = {
+    "model.init": "random", "data.max_length": ROW, "train.precision": "auto", "optimizer.lr": 1e-5,
+    "train.global_batch_size": 2,
+}  # fmt: skip
 
 
-def timed(act: Callable[[], object], device: torch.device) -> float:
-    """Seconds that a call takes, its device included."""
+def documents(seed: int) -> list[np.ndarray]:
+    """Documents of random ids that fill two rows and no more, in order."""
+    generator, found, rooms = np.random.default_rng(seed), [], [ROW] * ROWS
+    while True:
+        length = int(np.clip(generator.lognormal(np.log(120), 0.9), 16, ROW))
+        fits = [i for i, room in enumerate(rooms) if room >= length]
+        if not fits:
+            return found
+        rooms[fits[0]] -= length
+        found.append(generator.integers(3, VOCAB, length, dtype=np.int64))
+
+
+def packed(given: Sequence[np.ndarray]) -> list[Batch]:
+    """The documents in rows, each in the first that has room; a row to a micro-batch."""
+    rows: list[list[np.ndarray]] = [[] for _ in range(ROWS)]
+    for ids in given:
+        next(row for row in rows if sum(map(len, row)) + len(ids) <= ROW).append(ids)
+    return [_batch(row) for row in rows if row]
+
+
+def _batch(given: Sequence[np.ndarray]) -> Batch:
+    ids, lengths = np.concatenate(given), np.array([len(one) for one in given], np.int32)
+    return collate([Row(ids, np.ones(len(ids), bool), lengths, np.arange(len(given), dtype=np.int64))])
+
+
+def timed(training: Training, step: int, micro: list[Batch]) -> tuple[float, float]:
+    """Seconds of a step over these micro-batches, and its loss."""
+    trained, tokens = sum(len(one.trained_positions) for one in micro), sum(len(one.input_ids) for one in micro)
+    batches = StepBatches(np.arange(len(micro)), trained, tokens, micro)
     started = time.perf_counter()
-    act()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+    loss = optimizer_step(training.state, step, batches, 1.0).read().loss
+    return time.perf_counter() - started, loss
 
 
-def measure(model_type: str, tokens: int, rounds: int, device: torch.device) -> dict[str, object]:
-    """Steps a second of both ways, by turns; medians."""
-    root = CausalLM(small_model(model_type)).to(device)
-    lengths = document_lengths(tokens)
-    generator = torch.Generator().manual_seed(4)
-    documents = [torch.randint(3, VOCAB, (length,), generator=generator).to(device) for length in lengths]
-    ways = {"packed": [documents], "single": [[document] for document in documents]}
-    losses = {name: loss_of_each_document(root.train(False), rows) for name, rows in ways.items()}
-    off = abs(losses["packed"] - losses["single"]) / losses["single"]
-    if not off <= ALLOWED:
-        raise ValueError(f"{model_type}: packed and single differ by {off:.1e}")
-    root.train()
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(rounds + 1):
-        for name, rows in ways.items():
-            took = timed(lambda rows=rows: step(root, rows), device)  # type: ignore[misc]
-            if turn:  # the first one warms up
-                seconds[name].append(took)
-    found: dict[str, object] = {name: 1 / statistics.median(each) for name, each in seconds.items()}
-    return {"type": model_type, "documents": len(lengths), "tokens": tokens, **found, "off": off}
+def measure(name: str, shape: Mapping[str, Any], rounds: int) -> dict[str, Any]:
+    """The figures of one family; both sides have the same weights, so their losses are one."""
+    with tempfile.TemporaryDirectory() as place, quiet():
+        AutoConfig.for_model(name, **shape).save_pretrained(place)
+        try:
+            sides = {layout: Training(Path(place), Mode(layout, keys=KEYS)) for layout in ("packed", "single")}
+        except RecipeError as error:
+            return {"type": name, "refused": error.message}
+        took: dict[str, list[float]] = {side: [] for side in sides}
+        losses: dict[str, list[float]] = {side: [] for side in sides}
+        counts = []
+        for number in range(rounds):
+            given = documents(number)
+            counts.append(len(given))
+            for side, training in sides.items():
+                micro = packed(given) if side == "packed" else [_batch([ids]) for ids in given]
+                seconds, loss = timed(training, number, micro)
+                took[side].append(seconds)
+                losses[side].append(loss)
+    steps = {side: statistics.median(times[min(WARM_UP, rounds - 1) :]) for side, times in took.items()}
+    return {
+        "type": name,
+        "route": sides["packed"].route,
+        "parameters": sides["packed"].resolved.n_parameters,
+        "documents": statistics.fmean(counts),
+        "packed_s": round(steps["packed"], 4),
+        "single_s": round(steps["single"], 4),
+        "ratio": round(steps["single"] / steps["packed"], 2),
+        "losses_apart": max(abs(a - b) / b for a, b in zip(losses["packed"], losses["single"], strict=True)),
+    }
 
 
 def main() -> int:
-    """Print a line of JSON for each type."""
+    """Measure the families and print a table and the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[], help="these types alone")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each way is timed")
-    parser.add_argument("--tokens", type=int, default=1024, help="of all documents together")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
+    parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--threads", type=int, help="threads of a process; by default as many as there are cores")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    device = torch.device(options.device)
-    figures = []
-    for model_type in options.only or TYPES:
-        figures.append(measure(model_type, options.tokens, options.rounds, device))
-        print(json.dumps(figures[-1]), flush=True)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    found = []
+    for name in options.only:
+        found.append(measure(name, SHAPES[name], options.rounds))
+        one = found[-1]
+        line = one.get("refused") or (
+            f"{one['route']:6} {one['packed_s']:8.3f} s packed {one['single_s']:8.3f} s one a row  {one['ratio']:.2f}x"
+        )
+        print(f"{name:18} {line}", file=sys.stderr, flush=True)
+    report = {"threads": torch.get_num_threads(), "families": found}
     if options.out:
-        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report))
     return 0
 
 

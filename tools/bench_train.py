@@ -2,6 +2,8 @@
 
     python tools/bench_train.py smollm2-full --model DIR [--rounds 3] [--steps 16] [--prefix "taskset -c 0,1"]
     python tools/bench_train.py qwen3-9m
+    python tools/bench_train.py gpt-oss-15m
+    python tools/bench_train.py qwen3.5-10m
     python tools/bench_train.py qwen3-0.6b-4k --device cuda
     python tools/bench_train.py parity --model DIR
 
@@ -9,7 +11,8 @@ Ours is the real command with its defaults: metrics, evaluation of one held-out 
 checkpoint. The peer runs with its own defaults and in its best configuration: on a CPU `bf16=True` without
 recomputation; on CUDA bf16, liger's kernels and no recomputation. Both get the rows that `prepare-data` packed, in
 that order, every position trained, the same number of tokens a step, the same optimizer and rate, and the same
-threads. The losses of both are compared before a ratio is printed.
+threads; of a model that carries a state, the peer gets the documents of a step as a padded batch. The losses of both
+are compared before a ratio is printed.
 
 `step_s` is the median over the steps after the warm-up: ours as the command writes it to metrics.jsonl (waiting for
 data included, evaluation left out), the peer's from one step's end to the next. `whole_s` is the time from the
@@ -150,6 +153,7 @@ class Bench:
             "output_dir": str(self.work / "peer"),
             "steps": self.case.steps,
             "lora": self.case.lora,
+            "padded": self.case.padded,
             "settings": {**same, **settings},
         }
         (self.work / "job.json").write_text(json.dumps(job), encoding="utf-8")
@@ -168,7 +172,7 @@ class Bench:
 
     def _run(self, command: list[str], prefix: list[str], parse: bool = True) -> Any:
         environment = {**os.environ, "TUNER_CACHE": str(self.work / "cache"), "TOKENIZERS_PARALLELISM": "false"}
-        environment["PYTHONPATH"] = str(ROOT)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(
             [*prefix, *command], capture_output=True, text=True, check=False, env=environment, cwd=self.work
         )

@@ -4,6 +4,7 @@
 
 The job names the model, the rows, the settings of `SFTConfig` and the number of steps. Rows come in the file's order.
 A step is timed from the end of the one before to its own end, data included. Prints one JSON object. Needs `trl`.
+Where the job says `padded`, each document of a row is one of a padded batch.
 """
 
 from __future__ import annotations
@@ -51,14 +52,23 @@ def main() -> int:
     rows = datasets.Dataset.from_list(json.loads(Path(job["rows"]).read_text(encoding="utf-8")))
     settings = trl.SFTConfig(
         output_dir=job["output_dir"],
-        packing=True,
+        packing=not job["padded"],
         dataset_kwargs={"skip_prepare_dataset": True},
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
         max_steps=job["steps"],
+        **({"remove_unused_columns": False} if job["padded"] else {}),
         **job["settings"],
     )
+    def padded(given: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        whole = [torch.tensor(row["input_ids"]).split(row["seq_lengths"]) for row in given]
+        ids = [document for row in whole for document in row]
+        labels = [torch.cat([torch.tensor([-100]), document[1:]]) for document in ids]  # the first one is not predicted
+        pad = torch.nn.utils.rnn.pad_sequence
+        mask = pad([torch.ones_like(document) for document in ids], True)
+        return {"input_ids": pad(ids, True), "attention_mask": mask, "labels": pad(labels, True, -100)}
+
     lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = InOrder(
         model=job["model"],
@@ -67,6 +77,7 @@ def main() -> int:
         processing_class=AutoTokenizer.from_pretrained(job["model"]),
         peft_config=lora if job["lora"] else None,
         callbacks=[Clock()],
+        **({"data_collator": padded} if job["padded"] else {}),
     )
     trainer.train()
     done = time.perf_counter()

@@ -53,7 +53,10 @@ CAMPAIGNS = (
     Campaign("signal", ("signal_campaign", "--trials", "50"), "Ctrl-C, SIGTERM and closed terminals on two processes"),
     Campaign("elastic", ("elastic_campaign",), "another number of processes at each resume, losses and order"),
     Campaign("prepare", ("prepare_campaign",), "builders of data killed at every call, and racing"),
-    Campaign("causal", ("causal_campaign",), "all causal types of transformers, against its own models"),
+    Campaign(
+        "causal", ("causal_campaign", "--again", "--out", f"{DEMO}/campaigns/causal.json"),
+        "all causal types of transformers, 20 steps in ten ways, against plain loops",
+    ),
     Campaign("multimodal", ("multimodal_campaign",), "language models of all multimodal types: trained and put back"),
     Campaign("experts", ("experts_campaign",), "mixtures: the router's loss, and every expert there and back"),
     Campaign(
