@@ -48,17 +48,6 @@ def test_a_bfloat16_model_is_judged_in_float32(kind: str, tmp_path: Path) -> Non
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_recurrent_model_is_refused(tmp_path: Path) -> None:
-    from transformers import MambaConfig
-
-    from tuner.errors import RecipeError
-
-    MambaConfig(vocab_size=97, hidden_size=16, state_size=4, num_hidden_layers=2).save_pretrained(tmp_path)
-    root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
-    with pytest.raises(RecipeError, match="packed rows"):
-        require_isolation(root, 97)
-
-
 def test_stock_path_is_unchanged_by_registration(tmp_path: Path) -> None:
     tiny_config("llama").save_pretrained(tmp_path)
     model = build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1)
