@@ -182,6 +182,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "blt_global_transformer": {"hidden_size": 64, "head_dim": 16},
     "bamba": _MAMBA | {"attn_layer_indices": [1, 3], "num_hidden_layers": 4},
     "codegen": {"rotary_dim": 4},
+    "ctrl": {"layer_norm_epsilon": 0.1},  # below, the plain loop runs apart by itself
     "flint": {"mlp_only_layers": [0]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {
@@ -200,7 +201,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "text_config": _SIZES | {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
         | {"model_type": "gemma4_text"} | _SHORT
     },
-    "gemma4_text": _SHARED | {"global_head_dim": 8},
+    "gemma4_text": _SHARED | {"global_head_dim": 8, "rms_norm_eps": 0.01},  # below, the plain loop runs apart by itself
     "gemma4_unified_text": {"global_head_dim": 8, "use_bidirectional_attention": None},
     "gemma4_unified_assistant": {"text_config": _SIZES | {"model_type": "gemma4_unified_text"} | _SHORT},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},

@@ -153,6 +153,7 @@ class Training:
             "name_or_path": recipe.model.name_or_path, "revision": None, "init": "pretrained",
             "config": json.loads(root.model.config.to_json_string(use_diff=False)),
             "n_parameters": self.resolved.n_parameters, "new_ids": [0, 0],
+            **({} if root.untouched is None else {"untouched": root.untouched}),
         }  # fmt: skip
         facts = {
             "recipe": recipe_dict(recipe), "model": model, "frozen_hash": root.frozen_hash, "world_size": 1,

@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tuner.checkpoint.index import TensorEntry
 from tuner.checkpoint.shard_hash import Chunk
 from tuner.errors import DataError
+from tuner.export.frozen import Frozen
 from tuner.export.shards import Output, plan_shards
 from tuner.export.tensors import (
     CHECKS_AHEAD,
@@ -114,3 +116,8 @@ def test_shards_hold_every_tensor_once_in_order_and_keep_their_size(sizes: list[
     for shard in shards:
         assert len(shard.outputs) == 1 or sum(output.nbytes for output in shard.outputs) <= limit
     assert len({shard.name for shard in shards}) == len(shards)
+
+
+def test_a_scalar_of_the_base_has_no_rows_that_could_have_grown() -> None:
+    held = SimpleNamespace(_files={"beta": held_tensor(torch.tensor(0.5))}, _new_ids=range(0), _dtype=torch.float32)
+    assert Frozen._part(held, "beta", ()).whole().item() == 0.5  # type: ignore[arg-type]

@@ -79,3 +79,13 @@ def test_windows_that_attention_is_told_of_are_no_reason(kind: str, tmp_path: Pa
     tiny_config(kind).save_pretrained(tmp_path)
     root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
     require_isolation(root, VOCAB, longest=100)
+
+
+@pytest.mark.parametrize("module", [f"transformers.models.{kind}.modeling_{kind}" for kind in ("blt", "ernie4_5_moe")])
+def test_what_a_class_says_it_never_trains_is_seen_however_it_says_so(module: str) -> None:
+    from importlib import import_module
+    from inspect import getsource
+
+    from tuner.model.build import _UNTRAINED
+
+    assert _UNTRAINED.search(getsource(import_module(module)))

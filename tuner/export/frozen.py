@@ -95,7 +95,8 @@ class Frozen:
 
     def _part(self, target: str, shape: tuple[int, ...]) -> TensorSource:
         found = self._files[target]
-        if shape[1:] == found.shape[1:] and self._new_ids.start <= found.shape[0] < shape[0] == self._new_ids.stop:
+        grows = shape and found.shape and shape[1:] == found.shape[1:]  # a scalar has no rows
+        if grows and self._new_ids.start <= found.shape[0] < shape[0] == self._new_ids.stop:
             found = grown_tensor(found, shape[0])
         if found.shape != shape:
             raise DataError(f"the base model's {target} has shape {list(found.shape)}, the model has {list(shape)}")

@@ -5,6 +5,7 @@ import difflib
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ from tuner.runtime.files import read_json
 _HALF = (torch.bfloat16, torch.float16)
 _RANDOM = ("pdrop", "layerdrop", "drop_path_rate", "jitter_noise")
 """What else than dropout draws in training, by the ends of keys."""
+_UNTRAINED = re.compile(r"requires_grad(?: ?= ?|_\()False")
+"""How a class says that it does not train a parameter."""
 
 
 @dataclass(frozen=True)
@@ -319,7 +322,7 @@ def _finished(model: PreTrainedModel) -> PreTrainedModel:
 
 def _leave_untrained(model: PreTrainedModel) -> None:
     """Have parameters that their class never trains (biases that choose experts) so, which loading forgets."""
-    if "requires_grad=False" not in inspect.getsource(sys.modules[type(model).__module__]):
+    if not _UNTRAINED.search(inspect.getsource(sys.modules[type(model).__module__])):
         return
     with torch.device("meta"):
         made = from_config(model, plain_config(model.config), dtype=torch.float32)
