@@ -17,8 +17,8 @@ from tuner.model.root import CausalLM
 from tuner.model.transformers_private import takes_our_attention
 
 FAMILIES = {
-    "bamba": 1, "falcon_h1": 2, "granitemoehybrid": 1, "jamba": 1, "kimi_linear": 1, "lfm2_moe": 1, "mamba": 2,
-    "mamba2": 2, "minimax": 1, "nemotron_h": 1, "olmo_hybrid": 1, "qwen3_next": 1, "recurrent_gemma": 1, "rwkv": 4,
+    "bamba": 2, "falcon_h1": 2, "granitemoehybrid": 2, "jamba": 2, "kimi_linear": 2, "lfm2_moe": 1, "mamba": 2,
+    "mamba2": 2, "minimax": 2, "nemotron_h": 1, "olmo_hybrid": 2, "qwen3_next": 2, "recurrent_gemma": 4, "rwkv": 4,
     "xlstm": 2, "zamba": 4, "zamba2": 3, "zaya": 2,
 }  # fmt: skip
 """How many layers of the tiny model mix tokens by a state of their own."""

@@ -31,7 +31,10 @@ def state_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def published(skeleton: PreTrainedModel) -> list[Published]:
-    """All tensors of a model on the meta device in the order of its state, with their published names."""
+    """All tensors of a model on the meta device in the order of its state, with their published names.
+
+    Raises DataError where a published tensor holds several of the model's (HRM).
+    """
     state = {name: tensor.detach() for name, tensor in state_names(skeleton).items()}
     whole = transformers_private.revert_weight_conversion(skeleton, dict(state))
     renamed = {id(tensor): name for name, tensor in whole.items()}
@@ -44,7 +47,11 @@ def published(skeleton: PreTrainedModel) -> list[Published]:
         found.append(Published(name, {key: tuple(part.shape) for key, part in parts.items()}, is_itself=False))
     names = [key for entry in found for key in entry.targets]
     if sorted(names) != sorted(whole):
-        raise ValueError(f"{type(skeleton).__name__}: tensors of its published files stand for several of the model's")
+        raise DataError(
+            f"{type(skeleton).__name__} cannot be exported: some tensors of its published files hold several of the "
+            "model's each",
+            hint="its checkpoints stay as they are: tuner eval and tuner generate read them",
+        )
     return found
 
 
