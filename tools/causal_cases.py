@@ -182,7 +182,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "blt_global_transformer": {"hidden_size": 64, "head_dim": 16},
     "bamba": _MAMBA | {"attn_layer_indices": [1, 3], "num_hidden_layers": 4},
     "codegen": {"rotary_dim": 4},
-    "ctrl": {"layer_norm_epsilon": 0.1},  # below, the plain loop runs apart by itself
+    "ctrl": {"layer_norm_epsilon": 0.1, "num_hidden_layers": 1},  # with more layers the plain loop runs apart by itself
     "flint": {"mlp_only_layers": [0]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {
@@ -234,6 +234,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "xlnet": {"attn_type": "uni"},
     "xlstm": {"hidden_size": 128},  # transformers sizes its states right for multiples of 128 alone
     "xmod": {"default_language": "en_XX", "is_decoder": True},
+    "youtu": {"pad_token_id": None},  # transformers makes that row zero whenever it loads, in a tied output layer too
     "zamba": {
         "num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
         "attention_head_dim": 16, "attention_hidden_size": 64, "num_key_value_heads": 4, "mamba_dt_rank": 4,

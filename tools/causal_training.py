@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
@@ -181,7 +181,8 @@ def tree_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_words(directory: Path) -> None:
-    """A tokenizer with a word for each id."""
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(directory)
+    """A tokenizer with a byte for each id: of a kind that classes for single architectures read as it is."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB]
+    words = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(directory)

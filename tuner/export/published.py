@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from tuner.errors import DataError
+from tuner.errors import RecipeError
 from tuner.model import transformers_private
 
 
@@ -33,7 +33,7 @@ def state_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def published(skeleton: PreTrainedModel) -> list[Published]:
     """All tensors of a model on the meta device in the order of its state, with their published names.
 
-    Raises DataError where a published tensor holds several of the model's (HRM).
+    Raises RecipeError where a published tensor holds several of the model's (HRM).
     """
     state = {name: tensor.detach() for name, tensor in state_names(skeleton).items()}
     whole = transformers_private.revert_weight_conversion(skeleton, dict(state))
@@ -47,7 +47,7 @@ def published(skeleton: PreTrainedModel) -> list[Published]:
         found.append(Published(name, {key: tuple(part.shape) for key, part in parts.items()}, is_itself=False))
     names = [key for entry in found for key in entry.targets]
     if sorted(names) != sorted(whole):
-        raise DataError(
+        raise RecipeError(
             f"{type(skeleton).__name__} cannot be exported: some tensors of its published files hold several of the "
             "model's each",
             hint="its checkpoints stay as they are: tuner eval and tuner generate read them",
@@ -71,5 +71,5 @@ def assembled(skeleton: PreTrainedModel, name: str, parts: dict[str, torch.Tenso
     finally:
         setattr(module, last, before)
     if made.is_meta or report.unexpected_keys or report.conversion_errors:
-        raise DataError(f"{name} cannot be made of {', '.join(parts)}")
+        raise RecipeError(f"{name} cannot be made of {', '.join(parts)}")
     return made.to(next(iter(parts.values())).dtype)

@@ -167,7 +167,7 @@ def refusing(model: PreTrainedModel) -> Iterator[None]:
         reason = " ".join(str(error).split())[:REASON]
         raise RecipeError(
             f"{name} cannot be predicted: its own code does not run without masks, or on tensors without numbers "
-            f"({type(error).__name__}: {reason})",
+            f"({reason})",
             hint=hint,
         ) from error
 
