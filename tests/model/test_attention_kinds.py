@@ -126,8 +126,9 @@ def differences(kind: Kind, way: str, dtype: torch.dtype, upstream_type: torch.d
     found = packed_attention(Layer(kind), *given, None, **options)[0]
     expected = eager(kind, exact)
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    grads = torch.autograd.grad(found, list(leaves.values()), upstream.to(found.dtype))
-    wanted = torch.autograd.grad(expected, list(exact.values()), upstream)
+    upstream = upstream.to(found.dtype)
+    grads = torch.autograd.grad(found, list(leaves.values()), upstream)
+    wanted = torch.autograd.grad(expected, list(exact.values()), upstream.double())
     return [relative(found.double(), expected), *map(relative, (grad.double() for grad in grads), wanted)]
 
 

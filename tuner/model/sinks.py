@@ -37,5 +37,5 @@ def sink_gradient(
     Output and normaliser ``[heads, T]`` are those with sinks. The slope of a sink's score is minus its share of a
     query, exp(sink - normaliser), times what the gradient has of the query's output.
     """
-    along = (upstream * output).sum(-1, dtype=normaliser.dtype).mT
+    along = upstream.to(normaliser.dtype).mul(output).sum(-1).mT  # products rounded to bf16 would not cancel
     return (torch.exp(sink[:, None] - normaliser * unit) * along).sum(1).neg().to(sink.dtype)
