@@ -151,7 +151,7 @@ class Mixers:
                     f"{type(module).__name__} gets a part of a row of {layout.tokens:,} tokens, and no documents",
                     hint="set a smaller data.max_length, or data.packing: false and train.micro_batch_size: 1",
                 )
-            # What attention is told of the row's documents says nothing of a batch.
+            # The bounds that attention gets are those of the row, not of a batch.
             told = {key: value for key, value in kwargs.items() if key != "documents"}
             given = [layout.batch((args, told), i) for i in range(len(layout.shapes))]
             return layout.row([own(*some, **named) for some, named in given])

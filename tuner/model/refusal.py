@@ -28,7 +28,7 @@ def not_causal(
 ) -> tuple[str, str]:
     """What to say of a model whose later tokens move earlier logits by ``moved``: the reason, and the hint.
 
-    ``is_causal`` tries it with another config: a key is told only where changing it makes the model causal.
+    ``is_causal`` tries it with another config: a key is named only where changing it makes the model causal.
     """
     found = f"a later token moves earlier logits by {moved:.1e} where transformers alone has loaded it"
     for key, value in _keys_of_encoders(config).items():
