@@ -69,7 +69,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 32, "n_groups": 2, "chunk_size": 64, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0,
     },
     "bloom": {"vocab_size": VOCAB, "hidden_size": 256, "n_layer": 6, "n_head": 8},
-    "falcon": COMMON | {"num_kv_heads": 1, "bias": False, "alibi": True},
+    "falcon": {
+        "vocab_size": VOCAB, "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_kv_heads": 1,
+        "bias": False, "alibi": True, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0,
+    },
     "bart": {
         "vocab_size": VOCAB, "d_model": 256, "decoder_layers": 6, "decoder_attention_heads": 8, "decoder_ffn_dim": 512,
         "encoder_layers": 1, "encoder_attention_heads": 8, "encoder_ffn_dim": 64, "max_position_embeddings": 2048,

@@ -63,7 +63,7 @@ CASES = {
         Case("smollm2-full", None, False, 1, 1024, 16, (3.4, 2.1)),
         Case("smollm2-lora", None, True, 1, 1024, 16, (2.8, 1.8)),
         Case("qwen3-9m", NINE_MILLION, False, 2, 1024, 24, (5.5, 5.0)),
-        Case("gpt-oss-15m", GPT_OSS, False, 2, 1024, 16, (1.0, 1.0)),
+        Case("gpt-oss-15m", GPT_OSS, False, 2, 1024, 16, (1.0, 1.0), padded=True),
         Case("qwen3.5-10m", QWEN35, False, 2, 1024, 16, (1.0, 1.0), padded=True),
         Case("qwen3-0.6b-4k", QWEN3_06B, False, 4, 4096, 30, (5.0, 1.5)),
         Case("qwen3-0.6b-8k", QWEN3_06B, False, 2, 8192, 30, (5.0, 1.5)),

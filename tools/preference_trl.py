@@ -4,8 +4,9 @@
 
 The job names the model, the rows, and runs, each with its trainer (dpo, orpo, cpo, kto, reward), the settings of that
 trainer's config, and the number of steps. Rows come in the file's order and are not tokenized again: of a pair
-`prompt_ids`, `chosen_ids` and `rejected_ids`, of an unpaired row `prompt_ids`, `completion_ids` and `label`. A step is
-timed from the end of the one before to its own end, data included. Prints one JSON object. Needs `trl`.
+`prompt_ids`, `chosen_ids` and `rejected_ids`, of an unpaired row `prompt_ids`, `completion_ids`, `label`, and
+`KL_completion_ids`, which a run with `partners` takes in place of TRL's own choice. A step is timed from the end of the
+one before to its own end, data included. Prints one JSON object. Needs `trl`.
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ def trainer_of(run: dict[str, Any], losses: list[Any]) -> tuple[Any, Any]:
             return loss
 
         def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, name: str) -> Any:
-            if kind == "kto" and self.calculate_KL:
+            if kind == "kto" and not self.calculate_KL:
+                return dataset.remove_columns("KL_completion_ids")
+            if kind == "kto" and not run["partners"]:
                 return dataset.map(rotated, batched=True, batch_size=args.per_device_train_batch_size)
             return dataset
 
