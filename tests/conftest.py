@@ -79,8 +79,15 @@ def root() -> Path:
     return ROOT
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is no CUDA device.
+
+    Leave out those marked `slow`, unless they are asked for: by TUNER_TEST_SLOW, by a mark, or by name.
+    """
+    if not ("TUNER_TEST_SLOW" in os.environ or config.option.markexpr or any("::" in given for given in config.args)):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

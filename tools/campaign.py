@@ -68,6 +68,7 @@ CAMPAIGNS = (
         ("pytest", "tests/multi/test_parity.py", "tests/model/test_compile.py", "tests/tools/test_signal_campaign.py"),
         "all mixtures of processes, shards, recomputing and adapters; layers by the real compiler",
     ),
+    Campaign("slow", ("pytest", "-m", "slow", "tests"), "tests that cost much and resemble cheaper ones or campaigns"),
     Campaign("rows", ("pytest", "tests/reference"), "every row of others' files and drawn ones, against transformers"),
     Campaign("pairs", ("pairs_campaign",), "5,000 mutated rows of pairs and of labels: verdict, texts and masks"),
     Campaign("recipes", ("recipes_campaign",), "every shipped recipe: predicted for its card, two steps in small"),
@@ -117,7 +118,8 @@ def run(campaign: Campaign) -> tuple[Campaign, str, str]:
     """Run one to its end; how it ended, and the minutes that it took."""
     started, log = time.monotonic(), PLACE / f"{campaign.name}.log"
     inputs = {"TUNER_TEST_SMOLLM2": f"{DEMO}/smollm2", "TUNER_TEST_ASSETS": f"{DEMO}/assets"}
-    environment = {"OMP_NUM_THREADS": "1", **inputs, **os.environ, "TUNER_TEST_EVERY_ROW": "1", "PYTHONPATH": str(ROOT)}
+    all_tests = {"TUNER_TEST_EVERY_ROW": "1", "TUNER_TEST_SLOW": "1"}
+    environment = {"OMP_NUM_THREADS": "1", **inputs, **os.environ, **all_tests, "PYTHONPATH": str(ROOT)}
     with log.open("w") as output:
         code = subprocess.run(
             campaign.command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False

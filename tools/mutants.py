@@ -126,7 +126,8 @@ def judge(mutant: Mutant, clean: Path, failing: set[str]) -> Verdict:
 
 def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int | None, str]:
     """pytest's exit code (None for a hang, a failure too) and output, with the copy's `tuner` first in line."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    own = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "TUNER_TEST_SLOW": "1"}
+    environment = {**os.environ, **own}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(

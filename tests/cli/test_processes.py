@@ -102,6 +102,7 @@ def test_one_ranks_error_is_the_runs_which_goes_on_until_it_is_told_to_stop(tmp_
     assert "processes: 2" in (run / "recipe.resolved.yaml").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_a_branch_in_two_processes_goes_on_from_another_runs_checkpoint(tmp_path: Path) -> None:
     trainings.prepare(tmp_path, 1)

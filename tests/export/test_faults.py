@@ -57,6 +57,7 @@ def killed(run: Path, count: int) -> bool:
     return code != 0
 
 
+@pytest.mark.slow
 def test_killed_at_every_other_call_and_again_in_the_rerun(run: Path, tmp_path: Path) -> None:
     """At all of them once it is published; the campaign `kills` takes each before, too."""
     sound, before = contents(tmp_path / "sound"), contents(run)

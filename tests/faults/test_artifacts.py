@@ -23,6 +23,7 @@ SAMPLE = (
 )
 
 
+@pytest.mark.slow
 def test_flipped_bits_and_cut_files_are_named_and_stepped_over(bench: Bench) -> None:
     for point in damage_points([bench], 120, seed=5):
         verdict = damage_trial(bench, point)

@@ -6,6 +6,8 @@ import json
 import random
 from pathlib import Path
 
+import pytest
+
 from tests.faults.bench import Bench
 from tests.faults.evidence import label, phase
 from tests.faults.trials import (
@@ -33,12 +35,14 @@ def test_killed_in_every_phase(bench: Bench) -> None:
         assert verdict.problems == [], json.dumps(verdict.as_json())
 
 
+@pytest.mark.slow
 def test_killed_again_in_the_recovery(bench: Bench) -> None:
     for point in compound_points([bench], 4, seed=3):
         verdict = kill_trial(bench, point)
         assert verdict.problems == [], json.dumps(verdict.as_json())
 
 
+@pytest.mark.slow
 def test_killed_while_a_save_runs_beside_the_steps(bench: Bench, tmp_path: Path) -> None:
     beside = Bench(tmp_path, "lora", beside=True)
     beside.set_up(whole=False)
@@ -48,12 +52,14 @@ def test_killed_while_a_save_runs_beside_the_steps(bench: Bench, tmp_path: Path)
         assert verdict.problems == [], json.dumps(verdict.as_json())
 
 
+@pytest.mark.slow
 def test_power_is_lost(bench: Bench) -> None:
     for point in power_points([bench], 8, seed=1):
         verdict = power_trial(bench, point)
         assert verdict.problems == [], json.dumps(verdict.as_json())
 
 
+@pytest.mark.slow
 def test_calls_fail(bench: Bench) -> None:
     points = list(error_points([bench]))
     for point in random.Random(4).sample(points, 8):

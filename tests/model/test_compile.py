@@ -83,7 +83,10 @@ def traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("traced_alone")
 @pytest.mark.parametrize(
     ("level", "lora"),
-    [("none", None), ("selective", None), ("full", None), ("none", LORA), ("full", LORA), ("selective", DORA)],
+    [
+        ("none", None), ("selective", None), ("full", None), ("none", LORA),
+        pytest.param("full", LORA, marks=pytest.mark.slow), pytest.param("selective", DORA, marks=pytest.mark.slow),
+    ],
     ids=["plain", "selective", "full", "lora", "lora-full", "dora-selective"],
 )
 def test_no_packing_compiles_anew(level: str, lora: LoraSpec | None, tmp_path: Path) -> None:
@@ -94,7 +97,7 @@ def test_no_packing_compiles_anew(level: str, lora: LoraSpec | None, tmp_path: P
 
 
 @pytest.mark.usefixtures("traced_alone")
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma3", "mistral"])
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", pytest.param("gemma3", marks=pytest.mark.slow), "mistral"])
 def test_no_packing_compiles_anew_in_other_architectures(kind: str, tmp_path: Path) -> None:
     check(root_for(kind, tmp_path), root_for(kind, tmp_path), Padding(TOKENS, LONGEST))
 

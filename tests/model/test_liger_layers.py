@@ -109,6 +109,7 @@ def test_kernels_whose_parts_are_missing_are_none(monkeypatch: pytest.MonkeyPatc
     assert has_liger("whole") and not has_liger("broken")
 
 
+@pytest.mark.slow
 def test_gradients_are_the_plain_models_at_every_level_of_recomputing() -> None:
     pytest.importorskip("triton")
     pytest.importorskip("liger_kernel")

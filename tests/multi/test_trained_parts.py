@@ -36,6 +36,7 @@ WISHES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_one_process_and_two_agree(tmp_path: Path) -> None:
     write_model(tmp_path)

@@ -38,6 +38,7 @@ def tensors_of(root: CausalLM) -> dict[str, torch.Tensor]:
     return {name: parameter.data for name, parameter in trained_parameters(root).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_bf16_on_two_processes_is_bf16_on_one(tmp_path: Path) -> None:
     def work(rank: int) -> None:

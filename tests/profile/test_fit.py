@@ -61,6 +61,7 @@ def test_where_predictions_are_unverified_the_closest_is_found(tmp_path: Path) -
     assert len(found) == 1 and not found[0].fits and found[0].prediction.warnings
 
 
+@pytest.mark.slow
 def test_shorter_rows_keep_the_tokens_of_a_step(tmp_path: Path) -> None:
     model = {"config": {"max_position_embeddings": 1024}}
     again = {"gradient_checkpointing": "full"}
@@ -72,6 +73,7 @@ def test_shorter_rows_keep_the_tokens_of_a_step(tmp_path: Path) -> None:
     assert best["data.max_length"] * best["train.global_batch_size"] == 1024 * 8
 
 
+@pytest.mark.slow
 def test_ways_of_sharding_are_tried_with_several_processes(tmp_path: Path) -> None:
     found = fitted(tmp_path, ROOMY, processes=2)
     assert {choice.overrides.get("parallel.shard") for choice in found} == {"full", "none"}

@@ -68,6 +68,7 @@ main(["train", "r.yaml", "--name", "third", "--json"])
 """
 
 
+@pytest.mark.slow
 def test_a_cap_on_addresses_ends_with_5_and_the_override_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNER_CACHE", str(new_cache(tmp_path / "cache")))
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")  # threads reserve addresses of their own

@@ -76,7 +76,9 @@ def recipe(model: Path, sources: list[Path], **method: str) -> dict[str, Any]:
     return {"model": {"name_or_path": str(model)}, "data": data, "method": method or {"kind": "sft"}}
 
 
-@pytest.mark.parametrize("name", assets.TOKENIZERS)
+@pytest.mark.parametrize(
+    "name", [name if name == "smollm2" else pytest.param(name, marks=pytest.mark.slow) for name in assets.TOKENIZERS]
+)
 def test_every_row(name: str, tmp_path: Path) -> None:
     """The files as they are (JSON arrays of alpaca and ShareGPT rows, JSONL of messages with typed parts, text).
 
@@ -97,6 +99,7 @@ def test_every_row(name: str, tmp_path: Path) -> None:
     check(name, judge(wanted, product.prepare(tmp_path, recipe(model, sources)), tokenizer))
 
 
+@pytest.mark.slow
 def test_text(cache: Path, tmp_path: Path) -> None:
     """Pre-training, with GPT-2."""
     model, folder = assets.asset("gpt2"), assets.asset("llamafactory")
@@ -107,6 +110,7 @@ def test_text(cache: Path, tmp_path: Path) -> None:
     check("gpt2, text", judge(wanted, prepared, tokenizer))
 
 
+@pytest.mark.slow
 def test_prompt_and_completion(cache: Path, tmp_path: Path) -> None:
     """GPT-2 has no chat template: the prompt is given, the completion and the end token are trained."""
     model, folder = assets.asset("gpt2"), assets.asset("llamafactory")

@@ -133,7 +133,9 @@ def by_answers(chats: dict[str, Chat], marked: str, tokenizer: Any, train_on: st
     return reference
 
 
-@pytest.mark.parametrize("name", assets.TOKENIZERS)
+@pytest.mark.parametrize(
+    "name", [name if name == "smollm2" else pytest.param(name, marks=pytest.mark.slow) for name in assets.TOKENIZERS]
+)
 def test_own_templates(name: str, tmp_path: Path) -> None:
     model = assets.asset(name)
     tokenizer, marked = assets.tokenizer(model), MARKED[name]
@@ -142,7 +144,9 @@ def test_own_templates(name: str, tmp_path: Path) -> None:
     expect(verdicts(ALL, tokenizer, run(tmp_path, model, ALL), by_answers(ALL, marked, tokenizer)))
 
 
-@pytest.mark.parametrize("name", assets.TOKENIZERS)
+@pytest.mark.parametrize(
+    "name", [name if name == "smollm2" else pytest.param(name, marks=pytest.mark.slow) for name in assets.TOKENIZERS]
+)
 def test_random_conversations_in_bulk(name: str, tmp_path: Path) -> None:
     """Few shapes, many contents made of what templates ask for and of what tokens are cut by, after ordinary rows.
 

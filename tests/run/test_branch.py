@@ -61,6 +61,7 @@ def test_a_branch_that_stops_has_a_checkpoint_and_the_same_line_goes_on(workplac
     assert same_from(result.run_dir, whole, 5)
 
 
+@pytest.mark.slow
 def test_a_branch_that_failed_before_it_saved_begins_where_it_began(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,14 @@ def test_words_are_parts_and_others_are_refused() -> None:
         parse_reset("shedule")
 
 
-@pytest.mark.parametrize("word", ["optimizer.state", "rng", "optimizer,schedule,data,rng"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        pytest.param("optimizer.state", marks=pytest.mark.slow),
+        pytest.param("rng", marks=pytest.mark.slow),
+        "optimizer,schedule,data,rng",
+    ],
+)
 def test_a_reset_run_that_is_killed_or_stopped_goes_on_with_the_same_bits(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:

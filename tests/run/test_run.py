@@ -273,7 +273,12 @@ def test_the_mock_batch_is_no_more_than_a_step(
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("no room"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublas`")],
+    [
+        torch.OutOfMemoryError("no room"),
+        pytest.param(
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublas`"), marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_a_mock_batch_that_does_not_fit_ends_the_launch_before_the_first_step(
     error: Exception, workplace: Path, monkeypatch: pytest.MonkeyPatch

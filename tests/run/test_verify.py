@@ -36,6 +36,7 @@ def files(run: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
 
 
+@pytest.mark.slow
 def test_steps_are_compared_behind_a_checkpoint_or_from_the_beginning(finished: Path) -> None:
     before = files(finished)
     short = proof(finished, 1)
@@ -48,6 +49,7 @@ def test_steps_are_compared_behind_a_checkpoint_or_from_the_beginning(finished: 
     assert not list((finished / "checkpoints").glob(".tmp-*"))
 
 
+@pytest.mark.slow
 def test_a_branch_begins_where_it_began(finished: Path) -> None:
     options = LaunchOptions(resume=finished / "checkpoints" / "step-8")
     flags = {"data__eval": "7 documents", "eval__samples": "0", "checkpoint__every": "never"}

@@ -31,6 +31,7 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
     return read([out])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_children")
 @pytest.mark.parametrize("name", ["machine", "attention", "layers", "arithmetic", "attention-cost", "first"])
 def test_a_part_runs_in_small(name: str, tmp_path: Path) -> None:

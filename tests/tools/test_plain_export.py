@@ -18,7 +18,7 @@ from tuner.model.adapter import LoraSpec
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
-@pytest.mark.parametrize("lora", [None, LoraSpec(4, 8.0, 0.0, "all-linear")])
+@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.slow), LoraSpec(4, 8.0, 0.0, "all-linear")])
 def test_the_same_text_and_logits_without_tuner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: LoraSpec | None
 ) -> None:
@@ -34,6 +34,7 @@ def test_the_same_text_and_logits_without_tuner(
     assert plain_export.difference(ours, theirs) <= 1e-5 < plain_export.difference(ours, before)
 
 
+@pytest.mark.slow
 def test_answers_are_given_without_tuner() -> None:
     code = "import runpy, sys; sys.argv[1:] = ['nowhere', 'x']\ntry:\n runpy.run_path(%r, run_name='__main__')\n"
     code += "except OSError:\n pass\nimport tuner"

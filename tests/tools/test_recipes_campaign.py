@@ -36,6 +36,7 @@ def test_there_are_recipes_for_what_people_ask_for() -> None:
     assert {target(name) for name in RECIPES} == {("cpu", 1), ("a10-24g", 1), ("h100-80g", 1), ("h100-80g", 8)}
 
 
+@pytest.mark.slow
 def test_chat_from_a_base_model_trains_in_small(tmp_path: Path) -> None:
     name = "smollm2-base_chat_cpu"
     recipe = small(RECIPES[name], tmp_path, assets.asset("smollm2"), assets.asset("qwen3").parent).recipe

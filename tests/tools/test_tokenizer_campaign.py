@@ -16,6 +16,7 @@ from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.data.reading.records import parse_record
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["TinyLlama, rewritten", "small BPE"])
 def test_ids_of_a_family(name: str, tmp_path: Path) -> None:
     (family,) = [family for family in FAMILIES if family.name == name]

@@ -45,6 +45,7 @@ def results() -> list[torch.Tensor]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_they_differ_by_rounding_alone(plain_processor: None) -> None:
     library.cache_clear()
     plain, path = results(), Path(library()._name)

@@ -37,7 +37,7 @@ from tuner.cli.main import main
 main(sys.argv[1:])
 """
 
-pytestmark = pytest.mark.skipif(not INSTALLED, reason="no tracker is installed")
+pytestmark = [pytest.mark.skipif(not INSTALLED, reason="no tracker is installed"), pytest.mark.slow]
 
 
 def python(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
