@@ -76,6 +76,7 @@ CAMPAIGNS = (
     Campaign("predict", ("predict_campaign",), "predicted memory against counted allocations, 85 cases"),
     Campaign("cuda", ("cuda_campaign",), "all causal types: predicted for a GPU, or refused with a reason"),
     Campaign("liger", ("liger_campaign",), "liger's kernels compiled for compute capabilities 8.0 to 12.0"),
+    Campaign("quantize", ("quantize_campaign",), "4- and 8-bit codes against bitsandbytes; kernels compiled for GPUs"),
     Campaign("traffic", ("traffic_campaign",), "what sharding makes a GPU move: 8 B on 8 GPUs, 70 B on 32"),
     Campaign("auto", ("auto_campaign",), "what auto becomes for real models on real cards, by prediction"),
     Campaign("parity", ("parity_figures", "--smollm2", f"{DEMO}/smollm2"), "packed and alone, one process and two"),

@@ -20,6 +20,7 @@ PROFILE = ("tests/profile",)
 EXPORT = ("tests/export",)
 FAULTS = ("tests/faults/test_saves.py",)
 NATIVE = ("tests/model/native",)
+QUANTIZE = ("tests/model/quantize",)
 
 MUTANTS: tuple[Mutant, ...] = (
     # What the user wants.
@@ -859,5 +860,47 @@ MUTANTS: tuple[Mutant, ...] = (
         "gate * (1.0f - share)",
         "gate * share",
         NATIVE,
+    ),
+    InC(
+        "native-code-of-a-tie",
+        "places_of",
+        "parts > bounds[i]",
+        "parts >= bounds[i]",
+        QUANTIZE,
+    ),
+    InC(
+        "native-code-of-an-unrounded-product",
+        "nearest_to",
+        '__asm__("" : "+m"(parts));',
+        "",
+        QUANTIZE,
+    ),
+    InC(
+        "native-weight-rounded-half-up",
+        "narrow_finite",
+        "raw + 0x7fff + ((raw >> 16) & 1)",
+        "raw + 0x8000",
+        QUANTIZE,
+    ),
+    Mutant(
+        "quantize-infinity-taken",
+        "model.quantize.codes._fill",
+        "A <= HUGE",
+        "A < A + 1",
+        QUANTIZE,
+    ),
+    Mutant(
+        "quantize-tile-scales-of-others",
+        "model.quantize.product._backward",
+        "scales[:, A // BLOCK :]",
+        "scales",
+        QUANTIZE,
+    ),
+    Mutant(
+        "quantize-stored-offset-forgotten",
+        "model.quantize.published._scales",
+        "A * B + torch.tensor(C)",
+        "A * B",
+        QUANTIZE,
     ),
 )

@@ -30,6 +30,7 @@ _KEPT = {
     "tuner::attend_with_sinks",
     "tuner::flash_attention",
     "tuner::native_attention",
+    "tuner::quantized_linear",
     "tuner::triton_attention",
     "torch_attn::_varlen_attn",
     "aten::mm",

@@ -31,11 +31,14 @@ def keeps_number(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 _MATRIX_PRODUCTS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.baddbmm.default,
+    torch.ops.aten.mm.default: torch.ops.aten.mm.default,
+    torch.ops.aten.mm.out: torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default: torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default: torch.ops.aten.addmm.default,
+    torch.ops.aten.addmm.out: torch.ops.aten.addmm.default,
+    torch.ops.aten.baddbmm.default: torch.ops.aten.baddbmm.default,
 }
+"""And which is asked for its scratch space: that of a result that is there already is no larger."""
 _GROUPED = torch_private.operation("_grouped_mm")
 _COPIED_BY_GLOO = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}
 """Which of the tensors given to an operation gloo has a second one of while it is at work."""
@@ -69,6 +72,7 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str, deterministic: 
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if tensors[0].dtype != torch.bfloat16:
         return 0
+    func = _MATRIX_PRODUCTS.get(func, func)
     if func is _GROUPED:
         # The largest of the products that can be: the data decide how rows are spread over groups.
         func, tensors = torch.ops.aten.mm.default, [one[0] if one.dim() == 3 else one for one in tensors[:2]]
