@@ -49,6 +49,8 @@ CAMPAIGNS = (
     Campaign("hostile", ("fault_campaign", "hostile"), "runs, models and tokenizers made to do harm"),
     Campaign("damaged-runs", ("damaged_runs",), "a finished run damaged in every way: what commands say and do"),
     Campaign("resume", ("resume_campaign", "--trials", "20"), "killed in real processes, resumed, bit for bit"),
+    Campaign("resume-4bit", ("resume_campaign", "--trials", "10", "--quantize", "nf4"), "the same on a base of 4 bits"),
+    Campaign("quantized-base", ("quantized_task",), "a base of 4 and 8 bits: memory, held-out loss, 1, 2 and 4 ranks"),
     Campaign("reference", ("reference_campaign", "--kills", "20"), "preferences killed, their reference included"),
     Campaign("signal", ("signal_campaign", "--trials", "50"), "Ctrl-C, SIGTERM and closed terminals on two processes"),
     Campaign("elastic", ("elastic_campaign",), "another number of processes at each resume, losses and order"),

@@ -1,11 +1,11 @@
 """Kill training with SIGKILL at random steps of its second epoch, resume it, and compare with an unbroken run.
 
-    python tools/resume_campaign.py --trials 20 --world-sizes 1 2 --seed 0
+    python tools/resume_campaign.py --trials 20 --world-sizes 1 2 --seed 0 [--quantize nf4]
 
 A LoRA run with dropout and four microbatches per step is trained once unbroken per world size. Each trial trains it
 anew, dies at a random step (all processes, or one of them and the launcher then kills the others), resumes in new
 processes, and must end with the same tensors (SHA-256), the same loss log and the same optimizer moments. Prints one
-JSON line per trial and a summary; exits with 1 when a trial differs.
+JSON line per trial and a summary; exits with 1 when a trial differs. With ``--quantize`` the base is quantised.
 """
 
 from __future__ import annotations
@@ -98,10 +98,12 @@ def trial(
 
 
 def campaign(
-    directory: Path, world_size: int, trials: int, seed: int, start: Start = subprocess.Popen
+    directory: Path, world_size: int, trials: int, seed: int, start: Start = subprocess.Popen, quantize: str = "none"
 ) -> list[dict[str, Any]]:
     """All trials at one world size, in `directory`, which is empty; `start` starts each process."""
     prepare(directory, world_size)
+    recipe = directory / "r.yaml"
+    recipe.write_text(recipe.read_text().replace("./model}", f"./model, quantize: {quantize}}}"))
     codes = launch(directory, world_size, ["-m", "tuner", "train", "r.yaml", "--name", "unbroken"], start)
     if any(codes):
         raise RuntimeError(f"the unbroken run failed: {codes}\n{(directory / 'rank0.log').read_text()[-2000:]}")
@@ -120,11 +122,14 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quantize", choices=("none", "nf4", "int8"), default="none")
     options = parser.parse_args()
     results = []
     for world_size in options.world_sizes:
         with tempfile.TemporaryDirectory(prefix="tuner-campaign-") as directory:
-            results += campaign(Path(directory), world_size, options.trials, options.seed)
+            results += campaign(
+                Path(directory), world_size, options.trials, options.seed, quantize=options.quantize
+            )
     good = sum(r["killed"] and r["resumed"] and r["identical"] for r in results)
     print(json.dumps({"trials": len(results), "identical": good, "seed": options.seed}))
     return 0 if good == len(results) else 1

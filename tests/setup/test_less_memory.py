@@ -29,7 +29,7 @@ def test_ways_are_the_cheapest_first_and_none_is_taken_yet(tmp_path: Path) -> No
     assert "parallel.shard: full" not in ways(wish(tmp_path, parallel={"shard": "none"}), 1)
     least = wish(
         tmp_path,
-        model=model,
+        model={**model, "quantize": "int8"},
         train={"micro_batch_size": 1, "gradient_checkpointing": "full"},
         adapter={"kind": "lora"},
         data={"max_length": 256},

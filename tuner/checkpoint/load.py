@@ -123,6 +123,16 @@ def require_same_base(info: CheckpointInfo, frozen_hash: str | None) -> None:
         )
 
 
+def require_same_quantizer(info: CheckpointInfo, quantizer: Mapping[str, Any] | None) -> None:
+    """Check that what made codes of the base is what did so in the checkpoint's run. Raises DataError."""
+    noted = info.meta.get("quantizer")
+    if noted != quantizer:
+        raise DataError(
+            f"{info.path}: the base was quantised otherwise when this checkpoint was saved ({noted} -> {quantizer})",
+            hint="take the version of tuner that saved it, or start a new run with --name",
+        )
+
+
 def load_into(info: CheckpointInfo, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> None:
     """Fill `tensors` (plain or DTensors) in place with the checkpoint's, saved at any world size; collective.
 

@@ -54,6 +54,8 @@ class ModelSection(Section):
     """Overrides of the model's config.json, e.g. {num_hidden_layers: 6}."""
     dtype: Word[Literal["auto", "fp32", "bf16"]] = "auto"
     """Type of the weights: auto keeps trained ones in fp32 and frozen ones in bf16."""
+    quantize: Word[Literal["none", "nf4", "int8"]] = "none"
+    """Hold the linear layers of a frozen base in 4 or 8 bits: nf4 (as in QLoRA) or int8; needs an adapter."""
     kernels: Word[Literal["auto", "liger", "native", "torch"]] = "auto"
     """Fused kernels: auto takes liger on CUDA; on a CPU native ones, compiled on it, where there is a C compiler."""
     router_aux_loss_coef: Annotated[float | None, Real(ge=0)] = None

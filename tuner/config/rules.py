@@ -111,6 +111,18 @@ def _freeze_needs_full(recipe: Recipe, given: Set[str]) -> str | None:
     return "an adapter freezes the whole model; remove freeze, or set adapter.kind: none"
 
 
+def _quantized_is_frozen(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.model.quantize == "none" or recipe.adapter.kind != "none":
+        return None
+    return "quantised weights cannot be trained; write adapter.kind: lora or dora, or quantize: none"
+
+
+def _quantized_products_are_their_own(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.model.quantize == "none" or str(recipe.train.precision) != "fp8":
+        return None
+    return "fp8: a quantised base has products of its own; write precision: bf16, or model.quantize: none"
+
+
 def _layers_need_recompute(recipe: Recipe, given: Set[str]) -> str | None:
     train = recipe.train
     if train.gradient_checkpointing in {"selective", "full"} or str(train.gradient_checkpointing_layers) == "100%":
@@ -179,6 +191,8 @@ RULES: tuple[Rule, ...] = (
     Rule(("train.micro_batch_size", "train.global_batch_size"), _micro_divides_global),
     Rule(("model.config", "model.init"), _config_needs_random),
     Rule(("model.freeze", "adapter.kind"), _freeze_needs_full),
+    Rule(("model.quantize", "adapter.kind"), _quantized_is_frozen),
+    Rule(("train.precision", "model.quantize"), _quantized_products_are_their_own),
     Rule(("train.gradient_checkpointing_layers", "train.gradient_checkpointing"), _layers_need_recompute),
     Rule(("train.compile", "data.packing"), _compiled_rows_are_packed),
     Rule(("data.train", "method.kind"), _pretrain_takes_text),

@@ -22,6 +22,8 @@ from torch import nn
 _READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|ndim|size|data)\b|\[|\s*=[^=])")
 """A weight that code computes with. What it asks about one, or changes in place, is no such reading; nor is a slice,
 which Bloom takes under one setting of its config: what runs is seen by what it computes."""
+QUANTIZED = "QuantizedLinear"
+"""The class of layers with codes and scales in the place of a weight, which few trainings load."""
 READ = "its weight is read without a call: an adapter learns nothing"
 SHARED = "blocks share its weight, and their adapters cannot be merged"
 
@@ -33,7 +35,7 @@ def is_linear(module: nn.Module) -> bool:
     chooses experts is none. Those of torch are parts of layers that read their weight.
     """
     kind = type(module)
-    if kind.__name__ in ("Linear", "Conv1D"):
+    if kind.__name__ in ("Linear", "Conv1D", QUANTIZED):
         return True
     return isinstance(module, nn.Linear) and not kind.__module__.startswith("torch.") and _computes_linear(module)
 
@@ -50,17 +52,36 @@ def _computes_linear(module: nn.Linear) -> bool:
     return isinstance(found, torch.Tensor) and found.shape == wanted.shape and torch.equal(found, wanted)
 
 
+def held_tensor(layer: nn.Module) -> torch.Tensor:
+    """The parameter in which a linear layer's weight lies: of a quantised layer, its scales."""
+    found: torch.Tensor = layer.scales if type(layer).__name__ == QUANTIZED else layer.weight  # type: ignore[assignment]
+    return found
+
+
+def weight_type(layer: nn.Module) -> torch.dtype:
+    """The type of a linear layer's weight; none is made to know it."""
+    found: torch.dtype = layer.dtype if type(layer).__name__ == QUANTIZED else layer.weight.dtype  # type: ignore[assignment]
+    return found
+
+
+def exact_weight(layer: Any) -> torch.Tensor:
+    """A linear layer's weight in float32; that of a quantised one as codes and scales have it."""
+    quantized = type(layer).__name__ == QUANTIZED
+    found: torch.Tensor = layer.dequantized(torch.float32) if quantized else layer.weight.float()
+    return found
+
+
 def not_adaptable(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
     """Of linear ``layers`` of a model, by name, those that cannot be adapted, each with the reason."""
     linear = (each for each in model.modules() if isinstance(each, nn.Linear) or type(each).__name__ == "Conv1D")
-    weights = Counter(id(each.weight) for each in linear)
+    weights = Counter(id(held_tensor(each)) for each in linear)
     holders = {name: type(model.get_submodule(name.rpartition(".")[0])) for name in layers}
     read = {kind: _read_by(kind) for kind in set(holders.values())}
     found = {}
     for name, layer in layers.items():
         if name.rpartition(".")[2] in read[holders[name]]:
             found[name] = READ
-        elif weights[id(layer.weight)] > 1:
+        elif weights[id(held_tensor(layer))] > 1:
             found[name] = SHARED
     return found
 
@@ -101,7 +122,7 @@ def add_in_product(layer: Any) -> None:
 def _forward(layer: Any, source: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     (adapter,) = layer.active_adapters
     down, up = layer.lora_A[adapter], layer.lora_B[adapter]
-    one_type = torch.is_autocast_enabled(source.device.type) or up.weight.dtype == layer.get_base_layer().weight.dtype
+    one_type = torch.is_autocast_enabled(source.device.type) or up.weight.dtype == weight_type(layer.get_base_layer())
     if layer.merged or layer.disable_adapters or args or options or not one_type:
         plain: torch.Tensor = type(layer).forward(layer, source, *args, **options)
         return plain

@@ -18,7 +18,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
-from tuner.model.adaptable import READ, add_in_product, is_linear, not_adaptable, takes_product
+from tuner.model.adaptable import (
+    READ,
+    add_in_product,
+    exact_weight,
+    held_tensor,
+    is_linear,
+    not_adaptable,
+    takes_product,
+)
 from tuner.model.build import has_score, head_layer, is_part
 from tuner.model.freeze import select
 from tuner.runtime.warned import pass_on
@@ -85,7 +93,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
             parameter.data = parameter.data.float()
     for _, layer in lora_layers(model):
         if layer.lora_magnitude_vector:  # peft measures in the type of the frozen weight
-            weight = layer.get_base_layer().weight.float()
+            weight = exact_weight(layer.get_base_layer())
             length = torch.linalg.vector_norm(weight, dim=0 if layer.fan_in_fan_out else 1)  # of each output's weights
             layer.lora_magnitude_vector[ADAPTER].weight.data = length
             continue
@@ -205,7 +213,7 @@ def _require_called(layers: Mapping[str, Any], logits: Callable[[], torch.Tensor
         for hook in hooks:
             hook.remove()
     for name, layer in layers.items():
-        if name not in called and _is_read(layer.get_base_layer().weight, before, seeded):
+        if name not in called and _is_read(held_tensor(layer.get_base_layer()), before, seeded):
             raise _not_adaptable(layers, (name,), name, READ)
     return before
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -25,22 +25,41 @@ from tuner.errors import DataError, MachineError, RecipeError, is_out_of_memory
 from tuner.model import attention
 from tuner.model.tokens import resize_embeddings, resize_vocabulary
 from tuner.model.transformers_private import (
+    WeightReader,
     compute_buffers,
     decoder_classes,
     forget_attention,
     from_config,
     kept_in_float32,
+    options_to_read,
     plain_config,
     takes_our_attention,
 )
-from tuner.model.vetting import broken_weights, require_own_files, vet_config
+from tuner.model.vetting import QUANTIZATION, broken_weights, require_own_files, vet_config
 from tuner.runtime.files import read_json
+
+if TYPE_CHECKING:
+    from tuner.model.quantize.codes import Kind
 
 _HALF = (torch.bfloat16, torch.float16)
 _RANDOM = ("pdrop", "layerdrop", "drop_path_rate", "jitter_noise")
 """What else than dropout draws in training, by the ends of keys."""
 _UNTRAINED = re.compile(r"requires_grad(?: ?= ?|_\()False")
 """How a class says that it does not train a parameter."""
+
+
+class BaseQuantizer(Protocol):
+    """What quantises linear layers of a base (:class:`~tuner.model.quantize.reading.ReadingQuantizer`)."""
+
+    @property
+    def kind(self) -> "Kind":
+        """What weights become."""
+
+    def reader(self, name_or_path: str, revision: str | None) -> WeightReader:
+        """What is given the weights of a model's files one by one."""
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Quantise what is not yet, in place."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +75,8 @@ class ModelSpec:
     without_dropout: bool = False
     """Whether shares of dropout in the config are made zero, whatever it says."""
     head: Head = "tokens"
+    quantize: BaseQuantizer | None = None
+    """Whether linear layers are quantised while their weights are read."""
 
 
 def model_config(spec: ModelSpec) -> PretrainedConfig:
@@ -67,10 +88,11 @@ def model_config(spec: ModelSpec) -> PretrainedConfig:
 
 def _own_config(spec: ModelSpec) -> PretrainedConfig:
     with _clear_errors(spec):
-        vet_config(spec.name_or_path, spec.revision)
+        vet_config(spec.name_or_path, spec.revision, None if spec.quantize is None else spec.quantize.kind)
         config: PretrainedConfig = AutoConfig.from_pretrained(
             spec.name_or_path, revision=spec.revision, trust_remote_code=False
         )
+    vars(config).pop(QUANTIZATION, None)  # of files that are read as codes: the model says nothing of it
     try:
         text = config.get_text_config()
     except ValueError as error:  # of several models
@@ -152,9 +174,10 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
             from tuner.model.score import draw_score
 
             draw_score(model, seed)
-        return _finished(model)
+        return _finished(model, spec.quantize)
     require_own_files(Path(spec.name_or_path))
     own = _own_config(spec)
+    reader = None if spec.quantize is None else spec.quantize.reader(spec.name_or_path, spec.revision)
     with _clear_errors(spec), _without_progress(reports=spec.head == "tokens" and grown.get_text_config() is grown):
         load = partial(
             auto.from_pretrained,
@@ -165,16 +188,19 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **({} if reader is None else options_to_read(reader)),
         )
         model, report = _attending(own, load)
     if spec.head == "score":
         from tuner.model.score import give_score
 
         report = give_score(model, report, seed)
+    if reader is not None:
+        report = {**report, "unexpected_keys": [key for key in report["unexpected_keys"] if not reader.knows(key)]}
     _require_complete(spec, model, report)
     _leave_untrained(model)
     resize_embeddings(model, grown.get_text_config().vocab_size)
-    return _finished(model)
+    return _finished(model, spec.quantize)
 
 
 def fetch_weights(spec: ModelSpec) -> None:
@@ -305,7 +331,7 @@ def _packed(config: PretrainedConfig) -> str | dict[str, str]:
     return attention.PACKED
 
 
-def _finished(model: PreTrainedModel) -> PreTrainedModel:
+def _finished(model: PreTrainedModel, quantize: BaseQuantizer | None = None) -> PreTrainedModel:
     _exact_constants(model)
     for tensor in kept_in_float32(model).values():  # as files are loaded; what is made of a config has one type
         if tensor.dtype in _HALF:
@@ -317,6 +343,8 @@ def _finished(model: PreTrainedModel) -> PreTrainedModel:
 
         require_score_layer(model)
         head_layer(model).float()  # it is trained whatever else is
+    if quantize is not None:  # all of a random model, and what files hold in another layout
+        quantize.finish(model)
     return model
 
 

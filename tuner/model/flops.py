@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -21,6 +22,7 @@ from tuner.model.build import head_layer
 
 FORWARD, FROZEN, TRAINED = 2, 4, 6
 """Operations for each weight of a product and token: forward, and forward and backward."""
+_CODES = (torch.uint8, torch.int8)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
@@ -80,11 +82,15 @@ def training_flops(model: PreTrainedModel) -> Flops:
     products = output = forward_products = forward_output = 0.0
     for name, weight in _weights(model):
         cost = TRAINED if weight.requires_grad else FROZEN
+        numbers = weight.numel()
+        if weight.dtype in _CODES:
+            layer = model.get_submodule(name)
+            numbers = layer.in_features * layer.out_features  # type: ignore[operator,assignment]  # of a linear layer
         if id(weight) in of_head:
-            output += weight.numel() * cost
-            forward_output += weight.numel() * FORWARD
+            output += numbers * cost
+            forward_output += numbers * FORWARD
         else:
-            met = weight.numel() * (routed[0] if _is_of_experts(name, weight, routed[1]) else 1.0)
+            met = numbers * (routed[0] if _is_of_experts(name, weight, routed[1]) else 1.0)
             products += met * cost
             forward_products += met * FORWARD
     is_complete = attention is not None
@@ -97,17 +103,25 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) or "original_module" in name.split("."):
             continue
-        for weight in module.parameters(recurse=False):
+        own = dict(module.named_parameters(recurse=False))
+        if "codes" in own:  # a quantised layer: its scales are no weight of their own
+            own.pop("scales")
+        for weight in own.values():
             if weight.ndim >= 2 and id(weight) not in seen:
                 seen.add(id(weight))
                 yield name, weight
 
 
+def n_experts(config: PretrainedConfig) -> int:
+    """How many routed experts a layer has; 0 without any."""
+    return int(next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), 0))
+
+
 def _routed(config: PretrainedConfig) -> tuple[float, int]:
     """The share of the experts that a token meets, and how many there are: 1 and 0 where there are none."""
-    experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
+    experts = n_experts(config)
     chosen = next((getattr(config, name) for name in _CHOSEN if getattr(config, name, None)), None)
-    return (chosen / experts, int(experts)) if experts and chosen else (1.0, 0)
+    return (chosen / experts, experts) if experts and chosen else (1.0, 0)
 
 
 def _is_of_experts(module: str, weight: nn.Parameter, experts: int) -> bool:

@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 import torch
 from transformers import PreTrainedModel
@@ -53,12 +54,24 @@ def frozen_names(model: PreTrainedModel) -> dict[str, str]:
     return {name.replace(".base_layer.", "."): name for name, p in model.named_parameters() if not p.requires_grad}
 
 
+Content = tuple[torch.dtype, tuple[int, ...], str]
+"""Type, shape and SHA-256 of the bytes of a tensor."""
+
+
 def frozen_hash(model: PreTrainedModel) -> str | None:
     """SHA-256 over names, types, shapes and bytes of the parameters that are not trained; None where all are.
 
-    Names are those of the model without an adapter. Tensors are hashed side by side, one on each core.
+    Names are those of the model without an adapter. Of a quantised layer the weight counts as it was before. Tensors
+    are hashed side by side, one on each core.
     """
-    return _hash_of({name: model.get_parameter(own).detach() for name, own in frozen_names(model).items()})
+    weights: dict[str, Content] = {}
+    held: set[str] = set()
+    for name, module in model.named_modules():
+        if (content := getattr(module, "unquantized", None)) is not None:
+            weights[f"{name}.weight".replace(".base_layer.", ".")] = content
+            held |= {f"{name}.codes", f"{name}.scales"}
+    names = {name: own for name, own in frozen_names(model).items() if own not in held}
+    return _hash_of({name: model.get_parameter(own).detach() for name, own in names.items()}, weights)
 
 
 def weights_hash(model: PreTrainedModel) -> str:
@@ -70,16 +83,22 @@ def weights_hash(model: PreTrainedModel) -> str:
     return str(_hash_of(tensors))
 
 
+def content_of(tensor: torch.Tensor) -> Content:
+    """What of a tensor goes into a hash of many."""
+    return tensor.dtype, tuple(tensor.shape), _digest(tensor)
+
+
 def hash_of_frozen(contents: Mapping[str, tuple[torch.dtype, Sequence[int], str]]) -> str | None:
     """The same from type, shape and SHA-256 of the bytes of each, by name."""
     facts = [f"{name} {dtype} {list(shape)} {sha256}" for name, (dtype, shape, sha256) in sorted(contents.items())]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest() if facts else None
 
 
-def _hash_of(tensors: Mapping[str, torch.Tensor]) -> str | None:
+def _hash_of(tensors: Mapping[str, torch.Tensor], hashed: Mapping[str, Content] = MappingProxyType({})) -> str | None:
+    """The hash of tensors, and of others whose contents are ``hashed`` already."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        digests = dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
-    return hash_of_frozen({name: (tensor.dtype, tensor.shape, digests[name]) for name, tensor in tensors.items()})
+        contents = dict(zip(tensors, pool.map(content_of, tensors.values()), strict=True))
+    return hash_of_frozen({**contents, **hashed})
 
 
 def _digest(tensor: torch.Tensor) -> str:

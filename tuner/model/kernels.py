@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
 from tuner.model import attention
+from tuner.model.adaptable import QUANTIZED
 from tuner.model.build import decoder_of, has_score, is_part
 from tuner.model.native import library
 from tuner.model.native.attention import apply_native_rotation
@@ -35,6 +36,9 @@ def apply_native(model: PreTrainedModel) -> None:
     apply_native_norms(model)
     apply_native_rotation(model)
     apply_native_gates(model)
+    for layer in model.modules():
+        if type(layer).__name__ == QUANTIZED:
+            vars(layer)["native"] = True
 
 
 def apply_liger(model: PreTrainedModel) -> None:
@@ -51,9 +55,7 @@ def apply_liger(model: PreTrainedModel) -> None:
 
     model_type = model.config.get_text_config().model_type
     if not has_liger(model_type):
-        raise RecipeError(
-            f"model.kernels: liger has no kernels for {model_type}", hint="write kernels: torch"
-        )
+        raise RecipeError(f"model.kernels: liger has no kernels for {model_type}", hint="write kernels: torch")
     whole = decoder_of(model) if has_score(model) or is_part(model) else model  # it knows no model with a score
     _apply_liger_kernel_to_instance(model=whole, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
 

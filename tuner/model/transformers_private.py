@@ -11,7 +11,8 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from tuner.runtime.torch_private import Need, listed_name, private_attribute
 _EXPORT = Need("exporting (`tuner export-hf`, `export.every`)", "training works without it")
 _WINDOWS = Need("checking how far a model with windows looks back", "models without windows train without it")
 _SAMPLES = Need("decoding sample answers", "`--eval.samples 0` trains without it")
+_READING = Need("quantising weights while they are read (`model.quantize`)", "`quantize: none` trains without it")
 _BUILDING = Need("building a model", "exported directories load without tuner")
 NAMES = {
     "revert_weight_conversion": ("transformers.core_model_loading.revert_weight_conversion", _EXPORT),
@@ -29,6 +31,9 @@ NAMES = {
     "conversion_mapping": ("transformers.conversion_mapping.get_model_conversion_mapping", _EXPORT),
     "LoadStateDictConfig": ("transformers.modeling_utils.LoadStateDictConfig", _EXPORT),
     "rename_source_key": ("transformers.core_model_loading.rename_source_key", _EXPORT),
+    "HfQuantizer": ("transformers.quantizers.base.HfQuantizer", _READING),
+    "QuantizationConfigMixin": ("transformers.utils.quantization_config.QuantizationConfigMixin", _READING),
+    "register_quantizer": ("transformers.quantizers.auto.register_quantizer", _READING),
     "WeightRenaming": ("transformers.core_model_loading.WeightRenaming", _EXPORT),
     "no_init_weights": ("transformers.initialization.no_init_weights", _EXPORT),
     "sdpa_mask": ("transformers.masking_utils.sdpa_mask", _WINDOWS),
@@ -83,6 +88,85 @@ def file_places(model: PreTrainedModel, names: Iterable[str]) -> dict[str, FileP
             key = renamed = name
         found[name] = FilePlace(renamed.removeprefix(f"{prefix}."), key)
     return found
+
+
+class WeightReader(Protocol):
+    """What is given the weights of a model's files one by one, in place of the model."""
+
+    def begin(self, model: PreTrainedModel) -> None:
+        """See the model before anything is read: it is on the meta device."""
+
+    def wants(self, name: str) -> bool:
+        """Whether it is to be given a tensor of the model."""
+
+    def take(self, model: PreTrainedModel, name: str, weight: torch.Tensor, source: str | None) -> torch.Tensor | None:
+        """Take a weight, called ``source`` in the files where it is one there; what goes into the model all the same.
+
+        An error that it raises ends the loading in a report that does not say its hint: see :meth:`end`.
+        """
+
+    def end(self) -> None:
+        """All is read. What it raises is raised."""
+
+    def knows(self, name: str) -> bool:
+        """Whether a tensor of the files that is none of the model's belongs to it."""
+
+
+def options_to_read(reader: WeightReader) -> dict[str, Any]:
+    """The arguments of `from_pretrained` by which a reader is given weights, each read when the last one is done."""
+    return {"quantization_config": _reading_config()(reader)}
+
+
+@cache
+def _reading_config() -> Any:
+    """The class of a config by which transformers finds what it takes for a quantiser; nothing of it stays."""
+    here: Any = sys.modules[__name__]
+
+    class ReadingConfig(here.QuantizationConfigMixin):  # type: ignore[misc]
+        def __init__(self, reader: WeightReader) -> None:
+            self.quant_method: Any = "tuner"
+            self.reader = reader
+
+    @here.register_quantizer("tuner")
+    class Reading(here.HfQuantizer):  # type: ignore[misc]
+        def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+            self.quantization_config.reader.begin(model)
+
+        def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
+            return bool(self.quantization_config.reader.wants(param_name))
+
+        def get_quantize_ops(self) -> Any:
+            return self
+
+        def convert(self, tensors: dict[str, Any], *, model: Any, missing_keys: set[str], **about: Any) -> Any:
+            left: dict[str, Any] = {}
+            sources: Any = about.get("source_patterns") or ()
+            for name, found in tensors.items():
+                weight, source = (
+                    found[0] if isinstance(found, list) else found,
+                    sources[0] if len(sources) == 1 else None,
+                )
+                kept = self.quantization_config.reader.take(model, name, weight, source)
+                missing_keys.discard(name)
+                if kept is not None:
+                    left[name] = kept
+            return left
+
+        def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+            self.quantization_config.reader.end()
+            self.remove_quantization_config(model)
+            for module in model.modules():
+                if isinstance(module, PreTrainedModel):
+                    vars(module.config).pop("_is_quantized", None)
+
+        def is_serializable(self) -> bool:
+            return False
+
+        @property
+        def is_trainable(self) -> bool:
+            return True
+
+    return ReadingConfig
 
 
 def new_of_class(kind: type[PreTrainedModel], /, config: PretrainedConfig, **options: Any) -> PreTrainedModel:

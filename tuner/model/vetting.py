@@ -6,7 +6,7 @@ A config may ask neither for code from elsewhere nor for weights that are no pla
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -17,6 +17,9 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from tuner.errors import DataError, RecipeError
 from tuner.runtime.files import inside, read_json
+
+if TYPE_CHECKING:
+    from tuner.model.quantize.codes import Kind
 
 KERNELS = frozenset(
     {
@@ -32,19 +35,24 @@ KERNELS = frozenset(
 """Keys by which transformers fetches compiled code from the hub where their value is a repository."""
 ROUTER_LOSSES = ("output_router_logits", "router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
 """Keys that ask for, or weigh, the term which transformers adds to the loss of a mixture of experts."""
+QUANTIZATION = "quantization_config"
 CARD = "README.md"
 MAX_LICENCE_CHARACTERS = 100
 DTYPES = frozenset({"dtype", "torch_dtype"})
 
 
-def vet_config(name_or_path: str, revision: str | None = None) -> None:
+def vet_config(name_or_path: str, revision: str | None = None, quantize: "Kind | None" = None) -> None:
     """Read a model's config.json and refuse it where it names code on the hub, needs code of its own or is quantised.
 
-    An `auto_map` beside a type that transformers knows is no reason: its own class is used. Raises DataError with the
-    key, and what transformers raises where there is no such config.
+    An `auto_map` beside a type that transformers knows is no reason: its own class is used. Nor are weights that
+    bitsandbytes stored as the codes which are wanted (``quantize``). Raises DataError with the key, RecipeError for
+    weights that are quantised otherwise, and what transformers raises where there is no such config.
     """
     config, _ = PretrainedConfig.get_config_dict(name_or_path, revision=revision)
     where = f"{name_or_path}/config.json"
+    if quantize is not None and config.get(QUANTIZATION) is not None:
+        _require_codes(where, config, quantize)
+        config = {key: value for key, value in config.items() if key != QUANTIZATION}
     if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
         raise DataError(
             f"{where}: auto_map: model_type {config.get('model_type')!r} needs code of its own, which is never run",
@@ -52,6 +60,23 @@ def vet_config(name_or_path: str, revision: str | None = None) -> None:
         )
     for key, value in _entries(config):
         _refuse(where, key, value)
+
+
+def holds_codes(name_or_path: str, revision: str | None) -> bool:
+    """Whether a model's files hold codes in the place of weights."""
+    return PretrainedConfig.get_config_dict(name_or_path, revision=revision)[0].get(QUANTIZATION) is not None
+
+
+def _require_codes(where: str, config: Mapping[str, Any], wanted: "Kind") -> None:
+    """Raise RecipeError for files whose weights are quantised otherwise than is wanted."""
+    from tuner.model.quantize.published import published_kind
+
+    found = published_kind(config, where)
+    if found not in {None, wanted}:
+        raise RecipeError(
+            f"model.quantize: {wanted}, but the weights of {where} are published as {found}",
+            hint=f"write model.quantize: {found}",
+        )
 
 
 def ignored_code(config: PretrainedConfig) -> str | None:
@@ -150,10 +175,11 @@ def _refuse(where: str, key: str, value: Any) -> None:
                 f"{where}: {key}: {names[0]!r} is code on the hub, which is never fetched",
                 hint=f"take {key} out of the file: it changes no weight",
             )
-    elif key == "quantization_config" and value is not None:
+    elif key == QUANTIZATION and value is not None:
         raise DataError(
             f"{where}: {key}: the weights are quantised, and would not be loaded as they are",
-            hint="choose the same model in bfloat16 or float32",
+            hint="choose the same model in bfloat16 or float32; what bitsandbytes stored as nf4 or int8 is a base for "
+            "an adapter: model.quantize: nf4 or int8",
         )
     elif key in DTYPES:
         for text in _texts(value):

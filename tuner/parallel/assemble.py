@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +17,9 @@ from tuner.model.kernels import apply_liger, apply_native
 from tuner.model.root import CausalLM, Route
 from tuner.model.trainable import TrainableSpec
 from tuner.parallel.fsdp import shard
+
+if TYPE_CHECKING:
+    from tuner.model.quantize.layers import QuantizeSpec
 
 Kernels = Literal["torch", "native", "liger"]
 Recompute = Literal["none", "selective", "full"]
@@ -40,6 +43,8 @@ class AssemblySpec:
     """The type that autocast rounds weights to, where shards may be gathered in it."""
     tokens: int | None = None
     """The most tokens of a microbatch of training, where that is known."""
+    quantize: "QuantizeSpec | None" = None
+    """How the linear layers of a frozen base are quantised, where they are."""
     route: Route = "flat"
     """How documents go through the decoder, as far as it is known before the model is proven."""
 
@@ -66,6 +71,10 @@ def assemble(
     """
     root = CausalLM(model)
     root.go_by(spec.route)
+    if spec.quantize is not None:  # what has values is quantised as it is read; a model without gets places for codes
+        from tuner.model.quantize.layers import quantize_
+
+        quantize_(root.model, spec.quantize)
     spec.trainable.apply(root.model, spec.seed)
     if spec.kernels == "native":
         apply_native(root.model)

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from tuner.checkpoint.load import CheckpointInfo, require_same_base
+from tuner.checkpoint.load import CheckpointInfo, require_same_base, require_same_quantizer
 from tuner.config.dump import recipe_dict
 from tuner.data.id_probes import ID_PROBES, read_probes, text_probes, write_probes
 from tuner.errors import DataError
@@ -16,6 +16,7 @@ from tuner.rundir.directory import RunDir
 from tuner.rundir.layout import TOKENIZER
 from tuner.runtime.files import file_entries, fsync_path, json_bytes, machine_error, regular_size, sha256_file
 from tuner.setup.build import Assembly
+from tuner.setup.resolve import quantizer_facts
 
 
 def run_meta(assembly: Assembly) -> dict[str, Any]:
@@ -37,6 +38,7 @@ def run_meta(assembly: Assembly) -> dict[str, Any]:
         },
         "adapter": None if recipe.adapter.kind == "none" else recipe_dict(recipe)["adapter"],
         "frozen_hash": assembly.train_state.root.frozen_hash,
+        **({} if (quantizer := quantizer_facts(recipe)) is None else {"quantizer": quantizer}),
         **({} if (teacher := assembly.train_state.method.teacher) is None else {"teacher_hash": teacher.frozen_hash}),
         "tokenizer_hash": assembly.tokenizer.hash,
         "data_key": assembly.prepared.key,
@@ -77,6 +79,7 @@ def require_same_data(found: CheckpointInfo, assembly: Assembly, was_reset: bool
     """
     require_same_base(found, assembly.train_state.root.frozen_hash)
     meta = found.manifest["meta"]
+    require_same_quantizer(found, quantizer_facts(assembly.resolved.recipe))
     left = assembly.train_state.root.untouched
     if left is not None and meta["model"].get("untouched") != left:
         raise DataError(

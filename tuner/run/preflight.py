@@ -226,10 +226,11 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info:
     recipe, plan, facts = resolved.recipe, table.plan, resolved.facts
     trained = _trained(resolved)
     processes = f"{rank_info.world_size} process" + ("es" if rank_info.world_size > 1 else "")
+    codes = "" if recipe.model.quantize == "none" else f", linear layers in {recipe.model.quantize}"
     console.say(
         "model",
         f"{Path(recipe.model.name_or_path).name}, {_millions(resolved.n_parameters)} parameters, {trained} · "
-        f"{facts.kind}, {recipe.train.precision} compute, {recipe.model.dtype} weights, "
+        f"{facts.kind}, {recipe.train.precision} compute, {recipe.model.dtype} weights{codes}, "
         f"{facts.threads} thread{'s' if facts.threads != 1 else ''}",
     )
     micro, row = rows_at_once(recipe), "packed row" if recipe.data.packs_rows else "row"

@@ -26,6 +26,7 @@ from tuner.runtime.console import Console
 from tuner.runtime.environment import versions
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import Assembly
+from tuner.setup.resolve import quantizer_facts
 from tuner.setup.settled import rows_at_once
 from tuner.train.step import TrainState, device_columns, reference_values
 
@@ -101,6 +102,8 @@ def key_facts(assembly: Assembly) -> dict[str, Any]:
     if device.type == "cpu":
         here |= {"threads": torch.get_num_threads(), "instructions": torch.backends.cpu.get_cpu_capability()}
     padding = assembly.train_state.root.padding
+    if (quantizer := quantizer_facts(recipe)) is not None:
+        here |= {"quantizer": quantizer}
     return {
         "weights": assembly.train_state.root.weights_hash,
         "config": hashlib.sha256(assembly.resolved.config.to_json_string().encode()).hexdigest(),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.load import load_into, require_same_base
+from tuner.checkpoint.load import load_into, require_same_base, require_same_quantizer
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.methods import Head, head_of
 from tuner.config.recipe import ModelSection, NoAdapter, Recipe
@@ -25,7 +25,7 @@ from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import read_json
 from tuner.runtime.process import process_group
 from tuner.setup.build import assemble_model, check_fits, held_out_rows, mesh_of
-from tuner.setup.resolve import Resolved, resolve
+from tuner.setup.resolve import Resolved, quantizer_facts, resolve
 from tuner.setup.settled import rows_at_once
 from tuner.train.evaluate import ByTerms, Evaluation, HeldOut, evaluate
 from tuner.train.methods.method import build_method
@@ -87,6 +87,7 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
             root, step_config = assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
             if isinstance(trained, RunCheckpoint):
                 require_same_base(trained.checkpoint, root.frozen_hash)
+                require_same_quantizer(trained.checkpoint, quantizer_facts(resolved.recipe))
                 tensors = {f"{MODEL_PREFIX}{name}": p.data for name, p in trained_parameters(root).items()}
                 load_into(trained.checkpoint, tensors, prefix=MODEL_PREFIX)
         started = time.monotonic()

@@ -36,7 +36,7 @@ from tuner.runtime.memory import keep_freed_memory
 from tuner.runtime.process import Collective, device_index, gloo_group
 from tuner.runtime.warned import pass_on
 from tuner.setup.probes import probe_inputs
-from tuner.setup.resolve import Resolved, check_division, model_spec, reference_of, rerouted, takes_several
+from tuner.setup.resolve import Resolved, check_division, model_spec, quantize_of, reference_of, rerouted, takes_several
 from tuner.setup.settled import rows_at_once
 from tuner.setup.timetable import Starts, Timetable, timetable
 from tuner.train.evaluate import HeldOut, check_metric, held_out
@@ -250,6 +250,7 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
         reshard_after_forward=recipe.parallel.reshard_after_forward,
         rounded_to=torch.bfloat16 if train.precision == "bf16" and recipe.adapter.kind == "none" else None,
         tokens=tokens,
+        quantize=quantize_of(recipe),
         route=resolved.route,
     )
 
@@ -332,7 +333,7 @@ def _inspect(resolved: Resolved, root: CausalLM) -> None:
     else:
         root.why_apart = prove_route(root, vocab_size, packed, longest)
     if recipe.adapter.kind != "none":
-        _tell_left_out(root)
+        _tell_left_out(root, recipe.model.quantize != "none")
     root.frozen_hash = frozen_hash(root.model)
     if is_part(root.model):
         from tuner.model.multimodal import untouched_facts
@@ -342,11 +343,16 @@ def _inspect(resolved: Resolved, root: CausalLM) -> None:
         root.weights_hash = weights_hash(root.model)
 
 
-def _tell_left_out(root: CausalLM) -> None:
+def _tell_left_out(root: CausalLM, is_quantized: bool) -> None:
     from tuner.model.adapter import left_out_experts
 
     if (left_out := left_out_experts(root.model)) is not None:
         pass_on(left_out)
+    if is_quantized:
+        from tuner.model.quantize.layers import left_whole
+
+        if (whole := left_whole(root.model)) is not None:
+            pass_on(whole)
 
 
 def _device(facts: DeviceFacts, rank_info: RankInfo) -> torch.device:

@@ -21,12 +21,12 @@ from tuner.model.build import decoder_blocks, meta_model, model_config
 from tuner.model.freeze import select
 from tuner.model.output_layer import LogitTransform
 from tuner.model.root import CausalLM, outer_parameters, trained_parameters
-from tuner.model.vetting import require_known_losses
+from tuner.model.vetting import holds_codes, require_known_losses
 from tuner.parallel.assemble import recomputed_count
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import check_fits, held_out_rows, mesh_of, meta_model_of, trainable_of
 from tuner.setup.findings import Findings
-from tuner.setup.resolve import ROUTES, Resolved, check_division, model_spec, require_apart, route_for
+from tuner.setup.resolve import ROUTES, Resolved, check_division, model_spec, quantize_of, require_apart, route_for
 from tuner.setup.settled import rows_at_once
 from tuner.train.evaluate import check_metric, require_metric, source_names
 from tuner.train.methods.method import check_logits
@@ -48,7 +48,7 @@ def check_model(recipe: Recipe, directory: Path, found: Findings) -> str | None:
             apart = f"documents {ROUTES[route]}: {why}"
             with found.of("data.packing"):
                 require_apart(recipe.data.packing is True, route, why)
-        if recipe.model.init == "pretrained":
+        if recipe.model.init == "pretrained" and not holds_codes(str(directory), None):
             _check_shapes(recipe, directory, model, found)
         check_parts(recipe, model, found)
     return apart
@@ -86,6 +86,11 @@ def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids
     _select_each(recipe.model.freeze, names, "model.freeze", found)
     if isinstance(recipe.adapter, LowRankAdapter):
         _check_adapter(recipe.adapter, model, found)
+    if (quantize := quantize_of(recipe)) is not None and len(found.problems) == before:
+        from tuner.model.quantize.layers import quantize_
+
+        with found.of("model.quantize"):
+            quantize_(model, quantize)
     train = recipe.train
     if train.gradient_checkpointing in {"selective", "full"}:
         with found.of("train.gradient_checkpointing_layers"):

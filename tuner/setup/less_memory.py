@@ -25,6 +25,8 @@ def ways(recipe: Recipe, processes: int = 1) -> tuple[str, ...]:
         found.append(f"data.max_length: {recipe.data.max_length // 2}")
     if recipe.adapter.kind == "none":
         found.append("adapter.kind: lora")
+    elif recipe.model.quantize == "none":
+        found.append("model.quantize: nf4")
     return tuple(found)
 
 

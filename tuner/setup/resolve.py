@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -27,6 +27,9 @@ from tuner.runtime.device import (
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import device_index
 from tuner.setup.settled import changed, rows_at_once
+
+if TYPE_CHECKING:
+    from tuner.model.quantize.layers import QuantizeSpec
 
 SMALL_MODEL_PARAMETERS = 500_000_000
 
@@ -186,9 +189,32 @@ def model_spec(recipe: Recipe, new_ids: range) -> ModelSpec:
     model = recipe.model
     has_reference = reference_of(recipe.method) is not None
     head, random_init = head_of(recipe.method), model.init == "random"
-    return ModelSpec(
+    spec = ModelSpec(
         model.name_or_path, model.revision, random_init, model.config, new_ids, without_dropout=has_reference, head=head
     )
+    quantize = quantize_of(recipe)
+    if quantize is None:
+        return spec
+    from tuner.model.quantize.reading import ReadingQuantizer
+
+    return replace(spec, quantize=ReadingQuantizer(quantize))
+
+
+def quantize_of(recipe: Recipe) -> "QuantizeSpec | None":
+    """How the base is quantised; None where it is not. What is trained in full stays as it is."""
+    kind, adapter = recipe.model.quantize, recipe.adapter
+    if kind == "none":
+        return None
+    from tuner.model.quantize.layers import QuantizeSpec
+
+    kept = adapter.modules_to_save if isinstance(adapter, LowRankAdapter) else ()
+    return QuantizeSpec(kind, kept, recipe.model.kernels == "native")
+
+
+def quantizer_facts(recipe: Recipe) -> dict[str, Any] | None:
+    """What a checkpoint notes of how its base is quantised; None where it is not."""
+    spec = quantize_of(recipe)
+    return None if spec is None else spec.facts()
 
 
 def reference_of(method: Method) -> str | None:

@@ -33,6 +33,7 @@ def teacher_of(resolved: Resolved, method: DistillMethod) -> Resolved:
         "init": "pretrained",
         "config": {},
         "dtype": recipe.train.precision,
+        "quantize": "none",
         "kernels": kernels,
         "freeze": (),
     }
