@@ -91,6 +91,8 @@ CAMPAIGNS = (
     Campaign("template-masks", ("template_masks_campaign", f"{DEMO}/smollm2"), "masks in 28 templates of new models"),
     Campaign("tutorial", ("tutorial_campaign",), "docs/tutorial.md as it is written, on a real model"),
     Campaign("distill", ("distill_campaign", "--smollm2", f"{DEMO}/smollm2"), "students with a teacher and without"),
+    Campaign("reshard", ("reshard_campaign",), "8-bit states and rounding by chance over 1, 2 and 4 processes"),
+    Campaign("optimizer-spread", ("optimizer_spread",), "8-bit and host states against three seeds, 200 steps"),
     Campaign("gpu-day", ("gpu_day_campaign",), "tools/gpu_day in tiny shapes on a CPU, every part of it"),
     Campaign("package", ("package_campaign",), "wheel and sdist in fresh environments, outside the tree"),
     Campaign("mutants", ("mutants",), "planted faults, of which tests catch at least nine in ten"),

@@ -20,6 +20,7 @@ PROFILE = ("tests/profile",)
 EXPORT = ("tests/export",)
 FAULTS = ("tests/faults/test_saves.py",)
 NATIVE = ("tests/model/native",)
+CODES = ("tests/train/test_moment_codes.py",)
 QUANTIZE = ("tests/model/quantize",)
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -861,6 +862,71 @@ MUTANTS: tuple[Mutant, ...] = (
         "gate * share",
         NATIVE,
     ),
+    # Optimizer states in 8 bits, and rounding by chance.
+    Mutant(
+        "codes-scale-dropped",
+        "train.moment_codes.decode",
+        "A.values[B.int()] * C",
+        "A.values[B.int()]",
+        CODES,
+    ),
+    Mutant(
+        "codes-across-rows",
+        "train.moment_codes.encode",
+        "A.amax(dim=-1)",
+        "A.amax(dim=(0, 2)).expand(A.shape[0], -1)",
+        CODES,
+    ),
+    Mutant(
+        "codes-of-nothing-for-small-squares",
+        "train.moment_codes.encode",
+        "A.clamp(min=1)",
+        "A",
+        CODES,
+    ),
+    Mutant(
+        "codes-by-shard",
+        "train.optimizer.coded_matrices",
+        "A.numel() >= LEAST_NUMBERS",
+        "local(A).numel() >= LEAST_NUMBERS",
+        ("tests/multi/test_compact.py",),
+    ),
+    Mutant(
+        "chance-by-place-in-the-shard",
+        "parallel.fsdp.Layout.first_row",
+        "sum(...)",
+        "0",
+        ("tests/multi/test_compact.py",),
+    ),
+    Mutant(
+        "chance-of-a-half",
+        "train.stochastic.noise",
+        "A & _HALF",
+        "A & _HALF // 2",
+        ("tests/train/test_stochastic.py",),
+    ),
+    Mutant(
+        "chance-without-the-step",
+        "train.stochastic.step_keys",
+        "A ^ mixed(...)",
+        "A",
+        ("tests/train/test_stochastic.py",),
+    ),
+    InC(
+        "native-codes-scale-dropped",
+        "decode_block",
+        "values[codes[i]] * scale",
+        "values[codes[i]]",
+        ("tests/train/test_compact_adamw.py",),
+    ),
+    InC(
+        "native-chance-by-place-in-the-shard",
+        "random_bits",
+        "s->first_row + row",
+        "row",
+        ("tests/train/test_compact_adamw.py",),
+    ),
+    # Weights in 4 and 8 bits.
     InC(
         "native-code-of-a-tie",
         "places_of",

@@ -13,7 +13,7 @@ from tuner.config.dump import recipe_dict
 from tuner.config.fields import fields
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
-from tuner.run.changes import ON_RESUME, UNREPORTED, Changes, changes, effect, freed_keys, parse_reset
+from tuner.run.changes import ON_RESUME, UNREPORTED, Changes, changes, effect, freed_keys, moments_of, parse_reset
 from tuner.run.options import LaunchOptions
 from tuner.run.previous import require_recipe_of
 from tuner.runtime.console import Console
@@ -78,6 +78,17 @@ def test_a_machine_without_the_compiled_kernels_goes_on_and_says_so(
     assert [text.split(":")[0] for text in warned] == ["model.kernels native -> torch"]
 
 
+def test_moments_of_another_type_are_not_kept() -> None:
+    def moments(**optimizer: str) -> str:
+        tree = {"model": {"name_or_path": "/m"}, "data": {"train": "/d.jsonl"}, "optimizer": optimizer}
+        return moments_of(load_recipe(tree).recipe.optimizer)
+
+    assert moments(kind="muon") == "muon"
+    with pytest.raises(RecipeError, match="the state of adamw with state fp32, rounding nearest is none of adamw with"):
+        freed_keys(parse_reset("optimizer.arguments"), moments(), moments(state="8bit"))
+    assert freed_keys(parse_reset("optimizer.arguments"), moments(), moments(lr="2e-5")) == ("optimizer.",)
+
+
 def test_a_checkpoint_from_before_a_key_was_there_goes_on(tmp_path: Path) -> None:
     recipe = recipe_dict(load_recipe({"model": {"name_or_path": "/m"}, "data": {"train": "/d.jsonl"}}).recipe)
     older = {**recipe, "method": {key: value for key, value in recipe["method"].items() if key != "reduction"}}
@@ -95,6 +106,7 @@ def test_a_checkpoint_from_before_a_key_was_there_goes_on(tmp_path: Path) -> Non
         (["schedule.kind cosine -> linear", "train.duration 1 -> 2"], "schedule"),
         (["optimizer.lr 0.001 -> 0.002"], "optimizer.arguments"),
         (["optimizer.betas [0.9, 0.95] -> None", "optimizer.kind adamw -> sgd"], "optimizer"),
+        (["optimizer.state fp32 -> 8bit"], "optimizer"),
         (["optimizer.lr 1 -> 2", "train.duration 1 -> 2"], "optimizer.arguments,schedule"),
         (["train.global_batch_size 8 -> 16"], "data"),
         (["data.train a -> b", "seed 1 -> 2"], "data,rng"),

@@ -55,6 +55,10 @@ class AdamwOptimizer(Section):
     """Decay rates of the two running averages."""
     eps: Eps = 1e-8
     """Added to the denominator for stability."""
+    state: Word[Literal["fp32", "8bit"]] = "fp32"
+    """Numbers of the running averages: fp32, or 8bit for matrices of 4,096 numbers or more other than embeddings."""
+    rounding: Word[Literal["nearest", "stochastic"]] = "nearest"
+    """Of updated weights: nearest; or stochastic, up or down by chance, with which bf16 weights can be trained."""
     weight_decay: DecoupledDecay = 0.0
     groups: Groups = ()
 
@@ -135,3 +139,8 @@ class CustomOptimizer(Section):
         if twice := [name for name in ("lr", "weight_decay") if name in self.options]:
             raise refuse(f"{twice[0]} among the options; write optimizer.{twice[0]}, which each group is given")
         return self
+
+
+def rounds_by_chance(section: Section) -> bool:
+    """Whether bf16 weights can be trained with an optimizer: to the nearest, small updates would be lost."""
+    return isinstance(section, AdamwOptimizer) and section.rounding == "stochastic"

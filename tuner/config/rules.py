@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
-from tuner.config.optimizers import AdafactorOptimizer, MuonOptimizer, SgdOptimizer
+from tuner.config.optimizers import AdafactorOptimizer, MuonOptimizer, SgdOptimizer, rounds_by_chance
 from tuner.config.recipe import Recipe
 
 
@@ -163,6 +163,20 @@ def _nesterov_has_momentum(recipe: Recipe, given: Set[str]) -> str | None:
     return "nesterov looks ahead along a momentum; set optimizer.momentum above 0 or nesterov: false"
 
 
+def _stochastic_rounding_needs_bf16(recipe: Recipe, given: Set[str]) -> str | None:
+    model = recipe.model
+    if not rounds_by_chance(recipe.optimizer):
+        return None
+    if recipe.adapter.kind != "none":
+        return "an adapter's weights are float32, which need no such rounding; write optimizer.rounding: nearest"
+    if model.dtype != "bf16":
+        return (
+            f"rounds weights to bf16, and with model.dtype: {model.dtype} those trained are float32; "
+            "write model.dtype: bf16, or optimizer.rounding: nearest"
+        )
+    return None
+
+
 def _export_needs_checkpoint(recipe: Recipe, given: Set[str]) -> str | None:
     export = recipe.export
     if recipe.checkpoint.at_end or (export.every is None and not export.at_end):
@@ -207,5 +221,6 @@ RULES: tuple[Rule, ...] = (
     Rule(("export.at_end", "export.every", "checkpoint.at_end"), _export_needs_checkpoint),
     Rule(("export.adapter", "adapter.kind"), _kept_adapter_is_there),
     Rule(("optimizer.nesterov", "optimizer.momentum", "optimizer.kind"), _nesterov_has_momentum),
+    Rule(("optimizer.rounding", "optimizer.kind", "model.dtype", "adapter.kind"), _stochastic_rounding_needs_bf16),
     Rule(("profile.steps", "profile.memory", "profile.time"), _profile_records_something),
 )

@@ -6,7 +6,7 @@ Under FSDP2 the output weight is whole inside the root's forward alone, so the l
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -310,10 +310,19 @@ FORWARD_METHODS = ("losses", "logits", "next_logits")
 
 def outer_parameters(root: CausalLM) -> set[str]:
     """Names of the parameters of embeddings and of the output layer: what stands at the ends of the network."""
+    head = head_layer(root.model)
+    return embedding_parameters(root) | _names_in(root.model, [] if head is None else [head])
+
+
+def embedding_parameters(root: CausalLM) -> set[str]:
+    """Names of the parameters of embeddings, an output layer's that are tied to them included."""
     model = root.model
-    ends = [model.get_input_embeddings(), head_layer(model)]
-    ends += [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    found = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
+    ends = [model.get_input_embeddings(), *(one for one in model.modules() if isinstance(one, nn.Embedding))]
+    return _names_in(model, [one for one in ends if one is not None])
+
+
+def _names_in(model: nn.Module, modules: Sequence[nn.Module]) -> set[str]:
+    found = {id(parameter) for module in modules for parameter in module.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in found}
 
 

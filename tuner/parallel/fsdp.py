@@ -260,6 +260,11 @@ class Layout:
         step = -(-self.shape[0] // size)
         return [min(step, max(0, self.shape[0] - rank * step)) for rank in range(size)]
 
+    @property
+    def first_row(self) -> int:
+        """The first row, of the whole parameter's, that this process holds or would hold."""
+        return 0 if self.group is None else sum(self.rows[: dist.get_rank(self.group)])
+
 
 def sums_over_rows(sums: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> list[torch.Tensor]:
     """Add up each process's sums of its own rows, all of them in one collective; those of whole tensors stay."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.config.load import LoadedRecipe
+from tuner.config.optimizers import AdamwOptimizer
 from tuner.config.recipe import Recipe
 from tuner.model.flops import Flops, training_flops
 from tuner.profile.predict import Target, computing, predict, resolved_for
@@ -110,7 +111,8 @@ class _Speed:
         if recipe.adapter.kind != "none" or recipe.model.freeze:
             each = 2
         else:
-            each = 12 if recipe.optimizer.kind == "adamw" else 4  # float32: weights, and two moments
+            weights = 2 if recipe.model.dtype == "bf16" else 4
+            each = weights + _moment_bytes(recipe)
         return self._resolved.n_parameters * each // shards
 
     def rows(self, settled: Recipe) -> str:
@@ -123,6 +125,14 @@ class _Speed:
     def _step_s(self, values: Mapping[str, Any]) -> float:
         recipe, target = changed(self._resolved.recipe, values), self._target
         return computing(recipe, self._flops, target.device, target.rank_info, self._work).seconds
+
+
+def _moment_bytes(recipe: Recipe) -> int:
+    """The least that a weight's moments take: of adamw two, in float32 or 8 bits."""
+    optimizer = recipe.optimizer
+    if not isinstance(optimizer, AdamwOptimizer):
+        return 0
+    return 2 if optimizer.state == "8bit" else 8
 
 
 def _levels(recipe: Recipe) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from tuner.setup.timetable import Starts
 
 if TYPE_CHECKING:
     from tuner.checkpoint.load import CheckpointInfo
-    from tuner.config.recipe import DataSection, DataSource
+    from tuner.config.recipe import DataSection, DataSource, Optimizer
 
 Effect = Literal["safe", "warn", "refuse"]
 ON_RESUME: dict[str, Effect] = {
@@ -88,7 +88,7 @@ class Changes:
     def resets(self) -> str | None:
         """What `--reset` takes for all that is refused to be allowed; None where no reset allows it.
 
-        An optimizer keeps its moments unless its kind changes.
+        An optimizer keeps its moments unless its kind, or what they are kept in, changes.
         """
         keys = [line.split(" ", 1)[0] for line in self.refuse]
         parts: set[str] = set()
@@ -97,7 +97,7 @@ class Changes:
             if needed is None:
                 return None
             parts |= needed
-        if "optimizer.kind" in keys:
+        if MOMENTS & set(keys):
             parts.add(STATE)
         words = ["optimizer", *sorted(parts - set(WORDS["optimizer"]))] if STATE in parts else sorted(parts)
         return ",".join(words) or None
@@ -134,6 +134,8 @@ def _is_among(key: str, names: Collection[str]) -> bool:
 
 
 STATE, ARGUMENTS = "optimizer.state", "optimizer.arguments"
+MOMENTS = frozenset({"optimizer.kind", "optimizer.state", "optimizer.rounding"})
+"""Keys on which it depends which moments there are, and of what type."""
 WORDS: dict[str, tuple[str, ...]] = {
     "optimizer": (ARGUMENTS, STATE),
     ARGUMENTS: (ARGUMENTS,),
@@ -177,12 +179,20 @@ def parse_reset(text: str | None) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def freed_keys(parts: Collection[str], old_kind: str, new_kind: str) -> tuple[str, ...]:
-    """What of the recipe may change with these parts. Raises RecipeError where moments would meet another optimizer."""
-    if ARGUMENTS in parts and STATE not in parts and old_kind != new_kind:
-        raise RecipeError(
-            f"--reset {ARGUMENTS}: the state of {old_kind} is none of {new_kind}", hint="write --reset optimizer"
-        )
+def moments_of(section: Optimizer) -> str:
+    """What an optimizer's moments are: its kind, and what else their types depend on, in words."""
+    keys = sorted(key.partition(".")[2] for key in MOMENTS - {"optimizer.kind"})
+    others = [f"{key} {value}" for key in keys if (value := getattr(section, key, None)) is not None]
+    return f"{section.kind} with {', '.join(reversed(others))}" if others else section.kind
+
+
+def freed_keys(parts: Collection[str], old: str, new: str) -> tuple[str, ...]:
+    """What of the recipe may change with these parts, where moments were ``old`` ones and are to be ``new`` ones.
+
+    Raises RecipeError where they would meet another optimizer.
+    """
+    if ARGUMENTS in parts and STATE not in parts and old != new:
+        raise RecipeError(f"--reset {ARGUMENTS}: the state of {old} is none of {new}", hint="write --reset optimizer")
     return tuple(key for needed, keys in FREED.items() if needed <= set(parts) for key in keys)
 
 

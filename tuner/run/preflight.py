@@ -17,7 +17,7 @@ from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, RecipeError
 from tuner.model.build import fetch_weights
 from tuner.model.vetting import ignored_code, untrained_indexer, weighs_routers
-from tuner.run.changes import Reset, changes, freed_keys, resets_for, starts_of
+from tuner.run.changes import Reset, changes, freed_keys, moments_of, resets_for, starts_of
 from tuner.run.options import HandedOver, LaunchOptions, RunResult
 from tuner.run.previous import find_checkpoint, finished_result, require_recipe_of, warn_of_changes
 from tuner.run.settle import Place, run_before, settle
@@ -212,7 +212,7 @@ def _require_same_choices(
     Takes the recipes of the launches before, as it is written now, and as it is resolved now.
     """
     resolved = resolved.model_copy(update={"parallel": written.parallel})  # of which a run keeps what was written, too
-    freed = freed_keys(options.reset, before.optimizer.kind, resolved.optimizer.kind)
+    freed = freed_keys(options.reset, moments_of(before.optimizer), moments_of(resolved.optimizer))
     changed, known = (changes(recipe_dict(before), recipe_dict(recipe), freed) for recipe in (resolved, written))
     if changed.refuse:
         raise RecipeError(

@@ -17,7 +17,7 @@ from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import DataError, MachineError, RecipeError
-from tuner.run.changes import Changes, changes, freed_keys, modified_since, pending, resets_of
+from tuner.run.changes import Changes, changes, freed_keys, modified_since, moments_of, pending, resets_of
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.rundir.directory import RunDir
 from tuner.rundir.last_checkpoint import last_step, way_to_whole
@@ -118,7 +118,7 @@ def _require_same_recipe(
     if before is None:
         return
     recipe = with_batch_of(record, loaded).recipe
-    freed = freed_keys(options.reset, before.recipe.optimizer.kind, recipe.optimizer.kind)
+    freed = freed_keys(options.reset, moments_of(before.recipe.optimizer), moments_of(recipe.optimizer))
     changed = changes(recipe_dict(before.recipe), recipe_dict(recipe), freed)
     if changed.refuse:
         raise _another_recipe(run, record, loaded, options, changed)

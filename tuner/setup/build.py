@@ -23,7 +23,7 @@ from tuner.model.freeze import frozen_hash, weights_hash
 from tuner.model.kernels import KERNELS
 from tuner.model.output_layer import LogitTransform
 from tuner.model.probe import RouteRefused, prove_route, require_isolation
-from tuner.model.root import CausalLM, Route, outer_parameters, trained_parameters
+from tuner.model.root import CausalLM, Route, embedding_parameters, outer_parameters, trained_parameters
 from tuner.model.trainable import TrainableSpec
 from tuner.model.vetting import require_known_losses, weighs_routers
 from tuner.parallel.assemble import AssemblySpec, Kernels, Recompute, assemble
@@ -135,7 +135,8 @@ def build(
 def build_train_state(recipe: Recipe, root: CausalLM, step_config: StepConfig) -> TrainState:
     """What a step changes, around the model of a resolved recipe: the loss, the optimizer and the guard."""
     parameters = trained_parameters(root)
-    optimizer = build_optimizer(recipe.optimizer, parameters, outer_parameters(root))
+    outer, embeddings = outer_parameters(root), embedding_parameters(root)
+    optimizer = build_optimizer(recipe.optimizer, parameters, outer, embeddings, recipe.seed)
     guard = Guard(step_config.device, recipe.train.nonfinite, recipe.train.skip_spikes)
     root.loss_kernel = KERNELS[recipe.model.kernels]
     require_known_losses(root.model.config)

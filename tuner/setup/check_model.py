@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from tuner.config.duration import Duration
 from tuner.config.methods import head_of
-from tuner.config.optimizers import MuonOptimizer
+from tuner.config.optimizers import AdamwOptimizer, MuonOptimizer
 from tuner.config.recipe import LowRankAdapter, Recipe
 from tuner.data.building.spec import resolve_max_length
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -20,7 +20,7 @@ from tuner.model.adapter import linear_layers
 from tuner.model.build import decoder_blocks, meta_model, model_config
 from tuner.model.freeze import select
 from tuner.model.output_layer import LogitTransform
-from tuner.model.root import CausalLM, outer_parameters, trained_parameters
+from tuner.model.root import CausalLM, embedding_parameters, outer_parameters, trained_parameters
 from tuner.model.vetting import holds_codes, require_known_losses
 from tuner.parallel.assemble import recomputed_count
 from tuner.runtime.dist import RankInfo
@@ -30,7 +30,7 @@ from tuner.setup.resolve import ROUTES, Resolved, check_division, model_spec, qu
 from tuner.setup.settled import rows_at_once
 from tuner.train.evaluate import check_metric, require_metric, source_names
 from tuner.train.methods.method import check_logits
-from tuner.train.optimizer import chosen_groups, hidden_matrices
+from tuner.train.optimizer import chosen_groups, coded_matrices, hidden_matrices
 
 
 def check_model(recipe: Recipe, directory: Path, found: Findings) -> str | None:
@@ -106,6 +106,9 @@ def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids
         if isinstance(recipe.optimizer, MuonOptimizer):
             with found.of("optimizer.kind"):
                 hidden_matrices(parameters, outer_parameters(root))
+        if isinstance(recipe.optimizer, AdamwOptimizer) and recipe.optimizer.state == "8bit":
+            with found.of("optimizer.state"):
+                coded_matrices(parameters, embedding_parameters(root))
 
 
 def _check_adapter(adapter: LowRankAdapter, model: PreTrainedModel, found: Findings) -> None:

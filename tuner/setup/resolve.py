@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from tuner.config.methods import Method, head_of
-from tuner.config.optimizers import MuonOptimizer
+from tuner.config.optimizers import MuonOptimizer, rounds_by_chance
 from tuner.config.recipe import LowRankAdapter, Recipe
 from tuner.errors import MachineError, RecipeError
 from tuner.model.build import ModelSpec, dropouts_of, generation_config, is_part, meta_model, model_config
@@ -326,12 +326,12 @@ def _check_numerics(recipe: Recipe, facts: DeviceFacts) -> None:
         )
     if recipe.model.kernels == "native" and facts.kind != "cpu":
         raise MachineError("model.kernels: native kernels are for the CPU", hint="write kernels: auto, liger or torch")
-    if not frozen and recipe.model.dtype != "fp32":
+    if not frozen and recipe.model.dtype != "fp32" and not rounds_by_chance(recipe.optimizer):
         raise RecipeError(
-            "model.dtype: trained weights are kept in fp32",
-            hint="write dtype: auto; train.precision sets the computation",
+            "model.dtype: trained weights are kept in fp32, unless their updates are rounded by chance",
+            hint="write dtype: auto, train.precision sets the computation; or optimizer.rounding: stochastic",
         )
-    if frozen and recipe.model.dtype == "bf16" and recipe.train.precision == "fp32":
+    if recipe.model.dtype == "bf16" and recipe.train.precision == "fp32":
         raise RecipeError(
             "model.dtype: bf16 weights cannot be computed with in train.precision: fp32",
             hint="write dtype: auto, or precision: bf16",

@@ -133,12 +133,17 @@ class OptimizerSet:
 
 
 def build_optimizer(
-    section: Optimizer, parameters: Mapping[str, nn.Parameter], outer: Set[str] = frozenset()
+    section: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    outer: Set[str] = frozenset(),
+    embeddings: Set[str] = frozenset(),
+    seed: int = 0,
 ) -> OptimizerSet:
     """The optimizer of a resolved recipe over the parameters that are trained.
 
-    ``outer`` names those of embeddings and of the output layer, which Muon leaves to AdamW. Raises RecipeError where
-    the section does not fit the parameters.
+    ``outer`` names those of embeddings and of the output layer, which Muon leaves to AdamW; ``embeddings`` those whose
+    state is float32 whatever others have. ``seed`` is of what an optimizer does by chance. Raises RecipeError where the
+    section does not fit the parameters.
     """
     held = {name: _held(parameter) for name, parameter in parameters.items()}
     layouts: dict[torch.Tensor, Layout] = {held[name]: Layout.of(parameter) for name, parameter in parameters.items()}
@@ -151,7 +156,17 @@ def build_optimizer(
     optimizers: list[torch.optim.Optimizer | OwnOptimizer]
     match section:
         case AdamwOptimizer():
-            optimizers = [_adamw(groups(parameters, lr), section.betas, section.eps)]
+            optimizers = []
+            coded = coded_matrices(parameters, embeddings) if section.state == "8bit" else []
+            by_chance = section.rounding == "stochastic"
+            compact = [n for n, p in parameters.items() if n in set(coded) or (by_chance and p.dtype == torch.bfloat16)]
+            if compact:
+                from tuner.train.compact_adamw import CompactAdamW
+
+                codes = {held[name] for name in coded}
+                optimizers.append(CompactAdamW(groups(compact, lr), layouts, codes, section, seed))
+            if others := [name for name in parameters if name not in set(compact)]:
+                optimizers.append(_adamw(groups(others, lr), section.betas, section.eps))
         case SgdOptimizer():
             optimizers = [_sgd(groups(parameters, lr), section.momentum, section.nesterov)]
         case AdafactorOptimizer():
@@ -179,6 +194,30 @@ def hidden_matrices(parameters: Mapping[str, nn.Parameter], outer: Set[str]) -> 
     if not hidden:
         raise RecipeError("optimizer.kind: muon has no hidden matrix to train", hint="write kind: adamw")
     return hidden
+
+
+def coded_matrices(parameters: Mapping[str, nn.Parameter], embeddings: Set[str]) -> list[str]:
+    """Names of the matrices whose moments have 8 bits, by their whole shapes. Raises RecipeError where none has.
+
+    Embeddings keep float32: their rows see gradients of very different sizes, and some for many steps none, where
+    Dettmers et al. 2022 (section 2.3) found training to become unstable.
+    """
+    from tuner.train.moment_codes import LEAST_NUMBERS, LEAST_WIDTH, rows_of
+
+    found = [
+        name
+        for name, parameter in parameters.items()
+        if is_matrix(name, parameter)
+        and name not in embeddings
+        and parameter.numel() >= LEAST_NUMBERS
+        and rows_of(parameter.shape)[1] >= LEAST_WIDTH
+    ]
+    if not found:
+        raise RecipeError(
+            f"optimizer.state: 8bit: no matrix of {LEAST_NUMBERS:,} numbers or more is trained besides embeddings",
+            hint="write state: fp32",
+        )
+    return found
 
 
 def chosen_groups(names: Iterable[str], groups: Sequence[ParameterGroup]) -> dict[str, ParameterGroup]:
@@ -247,7 +286,11 @@ def _as_sharded(moment: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.
     if not isinstance(like, DTensor):
         return tensor
     part = local(like)
-    if tensor.shape == part.shape:
+    if moment.endswith("_scales"):
+        from tuner.train.moment_codes import scales_shape
+
+        shape, sharded = scales_shape(like.shape), True
+    elif tensor.shape == part.shape:
         shape, sharded = like.shape, True
     elif part.shape == like.shape:
         shape, sharded = tensor.shape, False
