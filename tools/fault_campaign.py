@@ -121,6 +121,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--jobs", nargs="+", default=[], help="of prepare, train, resume and export")
     parser.add_argument("--beside", action="store_true", help="save beside training (checkpoint.async_save)")
+    parser.add_argument("--settings", default="", help="a line of the recipe, such as 'optimizer: {offload: host}'")
     parser.add_argument("--out", type=Path, help="a file that gets a line of JSON for every trial")
     parser.add_argument("--list", action="store_true", help="print the distinct points: job, phase, call and file")
     options = parser.parse_args()
@@ -132,7 +133,9 @@ def main() -> int:
         options.jobs = ["train", "resume"]  # the others save nothing
     with fork_server(), scratch() as directory:
         processes = 2 if options.part == "ranks" else 1
-        benches = {case: Bench(directory / case, case, options.beside, processes) for case in options.cases}
+        benches = {
+            case: Bench(directory / case, case, options.beside, processes, options.settings) for case in options.cases
+        }
         for bench in benches.values():
             bench.directory.mkdir()
             bench.set_up()

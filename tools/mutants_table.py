@@ -92,17 +92,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "runtime-publish-parent-fsync",
         "runtime.files.publish_dir",
-        "os.rename(A, B)\n"
-        "fsync_dir(B.parent)",
+        "os.rename(A, B)\nfsync_dir(B.parent)",
         "os.rename(A, B)",
         RUNTIME,
     ),
     Mutant(
         "runtime-discard-in-place",
         "runtime.files.discard_dir",
-        "os.rename(A, B)\n"
-        "fsync_dir(A.parent)\n"
-        "shutil.rmtree(B)",
+        "os.rename(A, B)\nfsync_dir(A.parent)\nshutil.rmtree(B)",
         "shutil.rmtree(A)",
         FAULTS,
     ),
@@ -111,8 +108,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "faults-nothing-is-flushed",
         "runtime.files",
         "TMP_PREFIX = A",
-        "os.fsync = lambda descriptor: None\n"
-        "TMP_PREFIX = A",
+        "os.fsync = lambda descriptor: None\nTMP_PREFIX = A",
         FAULTS,
     ),
     Mutant(
@@ -125,20 +121,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "faults-named-before-described",
         "checkpoint.save._commit",
-        "write_new(A / MANIFEST_NAME, B)\n"
-        "if os.path.lexists(C):\n"
-        "    replace_dir(A, C)\n"
-        "else:\n"
-        "    publish_dir(A, C)",
-        "publish_dir(A, C)\n"
-        "write_new(C / MANIFEST_NAME, B)",
+        "write_new(A / MANIFEST_NAME, B)\nif os.path.lexists(C):\n    replace_dir(A, C)\nelse:\n    publish_dir(A, C)",
+        "publish_dir(A, C)\nwrite_new(C / MANIFEST_NAME, B)",
         FAULTS,
     ),
     Mutant(
         "faults-swallowed-by-writer-threads",
         "checkpoint.storage._write_shard",
-        "A, B = _write_file(P, H, T, S)\n"
-        "fsync_dir(D)",
+        "A, B = _write_file(P, H, T, S)\nfsync_dir(D)",
         "with ThreadPoolExecutor(2) as pool:\n"
         "    job = pool.submit(_write_file, P, H, T, S)\n"
         "    pool.submit(fsync_dir, D)\n"
@@ -156,8 +146,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "checkpoint-header-unhashed",
         "checkpoint.shard_hash.shard_sha256",
-        "for A in H:\n"
-        "    D.update(A)",
+        "for A in H:\n    D.update(A)",
         "",
         CHECKPOINT,
     ),
@@ -298,10 +287,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "data-probe-literal-unseen",
         "data.encoding.template_layout.TemplateLayout.fits",
-        "if A in B:\n"
-        "    return False",
-        "if A == B:\n"
-        "    return False",
+        "if A in B:\n    return False",
+        "if A == B:\n    return False",
         SKELETONS,
     ),
     Mutant(
@@ -363,7 +350,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "data-duplicate-keys-unseen",
         "data.reading.jsonl.fast_json_record",
-        "A.count(b\":\") - B",
+        'A.count(b":") - B',
         "0",
         ("tests/data/reading/test_jsonl.py",),
     ),
@@ -391,8 +378,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "data-digest-without-order",
         "data.sources.content_digest",
-        "b\"\".join(A)",
-        "b\"\".join(sorted(A))",
+        'b"".join(A)',
+        'b"".join(sorted(A))',
         ("tests/data/test_sources.py",),
     ),
     Mutant(
@@ -735,6 +722,41 @@ MUTANTS: tuple[Mutant, ...] = (
         TRAIN,
     ),
     Mutant(
+        "host-update-before-gradients",
+        "train.host_link.HostLink.begin",
+        "self._down.wait_stream(A)",
+        "pass",
+        ("tests/train/test_host_link.py",),
+    ),
+    Mutant(
+        "host-buffer-overwritten",
+        "train.host_link._queued",
+        "A.wait_event(B)",
+        "pass",
+        ("tests/train/test_host_link.py",),
+    ),
+    Mutant(
+        "host-skip-forgotten",
+        "train.host_adamw.HostAdamW._divisor",
+        "torch.where(A > 0, 0.0, B)",
+        "B",
+        ("tests/train/test_host_adamw.py",),
+    ),
+    Mutant(
+        "host-cut-within-a-vector",
+        "train.host_adamw.buckets",
+        "A // UNIT * UNIT",
+        "A",
+        ("tests/train/test_host_adamw.py",),
+    ),
+    Mutant(
+        "host-save-not-waited-for",
+        "train.step.optimizer_step",
+        "A.written.wait()",
+        "",
+        ("tests/run/tasks/test_host_saves.py",),
+    ),
+    Mutant(
         "train-early-stop-late",
         "train.progress.EarlyStop.is_due",
         "A.stale >= B",
@@ -803,7 +825,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "export-written-bytes-unchecked",
         "export.verify.require_written",
         "sha256_of_same(P, A) if B else None",
-        "__import__(\"hashlib\").sha256(P.read_bytes()).hexdigest()",
+        '__import__("hashlib").sha256(P.read_bytes()).hexdigest()',
         EXPORT,
     ),
     InC(

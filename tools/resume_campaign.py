@@ -1,11 +1,13 @@
 """Kill training with SIGKILL at random steps of its second epoch, resume it, and compare with an unbroken run.
 
-    python tools/resume_campaign.py --trials 20 --world-sizes 1 2 --seed 0 [--quantize nf4]
+    python tools/resume_campaign.py --trials 20 --world-sizes 1 2 --seed 0
+    python tools/resume_campaign.py --flags --optimizer.offload host --checkpoint.async_save true
 
 A LoRA run with dropout and four microbatches per step is trained once unbroken per world size. Each trial trains it
 anew, dies at a random step (all processes, or one of them and the launcher then kills the others), resumes in new
 processes, and must end with the same tensors (SHA-256), the same loss log and the same optimizer moments. Prints one
-JSON line per trial and a summary; exits with 1 when a trial differs. With ``--quantize`` the base is quantised.
+JSON line per trial and a summary; exits with 1 when a trial differs. What follows ``--flags`` is
+given to every run that is trained; a resume finds it in the run's recipe.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +77,20 @@ def launch(directory: Path, world_size: int, words: list[str], start: Start = su
     return [process.wait() for process in processes]
 
 
-def trial(
-    directory: Path, world_size: int, number: int, rng: random.Random, unbroken: dict[str, Any], start: Start
+def trial(  # noqa: PLR0913 - a kill, and what it is held against
+    directory: Path,
+    world_size: int,
+    number: int,
+    rng: random.Random,
+    unbroken: dict[str, Any],
+    start: Start,
+    flags: Sequence[str] = (),
 ) -> dict[str, Any]:
     """One kill and resume."""
     step = rng.randrange(STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH)
     rank = rng.choice([-1, *range(world_size)])
     name = f"w{world_size}-t{number}"
-    dying = ["-c", KILLED, str(step), str(rank), "train", "r.yaml", "--name", name]
+    dying = ["-c", KILLED, str(step), str(rank), "train", "r.yaml", "--name", name, *flags]
     killed = launch(directory, world_size, dying, start)
     resumed = launch(directory, world_size, ["-m", "tuner", "resume", f"runs/{name}"], start)
     ended = outcome(directory / "runs" / name)
@@ -98,20 +106,23 @@ def trial(
 
 
 def campaign(
-    directory: Path, world_size: int, trials: int, seed: int, start: Start = subprocess.Popen, quantize: str = "none"
+    directory: Path,
+    world_size: int,
+    trials: int,
+    seed: int,
+    start: Start = subprocess.Popen,
+    flags: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """All trials at one world size, in `directory`, which is empty; `start` starts each process."""
     prepare(directory, world_size)
-    recipe = directory / "r.yaml"
-    recipe.write_text(recipe.read_text().replace("./model}", f"./model, quantize: {quantize}}}"))
-    codes = launch(directory, world_size, ["-m", "tuner", "train", "r.yaml", "--name", "unbroken"], start)
+    codes = launch(directory, world_size, ["-m", "tuner", "train", "r.yaml", "--name", "unbroken", *flags], start)
     if any(codes):
         raise RuntimeError(f"the unbroken run failed: {codes}\n{(directory / 'rank0.log').read_text()[-2000:]}")
     unbroken = outcome(directory / "runs" / "unbroken")
     rng = random.Random(seed * 1000 + world_size)
     results = []
     for number in range(trials):
-        results.append(trial(directory, world_size, number, rng, unbroken, start))
+        results.append(trial(directory, world_size, number, rng, unbroken, start, flags))
         print(json.dumps(results[-1]), flush=True)
     return results
 
@@ -122,14 +133,12 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quantize", choices=("none", "nf4", "int8"), default="none")
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of `tuner train`, the last option here")
     options = parser.parse_args()
     results = []
     for world_size in options.world_sizes:
         with tempfile.TemporaryDirectory(prefix="tuner-campaign-") as directory:
-            results += campaign(
-                Path(directory), world_size, options.trials, options.seed, quantize=options.quantize
-            )
+            results += campaign(Path(directory), world_size, options.trials, options.seed, flags=options.flags)
     good = sum(r["killed"] and r["resumed"] and r["identical"] for r in results)
     print(json.dumps({"trials": len(results), "identical": good, "seed": options.seed}))
     return 0 if good == len(results) else 1

@@ -29,6 +29,17 @@ def test_a_state_saved_from_its_copy_is_the_state_before_it_changed(tmp_path: Pa
         assert (later / name).read_bytes() == (at_once / name).read_bytes()
 
 
+def test_what_is_staged_in_place_is_not_copied() -> None:
+    state, staging = full_state(1), Staging()
+    whole = staging.stage(state)
+    size, moments = staging.nbytes, [name for name in state if name.startswith("optimizer/")]
+    assert moments and not whole.written.is_set()
+    staging.release()
+    staged = staging.stage(state, in_place=moments)
+    assert [*staged.tensors] == [*state] and 0 < staging.nbytes < size
+    assert all((staged.tensors[name] is state[name]) == (name in moments) for name in state)
+
+
 def test_the_memory_is_used_again_and_grows_where_more_is_wanted() -> None:
     staging, state = Staging(), full_state(1)
     staging.reserve(state)

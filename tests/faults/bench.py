@@ -30,7 +30,9 @@ COMMITTED = re.compile(r"/runs/a/checkpoints/step-(\d+)")
 class Bench:
     """One case in a directory of its own: `inputs`, `trial` (the root that is struck), and starting points."""
 
-    def __init__(self, directory: Path, case: str, beside: bool = False, processes: int = 1) -> None:
+    def __init__(
+        self, directory: Path, case: str, beside: bool = False, processes: int = 1, settings: str = ""
+    ) -> None:
         self.directory = directory
         self.case = case
         self.of = CASES[case]
@@ -38,6 +40,8 @@ class Bench:
         """Whether checkpoints are saved beside training."""
         self.processes = processes
         """How many train."""
+        self.settings = settings
+        """Further lines of the recipe."""
         self.root = directory / "trial"
         self.recipe = directory / "inputs" / "r.yaml"
         self.sound = Sound()
@@ -51,7 +55,7 @@ class Bench:
 
     def set_up(self, whole: bool = True) -> None:
         """Write the inputs, do every job once unbroken, and keep what it began from; not `whole`: up to `train`."""
-        settings = f"checkpoint: {{async_save: {str(self.beside).lower()}}}\n"
+        settings = f"checkpoint: {{async_save: {str(self.beside).lower()}}}\n{self.settings}\n"
         if self.processes > 1:  # one that waits for a process that never began cannot know before
             settings += f"parallel: {{timeout: {TIMEOUT_S} s}}\n"
         write_inputs(self.directory / "inputs", self.of, settings)

@@ -19,6 +19,7 @@ ROWS = [1, 20, 3, 15, 0, 0, 20, 7, 5, 2]
 STEPS = 6
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"kind": "adamw", "lr": 1e-3},
+    "adamw-host": {"kind": "adamw", "lr": 1e-3, "offload": "host"},
     "sgd": {"kind": "sgd", "lr": 1e-2, "nesterov": True},
     "adafactor": {"kind": "adafactor", "lr": 1e-3},
     "adafactor-scaled": {"kind": "adafactor", "lr": 1e-2, "scale_parameter": True},

@@ -50,6 +50,19 @@ def test_two_processes_take_the_steps_of_one(
 
 
 @pytest.mark.multi
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_update_on_the_host_has_the_bits_of_one_on_the_device(
+    processes: int, drawn: bool, both: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    found = both[processes - 1]
+    host, device = found[f"adamw-host {drawn}"], found[f"adamw {drawn}"]
+    assert host.keys() == device.keys()
+    assert all(torch.equal(host[name], device[name]) for name in device)
+
+
+@pytest.mark.multi
 def test_optimizers_differ(both: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    weights = [found["model.layers.0.mlp.up_proj.weight"] for found in both[1].values()]
+    found = {case: state for case, state in both[1].items() if "host" not in case}
+    weights = [state["model.layers.0.mlp.up_proj.weight"] for state in found.values()]
     assert all(not torch.equal(a, b) for number, a in enumerate(weights) for b in weights[:number])

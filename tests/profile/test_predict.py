@@ -66,6 +66,25 @@ def test_the_copy_of_a_save_lies_in_the_hosts_memory_where_training_is_on_a_gpu(
     assert any("page-locked" in text for text in found.assumptions)
 
 
+def test_states_on_the_host_are_none_of_the_device(tmp_path: Path) -> None:
+    def on(offload: str, processes: str = "1", device: str = "h100-80g", **sections: dict[str, Any]) -> Any:
+        recipe = wish(tmp_path, optimizer={"offload": offload}, **sections)
+        return predicted(recipe, device, 80 << 30, processes).memory
+
+    device, host, two = on("none"), on("host"), on("host", "1x2")
+    weights = device.peak.parts["parameters"]  # all trained, in float32
+    assert 2 * weights <= device.peak.parts["optimizer"] < 2.1 * weights
+    assert "optimizer" not in device.host
+    assert host.peak.parts["optimizer"] < 0.1 * weights
+    assert 3.9 * weights < host.host["optimizer"] < 4.1 * weights, "two moments, and buffers as large as a small model"
+    assert host.peak.parts["other"] <= device.peak.parts["other"]
+    assert two.host["optimizer"] < 0.6 * host.host["optimizer"]
+    copied = host.host["staging"]
+    assert 0.9 * weights < copied < 1.1 * weights, "what lies there is not copied"
+    here = on("host", device="cpu")
+    assert here.peak.parts["optimizer"] > 3.9 * weights and not here.host
+
+
 def test_answers_to_samples_are_counted_at_their_longest(tmp_path: Path) -> None:
     held = {"eval": "2%", "max_length": 128}
     few, many = (predicted(wish(tmp_path, data=held, eval={"samples": n})).memory for n in (0, 16))

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from tuner.errors import MachineError
-from tuner.runtime.device import forget_cuda_error
+from tuner.runtime.page_lock import page_lock, page_unlock
 
 T = TypeVar("T")
-_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
 ALIGNMENT = 64
 """Bytes; a cache line, and a multiple of every item size."""
 
 
 @dataclass(frozen=True)
 class Staged:
-    """This process's part of every tensor of a state, in host memory, as it was when it was staged."""
+    """This process's part of every tensor of a state, in host memory, as it was when it was staged.
+
+    Tensors that were staged in place are none of its copies: nobody may change them before they are ``written``.
+    """
 
     tensors: dict[str, torch.Tensor]
     copied: torch.cuda.Event | None = None
     """Recorded after the copies where a device makes them on its own time."""
+    written: threading.Event = field(default_factory=threading.Event)
+    """Set when who writes the state has read all of it, or has failed."""
 
     def wait(self) -> None:
         """Return once the copies are there. The host waits."""
@@ -73,11 +77,17 @@ class Staging:
             block.zero_()  # now, rather than page by page in the first save
         self._block = block
 
-    def stage(self, tensors: Mapping[str, torch.Tensor]) -> Staged:
-        """Copy this process's part of each tensor; on CUDA the copies run during what is queued next.
+    def stage(self, tensors: Mapping[str, torch.Tensor], in_place: Collection[str] = ()) -> Staged:
+        """Copy this process's part of each tensor but those of the host that are ``in_place``, which are named there.
 
-        Work that changes a tensor on the device must wait there for the event `copied` first.
+        On CUDA the copies run during what is queued next: work that changes a tensor on the device must wait there for
+        the event `copied` first. Who changes one that is in place must wait until it is `written`.
         """
+        copied = {name: tensor for name, tensor in tensors.items() if name not in in_place}
+        staged = self._copies(copied)
+        return replace(staged, tensors={name: staged.tensors.get(name, _local(tensors[name])) for name in tensors})
+
+    def _copies(self, tensors: Mapping[str, torch.Tensor]) -> Staged:
         self.reserve(tensors)
         parts = {name: _local(tensor.detach()) for name, tensor in tensors.items()}
         views: dict[str, torch.Tensor] = {}
@@ -104,7 +114,7 @@ class Staging:
     def release(self) -> None:
         """Give the memory back. No staged state may be used after it."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr())
+            page_unlock(self._block)
             self._pinned = False
         self._block = torch.empty(0, dtype=torch.uint8)
 
@@ -124,15 +134,10 @@ def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
 
 
 def _pin(block: torch.Tensor, device: torch.device) -> str | None:
-    """Page-lock a block as it is: torch's own allocator of such memory rounds up to a power of two.
-
-    Returns what a person should know where CUDA refuses. The calling thread must have made ``device`` its own: the call
-    makes a context on whatever device is the thread's.
-    """
-    code = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), _PORTABLE))
+    """Page-lock a block; what a person should know where CUDA refuses. ``device`` must be the calling thread's own."""
+    code = page_lock(block, device)
     if code == 0:
         return None
-    forget_cuda_error(device)
     return (
         f"CUDA cannot page-lock {block.numel():,} bytes of host memory (error {code}): training waits a little longer "
         "for the copy of each save; raise the limit (ulimit -l, or the container's), or write checkpoint.async_save: "

@@ -60,6 +60,8 @@ class AdamwOptimizer(Section):
     rounding: Word[Literal["nearest", "stochastic"]] = "nearest"
     """Of updated weights: nearest; or stochastic, up or down by chance, with which bf16 weights can be trained."""
     weight_decay: DecoupledDecay = 0.0
+    offload: Word[Literal["none", "host"]] = "none"
+    """Where its states lie and the update is computed: none, on the device; host, in the host's memory and cores."""
     groups: Groups = ()
 
 
@@ -144,3 +146,8 @@ class CustomOptimizer(Section):
 def rounds_by_chance(section: Section) -> bool:
     """Whether bf16 weights can be trained with an optimizer: to the nearest, small updates would be lost."""
     return isinstance(section, AdamwOptimizer) and section.rounding == "stochastic"
+
+
+def keeps_states_on_host(section: Section) -> bool:
+    """Whether the states of an optimizer lie in the host's memory, where its update is computed as well."""
+    return isinstance(section, AdamwOptimizer) and section.offload == "host"

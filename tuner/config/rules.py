@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
-from tuner.config.optimizers import AdafactorOptimizer, MuonOptimizer, SgdOptimizer, rounds_by_chance
+from tuner.config.optimizers import (
+    AdafactorOptimizer,
+    AdamwOptimizer,
+    MuonOptimizer,
+    SgdOptimizer,
+    rounds_by_chance,
+)
 from tuner.config.recipe import Recipe
 
 
@@ -177,6 +183,17 @@ def _stochastic_rounding_needs_bf16(recipe: Recipe, given: Set[str]) -> str | No
     return None
 
 
+def _states_on_host_are_fp32(recipe: Recipe, given: Set[str]) -> str | None:
+    optimizer = recipe.optimizer
+    if not isinstance(optimizer, AdamwOptimizer) or optimizer.offload == "none":
+        return None
+    if optimizer.state != "fp32":
+        return f"moments on the host are float32; write optimizer.state: fp32, or offload: none with {optimizer.state}"
+    if optimizer.rounding != "nearest":
+        return "the host updates float32 weights, which need no such rounding; write optimizer.rounding: nearest"
+    return None
+
+
 def _export_needs_checkpoint(recipe: Recipe, given: Set[str]) -> str | None:
     export = recipe.export
     if recipe.checkpoint.at_end or (export.every is None and not export.at_end):
@@ -222,5 +239,6 @@ RULES: tuple[Rule, ...] = (
     Rule(("export.adapter", "adapter.kind"), _kept_adapter_is_there),
     Rule(("optimizer.nesterov", "optimizer.momentum", "optimizer.kind"), _nesterov_has_momentum),
     Rule(("optimizer.rounding", "optimizer.kind", "model.dtype", "adapter.kind"), _stochastic_rounding_needs_bf16),
+    Rule(("optimizer.offload", "optimizer.state", "optimizer.rounding", "optimizer.kind"), _states_on_host_are_fp32),
     Rule(("profile.steps", "profile.memory", "profile.time"), _profile_records_something),
 )

@@ -51,6 +51,8 @@ class Storage:
     """Made by a layer that is computed again in the backward pass."""
     given: bool = False
     """Made outside of torch: rows of token ids as numpy lays them down."""
+    host: bool = False
+    """In the memory of the host, where a device has one of its own."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,12 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
             number = self._enter(tensor)
             if number is not None:
                 self.storages[number].part = part
+
+    def on_host(self, tensor: torch.Tensor, part: Part) -> None:
+        """Count a tensor's storage to the host's memory: no byte of a device that has its own, from its start on."""
+        number = self._enter(tensor)
+        if number is not None:
+            self.storages[number].part, self.storages[number].host = part, True
 
     def assign_rest(self, part: Part) -> None:
         """Count what is there and has no part yet to this one."""

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from tuner.config.load import LoadedRecipe
-from tuner.config.optimizers import AdamwOptimizer
+from tuner.config.optimizers import AdamwOptimizer, keeps_states_on_host
 from tuner.config.recipe import Recipe
 from tuner.model.flops import Flops, training_flops
-from tuner.profile.predict import Target, computing, predict, resolved_for
+from tuner.profile.estimate import computing
+from tuner.profile.predict import Target, predict, resolved_for
 from tuner.profile.prediction import Prediction
 from tuner.profile.search import LEVELS, Choice, Search, row_counts
 from tuner.profile.workload import workload
@@ -128,9 +129,9 @@ class _Speed:
 
 
 def _moment_bytes(recipe: Recipe) -> int:
-    """The least that a weight's moments take: of adamw two, in float32 or 8 bits."""
+    """The least that a weight's moments take of the device: of adamw two, in float32 or 8 bits, or on the host."""
     optimizer = recipe.optimizer
-    if not isinstance(optimizer, AdamwOptimizer):
+    if not isinstance(optimizer, AdamwOptimizer) or keeps_states_on_host(optimizer):
         return 0
     return 2 if optimizer.state == "8bit" else 8
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import ceil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tuner.config.recipe import Recipe
 from tuner.data.building.spec import resolve_max_length
-from tuner.model.flops import FROZEN, TRAINED, Flops
 from tuner.model.kernels import has_liger
 from tuner.model.probe import RouteRefused
 from tuner.profile.cuda_allocator import expands_segments
 from tuner.profile.devices import Device
-from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Phase, Prediction, TimeEstimate
+from tuner.profile.estimate import estimate
+from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Phase, Prediction
 from tuner.profile.timeline import memory_timeline
 from tuner.profile.tracing import Trace, trace_step
-from tuner.profile.traffic import Traffic
+from tuner.profile.words import largest_first
 from tuner.profile.workload import Workload, added_ids, workload
-from tuner.runtime.device import measured_peak
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
 from tuner.setup.resolve import Resolved, check_division, rerouted, resolve
@@ -35,14 +33,6 @@ COMMUNICATOR_BYTES = {1: 400 * MIB, 2: 1024 * MIB}
 GLOO_THREADS = 2
 ERRORS = {"cpu": 0.02, "cuda": 0.05, "compiled": 0.1}
 """The stated error of a peak, as a share of it."""
-REACHED = 0.4
-"""Share of the rate of large products: published full steps on H100 reach 33 to 46 % of the data sheet's."""
-HALF_REACHED = 512
-"""Tokens of a microbatch at which a device reaches half of what it reaches with many."""
-AGAIN = {"none": 0.0, "selective": 0.1, "full": 1.0}
-"""Share of the forward pass of a layer that is computed again in its backward pass."""
-LINKS = {"machine": 300e9, "network": 25e9}
-"""Bytes a second that a process gets from others: of its own machine, and over the network."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +42,15 @@ class Target:
     device: Device
     rank_info: RankInfo
     limit_bytes: int
+    host_bytes: int | None = None
+    """What each process may take of the host's memory; None takes the device's share of it."""
+
+    @property
+    def host_limit_bytes(self) -> int | None:
+        """What each process may take of the host's memory; None where that is the device's own."""
+        if self.device.kind == "cpu":
+            return None
+        return self.device.host_bytes if self.host_bytes is None else self.host_bytes
 
 
 def predict(recipe: Recipe, target: Target, prepared: Path | None = None) -> Prediction:
@@ -75,17 +74,19 @@ def predict(recipe: Recipe, target: Target, prepared: Path | None = None) -> Pre
         assumptions = (*assumptions, apart)
     always, constants = _constants(resolved, trace, rank_info)
     timeline = memory_timeline(trace, always, device.kind == "cuda" and expands_segments(os.environ))
+    timeline = _with_host_copy(timeline, resolved, trace)
     total_steps = _total_steps(resolved.recipe, work)
     return Prediction(
         device=device.shown,
         device_kind=device.kind,
         processes=rank_info.world_size,
         local_processes=rank_info.local_world_size,
-        memory=MemoryTimeline((*timeline.moments, *_others(trace, timeline, rank_info)), timeline.layers),
+        memory=replace(timeline, moments=(*timeline.moments, *_others(trace, timeline, rank_info))),
         limit_bytes=target.limit_bytes,
         error=ERRORS["compiled" if wants_compiled(recipe, resolved, device) else device.kind],
         time=estimate(resolved.recipe, trace, device, rank_info, work, total_steps),
-        assumptions=(*work.assumptions, *assumptions, *constants),
+        assumptions=(*work.assumptions, *assumptions, *constants, *_of_host(timeline, target)),
+        host_limit_bytes=target.host_limit_bytes,
     )
 
 
@@ -148,6 +149,22 @@ def _constants(resolved: Resolved, trace: Trace, rank_info: RankInfo) -> tuple[M
     return always, tuple(said)
 
 
+def _with_host_copy(timeline: MemoryTimeline, resolved: Resolved, trace: Trace) -> MemoryTimeline:
+    """The timeline with the copy that a save in the background is written from, where that lies on the host."""
+    if resolved.facts.kind == "cpu" or resolved.recipe.checkpoint.async_save is not True:
+        return timeline
+    return replace(timeline, host={**timeline.host, "staging": trace.staged})
+
+
+def _of_host(timeline: MemoryTimeline, target: Target) -> tuple[str, ...]:
+    """What is kept on the host, and how much of it there may be, in words."""
+    if not timeline.host or target.host_limit_bytes is None:
+        return ()
+    parts = largest_first(timeline.host)
+    whose = "given" if target.host_bytes is not None else "taken for such a device"
+    return (f"the host's memory holds {parts}, of {gib(target.host_limit_bytes)} {whose}",)
+
+
 def _held_by_gloo(trace: Trace) -> int:
     """The largest buffers of collectives, one for each thread: it lets go of them after whoever waits has gone on."""
     sizes = [storage.size for storage in trace.storages if storage.part in {"gathered", "reduced"}]
@@ -177,71 +194,3 @@ def _total_steps(recipe: Recipe, work: Workload) -> int | None:
     if duration.unit == "tokens":
         return max(1, round(duration.count / (work.tokens_per_row * recipe.train.global_batch_size)))
     return None
-
-
-@dataclass(frozen=True)
-class Computing:
-    """The arithmetic of a step of mean rows on one process: its seconds, and FLOPs of a microbatch by part."""
-
-    seconds: float
-    micro_batches: float
-    flops: Mapping[str, float]
-    basis: str
-
-
-def computing(recipe: Recipe, flops: Flops, device: Device, rank_info: RankInfo, work: Workload) -> Computing:
-    """Estimate the arithmetic of a step from the first microbatch of its workload; nothing is traced for it."""
-    batch, tokens_per_row = work.batches.micro[0], work.tokens_per_row
-    lengths, trained = batch.lengths, len(batch.trained_positions)
-    train, tokens, rows = recipe.train, sum(lengths), rows_at_once(recipe)
-    micro = max(1.0, train.global_batch_size / (rows * rank_info.world_size))
-    share = rows * tokens_per_row / tokens
-    parts = {name: value * share for name, value in flops.parts(lengths, trained).items()}
-    again = AGAIN[train.gradient_checkpointing] * _forward_share(recipe) * _layers_share(recipe)
-    parts["again"] = again * (parts["layers"] + parts["attention"])
-    if work.extra_forwards:
-        parts["extra"] = work.extra_forwards * flops.forward_of(lengths, trained) * share
-    rate, basis = _rate(device, str(train.precision))
-    reached = rate * REACHED * tokens * share / (tokens * share + HALF_REACHED)
-    return Computing(micro * sum(parts.values()) / reached, micro, parts, basis)
-
-
-def estimate(
-    recipe: Recipe, trace: Trace, device: Device, rank_info: RankInfo, work: Workload, total_steps: int | None
-) -> TimeEstimate:
-    """The time of a step of mean rows: that of its arithmetic, at least that of its traffic."""
-    computed = computing(recipe, trace.flops, device, rank_info, work)
-    micro = computed.micro_batches
-    traffic = _of_step(trace.traffic, ceil(micro))
-    sent = traffic.gathered + traffic.reduced - traffic.far
-    return TimeEstimate(
-        flops={name: value * micro * rank_info.world_size for name, value in computed.flops.items()},
-        tokens_per_step=work.tokens_per_row * recipe.train.global_batch_size,
-        step_s=max(computed.seconds, sent / LINKS["machine"] + traffic.far / LINKS["network"]),
-        total_steps=total_steps,
-        basis=computed.basis,
-        traffic=traffic,
-    )
-
-
-def _of_step(traced: Sequence[Traffic], n_micro: int) -> Traffic:
-    """The traffic of so many microbatches: all are like the first but the last, which may reduce what they added up."""
-    return traced[0] * (n_micro - 1) + traced[-1]
-
-
-def _forward_share(recipe: Recipe) -> float:
-    """The part of a layer's arithmetic that is its forward pass."""
-    return 2 / (TRAINED if recipe.adapter.kind == "none" else FROZEN)
-
-
-def _layers_share(recipe: Recipe) -> float:
-    """The part of the layers that is computed again; all of them where they are counted out."""
-    layers = recipe.train.gradient_checkpointing_layers
-    return float(layers.share) if layers.unit == "%" else 1.0
-
-
-def _rate(device: Device, precision: str) -> tuple[float, str]:
-    if device.flops is None:
-        return measured_peak(device.kind, precision), f"at {REACHED:.0%} of the rate of a matrix product measured here"
-    rate = device.flops if precision == "bf16" else device.flops / 2
-    return rate, f"at {REACHED:.0%} of the data sheet's {rate / 1e12:,.0f} TFLOP/s"

@@ -68,6 +68,8 @@ class MemoryTimeline:
     layers: Mapping[str, int]
     """Activations that each module keeps from its forward to its backward pass, by name; ``""`` is what lies outside
     of all decoder layers."""
+    host: Mapping[Part, int] = field(default_factory=dict)
+    """Bytes in the host's memory at its fullest moment, where the device has a memory of its own."""
 
     @property
     def peak(self) -> Moment:
@@ -133,6 +135,18 @@ class Prediction:
     time: TimeEstimate
     assumptions: tuple[str, ...] = field(default=())
     """What the figures rest on, each in a sentence."""
+    host_limit_bytes: int | None = None
+    """What the process may take of the host's memory; None where that is the device's, or not known."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in the host's memory at its fullest moment, without the process itself."""
+        return sum(self.memory.host.values())
+
+    @property
+    def host_fits(self) -> bool:
+        """Whether the host has room for what is kept there."""
+        return self.host_limit_bytes is None or self.host_bytes <= self.host_limit_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -156,8 +170,8 @@ class Prediction:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the peak is below the limit, and by more than the stated error."""
-        if self.margin_bytes < 0:
+        """Whether the peak is below the limit, and by more than the stated error; the host has room for its part."""
+        if self.margin_bytes < 0 or not self.host_fits:
             return "does not fit"
         return "fits" if self.margin_bytes >= self.error * self.peak_bytes else "tight"
 

@@ -10,7 +10,7 @@ from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part
 from tuner.profile.tracing import Trace
 
 if TYPE_CHECKING:
-    from tuner.profile.allocations import Change, Storage
+    from tuner.profile.allocations import Storage
 
 ROOT = "model."
 """The model's name in the module that is trained, which is left out."""
@@ -23,10 +23,16 @@ def memory_timeline(trace: Trace, always: Mapping[Part, int], expandable: bool =
     """
     parts, names = parts_of(trace), _names(trace)
     allocator: Allocator = ExpandableAllocator() if expandable else CachingAllocator()
-    held = _held(trace.changes, allocator) if trace.target == "cuda" else None
+    held = _held(trace, allocator) if trace.target == "cuda" else None
     now: dict[Part, int] = {**dict.fromkeys(PARTS, 0), **always}
+    host: dict[Part, int] = {}
+    host_peak: dict[Part, int] = {}
     moments: list[Moment] = []
     for number, change in enumerate(trace.changes):
+        if held is not None and trace.storages[change.storage].host:
+            host[parts[change.storage]] = host.get(parts[change.storage], 0) + change.delta
+            host_peak = max(host_peak, dict(host), key=lambda sizes: sum(sizes.values()))
+            continue
         now[parts[change.storage]] += change.delta
         if number + 1 < trace.marks[0][1]:
             continue
@@ -37,7 +43,7 @@ def memory_timeline(trace: Trace, always: Mapping[Part, int], expandable: bool =
             moments.append(moment)
         elif moment.total > moments[-1].total:
             moments[-1] = moment
-    return MemoryTimeline(tuple(moments), _kept(trace, parts, names))
+    return MemoryTimeline(tuple(moments), _kept(trace, parts, names), host_peak)
 
 
 def parts_of(trace: Trace) -> list[Part]:
@@ -92,12 +98,15 @@ def _kept(trace: Trace, parts: Sequence[Part], names: Mapping[str, str]) -> dict
     return found
 
 
-def _held(changes: Sequence[Change], allocator: Allocator) -> list[int]:
+def _held(trace: Trace, allocator: Allocator) -> list[int]:
     """Bytes of the device that the allocator holds after each change."""
     sizes: dict[int, int] = {}
     blocks: dict[int, Block] = {}
     held = []
-    for change in changes:
+    for change in trace.changes:
+        if trace.storages[change.storage].host:
+            held.append(allocator.held)
+            continue
         sizes[change.storage] = size = sizes.get(change.storage, 0) + change.delta
         if change.storage in blocks:
             allocator.free(blocks.pop(change.storage))

@@ -30,7 +30,7 @@ from tuner.parallel.mesh import Mesh
 from tuner.profile.fakes import cuda_stand_in, give_storage, quiet_kernels, unchanged_modules
 from tuner.profile.prediction import Phase
 from tuner.profile.traffic import Traffic, TrafficCounter
-from tuner.runtime import phase, torch_private
+from tuner.runtime import host, phase, torch_private
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import (
     assembly_spec,
@@ -111,6 +111,7 @@ def trace_step(
             each.most_forwards = lambda own: own  # nobody is there to ask
             give_storage(each, device)
             tracker.assign([*each.parameters(), *each.buffers()], "parameters")
+        stack.enter_context(host.observed(tracker.on_host))
         with tracker:
             train_state = build_train_state(resolved.recipe, root, step_config_of(resolved.recipe, device, mesh))
             train_state.method.teacher = teacher
@@ -126,7 +127,8 @@ def trace_step(
             if held_out is not None:
                 _evaluate(tracker, train_state, held_out, samples)
         changes = tuple(tracker.changes)
-        staged = staged_bytes(run_tensors(train_state))
+        held = train_state.optimizer.host_names()
+        staged = staged_bytes({name: tensor for name, tensor in run_tensors(train_state).items() if name not in held})
     return Trace(resolved.facts.kind, changes, tracker.storages, marks, blocks, staged, largest, flops, traffic)
 
 

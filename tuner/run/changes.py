@@ -50,6 +50,7 @@ ON_RESUME: dict[str, Effect] = {
     "train.overfit_first_batch": "refuse",
     "train.mock_batch": "safe",
     "optimizer.": "refuse",
+    "optimizer.offload": "safe",
     "schedule.": "refuse",
     "eval.": "safe",
     "eval.max_rows": "warn",

@@ -9,7 +9,7 @@ from tuner.checkpoint.manifest import SEAL
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe
 from tuner.config.methods import DistillMethod
-from tuner.config.optimizers import CustomOptimizer
+from tuner.config.optimizers import CustomOptimizer, keeps_states_on_host
 from tuner.config.recipe import Recipe
 from tuner.data.building.prepare import check_to_use, find_prepared, prepare_to_use, prepared_path
 from tuner.data.building.spec import PrepareSpec, prepare_spec
@@ -198,6 +198,10 @@ def plan_launch(
     if record is None and found is not None and found.step >= total_steps:
         raise RecipeError(f"{found.path}: no steps are left to train", hint="give an earlier checkpoint of its run")
     _announce(console, resolved, table, rank_info)
+    if keeps_states_on_host(resolved.recipe.optimizer):
+        from tuner.setup.host_states import announce_host_states
+
+        announce_host_states(console, resolved, rank_info)
     announce_packing(console, resolved, ready.data)
     if found is None and (few := few_steps(loaded.recipe, table.plan)) is not None:
         console.warn(few)

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from tuner.config.methods import Method, head_of
-from tuner.config.optimizers import MuonOptimizer, rounds_by_chance
+from tuner.config.optimizers import MuonOptimizer, keeps_states_on_host, rounds_by_chance
 from tuner.config.recipe import LowRankAdapter, Recipe
 from tuner.errors import MachineError, RecipeError
 from tuner.model.build import ModelSpec, dropouts_of, generation_config, is_part, meta_model, model_config
@@ -263,7 +263,8 @@ def _async_save(recipe: Recipe, facts: DeviceFacts, n_parameters: int, rank_info
     """Whether saves are asynchronous, and why. On a CPU they would take the cores that training uses."""
     if facts.kind == "cpu" or recipe.adapter.kind != "none":
         return facts.kind != "cpu", facts.kind
-    state = 3 * 4 * n_parameters * rank_info.local_world_size // rank_info.world_size  # weights and moments in float32
+    copied = 1 if keeps_states_on_host(recipe.optimizer) else 3  # weights, and moments where the device has them
+    state = copied * 4 * n_parameters * rank_info.local_world_size // rank_info.world_size
     fits = state < host_memory()[1] // 2
     return fits, facts.kind if fits else "too little memory of the host for copies"
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from tuner.config.optimizers import (
@@ -22,9 +24,11 @@ from tuner.errors import RecipeError
 from tuner.model.freeze import select
 from tuner.parallel.fsdp import Layout, local
 from tuner.runtime.torch_private import divide_
+from tuner.runtime.warned import pass_on
 
 if TYPE_CHECKING:
     from tuner.train.custom_optimizer import OwnOptimizer
+    from tuner.train.host_adamw import HostAdamW
 
 
 class OptimizerSet:
@@ -35,7 +39,7 @@ class OptimizerSet:
     """
 
     takes_flag: bool
-    """Whether ``step`` honours ``bad`` without a host read."""
+    """Whether the optimizers leave a step out by themselves, as torch's fused ones do."""
     peak_lr: float
     """The learning rate of the main group at a factor of 1."""
 
@@ -46,10 +50,11 @@ class OptimizerSet:
         optimizers: Sequence[torch.optim.Optimizer | OwnOptimizer],
         takes_flag: bool,
         peak_lr: float,
+        on_host: HostAdamW | None = None,
     ) -> None:
         self._parameters, self._held = dict(parameters), dict(held)
         self._optimizers = tuple(optimizers)
-        self.takes_flag, self.peak_lr = takes_flag, peak_lr
+        self.takes_flag, self.peak_lr, self._on_host = takes_flag, peak_lr, on_host
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["peak_lr"] = float(group["lr"])
 
@@ -63,7 +68,7 @@ class OptimizerSet:
         """Update the parameters from their gradients divided by ``divisor``, unless ``bad``.
 
         Both are scalars on the device. Where ``bad`` is true, parameters, moments and step counts stay as they are; the
-        host reads it only if not ``takes_flag``.
+        host reads it only if not ``takes_flag``, or where it computes the update.
         """
         if not self.takes_flag and bad is not None and bool(bad):
             return
@@ -92,10 +97,15 @@ class OptimizerSet:
                         found[f"optimizer/{moment}/{name}"] = _as_sharded(moment, tensor, self._parameters[name])
         return found
 
+    def host_names(self) -> frozenset[str]:
+        """Names of the state tensors that the recipe has in the host's memory, whatever the device is."""
+        return frozenset() if self._on_host is None else frozenset(self.state_tensors())
+
     def local_tensors(self) -> list[torch.Tensor]:
-        """This process's part of all state, step counts included."""
+        """This process's part of all state, step counts included, and the buffers of an optimizer on the host."""
         states = (state for optimizer in self._optimizers for state in optimizer.state.values())
-        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        found = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return found if self._on_host is None else [*found, *self._on_host.buffers]
 
     def allocate(self) -> None:
         """Have all state there, with any values, so that a checkpoint can be loaded into it.
@@ -155,6 +165,13 @@ def build_optimizer(
 
     optimizers: list[torch.optim.Optimizer | OwnOptimizer]
     match section:
+        case AdamwOptimizer(offload="host"):
+            from tuner.train.host_adamw import HostAdamW
+
+            on_host = HostAdamW(groups(parameters, lr), section.betas, section.eps)
+            if on_host.problem is not None:
+                pass_on(on_host.problem)
+            return OptimizerSet(parameters, held, [on_host], takes_flag=True, peak_lr=lr, on_host=on_host)
         case AdamwOptimizer():
             optimizers = []
             coded = coded_matrices(parameters, embeddings) if section.state == "8bit" else []
@@ -298,6 +315,18 @@ def _as_sharded(moment: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.
         from tuner.train.sharded import moment_shape
 
         shape, sharded = moment_shape(moment, like.shape)
-    placements = like.placements if sharded else [Replicate()] * like.device_mesh.ndim
+    mesh = like.device_mesh
+    if tensor.device.type != mesh.device_type and not tensor.is_meta:
+        mesh = _mesh_for(tensor.device.type, mesh)  # on the parameter's, torch would move it to that device
+    placements = like.placements if sharded else [Replicate()] * mesh.ndim
     strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(tensor, like.device_mesh, placements, run_check=False, shape=shape, stride=strides)
+    return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=strides)
+
+
+@cache
+def _mesh_for(kind: str, mesh: DeviceMesh) -> DeviceMesh:
+    """The same processes with the same groups, for tensors on another kind of device."""
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    if mesh.ndim == 1:
+        return DeviceMesh.from_group(groups[0], kind, mesh_dim_names=mesh.mesh_dim_names)
+    return DeviceMesh.from_group(groups, kind, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -56,6 +57,8 @@ class TrainState:
     """The step after which random numbers were reset."""
     copied: torch.cuda.Event | None = None
     """Recorded after a save's copies on the device, for which the next update waits there."""
+    written: threading.Event | None = None
+    """Set when a save has written what it does not copy, for which the next update waits."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,8 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     """Take step ``index`` (0-based) with every group's peak learning rate times ``factor``.
 
     The guard leaves the update out, on every rank, where loss or gradient norm is not finite. Reads nothing from the
-    device, unless the optimizer cannot leave an update out there, or a parameter that is whole on several processes has
-    no gradient on this one.
+    device, unless the update is computed on the host, or the optimizer cannot leave one out on the device, or a
+    parameter that is whole on several processes has no gradient on this one.
     """
     sums, counts = forward_backward(state, index, batches)
     phase.enter_part(index + 1, "optimizer")
@@ -124,6 +127,9 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     if state.copied is not None:
         torch.cuda.current_stream().wait_event(state.copied)
         state.copied = None
+    if state.written is not None:
+        state.written.wait()
+        state.written = None
     state.optimizer.step(skip, divisor)
     state.optimizer.zero_grad()
     names = logged(sums)

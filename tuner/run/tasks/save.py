@@ -75,29 +75,34 @@ class Saver(Task):
         tensors = run_tensors(self._assembly.train_state)
         Collective(gloo_group()).on_rank0(lambda: require_room(self.checkpoints.path, tensors))
         if self._in_background:
-            self._thread.start(lambda: self._reserve(tensors))
+            held = self._assembly.train_state.optimizer.host_names()
+            copied = {name: tensor for name, tensor in tensors.items() if name not in held}
+            self._thread.start(lambda: self._reserve(copied))
         return ()
 
     def save(self, snapshot: Snapshot) -> Snapshot:
         """Commit a snapshot of the tensors as they are. Collective; raises what any rank raises.
 
         From a device through the memory for copies, where there is some: page-locked, it takes them several times as
-        fast as memory that is fresh for each tensor.
+        fast as memory that is fresh for each tensor. What the recipe has in the host's memory is written from there.
         """
-        tensors = run_tensors(self._assembly.train_state)
-        staged = self._staging.stage(tensors) if self._on_cuda and self._in_background else None
+        state = self._assembly.train_state
+        tensors, held = run_tensors(state), state.optimizer.host_names()
+        staged = self._staging.stage(tensors, held) if self._on_cuda and self._in_background else None
         return self._commit(snapshot, tensors, staged, Collective(gloo_group()))
 
     def begin(self, snapshot: Snapshot) -> bool:
         """Begin to commit a snapshot of the tensors as they are; False where it is to be saved at once.
 
-        They may change from the next update on. The one before must have been waited for.
+        They may change from the next update on, which waits for those that are in the host's memory until they are
+        written: they are not copied. The one before must have been waited for.
         """
         if not self._in_background:
             return False
-        tensors = run_tensors(self._assembly.train_state)
-        staged = self._staging.stage(tensors)
-        self._assembly.train_state.copied = staged.copied
+        state = self._assembly.train_state
+        tensors, held = run_tensors(state), state.optimizer.host_names()
+        staged = self._staging.stage(tensors, held)
+        state.copied, state.written = staged.copied, staged.written if held else None
         self._thread.start(lambda: self._commit(snapshot, tensors, staged, self._thread_ranks))
         return True
 
@@ -138,17 +143,21 @@ class Saver(Task):
     def _commit(
         self, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor], staged: Staged | None, ranks: Collective
     ) -> Snapshot:
-        ranks.on_rank0(self._sync_records)
-        save(
-            self.checkpoints,
-            snapshot.step,
-            tensors,
-            snapshot.state,
-            self._meta,
-            snapshot.probe,
-            staged=staged,
-            ranks=ranks,
-        )
+        try:
+            ranks.on_rank0(self._sync_records)
+            save(
+                self.checkpoints,
+                snapshot.step,
+                tensors,
+                snapshot.state,
+                self._meta,
+                snapshot.probe,
+                staged=staged,
+                ranks=ranks,
+            )
+        finally:
+            if staged is not None:
+                staged.written.set()
         ranks.on_rank0(lambda: len(prune(self.checkpoints.path, self._keep, snapshot.protected)))
         return snapshot
 

@@ -1,0 +1,174 @@
+"""AdamW on the host: torch's fused one on a CPU bit for bit, however it is cut, and what it reads and holds."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.train.test_optimizer import SECTIONS
+from tuner.config.load import load_recipe
+from tuner.errors import RecipeError
+from tuner.runtime import torch_private
+from tuner.train import host_adamw
+from tuner.train.host_adamw import UNIT, HostAdamW, buckets
+from tuner.train.optimizer import OptimizerSet, build_optimizer
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed.weight": (7, 4),
+    "layer.weight": (37, 53),
+    "layer.bias": (1001,),
+    "norm.weight": (4,),
+    "experts.up": (3, 5, 4),
+    "none.weight": (0, 4),
+}
+GROUPS = [{"match": ["layer.bias"], "lr": 0.02}, {"match": "layer", "weight_decay": 0.2}]
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    own = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    own["turned.weight"] = nn.Parameter(torch.randn((5, 30), generator=generator).t())
+    return own
+
+
+def give(own: Mapping[str, nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(1000 + step)
+    for parameter in own.values():
+        parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=generator))
+    if step == 1:
+        own["experts.up"].grad = None  # no document of the step reached it
+
+
+def built(own: dict[str, nn.Parameter], offload: str, monkeypatch: pytest.MonkeyPatch, bucket: int) -> OptimizerSet:
+    section = {"kind": "adamw", "lr": 0.1, "weight_decay": 0.3, "groups": GROUPS, "offload": offload}
+    monkeypatch.setattr(host_adamw, "BUCKET", bucket)
+    return build_optimizer(SECTIONS.validate_python(section), own)
+
+
+def take(updater: OptimizerSet, own: dict[str, nn.Parameter], steps: range) -> None:
+    for step in steps:
+        give(own, step)
+        updater.set_factor(1 / (step + 1))
+        divisor = None if step == 3 else torch.tensor(1.0 + 0.37 * step)
+        updater.step(torch.tensor(step == 2), divisor)
+        updater.zero_grad()
+
+
+@pytest.mark.parametrize("bucket", [UNIT, 3 * UNIT, 50 * UNIT, 1 << 23])
+def test_the_bits_are_those_of_torch(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a step that is left out, clipped and plain ones, groups, and a parameter without a gradient."""
+    own, other = parameters(), parameters()
+    ours, torchs = built(own, "host", monkeypatch, bucket), built(other, "none", monkeypatch, bucket)
+    take(ours, own, range(6))
+    take(torchs, other, range(6))
+    assert all(torch.equal(own[name], other[name]) for name in own)
+    states, expected = ours.state_tensors(), torchs.state_tensors()
+    assert states.keys() == expected.keys() == ours.host_names() and not torchs.host_names()
+    assert all(torch.equal(states[name], expected[name]) for name in expected)
+    assert sum(tensor.nbytes for tensor in states.values()) == 8 * sum(parameter.numel() for parameter in own.values())
+
+
+def test_a_step_that_is_left_out_changes_nothing_whatever_its_gradients_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = parameters()
+    updater = built(own, "host", monkeypatch, 64)
+    take(updater, own, range(1))
+    before = {name: tensor.clone() for name, tensor in (*own.items(), *updater.state_tensors().items())}
+    for parameter in own.values():
+        parameter.grad = torch.full_like(parameter, math.nan)
+    updater.step(torch.tensor(True), torch.tensor(math.nan))
+    updater.zero_grad()
+    after = {**own, **updater.state_tensors()}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert {float(tensor) for tensor in updater.local_tensors() if tensor.ndim == 0} == {1.0}
+
+
+def test_a_gradient_may_lie_otherwise_than_its_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = parameters(), parameters()
+    for parameters_, turn in ((own, True), (other, False)):
+        give(parameters_, 0)
+        gradient = parameters_["turned.weight"].grad
+        assert gradient is not None and not gradient.is_contiguous()
+        parameters_["turned.weight"].grad = gradient.contiguous() if turn else gradient
+        built(parameters_, "host", monkeypatch, 64).step()
+    assert torch.equal(own["turned.weight"], other["turned.weight"])
+
+
+@pytest.mark.parametrize(("first", "second"), [("none", "host"), ("host", "none")])
+def test_states_continue_on_the_other_side(first: str, second: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    straight, own = parameters(), parameters()
+    take(built(straight, "none", monkeypatch, 64), straight, range(6))
+    before = built(own, first, monkeypatch, 64)
+    take(before, own, range(4))
+    after = built(own, second, monkeypatch, 64)
+    for name, tensor in after.state_tensors().items():
+        tensor.copy_(before.state_tensors()[name])
+    for count, seen in zip(_steps(after), _steps(before), strict=True):  # of which one lacked a gradient
+        count.copy_(seen)
+    take(after, own, range(4, 6))
+    assert all(torch.equal(own[name], straight[name]) for name in own)
+
+
+def _steps(updater: OptimizerSet) -> list[torch.Tensor]:
+    return [tensor for tensor in updater.local_tensors() if tensor.ndim == 0]
+
+
+def test_the_host_reads_one_number_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reads(torch_private.TorchDispatchMode):  # type: ignore[misc]  # its type is not known
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    own = parameters()
+    updater = built(own, "host", monkeypatch, 64)
+    give(own, 0)
+    with Reads() as reads:
+        updater.step(torch.tensor(False), torch.tensor(2.0))
+    assert reads.count == 1
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        ({"kind": "muon"}, "optimizer.offload  not with kind muon; write optimizer.kind: adamw"),
+        ({"state": "8bit"}, "moments on the host are float32; write optimizer.state: fp32, or offload: none with 8bit"),
+        ({"rounding": "stochastic"}, "the host updates float32 weights, which need no such rounding"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(optimizer: dict[str, Any], said: str) -> None:
+    tree: dict[str, Any] = {"model": {"name_or_path": "x", "dtype": "bf16"}, "data": {"train": "x"}}
+    with pytest.raises(RecipeError, match=re.escape(said)):
+        load_recipe({**tree, "optimizer": {"offload": "host", **optimizer}})
+
+
+@given(st.lists(st.integers(0, 300), max_size=8), st.integers(1, 200))
+def test_buckets_hold_each_element_once(sizes: list[int], limit: int) -> None:
+    given_ = [torch.zeros(size) for size in sizes]
+    groups = [{"params": given_[:2]}, {"params": given_[2:]}]
+    limit_kept = max(UNIT, limit // UNIT * UNIT)
+    for bucket in (found := buckets(groups, limit)):
+        taken: list[int] = []
+        for piece in bucket:
+            piece.of(piece.parameter).add_(1)
+            taken += range(piece.at, piece.at + piece.end - piece.start)
+            assert piece.start % UNIT == piece.at % UNIT == 0
+            assert piece.end % UNIT == 0 or piece.end == piece.parameter.numel()
+        assert len(set(taken)) == len(taken) and max(taken) < limit_kept
+    assert all(bool((tensor == 1).all()) for tensor in given_)
+    assert len(found) <= 1 + sum(-(-size // UNIT) * UNIT for size in sizes) // limit_kept
+
+
+def test_without_parameters_there_is_nothing_to_do() -> None:
+    groups = [{"params": [nn.Parameter(torch.zeros(0))], "lr": 0.1, "weight_decay": 0.0}]
+    optimizer = HostAdamW(groups, (0.9, 0.9), 1e-8)
+    optimizer.step()
+    assert optimizer.problem is None

@@ -1,0 +1,185 @@
+"""AdamW whose moments lie in the host's memory, where the update is computed as well, bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+from tuner.runtime import host
+from tuner.train.host_link import HostLink, Slot
+
+BUCKET = 1 << 23
+"""Elements that are updated together: 32 MiB of gradients in float32."""
+SLOTS = 3
+"""Buckets on their way: one arrives, one is updated, one returns."""
+UNIT = 16
+"""Parameters are cut at multiples of it: torch's kernel computes whole vectors of up to so many elements alike, and
+those that are left at a parameter's end one by one, which may round otherwise."""
+STATE_BYTES, DOWN_BYTES, UP_BYTES = 8, 8, 4
+"""Of a parameter in float32: two moments on the host; in each step gradient and weight to the host, and weight back."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``start`` to ``end`` of a parameter, at ``at`` in the buffers of its bucket."""
+
+    parameter: torch.Tensor
+    group: dict[str, Any]
+    start: int
+    end: int
+    at: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These elements of the parameter, of its gradient, or of a moment; in whatever order the parameter lies."""
+        return flat(tensor)[self.start : self.end]
+
+    def within(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The place of these elements in a buffer."""
+        return buffer[self.at : self.at + self.end - self.start]
+
+
+class HostAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov & Hutter 2019): torch's fused kernel of the CPU over tensors that are a device's.
+
+    The device holds weights and gradients, the host both moments: 8 bytes a parameter in float32. In a step gradients
+    and weights come to the host through page-locked buffers of bounded size, are updated there, and weights return;
+    the copies of other buckets run during the update of one. The result is that of ``torch.optim.AdamW(fused=True)``
+    on a CPU, bit for bit, wherever the parameters are cut into buckets. ``found_inf`` and ``grad_scale`` are honoured
+    as torch's fused optimizers do, but the host reads them, once a step, before it changes anything: by then it must
+    wait for the gradients anyway, and the device has nothing queued while the update is computed.
+    """
+
+    found_inf: torch.Tensor | None = None
+    grad_scale: torch.Tensor | None = None
+
+    def __init__(
+        self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, bucket: int | None = None
+    ) -> None:
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        self._betas, self._eps = betas, eps
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            state = {"step": torch.empty((), dtype=torch.float32)}
+            state |= {moment: _like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
+            for tensor in state.values():
+                host.entered(tensor.zero_(), "optimizer")  # every page of it is there at once
+            self.state[parameter] = state
+        self._buckets = buckets(self.param_groups, bucket or BUCKET)
+        elements = max((found[-1].at + found[-1].end - found[-1].start for found in self._buckets), default=0)
+        self._link = HostLink(device_of(parameters), min(SLOTS, len(self._buckets)), elements, torch.float32)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the copies wait for the update where they should not."""
+        return self._link.problem
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """What it keeps in the host's memory besides its states."""
+        return [buffer for slot in self._link.slots for buffer in (slot.gradients, slot.weights)]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step; no closure. The host waits for all gradients, and not for the last weights to return."""
+        divisor = self._divisor()
+        if divisor == 0.0:
+            return
+        scale = None if self.grad_scale is None else torch.tensor(divisor)
+        gradients = self._gradients()
+        given = [[piece for piece in bucket if piece.parameter in gradients] for bucket in self._buckets]
+        turns = [(pieces, self._link.slots[n % SLOTS]) for n, pieces in enumerate(filter(None, given))]
+        self._link.begin()
+        for pieces, slot in turns[: SLOTS - 1]:
+            self._fetch(pieces, slot, gradients)
+        for number, (pieces, slot) in enumerate(turns):
+            for later in turns[number + SLOTS - 1 : number + SLOTS]:
+                self._fetch(*later, gradients)
+            self._link.wait(slot)
+            self._update(pieces, slot, scale)
+            self._link.give_back(slot, [(piece.of(piece.parameter), piece.within(slot.weights)) for piece in pieces])
+        self._link.end()
+        for parameter in gradients:
+            self.state[parameter]["step"] += 1
+
+    def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The gradients that there are, each lying as its parameter does; queued before anything is fetched."""
+        found = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
+        return {p: g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in found.items()}
+
+    def _divisor(self) -> float:
+        """What gradients are divided by, 0 for a step that is left out: the one thing that the host reads."""
+        if self.found_inf is None:
+            return 1.0 if self.grad_scale is None else float(self.grad_scale)
+        divisor = torch.ones_like(self.found_inf) if self.grad_scale is None else self.grad_scale
+        return float(torch.where(self.found_inf > 0, 0.0, divisor))
+
+    def _fetch(self, pieces: Sequence[Piece], slot: Slot, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        of_gradients = [(piece.within(slot.gradients), piece.of(gradients[piece.parameter])) for piece in pieces]
+        of_weights = [(piece.within(slot.weights), piece.of(piece.parameter)) for piece in pieces]
+        self._link.fetch(slot, [*of_gradients, *of_weights])
+
+    def _update(self, pieces: Sequence[Piece], slot: Slot, scale: torch.Tensor | None) -> None:
+        for _, found in groupby(pieces, key=lambda piece: id(piece.group)):
+            own = list(found)
+            states, group = [self.state[piece.parameter] for piece in own], own[0].group
+            adamw(
+                [piece.within(slot.weights) for piece in own],
+                [piece.within(slot.gradients) for piece in own],
+                [piece.of(state["exp_avg"]) for piece, state in zip(own, states, strict=True)],
+                [piece.of(state["exp_avg_sq"]) for piece, state in zip(own, states, strict=True)],
+                [],
+                [state["step"].clone() for state in states],  # counted up there, for each piece of a parameter
+                fused=True,
+                grad_scale=scale,
+                amsgrad=False,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=self._eps,
+                maximize=False,
+            )
+
+
+def buckets(groups: Iterable[dict[str, Any]], limit: int) -> list[list[Piece]]:
+    """Parameters in their order, in buckets of up to ``limit`` elements; larger ones are cut."""
+    limit = max(UNIT, limit // UNIT * UNIT)
+    found: list[list[Piece]] = []
+    at = limit
+    for group in groups:
+        for parameter in group["params"]:
+            start, size = 0, parameter.numel()
+            while start < size:
+                if at + UNIT > limit:
+                    found.append([])
+                    at = 0
+                end = min(size, start + limit - at)
+                found[-1].append(Piece(parameter, group, start, end, at))
+                at += -(-(end - start) // UNIT) * UNIT
+                start = end
+    return found
+
+
+def buffer_bytes(elements: int) -> int:
+    """Bytes of the buffers through which so many elements of parameters pass, at most."""
+    return min(SLOTS * BUCKET, elements + UNIT * SLOTS) * 2 * 4
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor in the order in which they lie in memory, ``[elements]``, without a copy."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def device_of(parameters: Sequence[torch.Tensor]) -> torch.device:
+    """Where the parameters lie."""
+    return parameters[0].device if parameters else torch.device("cpu")
+
+
+def _like(parameter: torch.Tensor) -> torch.Tensor:
+    """A moment of a parameter in the host's memory, lying as the parameter does."""
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
