@@ -991,4 +991,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "A * B",
         QUANTIZE,
     ),
+    # Long rows.
+    Mutant("offload-in-flight", "model.offload.HostInputs._leave", "A > IN_FLIGHT", "A > 99", MODEL),
+    Mutant("offload-not-waited", "model.offload.HostInputs._unpack", "self._way(A).wait(B)", "pass", MODEL),
+    Mutant("offload-blocks-lost", "model.offload.HostInputs._end", "self._free += A", "pass", MODEL),
+    Mutant("tiles-sum-type", "model.tiles._add", "torch.promote_types(A, B)", "A", MODEL),
+    Mutant("tiles-draws", "model.tiles._replay", "torch.set_rng_state(A)", "pass", MODEL),
+    Mutant("tiles-unproven", "model.tiles._why_not", "A <= B", "True", MODEL),
 )

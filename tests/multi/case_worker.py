@@ -27,6 +27,7 @@ from tests.multi.launcher import bound_listener, open_store
 from tests.train.synthetic import assembly_for, recipe_for
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
+from tuner.model import tiles
 from tuner.run.main import train
 from tuner.run.options import LaunchOptions
 from tuner.run.tasks import evaluate as evaluate_task
@@ -91,6 +92,8 @@ def run_whole(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
 def run_steps(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
     """Take steps and keep the losses, the gradients before the update, and the collectives of the second step."""
     model = Path(case["model"])
+    if case["long"]:
+        tiles.LEAST = 8  # rows of 128 tokens are four tiles
     recipe = recipe_for(
         model,
         adapter=case["adapter"],
@@ -100,6 +103,8 @@ def run_steps(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
             "precision": case["precision"],
             "max_grad_norm": "never",
             "gradient_checkpointing": case["recompute"],
+            "offload_activations": case["long"],
+            "tiled_mlp": case["long"],
         },
         data={"shuffle": False, "train": str(model / "rows.jsonl")},
         parallel={

@@ -25,7 +25,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {"full": {"kind": "none"}, "lora": {"kind"
 ONE: dict[str, Any] = {
     "adapter": "full", "world": 1, "local": 1, "shard": "auto", "reshard": True, "accumulate": "auto",
     "packed": True, "precision": "fp32", "model": "",
-    "recompute": "none", "global": 8, "micro": 8, "steps": 3, "factor": 0.0, "trained": TRAINED, "method": {},
+    "recompute": "none", "long": False, "global": 8, "micro": 8, "steps": 3, "factor": 0.0, "trained": TRAINED,
+    "method": {},
 }  # fmt: skip
 # Each case beside the one that it must equal. With factor 0 the weights stay, so that every step's gradient counts.
 CASES: dict[str, dict[str, Any]] = {
@@ -47,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one, selective": {"recompute": "selective"},
     "one, full": {"recompute": "full"},
     "two, full, 2 micro-batches": {"world": 2, "local": 2, "micro": 2, "recompute": "full"},
+    "two, full, 2 micro-batches, long": {"world": 2, "local": 2, "micro": 2, "recompute": "full", "long": True},
     "four, selective, gathered once": {
         "world": 4, "local": 4, "micro": 1, "reshard": False, "recompute": "selective",
     },
@@ -199,6 +201,12 @@ def test_weights_that_are_kept_are_gathered_once_a_micro_batch(found: Path) -> N
     assert facts(found, "two, 4 micro-batches, gathered once")["collectives"] == {
         "allgather_base": 4 * UNITS, "reduce_scatter_base": 4 * UNITS, "allreduce": 1,
     }  # fmt: skip
+
+
+@pytest.mark.multi
+def test_tiles_and_inputs_on_the_host_gather_nothing_more(found: Path) -> None:
+    plain, long = (facts(found, f"two, full, 2 micro-batches{name}")["collectives"] for name in ("", ", long"))
+    assert plain == long
 
 
 @pytest.mark.multi

@@ -269,6 +269,10 @@ class TrainSection(Section):
     """Recompute decoder layers: full keeps only their inputs, selective also matrix products; auto: what is needed."""
     gradient_checkpointing_layers: Annotated[Duration, Span(units=("%", "layers"))] = Duration.parse("100%")
     """How many layers are recomputed, evenly spaced, such as 50% or 12 layers."""
+    offload_activations: Annotated[bool | Auto, Switch()] = "auto"
+    """Keep the inputs of recomputed layers in the host's memory until the backward pass; auto: where CUDA needs it."""
+    tiled_mlp: Annotated[bool | Auto, Switch()] = "auto"
+    """Compute each layer's MLP over tiles of positions, never for the whole row; auto: where CUDA needs it."""
     compile: Annotated[bool | Auto, Switch()] = "auto"
     """Compile the decoder layers in the first step, for rows of one size; auto: on CUDA, for documents end to end."""
     max_grad_norm: Annotated[float | None, Real(gt=0, aliases=NEVER)] = 1.0

@@ -136,6 +136,13 @@ def _layers_need_recompute(recipe: Recipe, given: Set[str]) -> str | None:
     return "needs train.gradient_checkpointing: selective or full"
 
 
+def _offload_needs_recompute(recipe: Recipe, given: Set[str]) -> str | None:
+    train = recipe.train
+    if train.offload_activations is not True or train.gradient_checkpointing in {"selective", "full"}:
+        return None
+    return "moves the inputs of recomputed layers; set train.gradient_checkpointing: full"
+
+
 def _compiled_rows_are_packed(recipe: Recipe, given: Set[str]) -> str | None:
     if recipe.train.compile is not True or recipe.data.packs_rows:
         return None
@@ -225,6 +232,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("model.quantize", "adapter.kind"), _quantized_is_frozen),
     Rule(("train.precision", "model.quantize"), _quantized_products_are_their_own),
     Rule(("train.gradient_checkpointing_layers", "train.gradient_checkpointing"), _layers_need_recompute),
+    Rule(("train.offload_activations", "train.gradient_checkpointing"), _offload_needs_recompute),
     Rule(("train.compile", "data.packing"), _compiled_rows_are_packed),
     Rule(("data.train", "method.kind"), _pretrain_takes_text),
     Rule(("tokenizer.chat_template", "method.kind"), _pretrain_has_no_turns),

@@ -37,19 +37,21 @@ def plan_blocks(
 
     Masks are ``[queries, 1, keys]`` with 0 where a query may look and minus infinity elsewhere.
     """
-    blocks = []
+    blocks, bands = [], dict[tuple[int, int], torch.Tensor]()
     for group in _groups(bounds):
         start, end = group[0], group[-1]
         if len(group) > 2:
             document = torch.bucketize(torch.arange(start, end), torch.tensor(group[1:]), right=True)
             allowed = (document[:, None] == document) & band(end - start, end - start, window)
-            blocks.append((start, end, start, allowed))
+            blocks.append(Block(start, end, start, _mask(allowed, dtype).to(device)))
             continue
-        for at, stop in _spans(start, end, heads):
+        for at, stop in _spans(start, end, heads, window):
             first = max(start, at - window + 1) if window else start
             masked = stop - first if window else stop - at  # keys that some query of the block may not see
-            blocks.append((at, stop, first, band(stop - at, masked, window)))
-    return tuple(Block(start, end, first, _mask(allowed, dtype).to(device)) for start, end, first, allowed in blocks)
+            if (stop - at, masked) not in bands:  # one for all blocks of a size, or long rows would be full of masks
+                bands[stop - at, masked] = _mask(band(stop - at, masked, window), dtype).to(device)
+            blocks.append(Block(at, stop, first, bands[stop - at, masked]))
+    return tuple(blocks)
 
 
 def _mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -69,11 +71,12 @@ def _groups(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         yield tuple(group)
 
 
-def _spans(start: int, end: int, heads: int) -> Iterator[tuple[int, int]]:
+def _spans(start: int, end: int, heads: int, window: int) -> Iterator[tuple[int, int]]:
     """Bounds of the blocks of one document: even ones, and fewer queries where many keys are seen."""
     at, even = start, -(-(end - start) // -(-(end - start) // BLOCK_QUERIES))
     while at < end:
-        size = BLOCK_SCORES // (heads * (at - start + BLOCK_QUERIES))
+        seen = min(at - start, window) if window else at - start
+        size = BLOCK_SCORES // (heads * (seen + BLOCK_QUERIES))
         stop = min(end, at + max(8, min(even, size)))
         yield at, stop
         at = stop

@@ -10,9 +10,11 @@ Embedding, output layer and loss stay as they are. Attention over documents is o
 lie is data to it.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial, wraps
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -22,6 +24,9 @@ from tuner.model.build import decoder_blocks
 from tuner.model.documents import Padding
 from tuner.model.root import CausalLM
 from tuner.runtime.torch_private import schema
+
+if TYPE_CHECKING:
+    from tuner.model.offload import HostInputs
 
 BACKEND = "inductor"
 Level = Literal["selective", "full"]
@@ -50,6 +55,8 @@ _KEPT = {
 """Not ``bmm``: where attention is made of batched products, its scores are what fills the memory."""
 _CHEAP = 8
 """A product is made again whose results have so many times the columns that its terms have."""
+_keeps = True
+"""Whether selective recomputing keeps anything of what is computed now; layers are computed one after the other."""
 
 
 def apply_recompute(root: CausalLM, level: Level, n_layers: int | None = None) -> None:
@@ -62,9 +69,28 @@ def apply_recompute(root: CausalLM, level: Level, n_layers: int | None = None) -
     if level == "selective":
         policy = _policy_of_biased_experts if _has_biased_experts(root) else _policy
         run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, policy))
+    for block in _chosen(root, n_layers):
+        _wrap(block, partial(run, block.forward), lambda block: torch.is_grad_enabled())
+
+
+def apply_offload(root: CausalLM, n_layers: int | None = None) -> "HostInputs":
+    """Keep the inputs of the same layers in the host's memory, in place; after compiling, where layers are compiled.
+
+    Returns what moves them.
+    """
+    from tuner.model.offload import HostInputs  # few trainings do
+
+    inputs = HostInputs()
+    for block in _chosen(root, n_layers):
+        first = next(iter(inspect.signature(block.forward).parameters))
+        _wrap(block, partial(inputs.run, block.forward, first), lambda block: torch.is_grad_enabled())
+    return inputs
+
+
+def _chosen(root: CausalLM, n_layers: int | None) -> list[nn.Module]:
+    """The decoder layers that are recomputed: so many, evenly spread; None: all."""
     blocks = decoder_blocks(root.model)
-    for index in spread(len(blocks), len(blocks) if n_layers is None else n_layers):
-        _wrap(blocks[index], partial(run, blocks[index].forward), lambda block: torch.is_grad_enabled())
+    return [blocks[index] for index in spread(len(blocks), len(blocks) if n_layers is None else n_layers)]
 
 
 def spread(n_layers: int, chosen: int) -> list[int]:
@@ -72,10 +98,21 @@ def spread(n_layers: int, chosen: int) -> list[int]:
     return [i * n_layers // chosen for i in range(chosen)]
 
 
+@contextmanager
+def keeping_nothing() -> Iterator[None]:
+    """Within, selective recomputing keeps no result: what is computed there is computed again in any case."""
+    global _keeps  # noqa: PLW0603
+    before, _keeps = _keeps, False
+    try:
+        yield
+    finally:
+        _keeps = before
+
+
 def _policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep matrix products and attention. What draws random numbers is made again, so that every draw is repeated."""
     declared = schema(operation)
-    if declared.name not in _KEPT:
+    if declared.name not in _KEPT or not _keeps:
         return CheckpointPolicy.PREFER_RECOMPUTE
     given = dict(zip((argument.name for argument in declared.arguments), args, strict=False)) | kwargs
     if given.get("dropout_p", 0.0) > 0 or _is_cheap(declared.name, given):
@@ -106,7 +143,8 @@ def _is_cheap(name: str, given: dict[str, Any]) -> bool:
 def compile_blocks(root: CausalLM, padding: Padding) -> None:
     """Compile the decoder layers for training, in place; after recomputing is applied and before sharding.
 
-    Every microbatch is filled up to the size of ``padding``, the one for which the layers are compiled.
+    Every microbatch is filled up to the size of ``padding``, the one for which the layers are compiled. Layers whose
+    MLPs are tiled are compiled in parts: before recomputing is applied, which runs those parts again.
     """
     from peft.tuners.lora.dora import DoraLinearLayer
 

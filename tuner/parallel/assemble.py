@@ -36,6 +36,10 @@ class AssemblySpec:
     recompute: Recompute = "none"
     recomputed_layers: Duration = Duration.parse("100%")
     """A share of the decoder layers, or a number of them."""
+    offload: bool = False
+    """Whether the inputs of recomputed layers are kept in the host's memory."""
+    tiles: bool = False
+    """Whether the MLPs of decoder layers are computed over tiles of positions."""
     padding: Padding | None = None
     """Where decoder layers are compiled: the size of microbatches that they are compiled for."""
     reshard_after_forward: bool = True
@@ -51,7 +55,7 @@ class AssemblySpec:
     def for_values(self) -> "AssemblySpec":
         """The same for a model that gives its values to another and never trains itself: nothing is wrapped."""
         kernels: Kernels = "native" if self.kernels == "native" else "torch"
-        return replace(self, kernels=kernels, recompute="none", padding=None)
+        return replace(self, kernels=kernels, recompute="none", offload=False, padding=None)
 
 
 def assemble(
@@ -79,22 +83,46 @@ def assemble(
     if spec.kernels == "native":
         apply_native(root.model)
     inspect(root)
+    if spec.tiles:
+        from tuner.model.tiles import prove_tiles  # few trainings have any
+
+        prove_tiles(root)
     is_flat = root.route == "flat"
     padding, tokens = (spec.padding, spec.tokens) if is_flat else (None, None)
     if spec.kernels == "liger" and padding is None:  # the compiler makes kernels of its own
         apply_liger(root.model)
+    if spec.tiles:  # around whatever kernels compute
+        from tuner.model.tiles import apply_tiles
+
+        apply_tiles(root)
+    n_layers = None
+    if padding is not None and spec.tiles:
+        _compile(root, padding, tiled=True)
     if spec.recompute != "none":
         from tuner.model.blocks import apply_recompute
 
-        apply_recompute(root, spec.recompute, recomputed_count(spec.recomputed_layers, len(decoder_blocks(root.model))))
-    if padding is not None:
-        from tuner.model.blocks import compile_blocks
+        n_layers = recomputed_count(spec.recomputed_layers, len(decoder_blocks(root.model)))
+        apply_recompute(root, spec.recompute, n_layers)
+    if padding is not None and not spec.tiles:
+        _compile(root, padding)
+    if spec.offload:
+        from tuner.model.blocks import apply_offload
 
-        compile_blocks(root, padding)
+        apply_offload(root, n_layers)
     if device_mesh is not None:
         shard(root, device_mesh, spec.reshard_after_forward, spec.rounded_to, tokens)
     give_values(root)
     return root
+
+
+def _compile(root: CausalLM, padding: Padding, tiled: bool = False) -> None:
+    from tuner.model.blocks import BACKEND, compile_blocks
+
+    if tiled:
+        from tuner.model.tiles import compile_tiles
+
+        compile_tiles(root, BACKEND)
+    compile_blocks(root, padding)
 
 
 def recomputed_count(layers: Duration, there: int) -> int:

@@ -42,6 +42,8 @@ ON_RESUME: dict[str, Effect] = {
     "train.device": "refuse",
     "train.gradient_checkpointing": "safe",
     "train.gradient_checkpointing_layers": "safe",
+    "train.offload_activations": "safe",
+    "train.tiled_mlp": "warn",
     "train.compile": "warn",
     "train.max_grad_norm": "refuse",
     "train.nonfinite": "refuse",

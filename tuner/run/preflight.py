@@ -248,6 +248,10 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info:
         f"lr {table.peak_lr:g}"
         + (f" (auto: {resolved.reasons['optimizer.lr']})" if "optimizer.lr" in resolved.reasons else ""),
     )
+    if recipe.train.offload_activations is True:
+        from tuner.setup.offloaded import offload_line  # few trainings do
+
+        console.say("offload", offload_line(resolved))
     if resolved.settled:
         console.say("settled", "\n".join(f"{k} {v}: {resolved.reasons[k]}" for k, v in resolved.settled.items()))
     for sentence in (ignored_code(resolved.config), _unasked_loss(resolved), untrained_indexer(resolved.config)):

@@ -187,7 +187,7 @@ def assemble_teacher(resolved: Resolved, method: DistillMethod, step_config: Ste
 def teacher_spec(taught: Resolved) -> AssemblySpec:
     """What is made of a teacher: nothing of it is trained, computed again or compiled."""
     spec = replace(assembly_spec(taught), trainable=TrainableSpec(nothing=True), rounded_to=None)
-    return replace(spec, recompute="none", padding=None)
+    return replace(spec, recompute="none", offload=False, tiles=False, padding=None)
 
 
 def mesh_of(recipe: Recipe, rank_info: RankInfo) -> Mesh:
@@ -247,6 +247,8 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
         kernels=cast("Kernels", recipe.model.kernels),
         recompute=cast("Recompute", train.gradient_checkpointing),
         recomputed_layers=train.gradient_checkpointing_layers,
+        offload=train.offload_activations is True,
+        tiles=train.tiled_mlp is True,
         padding=Padding(tokens, longest) if train.compile is True else None,
         reshard_after_forward=recipe.parallel.reshard_after_forward,
         rounded_to=torch.bfloat16 if train.precision == "bf16" and recipe.adapter.kind == "none" else None,

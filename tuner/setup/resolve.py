@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from tuner.model.quantize.layers import QuantizeSpec
 
 SMALL_MODEL_PARAMETERS = 500_000_000
+WITHOUT_PREDICTION = {
+    "micro_batch_size": 1, "gradient_checkpointing": "none", "offload_activations": False, "tiled_mlp": False,
+}  # fmt: skip
+"""What an `auto` of memory is where nothing is predicted."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,8 @@ def resolve(
 
     settle("train", "device", facts.kind, facts.name)
     memory = "cpu" if facts.kind == "cpu" else "not predicted"
-    settle("train", "micro_batch_size", 1, memory)
-    settle("train", "gradient_checkpointing", "none", memory)
+    for key, value in WITHOUT_PREDICTION.items():
+        settle("train", key, value, memory)
     settle("train", "mock_batch", facts.kind == "cuda", facts.kind)
     settle("checkpoint", "async_save", *_async_save(recipe, facts, n_parameters, rank_info))
     precision = recipe.train.precision
@@ -113,6 +117,7 @@ def resolve(
     settle("data", "too_long", recipe.method.examples.too_long, recipe.method.examples.kind)
     done = changed(recipe, {f"{section}.{key}": each[key] for section, each in values.items() for key in each})
     _check_numerics(done, facts)
+    _check_tiles(done, config)
     _check_liger(recipe, is_here)
     resolved = Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons, new_ids)
     return _by_structure(resolved, meta)
@@ -308,6 +313,16 @@ def _default_lr(recipe: Recipe, n_parameters: int) -> tuple[float, str]:
     if n_parameters < SMALL_MODEL_PARAMETERS:
         return 1e-4, f"full, {n_parameters / 1e6:,.0f} M parameters"
     return 2e-5, f"full, {n_parameters / 1e9:,.1f} B parameters"
+
+
+def _check_tiles(recipe: Recipe, config: PretrainedConfig) -> None:
+    """Raise RecipeError for tiles of layers whose routers are asked what they say: they would say it in pieces."""
+    if recipe.train.tiled_mlp is True and (recipe.model.router_aux_loss_coef or asks_router_logits(config)):
+        raise RecipeError(
+            "train.tiled_mlp: layers whose routers have a loss (model.router_aux_loss_coef) cannot be computed over "
+            "tiles: transformers notes what routers say once a layer",
+            hint="write tiled_mlp: false",
+        )
 
 
 def _check_liger(recipe: Recipe, is_here: bool) -> None:

@@ -1,0 +1,283 @@
+"""What activations on the host and tiled MLPs do for long rows: gradients, peaks, and the longest row that trains.
+
+    python tools/long_rows_campaign.py gradients
+    python tools/long_rows_campaign.py peaks [--tokens 65536]
+    python tools/long_rows_campaign.py longest [--limit 16GB] [--where cpu] [--run] [--out figures.json]
+    python tools/long_rows_campaign.py --limit 2GB --run          (all three)
+
+``gradients``: full models of every tiny family, in float32, with tiles and inputs on the host at each level of
+recomputing, against the plain step; fails beyond 1e-6. ``peaks``: four layers of the shape of Llama 3.1 8B, the step
+traced on fake tensors as for a GPU: its tensors' peak on the device, and what is on the host. ``longest``: the longest
+row of a small model, in whole 1,024 tokens, that is predicted to fit into the limit, on a card of such memory and on
+this CPU; with ``--run`` the CPU's are trained, two steps each in a process whose memory is limited to that, and so is a
+row longer by half, which must not fit. Tables are Markdown, on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from transformers import LlamaConfig  # noqa: E402
+
+from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids, relative  # noqa: E402
+from tests.model.tiny import FAMILIES, family_config  # noqa: E402
+from tuner.config.load import load_recipe  # noqa: E402
+from tuner.model import tiles  # noqa: E402
+from tuner.model.blocks import apply_offload, apply_recompute  # noqa: E402
+from tuner.model.build import ModelSpec, build_model  # noqa: E402
+from tuner.model.root import CausalLM  # noqa: E402
+from tuner.profile.devices import DEVICES, Device, find_device, parse_memory  # noqa: E402
+from tuner.profile.predict import Target, predict  # noqa: E402
+from tuner.profile.prediction import Prediction  # noqa: E402
+from tuner.runtime.dist import RankInfo  # noqa: E402
+from tuner.runtime.files import gib  # noqa: E402
+
+ALLOWED, STEP, MOST = 1e-6, 1024, 1 << 20
+HEADER = "| | longest row | predicted peak | on the host | process (RSS) | seconds a step | half more |"
+BYTES = "byte"
+"""The tokenizer of UTF-8 bytes: a row of so many tokens is a text of as many letters."""
+LAYERS_OF_8B = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "num_hidden_layers": 4, "vocab_size": 128256, "max_position_embeddings": MOST,
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 256, "intermediate_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64, "num_hidden_layers": 8, "vocab_size": 512, "max_position_embeddings": MOST,
+}  # fmt: skip
+RECOMPUTED = {"gradient_checkpointing": "full"}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"gradient_checkpointing": "none"},
+    "recomputed": RECOMPUTED,
+    "+ on the host": {**RECOMPUTED, "offload_activations": True},
+    "+ tiles": {**RECOMPUTED, "offload_activations": True, "tiled_mlp": True},
+    "recomputed, tiles": {**RECOMPUTED, "tiled_mlp": True},
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Of a way: the longest row, what is predicted for it, and what was measured."""
+
+    way: str
+    tokens: int
+    predicted: int
+    host: int
+    peak_rss: int | None = None
+    seconds: float | None = None
+    longer_fails: bool | None = None
+
+
+def gradients() -> int:
+    """Compare the gradients; exit code 1 where one is further off than allowed."""
+    print("| family | level | tiles | tiles, inputs on the host |\n| --- | --- | --- | --- |")
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as name, patch.object(tiles, "LEAST", 8):
+        for family in FAMILIES:
+            expected = _gradient(family, Path(name), "none", False, False)
+            for level in ("none", "selective", "full"):
+                ways = [(True, False)] + [(True, True)] * (level != "none")
+                off = [relative(_gradient(family, Path(name), level, *way), expected) for way in ways]
+                print(f"| {family} | {level} | {off[0]:.1e} | {f'{off[1]:.1e}' if len(off) > 1 else ''} |", flush=True)
+                worst = max(worst, *off)
+    print(f"\nworst {worst:.1e}, allowed {ALLOWED:.0e}")
+    return int(worst > ALLOWED)
+
+
+def _gradient(family: str, directory: Path, level: Any, tiled: bool, offload: bool) -> torch.Tensor:
+    family_config(family, tied=False).save_pretrained(directory)
+    root = CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=1)).train()
+    with torch.no_grad():
+        for parameter in root.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(6.0)
+    if tiled:
+        tiles.prove_tiles(root)
+        tiles.apply_tiles(root)
+    if level != "none":
+        apply_recompute(root, level)
+    if offload:
+        apply_offload(root)
+    root(document_lengths=LENGTHS, **packed_inputs(random_ids(97), LENGTHS)).backward()
+    return gradient(root)
+
+
+def predicted(  # noqa: PLR0917 - what a case is made of
+    directory: Path,
+    shape: Mapping[str, int],
+    train: Mapping[str, Any],
+    device: Device,
+    tokens: int,
+    adapter: str = "none",
+) -> Prediction:
+    """What is predicted for training such a model, one row of so many tokens at a time."""
+    LlamaConfig(**shape, architectures=["LlamaForCausalLM"]).save_pretrained(directory)
+    tree = {
+        "model": {"name_or_path": str(directory), "init": "random"},
+        "adapter": {"kind": adapter},
+        "method": {"kind": "pretrain"},
+        "tokenizer": {"name_or_path": BYTES},
+        "data": {"train": "rows.jsonl", "max_length": tokens},
+        "train": {"global_batch_size": 1, "micro_batch_size": 1, "compile": False, "precision": "bf16", **train},
+        "checkpoint": {"async_save": False},
+    }
+    target = Target(device, RankInfo(0, 1, 0, 1), device.memory_bytes)
+    return predict(load_recipe(tree).recipe, target)
+
+
+def peaks(tokens: int) -> int:
+    """The peaks of four large layers at a long row."""
+    device = DEVICES["h200-141g"]
+    print(f"{tokens:,} tokens, 4 layers of the shape of Llama 3.1 8B, bf16, {device.shown}\n")
+    print("| adapter | | tensors on the device | of them activations | on the host |\n| --- | --- | --- | --- | --- |")
+    for adapter in ("lora", "none"):
+        for way in ("plain", "recomputed", "+ on the host", "+ tiles"):
+            with tempfile.TemporaryDirectory() as name:
+                found = predicted(Path(name), LAYERS_OF_8B, WAYS[way], device, tokens, adapter)
+            parts = found.memory.counted_peak()
+            print(
+                f"| {adapter} | {way} | {gib(sum(parts.values()))} | {gib(parts['activations'] + parts['other'])} "
+                f"| {gib(found.host_bytes)} |", flush=True,
+            )  # fmt: skip
+    return 0
+
+
+def longest(limit: int, where: str, run: bool, out: Path | None) -> int:
+    """The longest row of each way, on a card and on this CPU; exit code 1 where a run says otherwise."""
+    card = replace(DEVICES["rtx4080-16g"], memory_bytes=limit, shown=f"a card of {gib(limit)}", host_bytes=1 << 40)
+    cpu = replace(find_device("cpu"), memory_bytes=limit)
+    found: dict[str, list[Figure]] = {card.shown: [], "this CPU": []}
+    with tempfile.TemporaryDirectory() as name:
+        for device, ways in ((card, ("plain", "recomputed", "+ on the host", "+ tiles")),
+                             (cpu, ("plain", "recomputed", "recomputed, tiles"))):  # fmt: skip
+            if where not in {"any", device.kind}:
+                continue
+            lines = found[card.shown if device is card else "this CPU"]
+            for way in ways:
+                tokens, said = _search(partial(predicted, Path(name), SMALL, WAYS[way], device), limit)
+                lines.append(Figure(way, tokens, said.peak_bytes, said.host_bytes))
+                print(f"{device.shown}: {way}: {tokens:,} tokens, {gib(said.peak_bytes)}", file=sys.stderr, flush=True)
+        if run:
+            found["this CPU"] = [_trained(figure, limit, Path(name)) for figure in found["this CPU"]]
+    for place, figures in found.items():
+        print(f"\n{place}, {gib(limit)}\n\n{HEADER}\n{' --- '.join('|' * 8)}")
+        for one in figures:
+            ran = ["" if one.peak_rss is None else gib(one.peak_rss), f"{one.seconds:.0f}" if one.seconds else ""]
+            more = {None: "", True: "does not fit", False: "fits"}[one.longer_fails]
+            cells = (one.way, f"{one.tokens:,}", gib(one.predicted), gib(one.host), *ran, more)
+            print(f"| {' | '.join(cells)} |")
+    if out is not None:
+        made = {place: [vars(one) for one in figures] for place, figures in found.items()}
+        out.write_text(json.dumps(made, indent=1))
+    return int(any(one.longer_fails is False or (one.peak_rss or 0) > limit for one in found["this CPU"]))
+
+
+def _search(ask: Callable[[int], Prediction], limit: int) -> tuple[int, Prediction]:
+    """The most tokens, in whole steps, whose predicted peak is within the limit."""
+    said, over = ask(STEP), 0
+    if said.peak_bytes > limit:
+        raise SystemExit(f"{STEP} tokens need {gib(said.peak_bytes)} already")
+    fits, size = STEP, 2 * STEP
+    while not over and size <= MOST:
+        now = ask(size)
+        if now.peak_bytes <= limit:
+            fits, said, size = size, now, size * 2
+        else:
+            over = size
+    while over and over - fits > max(STEP, fits // 64 // STEP * STEP):
+        middle = (fits + over) // 2 // STEP * STEP
+        now = ask(middle)
+        fits, said, over = (middle, now, over) if now.peak_bytes <= limit else (fits, said, middle)
+    return fits, said
+
+
+def _trained(figure: Figure, limit: int, directory: Path) -> Figure:
+    """Train the row in a process with so much memory, and one that is longer by half."""
+    peak, seconds, ok = _train(figure.way, figure.tokens, limit, directory)
+    if not ok:
+        raise SystemExit(f"{figure.way}: {figure.tokens:,} tokens were predicted to fit, and do not")
+    _, _, fits = _train(figure.way, figure.tokens * 3 // 2, limit, directory)
+    return replace(figure, peak_rss=peak, seconds=seconds, longer_fails=not fits)
+
+
+def _train(way: str, tokens: int, limit: int, directory: Path) -> tuple[int, float, bool]:
+    """Peak resident bytes, seconds a step, and whether two steps of such rows end well with so much memory."""
+    base = directory / f"{way.replace(' ', '')}-{tokens}"
+    LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"]).save_pretrained(base)
+    (base / "rows.jsonl").write_text("".join(json.dumps({"text": "ab" * (tokens // 2 - 2)}) + "\n" for _ in range(2)))
+    keys = {**WAYS[way], "compile": False, "precision": "bf16", "global_batch_size": 1, "micro_batch_size": 1}
+    tree = {
+        "output_dir": str(base / "run"), "model": {"name_or_path": str(base), "init": "random", "kernels": "native"},
+        "tokenizer": {"name_or_path": BYTES}, "method": {"kind": "pretrain"},
+        "data": {"train": str(base / "rows.jsonl"), "max_length": tokens, "cache_dir": str(base / "cache")},
+        "train": {**keys, "duration": "2 steps"}, "checkpoint": {"every": "never", "at_end": False},
+        "parallel": {"processes": 1},
+    }  # fmt: skip
+    recipe = base / "r.yaml"
+    recipe.write_text(json.dumps(tree))
+    start = [sys.executable, "-m", "tuner"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([*start, "prepare-data", str(recipe)], check=True, capture_output=True, env=env, cwd=base)
+    # Private memory that can be written to: what is mapped, as libraries are, does not count.
+    limited = partial(resource.setrlimit, resource.RLIMIT_DATA, (limit, limit))
+    done = subprocess.run(
+        [*start, "train", str(recipe)],
+        env=env, cwd=base, preexec_fn=limited, capture_output=True, text=True, check=False,  # noqa: PLW1509 - one thread
+    )  # fmt: skip
+    if done.returncode not in {0, 5}:
+        raise SystemExit(f"{way}, {tokens:,} tokens: exit code {done.returncode}\n{done.stderr[-2000:]}")
+    log = base / "run" / "metrics.jsonl"
+    return _peak_rss(log), _last_step_s(log), done.returncode == 0
+
+
+def _steps(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [line for line in map(json.loads, lines) if "mem_gib" in line]
+
+
+def _peak_rss(path: Path) -> int:
+    return int(max((line["mem_gib"] for line in _steps(path)), default=0.0) * (1 << 30))
+
+
+def _last_step_s(path: Path) -> float:
+    steps = _steps(path)
+    return float(steps[-1].get("step_s", 0.0)) if steps else 0.0
+
+
+def main() -> int:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("gradients", "peaks", "longest", "all"), nargs="?", default="all")
+    parser.add_argument("--tokens", type=int, default=1 << 16)
+    parser.add_argument("--limit", default="16GB")
+    parser.add_argument("--where", choices=("any", "cuda", "cpu"), default="any")
+    parser.add_argument("--run", action="store_true")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    logging.disable(logging.WARNING)
+    parts = {
+        "gradients": gradients,
+        "peaks": partial(peaks, given.tokens),
+        "longest": partial(longest, parse_memory("--limit", given.limit), given.where, given.run, given.out),
+    }
+    return max(part() for name, part in parts.items() if given.what in {name, "all"})
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
