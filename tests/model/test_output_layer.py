@@ -257,3 +257,36 @@ def test_what_pads_the_rows_of_logits_on_a_gpu_adds_nothing_to_gradients() -> No
     whole = products._base
     assert products.shape == (5, 97) and whole is not None and whole.shape == (5, 128)
     assert whole.isfinite().all()
+
+
+@pytest.mark.parametrize(("n", "size", "gap", "whole"), [(4000, 40.0, 0.0, 2.0**10), (8, 0.1, 18.0, 2.0**16)])
+@pytest.mark.parametrize("by_position", [False, True])
+def test_fp16_gradients_that_are_made_scaled_neither_overflow_nor_vanish(
+    n: int, size: float, gap: float, whole: float, by_position: bool
+) -> None:
+    """Sums over many positions of one token, and tokens whose probability is below what fp16 has numbers for."""
+    torch.manual_seed(0)
+    hidden = (torch.rand(n, 8) * size).requires_grad_()
+    weight = (torch.rand(11, 8) / 8).requires_grad_()
+    bias = torch.zeros(11).index_fill_(0, torch.tensor([3]), gap).requires_grad_()
+    targets, scale = torch.full((n,), 3), torch.tensor(whole / n)
+    exact = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight, bias)]
+    logits = torch.nn.functional.linear(exact[0], exact[1], exact[2])
+    wanted = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, targets), exact)
+
+    def gradients(head: OutputLayer) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.float16, cache_enabled=False):
+            loss = head.losses(hidden, targets).sum() if by_position else head.cross_entropy(hidden, targets)
+        mean = torch.nn.functional.cross_entropy(logits, targets).item()
+        assert loss.item() / n == pytest.approx(mean, rel=1e-2, abs=1e-5)
+        return [one / whole for one in torch.autograd.grad(loss, [hidden, weight, bias], scale)]
+
+    def far(found: list[torch.Tensor]) -> float:
+        # Of a target that is all but sure the share is 1 in float32 already.
+        rows = slice(None) if gap == 0 else torch.arange(11) != 3
+        pairs = [(a[rows], b[rows]) for a, b in zip(found[1:], wanted[1:], strict=True)]
+        return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+    assert far(gradients(OutputLayer(weight, bias, scale=scale))) < 1e-2
+    if not by_position:
+        assert not far(gradients(OutputLayer(weight, bias))) < 0.1

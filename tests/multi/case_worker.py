@@ -89,6 +89,12 @@ def run_whole(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
         (output / f"{case['name']}.json").write_text(json.dumps(found))
 
 
+def overflow(output: Any, step: int) -> None:
+    """Have the gradient of the decoder's output be infinite in the second step."""
+    if step == 1 and output.last_hidden_state.requires_grad:
+        output.last_hidden_state.register_hook(lambda gradient: gradient * float("inf"))
+
+
 def run_steps(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
     """Take steps and keep the losses, the gradients before the update, and the collectives of the second step."""
     model = Path(case["model"])
@@ -128,6 +134,9 @@ def run_steps(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
             return real(*args, **options)
 
         train_state.optimizer.step = spy  # type: ignore[method-assign]
+        if rank_info.rank == case.get("overflow"):
+            decoder = train_state.root.model.get_decoder()
+            decoder.register_forward_hook(lambda _, __, output: overflow(output, len(taken)))
         for step in range(case["steps"]):
             batches = assembly.batches.step(step)
             with counter if step == 1 else contextlib.nullcontext():
@@ -138,6 +147,7 @@ def run_steps(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
             "loss": [r.loss for r in results],
             "grad_norm": [r.grad_norm for r in results],
             "figures": [dict(r.figures) for r in results],
+            "skipped": [r.skipped for r in results],
             "collectives": counter.counts,
         }
         (output / f"{case['name']}.json").write_text(json.dumps(facts))

@@ -61,6 +61,12 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16: one": {"precision": "bf16"},
     "bf16: two": {"precision": "bf16", "world": 2, "local": 2, "micro": 4},
     "bf16: 2 x 2": {"precision": "bf16", "world": 4, "local": 2, "micro": 2},
+    "fp16: one": {"precision": "fp16"},
+    "fp16: two, 2 micro-batches": {"precision": "fp16", "world": 2, "local": 2, "micro": 2},
+    "fp16: 2 x 2, 2 micro-batches": {"precision": "fp16", "world": 4, "local": 2, "micro": 1},
+    "fp16: two, an overflow on one": {"precision": "fp16", "world": 2, "local": 2, "micro": 4, "overflow": 1},
+    "fp8: one": {"precision": "fp8"},
+    "fp8: two": {"precision": "fp8", "world": 2, "local": 2, "micro": 4},
     "rows: one": {"model": "large"},
     "rows: 2 x 2, 2 micro-batches": {"model": "large", "world": 4, "local": 2, "micro": 1, "shard": "hybrid"},
     "hybrid: one": {"model": "hybrid"},
@@ -104,10 +110,12 @@ LAUNCHES: dict[str, dict[str, Any]] = {
 MIXED = (
     "two, a document to a row", "four, 2 micro-batches", "one, selective",
     "four, selective, gathered once", "2 x 2, full", "lora: four, full", "lora: 2 x 2", "bf16: 2 x 2",
+    "fp16: two, 2 micro-batches",
     "hybrid: one", "hybrid: two, full", "hybrid: 2 x 2, a document to a row",
 )  # fmt: skip
 if "TUNER_TEST_EVERY_ROW" not in os.environ:
     CASES = {name: case for name, case in CASES.items() if name not in MIXED}
+OVERFLOW = "fp16: two, an overflow on one"
 ALIKE = [(name, name.partition(": ")[0] + ": one" if ": " in name else "one") for name in CASES]
 
 
@@ -146,9 +154,10 @@ def facts(found: Path, name: str) -> dict[str, Any]:
 
 
 def gradients(found: Path, name: str, step: int) -> torch.Tensor:
-    """All gradients of a step as one vector."""
+    """All gradients of a step as one vector: those of the loss, where the backward pass scaled it."""
     tensors = load_file(found / f"{name}.safetensors")
-    return torch.cat([tensors[key].flatten() for key in sorted(tensors) if key.startswith(f"{step}.")])
+    scale = facts(found, name)["figures"][step].get("loss_scale", 1.0)
+    return torch.cat([tensors[key].flatten() for key in sorted(tensors) if key.startswith(f"{step}.")]) / scale
 
 
 def largest_relative(a: list[float], b: list[float]) -> float:
@@ -156,10 +165,10 @@ def largest_relative(a: list[float], b: list[float]) -> float:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("name", "like"), [pair for pair in ALIKE if pair[0] != pair[1]])
+@pytest.mark.parametrize(("name", "like"), [pair for pair in ALIKE if pair[0] not in (pair[1], OVERFLOW)])
 def test_the_same_loss_and_gradients(found: Path, name: str, like: str) -> None:
     one, other = facts(found, like), facts(found, name)
-    bf16 = name.startswith("bf16")
+    bf16 = name.startswith(("bf16", "fp16", "fp8"))
     assert largest_relative(one["loss"], other["loss"]) <= 1e-5
     assert largest_relative(one["grad_norm"], other["grad_norm"]) <= (1e-4 if bf16 else 1e-5)
     if name.startswith("trained"):
@@ -170,6 +179,18 @@ def test_the_same_loss_and_gradients(found: Path, name: str, like: str) -> None:
         assert expected.norm().item() == pytest.approx(norm, rel=1e-5)
         # In bf16 the gradient of a sum is rounded in another order; its norm is compared above.
         assert (got - expected).norm() <= (1e-2 if bf16 else 1e-5) * expected.norm(), step
+
+
+@pytest.mark.multi
+def test_gradients_that_overflow_on_one_rank_leave_out_the_update_of_all(found: Path) -> None:
+    one, other = facts(found, "fp16: one"), facts(found, OVERFLOW)
+    assert [figures["loss_scale"] for figures in other["figures"]] == [65536.0, 65536.0, 32768.0]
+    assert other["skipped"] == [False, True, False] and one["skipped"] == [False] * 3
+    assert largest_relative(one["loss"], other["loss"]) <= 1e-5, "the forward pass is not touched"
+    for step in (0, 2):
+        expected, got = gradients(found, "fp16: one", step), gradients(found, OVERFLOW, step)
+        assert (got - expected).norm() <= 1e-2 * expected.norm(), step
+    assert other["collectives"] == facts(found, "bf16: two")["collectives"], "they agree in no collective of its own"
 
 
 @pytest.mark.multi

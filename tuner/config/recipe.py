@@ -259,8 +259,8 @@ class TrainSection(Section):
     """Rows per optimizer step, on any number of processes; the default gives way to the nearest that they divide."""
     micro_batch_size: Annotated[int | Auto, Whole(ge=1, le=2**20)] = "auto"
     """Rows per forward and process; auto: on CUDA as many as fit and pay, by prediction, else 1. Changes rounding."""
-    precision: Word[Literal["auto", "fp32", "bf16"]] = "auto"
-    """Type of the computation; auto is bf16 where the device is fast at it, else fp32."""
+    precision: Word[Literal["auto", "fp32", "bf16", "fp16", "fp8"]] = "auto"
+    """Type of the computation; auto: bf16 where the device is fast at it, else fp16 on CUDA (7.x), else fp32."""
     tf32: Bool = False
     """Let CUDA round what float32 matrix products multiply to 10 bits, as TF32: several times as fast with fp32."""
     device: Word[Literal["auto", "cuda", "cpu"]] = "auto"

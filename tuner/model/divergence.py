@@ -211,18 +211,26 @@ def distil(
     exact = torch.promote_types(product_dtype(hidden), torch.float32)
     sums = torch.zeros(len(FIGURES), dtype=exact, device=hidden.device)
     with_gradient = torch.is_grad_enabled()
+    wanted = _Wanted(with_gradient, head.scale)
 
     def chunk(span: slice, logits: torch.Tensor) -> torch.Tensor:
-        return _chunk(logits, targets[span], teacher.chunk(span), how, with_gradient, sums)
+        return _chunk(logits, targets[span], teacher.chunk(span), how, wanted, sums)
 
     loss: torch.Tensor = _Distilled.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, head.transform, chunk, with_gradient
+        hidden, head.weight, head.bias, head.transform, chunk, with_gradient, head.scale
     )
     return loss, dict(zip(FIGURES, sums.unbind(), strict=True))
 
 
+class _Wanted(NamedTuple):
+    """Whether a gradient is, and how many times as large it is made, as the output layer says."""
+
+    gradient: bool
+    scale: torch.Tensor | None
+
+
 def _chunk(
-    logits: torch.Tensor, targets: torch.Tensor, taught: Taught, how: Distillation, wants: bool, sums: torch.Tensor
+    logits: torch.Tensor, targets: torch.Tensor, taught: Taught, how: Distillation, wants: _Wanted, sums: torch.Tensor
 ) -> torch.Tensor:
     """The loss of a chunk, whose logits become its gradient where that is wanted; adds to the figures' ``sums``."""
     own, shared = torch.zeros_like(sums), min(logits.shape[1], taught.vocabulary)
@@ -235,11 +243,11 @@ def _chunk(
         ce = _of(wanted, plain)
         agreed = exact.argmax(-1) == found.top
         own += torch.stack([each.sum(dtype=sums.dtype) for each in (found[0], ce, found[2], agreed, found.tail)])
-        if wants:
+        if wants.gradient:
             gradient = plain.exp_().mul_(how.ce_weight)
             gradient.scatter_add_(1, wanted[:, None], gradient.new_full((len(wanted), 1), -how.ce_weight))
             gradient[:, :shared].add_(found.gradient, alpha=(1 - how.ce_weight) * how.temperature)
-            logits[at] = gradient
+            logits[at] = gradient if wants.scale is None else gradient.mul_(wants.scale)
     sums += own
     return (1 - how.ce_weight) * how.temperature**2 * own[0] + how.ce_weight * own[1]
 
@@ -255,7 +263,7 @@ def _of(targets: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
 
 class _Distilled(MadeInForward):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
@@ -263,6 +271,7 @@ class _Distilled(MadeInForward):
         transform: LogitTransform,
         chunk: Callable[[slice, torch.Tensor], torch.Tensor],
         with_gradient: bool,
+        scale: torch.Tensor | None,
     ) -> torch.Tensor:
         wanted = [with_gradient and needed for needed in ctx.needs_input_grad[:3]]
 
@@ -282,5 +291,5 @@ class _Distilled(MadeInForward):
                 gradients.add(span, rows, logits)
             del logits  # before the next chunk has its own
         ctx.save_for_backward(*gradients.made)
-        ctx.dtypes = gradient_types(hidden, weight, bias)
+        ctx.dtypes, ctx.scale = gradient_types(hidden, weight, bias), scale
         return loss

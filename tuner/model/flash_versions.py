@@ -75,14 +75,14 @@ class Heads:
 
 
 def kernel_and_reason(config: PretrainedConfig, device_generation: int, precision: str, is_here: bool) -> str:
-    """What attends in a model on a CUDA device, in words: ``bf16`` or ``fp32`` is what is computed in.
+    """What attends in a model on a CUDA device, in words, with the ``precision`` of the recipe.
 
     Of a device that is not here, Triton is assumed to be installed, and no later flash attention.
     """
     kinds, found = Heads.of(config), dict[str, None]()
     if not kinds or not takes_our_attention(config):
         return "the model's own"
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
     version = wanted_version(kinds, device_generation) if is_here else None
     for heads in kinds:
         way, words = way_and_reason(device_generation, dtype, heads.widest, heads.is_capped, is_here)

@@ -124,13 +124,16 @@ class OutputLayer:
     """Weight ``[V, D]``, bias ``[V]`` or None, what the model does to their products, and the kernel of the loss.
 
     Under FSDP2 the weight is whole inside the root's forward alone: a loss is computed there. The products run in
-    autocast's type where autocast is on; normaliser and losses are float32 (float64 for float64 inputs).
+    autocast's type where autocast is on; normaliser and losses are float32 (float64 for float64 inputs). A gradient
+    that is made in the forward pass is rounded to the type of the products before that of the loss is known: with
+    ``scale``, a scalar, it is made so many times as large, and divided by that when it is.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     transform: LogitTransform = PLAIN
     kernel: Kernel = softmax_into_gradient
+    scale: torch.Tensor | None = None
 
     def cross_entropy(
         self, hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None = None
@@ -143,7 +146,9 @@ class OutputLayer:
         weight, bias, kernel = self.weight, self.bias, transformed(self.kernel, self.transform)
         if not torch.is_grad_enabled():  # the function would still see parameters that want a gradient, and make it
             hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-        loss: torch.Tensor = _CrossEntropy.apply(hidden, weight, bias, targets, weights, kernel)  # type: ignore[no-untyped-call]
+        if self.scale is not None:
+            weights = self.scale.expand(len(targets)) if weights is None else weights * self.scale
+        loss: torch.Tensor = _CrossEntropy.apply(hidden, weight, bias, targets, weights, kernel, self.scale)  # type: ignore[no-untyped-call]
         return loss
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -162,7 +167,7 @@ class OutputLayer:
         if not torch.is_grad_enabled():
             hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
         losses: torch.Tensor = _PositionLosses.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, self.transform, self.kernel
+            hidden, weight, bias, targets, self.transform, self.kernel, self.scale
         )
         return losses
 
@@ -290,19 +295,23 @@ class Gradients:
 
 
 class MadeInForward(torch.autograd.Function):
-    """A scalar loss of which the forward pass has made and saved the gradients, and put their types into `dtypes`."""
+    """A scalar loss of which the forward pass has made and saved the gradients, and put their types into `dtypes`.
+
+    They are made ``scale`` times as large where that is a tensor.
+    """
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The saved gradients times that of the scalar ``upstream``."""
         # In place: a second backward through the same loss is refused by autograd.
-        scaled = [None if g is None else g.mul_(upstream) for g in ctx.saved_tensors]
-        return (*in_types(scaled, ctx.dtypes), None, None, None)
+        factor = upstream if ctx.scale is None else upstream / ctx.scale
+        scaled = [None if g is None else g.mul_(factor) for g in ctx.saved_tensors]
+        return (*in_types(scaled, ctx.dtypes), None, None, None, None)
 
 
 class _CrossEntropy(MadeInForward):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
@@ -310,12 +319,13 @@ class _CrossEntropy(MadeInForward):
         targets: torch.Tensor,
         weights: torch.Tensor | None,
         kernel: Kernel,
+        scale: torch.Tensor | None,
     ) -> torch.Tensor:
         head = Head.of(hidden, weight, bias, product_dtype(hidden))
         loss, gradients = head.sweep(targets, weights, kernel, ctx.needs_input_grad[:3])
         ctx.save_for_backward(*gradients)
-        ctx.dtypes = gradient_types(hidden, weight, bias)
-        return loss
+        ctx.dtypes, ctx.scale = gradient_types(hidden, weight, bias), scale
+        return loss if scale is None else loss / scale
 
 
 class _PositionLosses(torch.autograd.Function):
@@ -327,7 +337,7 @@ class _PositionLosses(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
@@ -335,6 +345,7 @@ class _PositionLosses(torch.autograd.Function):
         targets: torch.Tensor,
         transform: LogitTransform,
         kernel: Kernel,
+        scale: torch.Tensor | None,
     ) -> torch.Tensor:
         dtype, (of_hidden, *of_head) = product_dtype(hidden), ctx.needs_input_grad[:3]
         losses = torch.empty(len(targets), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
@@ -347,13 +358,13 @@ class _PositionLosses(torch.autograd.Function):
                 exact = logits[block].to(losses.dtype)
                 found[block] = torch.logsumexp(exact, -1) - exact.gather(1, wanted[block, None])[:, 0]
             if ctx.hidden_alone:
-                kernel(logits, wanted, True, None)
+                kernel(logits, wanted, True, None if scale is None else scale.expand(len(wanted)))
                 transform.backward_(logits, tanh)
                 gradients.add(span, rows, logits)
             elif any(of_head) and span.stop == len(hidden):
                 ctx.last = span, rows, logits, tanh
             del logits, tanh  # before the next chunk has its own
-        ctx.dtype, ctx.kernel, ctx.transform = dtype, kernel, transform
+        ctx.dtype, ctx.kernel, ctx.transform, ctx.scale = dtype, kernel, transform, scale
         ctx.save_for_backward(*gradients.made[:1] if ctx.hidden_alone else (hidden, weight, bias, targets))
         return losses
 
@@ -361,7 +372,8 @@ class _PositionLosses(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.hidden_alone:
             (made,) = ctx.saved_tensors
-            return ((made * upstream[:, None]).to(made.dtype), None, None, None, None, None)
+            share = upstream if ctx.scale is None else upstream / ctx.scale
+            return ((made * share[:, None]).to(made.dtype), None, None, None, None, None, None)
         hidden, weight, bias, targets = ctx.saved_tensors
         head = Head.of(hidden, weight, bias, ctx.dtype)
         gradients, last = Gradients(head, ctx.needs_input_grad[:3]), None
@@ -376,7 +388,7 @@ class _PositionLosses(torch.autograd.Function):
             kernel(logits, targets[span], True, upstream[span])
             gradients.add(span, rows, logits)
             del logits
-        return (*in_types(gradients.made, gradient_types(hidden, weight, bias)), None, None, None)
+        return (*in_types(gradients.made, gradient_types(hidden, weight, bias)), None, None, None, None)
 
 
 def product_dtype(hidden: torch.Tensor) -> torch.dtype:

@@ -46,6 +46,8 @@ class CausalLM(nn.Module):
         self.model = model
         self.loss_kernel: Kernel = softmax_into_gradient
         """What turns logits into the loss of training and its gradient."""
+        self.gradient_scale: torch.Tensor | None = None
+        """Under fp16: what a term of the loss is multiplied by in the backward pass, as the output layer takes it."""
         self.logit_transform = PLAIN if has_score(model) else LogitTransform.of(model.config)
         """What the model does to the output layer's products before they are logits."""
         self.router_loss: RouterLoss | None = None
@@ -233,7 +235,8 @@ class CausalLM(nn.Module):
     def at_head(self, objective: Objective[Result], hidden: torch.Tensor, targets: torch.Tensor) -> Result:
         """What the ``objective`` makes of hidden states ``[N, D]`` and the output layer, whose weight is whole here."""
         head = head_layer(self.model)
-        layer = OutputLayer(head.weight, getattr(head, "bias", None), self.logit_transform, self.loss_kernel)
+        bias, scale = getattr(head, "bias", None), self.gradient_scale
+        layer = OutputLayer(head.weight, bias, self.logit_transform, self.loss_kernel, scale)
         return objective(hidden, layer, targets)
 
     def _numbered(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:

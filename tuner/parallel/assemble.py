@@ -45,6 +45,8 @@ class AssemblySpec:
     reshard_after_forward: bool = True
     rounded_to: torch.dtype | None = None
     """The type that autocast rounds weights to, where shards may be gathered in it."""
+    float8: bool = False
+    """Whether the decoder's linear layers multiply in fp8."""
     tokens: int | None = None
     """The most tokens of a microbatch of training, where that is known."""
     quantize: "QuantizeSpec | None" = None
@@ -79,6 +81,10 @@ def assemble(
         from tuner.model.quantize.layers import quantize_
 
         quantize_(root.model, spec.quantize)
+    if spec.float8:
+        from tuner.model.float8 import apply_float8
+
+        apply_float8(root.model)
     spec.trainable.apply(root.model, spec.seed)
     if spec.kernels == "native":
         apply_native(root.model)

@@ -1,8 +1,9 @@
-"""What a unit of FSDP2 gathers in bfloat16: the weights that autocast would round to it anyway.
+"""What a unit of FSDP2 gathers in bfloat16, or float16: the weights that autocast would round to it anyway.
 
 Autocast multiplies by a float32 weight rounded to bfloat16; whether it is rounded before it is sent or after changes no
 bit of a loss, and halves what is sent and what is gathered. Its gradient is bfloat16 in both cases, as it leaves the
-product, and is added up over processes and micro-batches in float32. bf16 so has one meaning at every world size.
+product, and is added up over processes and micro-batches in float32. bf16 so has one meaning at every world size; fp16
+has too, and fp8, which rounds further what bf16 has rounded.
 
 The rule: a decoder layer gathers the float32 weights of its linear layers in bfloat16. What autocast leaves in float32
 (norms, biases that are read elsewhere, the states of recurrent layers) is never rounded: it is small, so every process

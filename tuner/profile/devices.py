@@ -2,10 +2,11 @@
 
 Memory is what ``nvidia-smi`` reports as the total of a card. Rates are dense bf16 products with float32 sums, without
 sparsity, from NVIDIA's data sheets: H100 (DS-11133), H200 (DS-11516), A100 (DS-10031), L40S, L4, A10, and the
-architecture papers of Ada, Ampere, Turing and Blackwell (GeForce, T4); B200 from the data sheet of DGX B200. A step
-reaches a part of them. Copies between page-locked memory and a device reach four fifths of what PCIe x16 promises. The
-host's memory for each card is an eighth of that of a DGX (B200, H200, H100 2 TB; A100 2 TB and 1 TB), and taken as 64
-GiB for cards that are put into machines of any kind.
+architecture papers of Ada, Ampere, Turing and Blackwell (GeForce, T4); B200 from the data sheet of DGX B200. Those of
+fp16 are the same, those of fp8, where there are units for it, twice as high. A step reaches a part of them. Copies
+between page-locked memory and a device reach four fifths of what PCIe x16 promises. The host's memory for each card is
+an eighth of that of a DGX (B200, H200, H100 2 TB; A100 2 TB and 1 TB), and taken as 64 GiB for cards that are put into
+machines of any kind.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Literal
 
 from tuner.config.numbers import parse_bytes
 from tuner.errors import RecipeError
-from tuner.runtime.device import AMPERE, DeviceFacts, device_facts, host_memory
+from tuner.runtime.device import ADA, AMPERE, DeviceFacts, device_facts, host_memory
 
 MIB, GIB = 1 << 20, 1 << 30
 PCIE = {3: 12e9, 4: 25e9, 5: 50e9}
@@ -36,6 +37,8 @@ class Device:
     shown: str
     generation: int = 0
     """As in the facts of a device that is here."""
+    has_fp8: bool = False
+    """As in the facts of a device that is here."""
     host_link: float = PCIE[4]
     """Bytes a second each way that page-locked copies to and from the host's memory reach."""
     host_bytes: int = OTHER_HOST
@@ -44,13 +47,15 @@ class Device:
     def facts(self, threads: int = 1) -> DeviceFacts:
         """The device as a resolved recipe sees one that is here, all its memory free."""
         bf16_fast = self.kind == "cpu" or self.generation >= AMPERE
+        size = self.memory_bytes
         return DeviceFacts(
-            self.kind, self.shown, self.memory_bytes, self.memory_bytes, bf16_fast, threads, self.generation
+            self.kind, self.shown, size, size, bf16_fast, threads, self.generation, self.has_fp8
         )
 
 
-def _card(name: str, mebibytes: int, teraflops: float, shown: str, generation: int) -> Device:
-    return Device(name, "cuda", mebibytes * MIB, teraflops * 1e12, f"NVIDIA {shown}", generation)
+def _card(name: str, mebibytes: int, teraflops: float, shown: str, capability: tuple[int, int]) -> Device:
+    size, rate = mebibytes * MIB, teraflops * 1e12
+    return Device(name, "cuda", size, rate, f"NVIDIA {shown}", capability[0], capability >= ADA)
 
 
 def _in(pcie: int, card: Device, host_bytes: int = OTHER_HOST) -> Device:
@@ -61,21 +66,21 @@ def _in(pcie: int, card: Device, host_bytes: int = OTHER_HOST) -> Device:
 DEVICES = {
     device.name: device
     for device in (
-        _in(5, _card("b200-180g", 183_359, 2250.0, "B200", 10), EIGHTH_OF_DGX),
-        _in(5, _card("h200-141g", 143_771, 989.4, "H200", 9), EIGHTH_OF_DGX),
-        _in(5, _card("h100-80g", 81_559, 989.4, "H100 SXM", 9), EIGHTH_OF_DGX),
-        _in(5, _card("h100-pcie-80g", 81_559, 756.0, "H100 PCIe", 9)),
-        _in(4, _card("a100-80g", 81_920, 312.0, "A100 80GB", 8), EIGHTH_OF_DGX),
-        _in(4, _card("a100-40g", 40_960, 312.0, "A100 40GB", 8), EIGHTH_OF_DGX // 2),
-        _in(4, _card("l40s-48g", 46_068, 362.0, "L40S", 8)),
-        _in(4, _card("a10-24g", 23_028, 125.0, "A10", 8)),
-        _in(4, _card("l4-24g", 23_034, 121.0, "L4", 8)),
-        _in(5, _card("rtx5090-32g", 32_607, 209.5, "GeForce RTX 5090", 12)),
-        _in(4, _card("rtx4090-24g", 24_564, 165.2, "GeForce RTX 4090", 8)),
-        _in(4, _card("rtx3090-24g", 24_576, 71.0, "GeForce RTX 3090", 8)),
-        _in(5, _card("rtx5080-16g", 16_303, 112.6, "GeForce RTX 5080", 12)),
-        _in(4, _card("rtx4080-16g", 16_376, 97.5, "GeForce RTX 4080", 8)),
-        _in(3, _card("t4-16g", 15_360, 65.1, "Tesla T4", 7)),
+        _in(5, _card("b200-180g", 183_359, 2250.0, "B200", (10, 0)), EIGHTH_OF_DGX),
+        _in(5, _card("h200-141g", 143_771, 989.4, "H200", (9, 0)), EIGHTH_OF_DGX),
+        _in(5, _card("h100-80g", 81_559, 989.4, "H100 SXM", (9, 0)), EIGHTH_OF_DGX),
+        _in(5, _card("h100-pcie-80g", 81_559, 756.0, "H100 PCIe", (9, 0))),
+        _in(4, _card("a100-80g", 81_920, 312.0, "A100 80GB", (8, 0)), EIGHTH_OF_DGX),
+        _in(4, _card("a100-40g", 40_960, 312.0, "A100 40GB", (8, 0)), EIGHTH_OF_DGX // 2),
+        _in(4, _card("l40s-48g", 46_068, 362.0, "L40S", (8, 9))),
+        _in(4, _card("a10-24g", 23_028, 125.0, "A10", (8, 6))),
+        _in(4, _card("l4-24g", 23_034, 121.0, "L4", (8, 9))),
+        _in(5, _card("rtx5090-32g", 32_607, 209.5, "GeForce RTX 5090", (12, 0))),
+        _in(4, _card("rtx4090-24g", 24_564, 165.2, "GeForce RTX 4090", (8, 9))),
+        _in(4, _card("rtx3090-24g", 24_576, 71.0, "GeForce RTX 3090", (8, 6))),
+        _in(5, _card("rtx5080-16g", 16_303, 112.6, "GeForce RTX 5080", (12, 0))),
+        _in(4, _card("rtx4080-16g", 16_376, 97.5, "GeForce RTX 4080", (8, 9))),
+        _in(3, _card("t4-16g", 15_360, 65.1, "Tesla T4", (7, 5))),
     )
 }
 """By the name that ``--device`` takes."""
@@ -97,8 +102,9 @@ def is_verified(kind: str, name: str) -> bool:
 def present_device(kind: Literal["auto", "cuda", "cpu"]) -> Device:
     """The device that is here, with what is free of its memory; its rate, where the table has it."""
     facts = device_facts(kind)
-    found = Device(facts.kind, facts.kind, facts.free_bytes, data_sheet_rate(facts.name), facts.name, facts.generation)
+    rate = data_sheet_rate(facts.name)
     known = next((device for device in DEVICES.values() if facts.name.startswith(device.shown)), None)
+    found = Device(facts.kind, facts.kind, facts.free_bytes, rate, facts.name, facts.generation, facts.has_fp8)
     return replace(found, host_link=found.host_link if known is None else known.host_link, host_bytes=host_memory()[1])
 
 

@@ -89,11 +89,11 @@ def measure(
         clock, batches = _timed_steps(assembly, options.steps)
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if device.type == "cpu" else None
         communication_s, files = _traced_step(assembly, options)
-    steps, meter = options.steps, assembly.mfu
+    steps, meter, precision = options.steps, assembly.mfu, str(resolved.recipe.train.precision)
     asked = [meter.operations(one.micro) for one in batches]
     found = Measurement(
         device=resolved.facts.name,
-        precision=str(resolved.recipe.train.precision),
+        precision=precision,
         optimizer=resolved.recipe.optimizer.kind,
         processes=rank_info.world_size,
         steps=steps,
@@ -107,7 +107,7 @@ def measure(
         communication_s=communication_s,
         flops=sum(one or 0.0 for one in asked) / steps if meter.flops.complete else None,
         peak_flops=meter.peak,
-        datasheet_flops=data_sheet_rate(resolved.facts.name) if resolved.recipe.train.precision == "bf16" else None,
+        datasheet_flops=data_sheet_rate(resolved.facts.name) if precision in {"bf16", "fp16"} else None,
         files=files,
         shortage=_oom_report(assembly, record, free),
     )

@@ -59,7 +59,8 @@ class Measurement:
     communication_s: float
     flops: float | None
     """None where the model's FLOPs are not known; there is no MFU then."""
-    peak_flops: float
+    peak_flops: float | None
+    """None under fp8: there is no MFU then."""
     datasheet_flops: float | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     shortage: OomReport | None = None
@@ -122,7 +123,7 @@ class Measurement:
         sheet = rates.get("mfu_of_datasheet")
         of_sheet = "" if sheet is None else f", {sheet:.1%} of the datasheet's"
         tokens = f"{rates['tok_per_s']:,.0f} tokens/s, {rates['trained_per_s']:,.0f} of them trained"
-        peak = f"the {self.peak_flops / 1e12:.3g} TFLOP/s of a large product"
+        peak = f"the {(self.peak_flops or 0.0) / 1e12:.3g} TFLOP/s of a large product"
         mfu = f" · MFU {rates['mfu']:.1%} of {peak}{of_sheet}" if "mfu" in rates else ""
         return f"{self.step_s:.3g} s/step ({', '.join(shares)}) · {tokens}{mfu}"
 

@@ -13,7 +13,8 @@ from tuner.model.kernels import has_liger
 from tuner.model.probe import RouteRefused
 from tuner.profile.cuda_allocator import expands_segments
 from tuner.profile.devices import Device
-from tuner.profile.estimate import estimate
+from tuner.profile.estimate import Place, estimate
+from tuner.profile.layers import with_layers
 from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Phase, Prediction
 from tuner.profile.timeline import memory_timeline
 from tuner.profile.tracing import Trace, trace_step
@@ -53,16 +54,18 @@ class Target:
         return self.device.host_bytes if self.host_bytes is None else self.host_bytes
 
 
-def predict(recipe: Recipe, target: Target, prepared: Path | None = None) -> Prediction:
+def predict(recipe: Recipe, target: Target, prepared: Path | None = None, layers: int | None = None) -> Prediction:
     """Predict a recipe; what is left to a prediction itself is taken as where there is none.
 
-    Its prepared data are looked for, unless a directory of them is given. Raises RecipeError where it cannot be trained
-    at all, whatever the memory.
+    Its prepared data are looked for, unless a directory of them is given. With ``layers`` it is the model with so many
+    of its layers alone. Raises RecipeError where it cannot be trained at all, whatever the memory.
     """
     rank_info, device = target.rank_info, target.device
     recipe = without_prediction(recipe)
     check_division(recipe.train.global_batch_size, rows_at_once(recipe), rank_info.world_size)
     resolved, assumptions = resolved_for(recipe, target)
+    if layers is not None:
+        resolved = replace(resolved, config=with_layers(resolved.config, layers))
     work = workload(recipe, resolved, rank_info, prepared)
     try:
         trace = _traced(recipe, resolved, device, rank_info, work)
@@ -84,7 +87,7 @@ def predict(recipe: Recipe, target: Target, prepared: Path | None = None) -> Pre
         memory=replace(timeline, moments=(*timeline.moments, *_others(trace, timeline, rank_info))),
         limit_bytes=target.limit_bytes,
         error=ERRORS["compiled" if wants_compiled(recipe, resolved, device) else device.kind],
-        time=estimate(resolved.recipe, trace, device, rank_info, work, total_steps),
+        time=estimate(resolved.recipe, trace, Place(device, rank_info, work), total_steps),
         assumptions=(*work.assumptions, *assumptions, *constants, *_of_host(timeline, target)),
         host_limit_bytes=target.host_limit_bytes,
     )

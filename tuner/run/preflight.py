@@ -239,7 +239,7 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info:
     )
     micro, row = rows_at_once(recipe), "packed row" if recipe.data.packs_rows else "row"
     accumulated = -(-plan.global_batch_size // (micro * mesh_of(recipe, rank_info).data_size))
-    for label in ("part", "attention", "dropout"):
+    for label in ("part", "attention", "fp8", "dropout"):
         if label in resolved.reasons:
             console.say(label, resolved.reasons[label])
     console.say(

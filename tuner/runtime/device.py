@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 ROUNDS, MOST_ROUNDS, MEASURED_S = 4, 40, 0.25
 """Products that are timed at least and at most, and the seconds after which no further one is begun."""
+SLOW_SIDE = 256
+"""That of matrices in fp16 on a CPU, where torch multiplies them a hundred times more slowly than bf16 ones."""
 TO_COMPILE = "apt install g++ python3-dev; pip install triton"
 """What brings whatever :func:`compiler_problem` or :func:`triton_problem` finds missing."""
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -31,8 +33,10 @@ _traced: str | None = None
 """Process-wide, and no context variable: compiled layers read it."""
 _traced_memory: int | None = None
 _traced_generation = 0
-AMPERE, HOPPER = 8, 9
-"""Generations of CUDA devices; the former is the first whose arithmetic units take bf16."""
+VOLTA, AMPERE, HOPPER = 7, 8, 9
+"""Generations of CUDA devices: the first one's arithmetic units take fp16, the second's bf16 too."""
+ADA = (8, 9)
+"""The first compute capability whose arithmetic units take fp8."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class DeviceFacts:
     threads: int
     generation: int = 0
     """The first number of CUDA's compute capability, such as 8 for Ampere and Ada, 9 for Hopper; 0 on a CPU."""
+    has_fp8: bool = False
+    """Whether its arithmetic units take fp8."""
 
 
 def device_facts(kind: Literal["auto", "cuda", "cpu"], index: int = 0) -> DeviceFacts:
@@ -71,7 +77,8 @@ def device_facts(kind: Literal["auto", "cuda", "cpu"], index: int = 0) -> Device
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
     major, threads = properties.major, torch.get_num_threads()
-    return DeviceFacts("cuda", properties.name, total, free, major >= AMPERE, threads, major)
+    has_fp8 = (major, properties.minor) >= ADA
+    return DeviceFacts("cuda", properties.name, total, free, major >= AMPERE, threads, major, has_fp8)
 
 
 def _processor() -> tuple[str, frozenset[str]]:
@@ -114,16 +121,18 @@ def room_on(device: torch.device, processes: int) -> int:
 
 @cache
 def measured_peak(kind: Literal["cuda", "cpu"], precision: str, index: int = 0) -> float:
-    """Operations per second in one large product of random bf16 or fp32 matrices: the best of some, once a process.
+    """Operations per second in one large product of random matrices in a precision: the best of some, once a process.
 
-    Of fp32 ones as they are multiplied now; ``tf32`` says that this is as TF32.
+    Of fp32 ones as they are multiplied now; ``tf32`` says that this is as TF32. With fp8, of which no rate of products
+    says what a step could reach, that of bf16.
     A product takes a few milliseconds, so that among so many one is undisturbed where other programs share the cores.
     Draws from a generator of its own, so that no other random number changes; on CUDA it returns its memory.
     """
     import torch
 
     device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
-    side, dtype = side_of(kind, torch.get_num_threads()), torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    side = SLOW_SIDE if kind == "cpu" and precision == "fp16" else side_of(kind, torch.get_num_threads())
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
     result = torch.empty(side, side, device=device, dtype=dtype)

@@ -31,6 +31,7 @@ class Need:
 _PREDICTION = Need("predicting memory (`tuner profile` without --measure)", "training works without it")
 _RECORDING = Need("recording a step (`tuner profile --measure`, `profile.steps`)", "training works without it")
 _SAMPLES = Need("answering samples on several processes (`eval.samples`)", "`eval.samples: 0` trains without it")
+_FLOAT8 = Need("`train.precision: fp8`", "`bf16` trains without it")
 _SELECTIVE = Need("`train.gradient_checkpointing: selective`", "`none` and `full` train without it")
 NAMES = {
     "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", _PREDICTION),
@@ -138,6 +139,22 @@ def operation(name: str) -> Any:
     import torch
 
     return private_attribute(torch.ops.aten, name, _PREDICTION).default
+
+
+def scaled_product(
+    left: torch.Tensor, right: torch.Tensor, left_scale: torch.Tensor, right_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """``left @ right`` of fp8 matrices in ``dtype``: ``[M, K]`` by rows, ``[K, N]`` by columns in memory.
+
+    What their rows and columns are multiplied by is float32 ``[M, 1]`` and ``[1, N]``. Torch's public function
+    (``torch.nn.functional.scaled_mm``) has no kernel for CPUs up to 2.13.
+    """
+    import torch
+
+    found: torch.Tensor = private_attribute(torch, "_scaled_mm", _FLOAT8)(
+        left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype
+    )
+    return found
 
 
 def varlen_backward() -> Callable[..., Any] | None:

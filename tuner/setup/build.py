@@ -50,6 +50,10 @@ if TYPE_CHECKING:
     from tuner.model.adapter import LoraSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LOSS_SCALE = "loss_scale/state"
+"""The name in checkpoints of the scale of the loss under fp16, with the updates since it last changed."""
+COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""The type of autocast by `train.precision`; under fp8, of all but the products that are made in it."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def build(
     check_metric(recipe.checkpoint.keep_best, held, recipe.method.figures)
     index = device_index(rank_info)
     computed = "tf32" if recipe.train.tf32 and recipe.train.precision == "fp32" else recipe.train.precision
-    peak = measured_peak(resolved.facts.kind, computed, index)  # while the memory is free
+    peak = None if computed == "fp8" else measured_peak(resolved.facts.kind, computed, index)  # while memory is free
     root, step_config = assemble_model(resolved, rank_info, mesh)
     if root.route != resolved.route:  # what its structure tells is not what it computes
         resolved = rerouted(resolved, root.route, str(root.why_apart))
@@ -138,13 +142,20 @@ def build_train_state(recipe: Recipe, root: CausalLM, step_config: StepConfig) -
     outer, embeddings = outer_parameters(root), embedding_parameters(root)
     optimizer = build_optimizer(recipe.optimizer, parameters, outer, embeddings, recipe.seed)
     guard = Guard(step_config.device, recipe.train.nonfinite, recipe.train.skip_spikes)
-    root.loss_kernel = KERNELS[recipe.model.kernels]
+    in_fp16 = recipe.train.precision == "fp16"
+    # Liger's kernel rounds a gradient before it is weighed, and scaled: in fp16 small ones would be zeros by then.
+    root.loss_kernel = KERNELS["torch" if in_fp16 and recipe.model.kernels == "liger" else recipe.model.kernels]
     require_known_losses(root.model.config)
     if recipe.model.router_aux_loss_coef or weighs_routers(root.model.config):
         from tuner.model.router_loss import router_loss
 
         root.router_loss = router_loss(root.model, recipe.model.router_aux_loss_coef)
-    return TrainState(root, parameters, optimizer, step_config, guard, build_method(recipe.method))
+    loss_scale = None
+    if in_fp16:
+        from tuner.train.loss_scale import LossScale  # most runs have none
+
+        loss_scale = LossScale(step_config.device)
+    return TrainState(root, parameters, optimizer, step_config, guard, build_method(recipe.method), loss_scale)
 
 
 def assemble_model(resolved: Resolved, rank_info: RankInfo, mesh: Mesh) -> tuple[CausalLM, StepConfig]:
@@ -187,7 +198,7 @@ def assemble_teacher(resolved: Resolved, method: DistillMethod, step_config: Ste
 def teacher_spec(taught: Resolved) -> AssemblySpec:
     """What is made of a teacher: nothing of it is trained, computed again or compiled."""
     spec = replace(assembly_spec(taught), trainable=TrainableSpec(nothing=True), rounded_to=None)
-    return replace(spec, recompute="none", offload=False, tiles=False, padding=None)
+    return replace(spec, recompute="none", offload=False, tiles=False, padding=None, float8=False)
 
 
 def mesh_of(recipe: Recipe, rank_info: RankInfo) -> Mesh:
@@ -211,9 +222,10 @@ def held_out_rows(recipe: Recipe, prepared: PreparedData) -> HeldOut | None:
 
 
 def run_tensors(state: TrainState) -> dict[str, Any]:
-    """The tensors of a checkpoint by name: trained parameters and the optimizer's state."""
+    """The tensors of a checkpoint by name: trained parameters, the optimizer's state and, under fp16, the scale."""
     model = {f"{MODEL_PREFIX}{name}": parameter.data for name, parameter in state.parameters.items()}
-    return model | state.optimizer.state_tensors()
+    scale = {} if state.loss_scale is None else {LOSS_SCALE: state.loss_scale.state}
+    return model | state.optimizer.state_tensors() | scale
 
 
 def check_fits(tokenizer: TextTokenizer, config: PretrainedConfig, prepared: PreparedData) -> None:
@@ -251,9 +263,10 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
         tiles=train.tiled_mlp is True,
         padding=Padding(tokens, longest) if train.compile is True else None,
         reshard_after_forward=recipe.parallel.reshard_after_forward,
-        rounded_to=torch.bfloat16 if train.precision == "bf16" and recipe.adapter.kind == "none" else None,
+        rounded_to=COMPUTED.get(train.precision) if recipe.adapter.kind == "none" else None,
         tokens=tokens,
         quantize=quantize_of(recipe),
+        float8=train.precision == "fp8",
         route=resolved.route,
     )
 
@@ -365,5 +378,5 @@ def _device(facts: DeviceFacts, rank_info: RankInfo) -> torch.device:
 def _autocast(device: torch.device, precision: str) -> Callable[[], AbstractContextManager[object]]:
     if precision == "fp32":
         return contextlib.nullcontext
-    # A pass uses each weight once: kept, the bf16 copies of all layers would outlive what recomputing frees.
-    return lambda: torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
+    # A pass uses each weight once: kept, the rounded copies of all layers would outlive what recomputing frees.
+    return lambda: torch.autocast(device.type, dtype=COMPUTED[precision], cache_enabled=False)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tuner.data.encoding.tokenizer_files import cache_root
 from tuner.errors import TunerError
-from tuner.runtime.device import TO_COMPILE, compiler_problem, device_facts, host_memory
+from tuner.runtime.device import TO_COMPILE, VOLTA, DeviceFacts, compiler_problem, device_facts, host_memory
 from tuner.runtime.files import fsync_dir, fsync_path
 from tuner.runtime.process import cores
 from tuner.setup.machine_check import Check, Status
@@ -115,10 +115,23 @@ def _device() -> Iterator[Check]:
             capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
             room = f"{_gib(one.total_bytes)}, {_gib(one.free_bytes)} free"
             status: Status = "ok" if one.bf16_fast else "warning"
-            means = "" if one.bf16_fast else "no bf16 units: computes in fp32, which is slow"
-            yield Check("device", status, f"cuda:{index} {one.name}, {room}, capability {capability}", means)
+            found = f"cuda:{index} {one.name}, {room}, capability {capability}, {_computes(one)}"
+            yield Check("device", status, found, "" if one.bf16_fast else _WITHOUT_BF16[one.generation >= VOLTA])
         yield Check("driver", "ok", f"CUDA {torch.version.cuda} of torch, driver {_driver()}")
     yield _product(facts.kind)
+
+
+_WITHOUT_BF16 = {
+    True: "no bf16 units: computes in fp16, and the loss is scaled",
+    False: "neither bf16 nor fp16 units: computes in fp32, which is slow",
+}
+"""What the lack of bf16 means, by whether there are units for fp16."""
+
+
+def _computes(facts: DeviceFacts) -> str:
+    """What a GPU has units for, by the names of `train.precision`."""
+    there = {"bf16": facts.bf16_fast, "fp16": facts.generation >= VOLTA, "fp8": facts.has_fp8}
+    return "fp32" + "".join(f", {name}" for name, is_there in there.items() if is_there)
 
 
 def _product(kind: str) -> Check:

@@ -26,6 +26,7 @@ from tuner.runtime.device import (
 )
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import device_index
+from tuner.setup.precision import float8_reason, frozen_dtype, kernels_problem, precision_for, require_precision
 from tuner.setup.settled import changed, rows_at_once
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def resolve(
     config = model_config(spec)
     meta = meta_model(config, torch.float32, spec.head)
     n_parameters = sum(p.numel() for p in meta.parameters())
-    reasons = _dropout_reason(spec) | _trained_part(spec, meta)
+    reasons = _dropout_reason(spec) | _trained_part(spec, meta) | float8_reason(recipe.train.precision, meta)
     values: dict[str, dict[str, Any]] = {}
 
     def settle(section: str, key: str, value: object, reason: str) -> None:
@@ -89,15 +90,15 @@ def resolve(
         settle("train", key, value, memory)
     settle("train", "mock_batch", facts.kind == "cuda", facts.kind)
     settle("checkpoint", "async_save", *_async_save(recipe, facts, n_parameters, rank_info))
-    precision = recipe.train.precision
-    if precision == "auto":
-        precision = "bf16" if facts.bf16_fast else "fp32"
-        settle("train", "precision", precision, f"bf16 is {'fast' if facts.bf16_fast else 'slow'} on this {facts.kind}")
+    precision, why = precision_for(recipe.train.precision, facts)
+    settle("train", "precision", precision, why)
     frozen = recipe.adapter.kind != "none"
-    settle("model", "dtype", precision if frozen else "fp32", "frozen weights" if frozen else "trained weights")
-    settle("train", "compile", *_compiled(recipe, facts, config))
+    dtype = frozen_dtype(precision, facts) if frozen else "fp32"
+    settle("model", "dtype", dtype, "frozen weights" if frozen else "trained weights")
+    no_triton = kernels_problem(precision, dtype, facts)
+    settle("train", "compile", *_compiled(recipe, facts, config, no_triton))
     if recipe.model.kernels == "auto":
-        settle("model", "kernels", *_kernels(config.get_text_config().model_type, facts, is_here))
+        settle("model", "kernels", *_kernels(config.get_text_config().model_type, facts, is_here, no_triton))
     if facts.kind == "cuda":
         from tuner.model.flash_versions import kernel_and_reason  # with the kernels of GPUs
 
@@ -253,12 +254,12 @@ def _reference(recipe: Recipe, new_ids: range, values: Mapping[str, Mapping[str,
     return "columns", reason
 
 
-def _kernels(model_type: str, facts: DeviceFacts, is_here: bool) -> tuple[str, str]:
+def _kernels(model_type: str, facts: DeviceFacts, is_here: bool, no_triton: str | None) -> tuple[str, str]:
     """Whose kernels compute, and why; what this machine lacks to make them counts where the device ``is_here``."""
     if facts.kind == "cuda":
         if not has_liger(model_type):
             return "torch", f"{model_type} on {facts.kind}"
-        problem = triton_problem() if is_here else None
+        problem = no_triton or (triton_problem() if is_here else None)
         return ("liger", f"{model_type} on {facts.kind}") if problem is None else ("torch", f"no liger: {problem}")
     problem = native_problem()
     return ("native", "compiled for this CPU") if problem is None else ("torch", problem)
@@ -274,7 +275,9 @@ def _async_save(recipe: Recipe, facts: DeviceFacts, n_parameters: int, rank_info
     return fits, facts.kind if fits else "too little memory of the host for copies"
 
 
-def _compiled(recipe: Recipe, facts: DeviceFacts, config: PretrainedConfig) -> tuple[bool, str]:
+def _compiled(
+    recipe: Recipe, facts: DeviceFacts, config: PretrainedConfig, no_triton: str | None
+) -> tuple[bool, str]:
     """Whether decoder layers are compiled, and why. Raises MachineError where they shall be and cannot.
 
     Not where transformers notes what routers say, from inside the layers: RecipeError for what is written.
@@ -288,8 +291,8 @@ def _compiled(recipe: Recipe, facts: DeviceFacts, config: PretrainedConfig) -> t
             )
         return False, "the loss of the routers"
     if recipe.train.compile == "auto":
-        if facts.kind != "cuda" or problem is not None:
-            return False, problem or facts.kind
+        if facts.kind != "cuda" or problem is not None or no_triton is not None:
+            return False, problem or no_triton or facts.kind
         return recipe.data.packs_rows, facts.kind if recipe.data.packs_rows else "rows of many lengths"
     if recipe.train.compile and problem is not None:
         raise MachineError(f"train.compile: {problem}", hint="install what is missing, or write compile: false")
@@ -342,6 +345,7 @@ def _check_numerics(recipe: Recipe, facts: DeviceFacts) -> None:
         )
     if recipe.model.kernels == "native" and facts.kind != "cpu":
         raise MachineError("model.kernels: native kernels are for the CPU", hint="write kernels: auto, liger or torch")
+    require_precision(recipe.train.precision, facts)
     if not frozen and recipe.model.dtype != "fp32" and not rounds_by_chance(recipe.optimizer):
         raise RecipeError(
             "model.dtype: trained weights are kept in fp32, unless their updates are rounded by chance",

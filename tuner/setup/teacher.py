@@ -19,6 +19,7 @@ from tuner.data.id_probes import text_probes
 from tuner.errors import RecipeError, TunerError
 from tuner.model.build import ModelSpec, meta_model, model_config
 from tuner.model.kernels import has_liger
+from tuner.setup.precision import frozen_dtype
 from tuner.setup.resolve import Resolved, route_for
 
 
@@ -32,7 +33,7 @@ def teacher_of(resolved: Resolved, method: DistillMethod) -> Resolved:
         "revision": method.teacher_revision,
         "init": "pretrained",
         "config": {},
-        "dtype": recipe.train.precision,
+        "dtype": frozen_dtype(recipe.train.precision, resolved.facts),
         "quantize": "none",
         "kernels": kernels,
         "freeze": (),

@@ -45,12 +45,16 @@ def diverged(state: TrainState, taken: TakenStep, result: StepResult, last_saved
     found = [(item.stage, rank, item.what) for rank, item in enumerate(everywhere) if item is not None]
     _, rank, where = min(found, default=(None, 0, "nothing when the step was run again"))
     where = f"rank {rank}, {where}" if found and len(everywhere) > 1 else where
+    floor = ""
+    if result.overflowed:
+        floor = " with the loss multiplied by 1, the least that fp16 is tried with"
     rows = ", ".join(map(str, taken.batches.row_ids[:SHOWN_ROWS].tolist()))
     more = ", ..." if len(taken.batches.row_ids) > SHOWN_ROWS else ""
     return DivergedError(
-        f"step {taken.index + 1}: loss {result.loss}, gradient norm {result.grad_norm}; first not finite: {where}; "
-        f"rows {rows}{more}; nothing was updated",
+        f"step {taken.index + 1}: loss {result.loss}, gradient norm {result.grad_norm}{floor}; first not finite: "
+        f"{where}; rows {rows}{more}; nothing was updated",
         hint="lower optimizer.lr, lengthen schedule.warmup, or look at these rows; "
+        + ("fp16 has no number above 65,504: train.precision: fp32 or bf16 has; " if state.loss_scale else "")
         + (f"the last checkpoint is {last_saved}" if last_saved else "no checkpoint was saved yet"),
     )
 

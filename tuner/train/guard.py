@@ -1,9 +1,14 @@
 """Whether an update happens: decided on the device, so that nobody waits for the decision."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from tuner.train.loss_scale import Overflow
 
 WINDOW = 128
 """Steps whose loss and gradient norm say what is usual (the window of OLMo-core's skipping optimizer)."""
@@ -15,7 +20,8 @@ class Guard:
     A step that is not finite is left out, and so is one whose loss or norm is more than ``spike_sigmas`` standard
     deviations above the mean of the last :data:`WINDOW` steps. Once more than ``nonfinite_skips`` were not finite the
     guard is shut: every later update is left out too, so the host may learn of it late and still finds the weights as
-    they were before the bad step.
+    they were before the bad step. Updates whose gradients overflow because the loss is scaled
+    (:mod:`tuner.train.loss_scale`) count among the skipped, not among those that were not finite.
     """
 
     def __init__(self, device: torch.device, nonfinite_skips: int = 0, spike_sigmas: float | None = None) -> None:
@@ -30,13 +36,18 @@ class Guard:
         """What it keeps on the device."""
         return self._nonfinite, self._skipped, self._recent
 
-    def judge(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def judge(self, values: torch.Tensor, overflow: Overflow | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Take a step's ``values`` (loss and gradient norm, float64 ``[2]``) into account.
 
-        Returns two boolean scalars on the device: whether this update is left out, and whether the guard is shut.
+        ``overflow`` is what they say of the scale of the loss, where there is one. Returns two boolean scalars on the
+        device: whether this update is left out, and whether the guard is shut.
         """
         bad = ~values.isfinite().all()
-        self._nonfinite += bad
+        if overflow is None:
+            self._nonfinite += bad
+        else:
+            self._nonfinite += bad & ~overflow.here
+            self._nonfinite.masked_fill_(overflow.at_floor, self._nonfinite_skips + 1.0)  # and none after it either
         shut = self._nonfinite > self._nonfinite_skips
         skip = bad | shut
         if self._spike_sigmas is not None:

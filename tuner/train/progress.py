@@ -236,18 +236,19 @@ class MfuMeter:
     """A model's arithmetic (:mod:`tuner.model.flops`) against this process's device."""
 
     flops: Flops
-    peak: float
-    """Operations a second in one large product, measured before the model was built, in the run's precision."""
+    peak: float | None
+    """Operations a second in one large product, measured before the model was built, in the run's precision; None
+    under fp8, where a step has products of several rates and no share of one means anything."""
     extra_forwards: int = 0
     """Forwards without gradients that the method takes of each micro-batch besides the one that is trained."""
 
     def mfu(self, batches: Sequence[Batch], seconds: float) -> float | None:
         """The share of the peak that the arithmetic of these microbatches reaches in so many seconds.
 
-        None where the model's arithmetic is not known.
+        None where the model's arithmetic, or the peak, is not known.
         """
         operations = self.operations(batches)
-        return None if operations is None else operations / seconds / self.peak
+        return None if operations is None or self.peak is None else operations / seconds / self.peak
 
     def operations(self, batches: Sequence[Batch]) -> float | None:
         """What training on these microbatches asks for, forwards of a reference too; None where that is not known."""

@@ -1,6 +1,7 @@
 """One optimizer step: microbatches forward and backward, one collective, clip, update; nothing waits for the device."""
 
 import functools
+import math
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from tuner.train.methods.method import Counts, Method, Microbatch, Sum, Terms, l
 from tuner.train.optimizer import OptimizerSet
 
 if TYPE_CHECKING:
+    from tuner.train.loss_scale import LossScale
     from tuner.train.routing import Routing
 
 
@@ -53,6 +55,8 @@ class TrainState:
     step_config: StepConfig
     guard: Guard
     method: Method
+    loss_scale: "LossScale | None" = None
+    """What the loss is multiplied by in the backward pass, where that computes in fp16."""
     rng_start: int = 0
     """The step after which random numbers were reset."""
     copied: torch.cuda.Event | None = None
@@ -73,7 +77,12 @@ class StepResult:
     skipped: bool
     halted: bool
     figures: Mapping[str, float] = field(default_factory=dict)
-    """What the method logs, each a mean over what it counts."""
+    """What the method logs, each a mean over what it counts; under fp16 also the ``loss_scale`` of the step."""
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the update was left out since gradients overflowed fp16, and the scale of the loss was lowered."""
+        return "loss_scale" in self.figures and math.isfinite(self.loss) and not math.isfinite(self.grad_norm)
 
 
 class StepScalars:
@@ -108,7 +117,8 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
 
     The guard leaves the update out, on every rank, where loss or gradient norm is not finite. Reads nothing from the
     device, unless the update is computed on the host, or the optimizer cannot leave one out on the device, or a
-    parameter that is whole on several processes has no gradient on this one.
+    parameter that is whole on several processes has no gradient on this one. Under fp16 gradients are those of the
+    scaled loss until the optimizer divides them; the norm that is judged, clipped by and logged is that of the loss.
     """
     sums, counts = forward_backward(state, index, batches)
     phase.enter_part(index + 1, "optimizer")
@@ -119,22 +129,34 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     if dist.is_initialized():
         dist.all_reduce(totals)
     means = [Sum(total, term.per).mean(counts) for total, term in zip(totals[1:].unbind(), terms, strict=True)]
-    values = torch.stack([functools.reduce(operator.add, means[: len(sums.losses)]), totals[0].sqrt()])
-    skip, halt = state.guard.judge(values)
-    limit = state.step_config.max_grad_norm
-    divisor = None if limit is None else ((values[1] + 1e-6) / limit).clamp_min(1.0).float()
-    state.optimizer.set_factor(factor)
     if state.copied is not None:
         torch.cuda.current_stream().wait_event(state.copied)
         state.copied = None
     if state.written is not None:
         state.written.wait()
         state.written = None
+    scaling = state.loss_scale
+    scale = None if scaling is None else scaling.scale.clone()
+    norm = totals[0].sqrt() if scale is None else totals[0].sqrt() / scale
+    values = torch.stack([functools.reduce(operator.add, means[: len(sums.losses)]), norm])
+    skip, halt = state.guard.judge(values, None if scaling is None else scaling.judge(values[0], values[1]))
+    divisor = _divisor(norm, state.step_config.max_grad_norm, scale)
+    state.optimizer.set_factor(factor)
     state.optimizer.step(skip, divisor)
     state.optimizer.zero_grad()
     names = logged(sums)
     figures = [torch.stack(means[len(means) - len(names) :])] if names else []
+    if scale is not None:
+        names, figures = (*names, "loss_scale"), [*figures, scale[None]]
     return StepScalars(torch.cat([values, torch.stack([skip, halt]), *figures]), names)
+
+
+def _divisor(norm: torch.Tensor, limit: float | None, scale: torch.Tensor | None) -> torch.Tensor | None:
+    """What the optimizer divides the gradients by: what clipping to a norm of ``limit`` asks for, times the scale."""
+    clipped = None if limit is None else ((norm + 1e-6) / limit).clamp_min(1.0).float()
+    if scale is None:
+        return clipped
+    return scale if clipped is None else clipped * scale
 
 
 def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tuple[Terms, Counts]:
@@ -142,8 +164,9 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
 
     Returns this rank's sums of the method's terms, and the counts of the global batch that they are divided by.
     """
-    root, step_config = state.root, state.step_config
+    root, step_config, scaling = state.root, state.step_config, state.loss_scale
     counts, sums = state.method.counts(batches), None
+    root.gradient_scale = None if scaling is None else scaling.of_term(counts)
     root.train()
 
     def seed(number: int) -> None:
@@ -176,7 +199,8 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
             terms = routing.with_loss(terms, batch)
         sums = terms.plus(sums)
         phase.enter_part(index + 1, "backward")
-        terms.loss(counts).backward()
+        loss = terms.loss(counts)
+        loss.backward(None if scaling is None else scaling.upstream(loss))
     if step_config.mesh.size > 1:
         sum_whole_gradients(state.parameters.values())
     if step_config.mesh.is_sharded and step_config.mesh.copies > 1:

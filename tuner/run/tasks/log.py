@@ -118,7 +118,8 @@ def _determined(taken: TakenStep, result: StepResult) -> dict[str, Any]:
         "grad_norm": finite(result.grad_norm),
         **{name: finite(value) for name, value in result.figures.items()},
     }
-    return facts | {"skipped": True} if result.skipped else facts
+    overflow = {"overflow": True} if result.overflowed else {}
+    return facts | {"skipped": True} | overflow if result.skipped else facts
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -1,0 +1,24 @@
+"""A run in fp16: what its lines and checkpoints hold, and that it resumes at every step bit for bit."""
+
+from pathlib import Path
+
+from tests.fixtures import trainings
+from tests.fixtures.trainings import launch, lines, outcome
+from tuner.checkpoint.load import newest, read_tensors
+from tuner.run.options import LaunchOptions
+from tuner.setup.build import LOSS_SCALE
+
+STEPS = 3
+KEYS = {"train__precision": "fp16", "train__duration": f"{STEPS} steps", "checkpoint__every": "never"}
+
+
+def test_it_resumes_at_every_step_bit_for_bit(tmp_path: Path) -> None:
+    trainings.prepare(tmp_path, 1)
+    launch(tmp_path, name="whole", **KEYS)
+    for _ in range(STEPS):
+        launch(tmp_path, LaunchOptions(resume="auto"), name="parts", train__stop_after="1 step", **KEYS)
+    whole, parts = tmp_path / "runs" / "whole", tmp_path / "runs" / "parts"
+    assert outcome(whole) == outcome(parts)
+    assert [line["loss_scale"] for line in lines(parts)] == [65536.0] * STEPS
+    saved = newest(parts / "checkpoints")
+    assert saved is not None and dict(read_tensors(saved))[LOSS_SCALE].tolist() == [65536.0, STEPS]

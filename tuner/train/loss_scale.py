@@ -1,0 +1,65 @@
+"""The factor of the loss under fp16, found by the run itself: the dynamic loss scaling of mixed precision training.
+
+fp16 has no number between 0 and 6e-8, and many gradients lie there: the loss is multiplied by a scale before the
+backward pass, and the gradients are divided by it before anything reads them (Micikevicius et al. 2018,
+https://arxiv.org/abs/1710.03740). A scale that is too large makes gradients infinite: that update is left out and the
+scale halved. The rule and its numbers are those of ``torch.amp.GradScaler``, but for the floor. Everything is decided
+on the device: nobody waits for it.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from tuner.train.methods.method import Counts
+
+INITIAL, FACTOR, INTERVAL = 2.0**16, 2.0, 2000
+"""The first scale; by what it is multiplied or divided; after how many updates in a row it grows."""
+FLOOR = 1.0
+"""The least scale. Gradients that overflow with it are too large for fp16 as they are: the run has diverged."""
+
+
+class Overflow(NamedTuple):
+    """What the gradients of a step say of the scale, boolean scalars on the device, the same on every rank."""
+
+    here: torch.Tensor
+    """The scale is too large: the update is left out."""
+    at_floor: torch.Tensor
+    """It is, and cannot be smaller."""
+
+
+class LossScale:
+    """The scale and how many updates it has lasted, one tensor on the device that checkpoints keep.
+
+    A step whose loss is not finite says nothing of the scale, which comes after the loss: that is the guard's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.state = torch.zeros(2, dtype=torch.float32, device=device)
+        """float32 ``[2]``: the scale, and the updates since it last changed."""
+        self.state[0] = INITIAL
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The scale, a float32 scalar: a view."""
+        return self.state[0]
+
+    def upstream(self, loss: torch.Tensor) -> torch.Tensor:
+        """The gradient that the backward pass of a step's ``loss`` starts from."""
+        return self.scale.to(loss.dtype)
+
+    def of_term(self, counts: Counts) -> torch.Tensor:
+        """What reaches the sum of a term of the loss in the backward pass; known before the forward pass."""
+        return self.scale / (max(counts.values(), default=1) or 1)
+
+    def judge(self, loss: torch.Tensor, norm: torch.Tensor) -> Overflow:
+        """Take a step's loss and gradient norm, scalars that are equal on every rank, into account."""
+        overflow = loss.isfinite() & ~norm.isfinite()
+        at_floor = overflow & (self.scale <= FLOOR)
+        scale, lasted = self.state.unbind()
+        lasted = lasted + norm.isfinite()
+        grown = scale * FACTOR
+        grows = (lasted >= INTERVAL) & grown.isfinite()
+        after = torch.where(overflow, (scale / FACTOR).clamp_min(FLOOR), torch.where(grows, grown, scale))
+        self.state.copy_(torch.stack([after, lasted.masked_fill(overflow | (lasted >= INTERVAL), 0.0)]))
+        return Overflow(overflow, at_floor)
