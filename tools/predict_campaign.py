@@ -1,6 +1,7 @@
 """Hold predicted memory against what the CPU's allocator gives out in real steps, counted at the allocator itself.
 
     python tools/predict_campaign.py --seed 7 --out figures.json
+    python tools/predict_campaign.py --seed 7 --combinations 60 --out combinations.json
 
 For each case a learner is built and takes real steps in processes of their own, in which a preloaded library counts
 what torch's allocator gives out and takes back in all threads (tools/allocations.py); the prediction traces the same
@@ -8,6 +9,10 @@ step without any memory. Parameters, gradients, optimizer state and the activati
 equal to the byte, the peak within 2 %. With several processes the first one is counted: they run for real, over gloo.
 Its threads hold the tensors of a collective a moment longer than it takes, which would differ from run to run: each
 collective ends when they have let go of them. ``--free`` leaves that to chance.
+
+``--combinations`` compares so many drawn combinations of all that makes a training need less memory instead: 8-bit
+states, states and activations on the host, stochastic rounding, tiles, recomputing, a 4- or 8-bit base, adapters,
+precisions, methods, accumulation, one or two processes. Those that are refused are listed with the reason.
 """
 
 from __future__ import annotations
@@ -17,17 +22,17 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.fixtures.predict_cases import Case, cases, draw, drawn_cases  # noqa: E402
+from tests.fixtures.predict_cases import Case, cases, combinations, draw, drawn_cases  # noqa: E402
 from tests.fixtures.predict_counted import Figures, count_spread, resolved_case  # noqa: E402
 from tests.fixtures.predict_traced import predicted  # noqa: E402
 from tuner.errors import TunerError  # noqa: E402
-from tuner.setup.build import assemble_model, mesh_of
+from tuner.setup.build import assemble_model, build_train_state, mesh_of
 
 PEAK_ALLOWED = 0.02
 
@@ -63,6 +68,24 @@ def drawn_types(seed: int, count: int, directory: Path) -> tuple[list[str], dict
     return chosen, passed
 
 
+def drawn_combinations(seed: int, count: int, directory: Path) -> tuple[list[Case], dict[str, str]]:
+    """The first combinations of the draw that may be trained, and why others are refused."""
+    chosen: dict[str, Case] = {}
+    passed: dict[str, str] = {}
+    for case in combinations(seed):
+        if len(chosen) == count:
+            break
+        try:
+            resolved, rank_info, _ = resolved_case(replace(case, processes=1), directory)
+            root, step_config = assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
+            build_train_state(resolved.recipe, root, step_config)
+            chosen[case.name] = case
+        except TunerError as error:
+            said = "; ".join(map(str, getattr(error, "problems", ()))) or error.message
+            passed[case.name] = said.splitlines()[0][:200]
+    return list(chosen.values()), passed
+
+
 def table(chosen: Sequence[Case], lines: Sequence[dict[str, Any]]) -> str:
     """The figures as a table of Markdown, a line each."""
     found = [
@@ -83,6 +106,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=7, help="of the draw of architectures")
     parser.add_argument("--drawn", type=int, default=10, help="how many architectures are drawn")
+    parser.add_argument("--combinations", type=int, default=0, help="how many combinations are drawn instead")
     parser.add_argument("--only", default="", help="cases whose name holds this alone")
     parser.add_argument("--free", action="store_true", help="let collectives end before gloo has let go of tensors")
     parser.add_argument("--table", type=Path, help="where the figures go, as a table of Markdown")
@@ -90,9 +114,14 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        chosen, passed = drawn_types(options.seed, options.drawn, directory)
-        print(f"drawn: {', '.join(chosen)}\nnot trainable: {json.dumps(passed, indent=1)}", flush=True)
-        every = [case for case in cases(chosen) if options.only in case.name]
+        if options.combinations:
+            every, passed = drawn_combinations(options.seed, options.combinations, directory)
+            print(f"{len(every)} combinations; refused: {json.dumps(passed, indent=1)}", flush=True)
+        else:
+            chosen, passed = drawn_types(options.seed, options.drawn, directory)
+            print(f"drawn: {', '.join(chosen)}\nnot trainable: {json.dumps(passed, indent=1)}", flush=True)
+            every = cases(chosen)
+        every = [case for case in every if options.only in case.name]
         spread = {size: [case for case in every if case.processes == size] for size in (1, 2, 4)}
         real: dict[str, Figures] = {}
         for own in filter(None, spread.values()):

@@ -178,7 +178,7 @@ def fit(
     found, console = _loaded(recipe), _console("info", quiet)
     target = _target(found, device, processes, memory)
     whole = with_whole_batches(found, target.rank_info.world_size).recipe
-    return list(find(whole, target, lambda line: console.say("tried", line)))
+    return find(whole, target, lambda line: console.say("tried", line)).choices
 
 
 def verify_resume(run: str | Path, steps: int = 2, quiet: bool = False) -> ResumeProof:

@@ -21,9 +21,10 @@ from tuner.profile.predict import Target
 from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Prediction, TimeEstimate
 from tuner.runtime.device import DeviceFacts
 from tuner.runtime.dist import RankInfo
-from tuner.setup.settled import LEVEL, MICRO, SHARD, Settled, rows_at_once
+from tuner.setup.settled import LEVEL, MICRO, SHARD, Settled, rows_at_once, value_of
 
 CARD, GIB = "rtx4090-24g", 1 << 30
+OFF = {"train.tiled_mlp": False, "train.offload_activations": False}
 LONG: dict[str, Any] = {"data": {"max_length": 2048}, "model": {"config": {"max_position_embeddings": 2048}}}
 STATE, KEPT = 8, {"none": 4, "selective": 3, "full": 1}
 """GiB of weights and their state, and of the activations of a row."""
@@ -35,6 +36,7 @@ class Counted:
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
         self.broken: set[str] = set()
+        self.saved: dict[str, int] = {}
 
     def __call__(self, recipe: Any, target: Target, prepared: Path | None) -> Prediction:
         rows, level, kind = rows_at_once(recipe), recipe.train.gradient_checkpointing, recipe.parallel.shard
@@ -44,7 +46,8 @@ class Counted:
         ranks = target.rank_info
         shards = {"none": 1, "hybrid": ranks.local_world_size}.get(kind, ranks.world_size)
         parts: dict[Part, int] = dict.fromkeys(PARTS, 0)
-        parts |= {"parameters": STATE * GIB // shards, "activations": rows * KEPT[level] * GIB}
+        less = sum(size for key, size in self.saved.items() if value_of(recipe, key) is True)
+        parts |= {"parameters": STATE * GIB // shards, "activations": (rows * KEPT[level] - less) * GIB}
         memory = MemoryTimeline((Moment("backward", "", parts),), {})
         time = TimeEstimate({}, 1.0, 1.0, None, "")
         return Prediction("card", "cuda", ranks.world_size, ranks.local_world_size, memory, target.limit_bytes, 0, time)
@@ -66,7 +69,7 @@ def settled(place: Path, limit: int, machines: int = 1, each: int = 1, **section
 
 def test_rows_are_added_while_they_fit_and_pay(tmp_path: Path, counted: Counted) -> None:
     found = settled(tmp_path, 80)
-    assert found.values == {MICRO: 4, LEVEL: "none"}  # 8,192 tokens: twice as many are estimated to save 3 %
+    assert found.values == {MICRO: 4, LEVEL: "none", **OFF}  # 8,192 tokens: twice as many are estimated to save 3 %
     assert counted.asked == [("auto", "none", 1), ("auto", "none", 4)]
     assert found.reasons[MICRO] == "4 rows of 2,048 tokens at a time: predicted peak 24.00 GiB of 80.00 GiB"
     assert found.reasons[LEVEL] == "it fits without: predicted peak 24.00 GiB of 80.00 GiB"
@@ -75,13 +78,13 @@ def test_rows_are_added_while_they_fit_and_pay(tmp_path: Path, counted: Counted)
     assert settled(tmp_path, 80, train={"global_batch_size": 5}).values[MICRO] == 5  # four fifths of a step of one row
     assert settled(tmp_path, 80, data={"max_length": 512}).values[MICRO] == 16
     counted.asked.clear()
-    assert settled(tmp_path, 17, train={"gradient_checkpointing": "none"}).values == {MICRO: 2}
+    assert settled(tmp_path, 17, train={"gradient_checkpointing": "none"}).values == {MICRO: 2, **OFF}
     assert counted.asked == [("auto", "none", 1), ("auto", "none", 2)]  # four rows cannot fit: their activations alone
 
 
 def test_what_is_written_stays(tmp_path: Path, counted: Counted) -> None:
-    assert settled(tmp_path, 80, train={"micro_batch_size": 16}).values == {LEVEL: "none"}
-    assert settled(tmp_path, 80, train={"gradient_checkpointing": "full"}).values == {MICRO: 4}
+    assert settled(tmp_path, 80, train={"micro_batch_size": 16}).values == {LEVEL: "none", **OFF}
+    assert settled(tmp_path, 80, train={"gradient_checkpointing": "full"}).values == {MICRO: 4, **OFF}
     assert {level for _, level, _ in counted.asked[1:]} == {"full"}
     alone = settled(tmp_path, 80, data={"max_length": 2048, "packing": False})
     assert alone.values[MICRO] == 1 and "not packed stay alone" in alone.reasons[MICRO]
@@ -89,18 +92,23 @@ def test_what_is_written_stays(tmp_path: Path, counted: Counted) -> None:
 
 def test_more_is_recomputed_where_nothing_fits_with_less_or_the_rows_pay(tmp_path: Path, counted: Counted) -> None:
     found = settled(tmp_path, 10)
-    assert found.values == {MICRO: 2, LEVEL: "full"}
+    assert found.values == {MICRO: 2, LEVEL: "full", **OFF}
     assert counted.asked[:2] == [("auto", "none", 1), ("auto", "selective", 1)]
     over = "predicted peak with none 12.00 GiB, with selective 11.00 GiB: too much for 10.00 GiB"
     assert found.reasons[LEVEL] == over
     faster = settled(tmp_path, 20, model={"config": {"max_position_embeddings": 4096}}, data={"max_length": 1024})
-    assert faster.values == {MICRO: 4, LEVEL: "selective"}  # 4,096 tokens: none has room for 3,072, which do not divide
+    assert faster.values == {
+        MICRO: 4,
+        LEVEL: "selective",
+        **OFF,
+    }  # 4,096 tokens: none has room for 3,072, which do not divide
     assert faster.reasons[LEVEL] == "estimated to be faster with the rows that then fit"
     least = settled(tmp_path, 8)
-    assert least.values == {MICRO: 1, LEVEL: "full"}
-    assert set(least.reasons.values()) == {
+    assert least.values == {MICRO: 1, LEVEL: "full", **OFF}
+    assert {reason.split("; less")[0] for reason in least.reasons.values()} == {
         "least memory: nothing is predicted to fit in 8.00 GiB; this peaks at 9.00 GiB"
     }
+    assert "; less is needed with optimizer.state: 8bit" in least.reasons[MICRO]
 
 
 def test_sharding_is_the_one_with_the_least_to_send_that_fits(tmp_path: Path, counted: Counted) -> None:
@@ -115,11 +123,11 @@ def test_sharding_is_the_one_with_the_least_to_send_that_fits(tmp_path: Path, co
     several = settled(tmp_path, 24, machines=2, each=2)
     assert several.values[SHARD] == "hybrid" and several.reasons[SHARD].startswith("a copy for each machine fits")
     tight = settled(tmp_path, 3, machines=4, each=2)
-    assert tight.values == {MICRO: 2, LEVEL: "full", SHARD: "full"}
+    assert tight.values == {MICRO: 2, LEVEL: "full", SHARD: "full", **OFF}
     assert tight.reasons[SHARD] == "hybrid needs at least 5.00 GiB: too much for 3.00 GiB"
     counted.asked.clear()
     assert settled(tmp_path, 24, 4, 1, train={"gradient_checkpointing": "none"}).values[SHARD] == "full"
-    assert settled(tmp_path, 24, each=2, parallel={"shard": "none"}).values == {MICRO: 4, LEVEL: "none"}
+    assert settled(tmp_path, 24, each=2, parallel={"shard": "none"}).values == {MICRO: 4, LEVEL: "none", **OFF}
 
 
 def test_a_copy_whose_state_alone_is_too_much_is_not_even_predicted(tmp_path: Path, counted: Counted) -> None:
@@ -130,6 +138,24 @@ def test_a_copy_whose_state_alone_is_too_much_is_not_even_predicted(tmp_path: Pa
         found, _ = choose(recipe, Target(find_device(CARD), RankInfo(0, 4, 0, 2), limit))
         assert {kind for kind, *_ in counted.asked} == kinds
         assert "nothing is predicted to fit" in found.reasons[SHARD]
+
+
+def test_tiles_and_offload_are_taken_only_where_nothing_fits_without(tmp_path: Path, counted: Counted) -> None:
+    counted.saved = {"train.tiled_mlp": 1, "train.offload_activations": 2}
+    tiled = settled(tmp_path, 8, train={"tiled_mlp": "auto"})
+    assert tiled.values == {MICRO: 1, LEVEL: "full", "train.tiled_mlp": True, "train.offload_activations": False}
+    over = "without it at least 9.00 GiB are predicted: too much for 8.00 GiB"
+    assert tiled.reasons["train.tiled_mlp"] == over and tiled.reasons["train.offload_activations"] == "it fits without"
+    assert settled(tmp_path, 7).values == {
+        MICRO: 1, LEVEL: "full", "train.tiled_mlp": False, "train.offload_activations": True
+    }  # fmt: skip
+    assert settled(tmp_path, 6).values == {
+        MICRO: 1, LEVEL: "full", "train.tiled_mlp": True, "train.offload_activations": True
+    }  # fmt: skip
+    kept = settled(tmp_path, 8, train={"tiled_mlp": False, "offload_activations": False})
+    assert set(kept.values) == {MICRO, LEVEL} and "nothing is predicted to fit" in kept.reasons[LEVEL]
+    sharded = settled(tmp_path, 4, each=2)
+    assert sharded.values[SHARD] == "full" and sharded.values["train.tiled_mlp"] is True
 
 
 def test_a_level_that_cannot_be_predicted_is_left_out(tmp_path: Path, counted: Counted) -> None:
@@ -143,7 +169,7 @@ def test_a_level_that_cannot_be_predicted_is_left_out(tmp_path: Path, counted: C
 def test_tiny_models_are_predicted_for_a_card(tmp_path: Path) -> None:
     target = Target(find_device(CARD), RankInfo(), 2 * GIB)
     found, prediction = choose(wish(tmp_path), target)
-    assert found.values == {MICRO: 8, LEVEL: "none"} and prediction.verdict == "fits"
+    assert found.values == {MICRO: 8, LEVEL: "none", **OFF} and prediction.verdict == "fits"
     assert prediction.device == "NVIDIA GeForce RTX 4090"
 
 
@@ -167,5 +193,7 @@ def test_what_needs_less_is_proposed_for_compiled_layers_too(
         "the global batch stays the same"
     )
     assert with_fix(assembly, nothing, limit=4 * GIB) is nothing  # not even that
+    counted.saved = {"train.tiled_mlp": 1}
+    assert with_fix(assembly, nothing, limit=8 * GIB).overrides == {LEVEL: "full", "train.tiled_mlp": "true"}
     counted.broken = {"none"}
     assert with_fix(assembly, nothing).hint() == "write train.gradient_checkpointing: full"

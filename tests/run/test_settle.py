@@ -26,9 +26,24 @@ from tuner.run.settle import Place, answer_of, run_before, settle
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import any_rank, from_rank0, gloo_group, process_group
-from tuner.setup.settled import BATCH, LEVEL, MICRO, SHARD, Settled, left_open, reopened, whole_batches, with_batch_of
+from tuner.setup.settled import (
+    BATCH,
+    LEVEL,
+    MICRO,
+    OFFLOAD,
+    SHARD,
+    TILED,
+    Settled,
+    left_open,
+    meaningful,
+    reopened,
+    whole_batches,
+    with_batch_of,
+)
 
 TWO = RankInfo(0, 2, 0, 2)
+OFF = {"tiled_mlp": False, "offload_activations": False}
+MORE = {TILED: False, OFFLOAD: False}
 
 
 def loaded_from(directory: Path, **sections: dict[str, Any]) -> LoadedRecipe:
@@ -58,7 +73,7 @@ def test_only_what_is_left_open_is_predicted_and_never_for_a_cpu(tmp_path: Path,
     cpu = loaded_from(tmp_path, train={"device": "cpu"})
     assert settle(cpu, {}, TWO, place, console) == Settled()
     assert settle(cpu, {MICRO: 1, LEVEL: "none"}, RankInfo(), place, console) == Settled()
-    written = loaded_from(tmp_path, train={"micro_batch_size": 1, "gradient_checkpointing": "none"})
+    written = loaded_from(tmp_path, train={"micro_batch_size": 1, "gradient_checkpointing": "none", **OFF})
     assert settle(written, {}, RankInfo(), place, console) == Settled()
     assert left_open(written.recipe, 2) == (SHARD,)
     assert settle(written, {}, TWO, place, console) == Settled()  # on one machine weights in full are sharded over all
@@ -69,10 +84,11 @@ def test_a_resumed_run_keeps_what_it_had(tmp_path: Path, asked: list[dict[str, A
     place, console = Place(tmp_path, tmp_path), Console(main=False)
     launches = [{"world_size": 2, "settled": {SHARD: "none", MICRO: 2}}, {"world_size": 4, "settled": {SHARD: "full"}}]
     record = {"launches": launches}
-    run = loaded_from(tmp_path, train={"micro_batch_size": 2, "gradient_checkpointing": "selective"})
+    run = loaded_from(tmp_path, train={"micro_batch_size": 2, "gradient_checkpointing": "selective", **OFF})
     before = run_before(run, record, 2)
-    assert before == {MICRO: 2, LEVEL: "selective", SHARD: "none"}
-    assert run_before(run, record, 8) == {MICRO: 2, LEVEL: "selective"} and run_before(None, None, 1) == {}
+    assert before == {MICRO: 2, LEVEL: "selective", **MORE, SHARD: "none"}
+    assert meaningful({TILED: True, OFFLOAD: 1, MICRO: True}) == {TILED: True}
+    assert run_before(run, record, 8) == {MICRO: 2, LEVEL: "selective", **MORE} and run_before(None, None, 1) == {}
     found = settle(loaded_from(tmp_path), before, TWO, place, console)
     assert found.values == before and set(found.reasons.values()) == {"as the run had it"} and not asked
     settle(loaded_from(tmp_path), run_before(run, record, 8), RankInfo(0, 8, 0, 8), place, console)
@@ -105,13 +121,14 @@ def test_a_choice_is_made_once_for_the_same_recipe_and_device(tmp_path: Path, mo
     def choosing(recipe: Any, target: Any, prepared: Path) -> tuple[Settled, None]:
         assert target.limit_bytes % (128 << 20) == 0 and card.memory_bytes - target.limit_bytes < 128 << 20
         chosen.append(prepared)
-        values = {MICRO: 2, LEVEL: "none"}
+        values = {MICRO: 2, LEVEL: "none", **MORE}
         return Settled(values, dict.fromkeys(values, "room")), None
 
     monkeypatch.setattr(choose, "choose", choosing)
     ranks = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
     job = {"recipe": recipe_dict(wish(tmp_path)), "ranks": ranks, "data": "/d/abc", "cache": str(tmp_path / "c")}
-    answer = {"values": {MICRO: 2, LEVEL: "none"}, "reasons": {MICRO: "room", LEVEL: "room"}}
+    values = {MICRO: 2, LEVEL: "none", **MORE}
+    answer = {"values": values, "reasons": dict.fromkeys(values, "room")}
     assert answer_of(job) == answer_of(job) == answer
     assert chosen == [Path("/d/abc")]
     answer_of({**job, "recipe": recipe_dict(wish(tmp_path, train={"duration": "7 steps"}))})
@@ -132,7 +149,7 @@ def test_what_cannot_be_predicted_is_taken_plainly_with_the_reason(
     monkeypatch.setattr(module, "_on_cuda", lambda device: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = settle(loaded_from(tmp_path), {}, RankInfo(), Place(tmp_path, tmp_path), Console(level="warning"))
-    assert found.values == {MICRO: 1, LEVEL: "none"}  # the process of its own finds no device
+    assert found.values == {MICRO: 1, LEVEL: "none", **MORE}  # the process of its own finds no device
     why = "train.device is cuda, but torch finds no CUDA device"
     assert set(found.reasons.values()) == {f"not predicted: {why}"}
     assert f"memory cannot be predicted: {why}" in capfd.readouterr().err

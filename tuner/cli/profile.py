@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from tuner.profile.prediction import Prediction
     from tuner.runtime.console import Console, Level
 
-HINT, ADAPTER = "let it choose: tuner profile RECIPE --fit SIZE", "; or train an adapter: --adapter.kind lora"
+HINT = "let it choose: tuner profile RECIPE --fit SIZE"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class ProfileOptions:
     measure: int | None
     output: Path | None
     dry_run: bool
+    host_memory: str | None = None
 
     def check(self) -> None:
         """Raise RecipeError for options that exclude each other."""
@@ -39,10 +41,12 @@ class ProfileOptions:
             raise RecipeError(
                 "--fit cannot be combined with --memory or --output", hint="--fit says how much memory there is"
             )
-        if (self.measure is not None or self.dry_run) and (self.fit or self.device or self.processes):
+        if (self.measure is not None or self.dry_run) and (
+            self.fit or self.device or self.processes or self.host_memory
+        ):
             raise RecipeError(
                 "--measure runs on this machine's device",
-                hint="leave out --device, --processes and --fit, or --measure",
+                hint="leave out --device, --processes, --host-memory and --fit, or --measure",
             )
 
 
@@ -64,6 +68,12 @@ def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
     fit: Annotated[
         str | None, typer.Option(help="Find the fastest setting that fits into this much for each process, e.g. 24GiB.")
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of each machine's host, e.g. 128GiB, for what is kept there; default: the device's share."
+        ),
+    ] = None,
     measure: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Take N real steps and measure them; predicts nothing.")
     ] = None,
@@ -74,7 +84,7 @@ def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
     verbose: VerboseOption = False,
 ) -> Outcome:
     """Predict memory and time of a recipe, find what fits, or measure; no run directory is touched."""
-    options = ProfileOptions(device, processes, memory, fit, measure, output, dry_run)
+    options = ProfileOptions(device, processes, memory, fit, measure, output, dry_run, host_memory)
     options.check()
     loaded = load_for_command(recipe, overrides_of(ctx))
     from tuner.runtime.console import Console
@@ -93,9 +103,10 @@ def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
 
 
 def _target(loaded: LoadedRecipe, options: ProfileOptions, limit: str | None, option: str) -> Target:
-    from tuner.run.measure import target_of
+    from tuner.run.measure import target_of, with_host_memory
 
-    return target_of(loaded.recipe, options.device, options.processes, limit, option)
+    found = target_of(loaded.recipe, options.device, options.processes, limit, option)
+    return found if options.host_memory is None else with_host_memory(found, options.host_memory)
 
 
 def _predicted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> Outcome:
@@ -120,7 +131,10 @@ def _predicted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) 
 
 
 def _hint(loaded: LoadedRecipe) -> str:
-    return HINT + (ADAPTER if loaded.recipe.adapter.kind == "none" else "")
+    from tuner.profile.means import lines_to_write
+
+    lines = lines_to_write(loaded.recipe)
+    return HINT + (f"; or write what changes results: {'; or '.join(lines)}" if lines else "")
 
 
 def _lines(said: str) -> str:
@@ -141,12 +155,15 @@ def _fitted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> 
 
         target = _target(loaded, options, options.fit, "--fit")
         whole = with_whole_batches(loaded, target.rank_info.world_size).recipe
+        began = time.monotonic()
         found = fit(whole, target, lambda line: console.say("tried", line))
-    console.say("fit", columns(choices_table(found), right=(1, 2)))
-    best, *others = found[:SHOWN]
+        took_s = time.monotonic() - began
+    console.say("fit", columns(choices_table(found.choices), right=(1, 2, 3)))
+    console.say("searched", f"{found.predictions} predictions in {took_s:.1f} s")
+    best, *others = found.choices[:SHOWN]
     runners_up = [{"overrides": choice.overrides, **plain(choice.prediction)} for choice in others]
-    metrics = {**plain(best.prediction), "runners_up": runners_up}
-    warnings, artifacts = list(best.prediction.warnings), {"overrides": best.overrides}
+    metrics = {**plain(best.prediction), "runners_up": runners_up, **found.as_json(), "searched_s": took_s}
+    warnings, artifacts = [*best.prediction.warnings, *found.warnings()], {"overrides": best.overrides}
     return Outcome(flags(best), artifacts=artifacts, metrics=metrics, warnings=warnings, is_text=True)
 
 

@@ -2,33 +2,33 @@
 
 Ways of sharding are tried from the one with the least to send on; the first with which anything fits is taken. More is
 recomputed where nothing fits with less, or where the rows that then fit save a twentieth of the estimated step. A
-micro-batch is the largest that fits, up to the size from which on twice the rows save less than a twentieth.
+micro-batch is the largest that fits, up to the size from which on twice the rows save less than a twentieth. Tiles of
+the MLP, then activations on the host, are taken only where without them nothing fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tuner.config.load import LoadedRecipe
-from tuner.config.optimizers import AdamwOptimizer, keeps_states_on_host
 from tuner.config.recipe import Recipe
-from tuner.model.flops import Flops, training_flops
-from tuner.profile.estimate import computing
-from tuner.profile.predict import Target, predict, resolved_for
+from tuner.errors import RecipeError
+from tuner.profile.means import lines_to_write, refusal
+from tuner.profile.predict import Target, predict
 from tuner.profile.prediction import Prediction
 from tuner.profile.search import LEVELS, Choice, Search, row_counts
-from tuner.profile.workload import workload
+from tuner.profile.speed import Speed
 from tuner.runtime.files import gib
-from tuner.setup.build import meta_model_of, trainable_of
-from tuner.setup.resolve import Resolved
 from tuner.setup.settled import (
     LEVEL,
     MICRO,
+    OFFLOAD,
     SHARD,
+    TILED,
     Settled,
     changed,
     left_open,
@@ -38,8 +38,6 @@ from tuner.setup.settled import (
     whole_batches,
 )
 
-PAYS = 0.95
-"""What the estimated time of a step must come down to for the memory, or the arithmetic, that it costs."""
 LESS = 0.9
 """Of the predicted peak of a setting that did not fit: what another one may need at most, whatever was predicted."""
 
@@ -51,89 +49,56 @@ def choose(recipe: Recipe, target: Target, prepared: Path | None = None) -> tupl
     the reasons say so. Raises what predicting raises where not even the plainest variant can be predicted.
     """
     open_keys = left_open(recipe, target.rank_info.world_size)
-    search, speed = Search(recipe, target, prepared), _Speed(recipe, target, prepared)
-    sizes, refused = _sizes(recipe, target), list[Exception]()
-    best: Choice | None = None
-    for kind in _possible(ways_to_shard(recipe, target.rank_info), speed, target):
-        sharding = {} if target.rank_info.world_size == 1 else {SHARD: kind}
-        for level in _levels(recipe):
-            values = {LEVEL: level, **sharding}
-            worth = speed.worth(values, sizes, best)
-            try:
-                best = search.largest(values, worth) or best
-            except Exception as error:  # noqa: BLE001 - of one level: another one may do
-                refused.append(error)
-        if best is not None:
-            break
+    search, speed = Search(recipe, target, prepared), Speed(recipe, target, prepared)
+    refused = list[Exception]()
+    best = next(
+        (found for others in _ways(recipe, target, speed) if (found := _fastest(search, speed, others, refused))), None
+    )
     if not search.tried:
         raise refused[0]
     found = best or min(search.tried, key=lambda choice: choice.prediction.peak_bytes)
     settled = changed(recipe, found.overrides)
-    wanted = ways_to_shard(recipe, target.rank_info)
-    reasons = {key: _reason(key, settled, search.tried, found, wanted) for key in open_keys}
+    reasons = _reasons(recipe, target, search.tried, found)
     if MICRO in reasons and found.fits:
         reasons[MICRO] = f"{speed.rows(settled)}: {reasons[MICRO]}"
     return Settled({key: value_of(settled, key) for key in open_keys}, reasons), found.prediction
 
 
-def _possible(kinds: Sequence[str], speed: _Speed, target: Target) -> list[str]:
+def _ways(recipe: Recipe, target: Target, speed: Speed) -> Iterator[dict[str, Any]]:
+    """Ways of sharding, then the leanest of them with what is left open of tiles and offload, the cheaper first."""
+    open_keys = [key for key in (TILED, OFFLOAD) if value_of(recipe, key) == "auto"]
+    without = dict.fromkeys(open_keys, False)
+    sharding: dict[str, Any] = {}
+    for kind in _possible(ways_to_shard(recipe, target.rank_info), speed, target):
+        sharding = {} if target.rank_info.world_size == 1 else {SHARD: kind}
+        yield {**sharding, **without}
+    for key in open_keys:
+        yield {**sharding, **without, key: True}
+    if len(open_keys) > 1:
+        yield {**sharding, **dict.fromkeys(open_keys, True)}
+
+
+def _fastest(search: Search, speed: Speed, others: Mapping[str, Any], refused: list[Exception]) -> Choice | None:
+    """The fastest of levels and rows that fit with these other values; None where none does.
+
+    With tiles or offload only the leanest level is looked at: without them not even that has fitted.
+    """
+    sizes, best, levels = _sizes(search.recipe, search.target), None, _levels(search.recipe)
+    for level in levels[-1:] if True in others.values() else levels:
+        values = {LEVEL: level, **others}
+        if refusal(changed(search.recipe, values)) is not None:
+            continue
+        worth = speed.worth(values, sizes, best)
+        try:
+            best = search.largest(values, worth) or best
+        except Exception as error:  # noqa: BLE001 - of one level: another one may do
+            refused.append(error)
+    return best
+
+
+def _possible(kinds: Sequence[str], speed: Speed, target: Target) -> list[str]:
     """Ways of sharding without those whose weights and their state alone are too much; the last one stays."""
-    return [kind for kind in kinds if kind == kinds[-1] or speed.state_bytes(kind) <= target.limit_bytes]
-
-
-class _Speed:
-    """Estimates of steps, for which nothing is traced."""
-
-    def __init__(self, recipe: Recipe, target: Target, prepared: Path | None) -> None:
-        self._target = target
-        self._resolved, _ = resolved_for(recipe, target)
-        self._work = workload(recipe, self._resolved, target.rank_info, prepared)
-        self._flops = _flops_of(self._resolved)
-
-    def worth(self, values: Mapping[str, Any], sizes: Sequence[int], best: Choice | None) -> list[int]:
-        """Rows that are worth their memory, and with such values the arithmetic of recomputing next to the best so far.
-
-        Each is held against half of it, or against the next smaller one where that is less; after the first that does
-        not pay, none does.
-        """
-        paying, before = [*sizes[:1]], sizes[0]
-        for size in sizes[1:]:
-            if self._step_s({**values, MICRO: size}) > PAYS * self._step_s({**values, MICRO: min(size / 2, before)}):
-                break
-            paying.append(size)
-            before = size
-        at_most = float("inf") if best is None else PAYS * self._step_s(best.overrides)
-        return [size for size in paying if self._step_s({**values, MICRO: size}) <= at_most]
-
-    def state_bytes(self, kind: str) -> int:
-        """The least that the weights and their moments take of each process with a way of sharding."""
-        recipe, ranks = self._resolved.recipe, self._target.rank_info
-        shards = {"none": 1, "hybrid": ranks.local_world_size}.get(kind, ranks.world_size)
-        if recipe.adapter.kind != "none" or recipe.model.freeze:
-            each = 2
-        else:
-            weights = 2 if recipe.model.dtype == "bf16" else 4
-            each = weights + _moment_bytes(recipe)
-        return self._resolved.n_parameters * each // shards
-
-    def rows(self, settled: Recipe) -> str:
-        """The rows of a micro-batch in words."""
-        rows, length = rows_at_once(settled), int(self._resolved.recipe.data.max_length)
-        if not settled.data.packs_rows:
-            return "documents that are not packed stay alone"
-        return f"{rows} row{'' if rows == 1 else 's'} of {length:,} tokens at a time"
-
-    def _step_s(self, values: Mapping[str, Any]) -> float:
-        recipe, target = changed(self._resolved.recipe, values), self._target
-        return computing(recipe, self._flops, target.device, target.rank_info, self._work).seconds
-
-
-def _moment_bytes(recipe: Recipe) -> int:
-    """The least that a weight's moments take of the device: of adamw two, in float32 or 8 bits, or on the host."""
-    optimizer = recipe.optimizer
-    if not isinstance(optimizer, AdamwOptimizer) or keeps_states_on_host(optimizer):
-        return 0
-    return 2 if optimizer.state == "8bit" else 8
+    return [kind for kind in kinds if kind == kinds[-1] or speed.state_bytes({SHARD: kind}) <= target.limit_bytes]
 
 
 def _levels(recipe: Recipe) -> tuple[str, ...]:
@@ -149,42 +114,51 @@ def _sizes(recipe: Recipe, target: Target) -> list[int]:
     return row_counts(recipe.train.global_batch_size, target) if recipe.data.packs_rows else [1]
 
 
-def _flops_of(resolved: Resolved) -> Flops:
-    """The arithmetic of the model as the recipe trains it."""
-    model = meta_model_of(resolved)
-    trainable_of(resolved.recipe, resolved.new_ids).apply(model, resolved.recipe.seed)
-    return training_flops(model)
-
-
-def _reason(key: str, settled: Recipe, tried: list[Choice], found: Choice, wanted: Sequence[str]) -> str:
-    """Why a key has its value, in words."""
-    peak, limit = gib(found.prediction.peak_bytes), gib(found.prediction.limit_bytes)
+def _reasons(recipe: Recipe, target: Target, tried: list[Choice], found: Choice) -> dict[str, str]:
+    """Why each key that was left open has its value, in words."""
+    open_keys, prediction = left_open(recipe, target.rank_info.world_size), found.prediction
+    peak, limit = gib(prediction.peak_bytes), gib(prediction.limit_bytes)
     if not found.fits:
-        return f"least memory: nothing is predicted to fit in {limit}; this peaks at {peak}"
-    if key == LEVEL:
-        return _why_level(settled, tried, found)
-    if key == SHARD:
-        return _why_shard(settled, tried, found, wanted)
-    return f"predicted peak {peak} of {limit}"
+        least = f"least memory: nothing is predicted to fit in {limit}; this peaks at {peak}"
+        lines = lines_to_write(recipe)
+        return dict.fromkeys(open_keys, f"{least}; less is needed with {lines[0]}" if lines else least)
+    settled = changed(recipe, found.overrides)
+    reasons = dict.fromkeys(open_keys, f"predicted peak {peak} of {limit}")
+    if LEVEL in reasons:
+        reasons[LEVEL] = _why_level(settled, tried, found)
+    if SHARD in reasons:
+        reasons[SHARD] = _why_shard(settled, tried, found, ways_to_shard(recipe, target.rank_info))
+    for key in (key for key in (TILED, OFFLOAD) if key in reasons):
+        reasons[key] = _why_more(key, settled, tried, found)
+    return reasons
+
+
+def _why_more(key: str, settled: Recipe, tried: list[Choice], found: Choice) -> str:
+    """Why activations are, or are not, tiled or kept on the host."""
+    if not value_of(settled, key):
+        return "it fits without"
+    less = min((choice.prediction for choice in tried if not choice.overrides.get(key)), key=lambda p: p.peak_bytes)
+    return f"without it at least {gib(less.peak_bytes)} are predicted: too much for {gib(found.prediction.limit_bytes)}"
 
 
 def _why_level(settled: Recipe, tried: list[Choice], found: Choice) -> str:
-    level, sharding = settled.train.gradient_checkpointing, found.overrides.get(SHARD)
-    limit = gib(found.prediction.limit_bytes)
+    level, limit = settled.train.gradient_checkpointing, gib(found.prediction.limit_bytes)
     if level == "none":
         return f"it fits without: predicted peak {gib(found.prediction.peak_bytes)} of {limit}"
+    sharding, more = found.overrides.get(SHARD), [key for key in (TILED, OFFLOAD) if found.overrides.get(key)]
     less = [choice for choice in tried if choice.overrides.get(SHARD) == sharding]
     by_level: dict[str, Choice] = {}
     for choice in less:
         by_level.setdefault(str(choice.overrides.get(LEVEL, "none")), choice)
     before = [name for name in LEVELS[: LEVELS.index(level)] if name in by_level]
     over = [f"{name} {gib(by_level[name].prediction.peak_bytes)}" for name in before if not by_level[name].fits]
-    if len(over) < len(before) or not over:
+    if not more and (len(over) < len(before) or not over):
         return "estimated to be faster with the rows that then fit"
     return f"predicted peak with {', with '.join(over)}: too much for {limit}"
 
 
 def _why_shard(settled: Recipe, tried: list[Choice], found: Choice, wanted: Sequence[str]) -> str:
+    """Why weights are sharded as they are."""
     kind, limit = settled.parallel.shard, gib(found.prediction.limit_bytes)
     if kind == "none":
         return f"the whole model fits on each device: predicted peak {gib(found.prediction.peak_bytes)} of {limit}"
@@ -217,7 +191,8 @@ def predict_settled(loaded: LoadedRecipe, target: Target) -> tuple[Settled, Pred
 def choose_less(recipe: Recipe, target: Target, prepared: Path) -> tuple[dict[str, Any], Prediction] | None:
     """Fewer rows, or more recomputed, with which a resolved recipe fits that did not, and what is predicted with them.
 
-    Values are those in which it differs; None where nothing that needs less is predicted to fit.
+    Where that is not enough, also with tiles, and with inputs of layers on the host. Values are those in which it
+    differs; None where nothing that needs less is predicted to fit.
     """
     now = predict(recipe, target, prepared)
     limit = min(target.limit_bytes, int(LESS * now.peak_bytes))
@@ -227,4 +202,17 @@ def choose_less(recipe: Recipe, target: Target, prepared: Path) -> tuple[dict[st
         sizes = fewer if level == recipe.train.gradient_checkpointing else [*fewer, rows]
         if (found := search.largest({LEVEL: level}, sizes)) is not None:
             return found.overrides, found.prediction
+    for more in _more(target):
+        values = {LEVEL: LEVELS[-1], **more}
+        try:
+            found = search.largest(values, [*fewer, rows])
+        except RecipeError:  # the model cannot be tiled
+            continue
+        if found is not None:
+            return found.overrides, found.prediction
     return None
+
+
+def _more(target: Target) -> list[dict[str, bool]]:
+    """Tiles and offload, the cheaper first; a CPU has no memory but the host's."""
+    return [{TILED: True}, *([{OFFLOAD: True}, {TILED: True, OFFLOAD: True}] if target.device.kind == "cuda" else [])]

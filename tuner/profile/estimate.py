@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
+from transformers import PreTrainedModel
+
+from tuner.config.optimizers import AdamwOptimizer
 from tuner.config.recipe import Recipe
 from tuner.model.flops import FROZEN, TRAINED, Flops
 from tuner.profile.devices import Device
 from tuner.profile.prediction import TimeEstimate
-from tuner.profile.tracing import Trace
 from tuner.profile.traffic import Traffic
 from tuner.profile.workload import Workload
 from tuner.runtime.device import measured_peak
 from tuner.runtime.dist import RankInfo
 from tuner.setup.settled import rows_at_once
+
+if TYPE_CHECKING:
+    from tuner.profile.tracing import Trace
 
 REACHED = 0.4
 """Share of the rate of large products: published full steps on H100 reach 33 to 46 % of the data sheet's."""
@@ -23,13 +29,53 @@ HALF_REACHED = 512
 """Tokens of a microbatch at which a device reaches half of what it reaches with many."""
 AGAIN = {"none": 0.0, "selective": 0.1, "full": 1.0}
 """Share of the forward pass of a layer that is computed again in its backward pass."""
+OF_MLP = 2 / 3
+"""Share of a layer's products that is its MLP's, which tiles compute again where the layer itself is not."""
+UNPACKING = 300
+"""Tokens whose products take as long as making a weight whole from 4 or 8 bits for one pass over it: some 5 bytes a
+number are read and written, at memory's pace."""
+FLOAT8_GAIN = 1.33
+"""By what linear layers in fp8 are faster than in bf16: what makes of the 6,150 tokens a second of an 8B model on H100,
+as torchtitan published it, the 7,690 with fp8, where four fifths of the arithmetic are theirs. Units promise 2."""
 LINKS = {"machine": 300e9, "network": 25e9}
 """Bytes a second that a process gets from others: of its own machine, and over the network."""
+HOST_MEMORY = 100e9
+"""Bytes a second that the processors of a machine read and write in all."""
+ADAM_ON_HOST, DOWN = 40, 8
+"""Bytes that a host's AdamW reads and writes of its memory for each number, and those of them that a device sends."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What of a model is copied between a device and its host: counts of the whole model."""
+
+    layers: int
+    width: int
+    trained: int
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> Sizes:
+        """Those of a model as it is trained, whole or sharded, with storage or without."""
+        config = model.config.get_text_config()
+        trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+        return Sizes(int(getattr(config, "num_hidden_layers", 0)), int(getattr(config, "hidden_size", 0)), trained)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a step is computed: on a device, by so many processes, of these rows."""
+
+    device: Device
+    rank_info: RankInfo
+    work: Workload
 
 
 @dataclass(frozen=True)
 class Computing:
-    """The arithmetic of a step of mean rows on one process: its seconds, and FLOPs of a microbatch by part."""
+    """The arithmetic of a step of mean rows on one process: its seconds, and FLOPs of a microbatch by part.
+
+    The seconds hold what waits for copies to and from the host's memory.
+    """
 
     seconds: float
     micro_batches: float
@@ -37,39 +83,87 @@ class Computing:
     basis: str
 
 
-def computing(recipe: Recipe, flops: Flops, device: Device, rank_info: RankInfo, work: Workload) -> Computing:
+def computing(recipe: Recipe, flops: Flops, sizes: Sizes, place: Place) -> Computing:
     """Estimate the arithmetic of a step from the first microbatch of its workload; nothing is traced for it."""
+    work, device, rank_info = place.work, place.device, place.rank_info
     batch, tokens_per_row = work.batches.micro[0], work.tokens_per_row
     lengths, trained = batch.lengths, len(batch.trained_positions)
-    train, tokens, rows = recipe.train, sum(lengths), rows_at_once(recipe)
+    train, rows = recipe.train, rows_at_once(recipe)
     micro = max(1.0, train.global_batch_size / (rows * rank_info.world_size))
-    share = rows * tokens_per_row / tokens
+    tokens = rows * tokens_per_row
+    share = tokens / sum(lengths)
     parts = {name: value * share for name, value in flops.parts(lengths, trained).items()}
-    again = AGAIN[train.gradient_checkpointing] * _forward_share(recipe) * _layers_share(recipe)
-    parts["again"] = again * (parts["layers"] + parts["attention"])
+    forward = _forward_share(recipe) * (parts["layers"] + parts["attention"])
+    parts |= _repeated(recipe, flops, parts)
     if work.extra_forwards:
         parts["extra"] = work.extra_forwards * flops.forward_of(lengths, trained) * share
     rate, basis = _rate(device, str(train.precision))
-    reached = rate * REACHED * tokens * share / (tokens * share + HALF_REACHED)
-    return Computing(micro * sum(parts.values()) / reached, micro, parts, basis)
+    pace = rate * REACHED * tokens / (tokens + HALF_REACHED)
+    arithmetic_s, forward_s = _operations(recipe, device, parts) / pace, forward / pace
+    copied_s = 0.0
+    if train.offload_activations is True:
+        copied_s = _kept_bytes(recipe) * sizes.layers * sizes.width * tokens / device.host_link
+    # what is kept goes down in the forward pass, and comes up in the backward pass
+    each_s = max(forward_s, copied_s) + max(arithmetic_s - forward_s, copied_s)
+    return Computing(micro * each_s + _host_step_s(recipe, sizes, place), micro, parts, basis)
 
 
-def estimate(
-    recipe: Recipe, trace: Trace, device: Device, rank_info: RankInfo, work: Workload, total_steps: int | None
-) -> TimeEstimate:
+def _operations(recipe: Recipe, device: Device, parts: Mapping[str, float]) -> float:
+    """Operations of a microbatch, those in fp8 counted as the fewer in bf16 that take as long."""
+    found = sum(parts.values())
+    if recipe.train.precision == "fp8" and device.kind == "cuda":
+        again = AGAIN[recipe.train.gradient_checkpointing] * _forward_share(recipe) * _layers_share(recipe)
+        found -= (1 - 1 / FLOAT8_GAIN) * (1 + again) * parts["layers"]
+    return found
+
+
+def _kept_bytes(recipe: Recipe) -> int:
+    """Bytes of each number that goes from layer to layer: as the weights are."""
+    return 4 if recipe.model.dtype == "fp32" else 2
+
+
+def _repeated(recipe: Recipe, flops: Flops, parts: Mapping[str, float]) -> dict[str, float]:
+    """Operations of a microbatch that the model does not ask for: what is computed again, and weights made whole."""
+    level, layers = recipe.train.gradient_checkpointing, parts["layers"] + parts["attention"]
+    again = AGAIN[level] * _forward_share(recipe) * _layers_share(recipe) * layers
+    if recipe.train.tiled_mlp is True and level != "full":
+        again += OF_MLP * _forward_share(recipe) * parts["layers"]
+    found = {"again": again}
+    if recipe.model.quantize != "none":
+        found["unpacking"] = UNPACKING * (2 + AGAIN[level]) * flops.forward_products
+    return found
+
+
+def _host_step_s(recipe: Recipe, sizes: Sizes, place: Place) -> float:
+    """Seconds of an update on the host: gradients and weights come down, its arithmetic, and weights go up."""
+    if not isinstance(recipe.optimizer, AdamwOptimizer) or recipe.optimizer.offload == "none":
+        return 0.0
+    ranks = place.rank_info
+    shards = {"none": 1, "hybrid": ranks.local_world_size}.get(recipe.parallel.shard, ranks.world_size)
+    own = sizes.trained / shards
+    return max(DOWN * own / place.device.host_link, ADAM_ON_HOST * own * ranks.local_world_size / HOST_MEMORY)
+
+
+def estimate(recipe: Recipe, trace: Trace, place: Place, total_steps: int | None) -> TimeEstimate:
     """The time of a step of mean rows: that of its arithmetic, at least that of its traffic."""
-    computed = computing(recipe, trace.flops, device, rank_info, work)
+    computed = computing(recipe, trace.flops, trace.sizes, place)
     micro = computed.micro_batches
     traffic = _of_step(trace.traffic, ceil(micro))
-    sent = traffic.gathered + traffic.reduced - traffic.far
     return TimeEstimate(
-        flops={name: value * micro * rank_info.world_size for name, value in computed.flops.items()},
-        tokens_per_step=work.tokens_per_row * recipe.train.global_batch_size,
-        step_s=max(computed.seconds, sent / LINKS["machine"] + traffic.far / LINKS["network"]),
+        flops={name: value * micro * place.rank_info.world_size for name, value in computed.flops.items()},
+        tokens_per_step=place.work.tokens_per_row * recipe.train.global_batch_size,
+        step_s=seconds_of(computed.seconds, traffic),
         total_steps=total_steps,
         basis=computed.basis,
         traffic=traffic,
+        busy_s=computed.seconds,
     )
+
+
+def seconds_of(busy_s: float, traffic: Traffic) -> float:
+    """The time of a step that computes so long and sends so much meanwhile."""
+    sent = traffic.gathered + traffic.reduced - traffic.far
+    return max(busy_s, sent / LINKS["machine"] + traffic.far / LINKS["network"])
 
 
 def _of_step(traced: Sequence[Traffic], n_micro: int) -> Traffic:
@@ -91,5 +185,5 @@ def _layers_share(recipe: Recipe) -> float:
 def _rate(device: Device, precision: str) -> tuple[float, str]:
     if device.flops is None:
         return measured_peak(device.kind, precision), f"at {REACHED:.0%} of the rate of a matrix product measured here"
-    rate = device.flops if precision == "bf16" else device.flops / 2
+    rate = device.flops / 2 if precision == "fp32" else device.flops
     return rate, f"at {REACHED:.0%} of the data sheet's {rate / 1e12:,.0f} TFLOP/s"

@@ -2,48 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from tuner.config.recipe import Recipe
-from tuner.errors import MemoryLimitError
+from tuner.errors import MemoryLimitError, RecipeError
+from tuner.profile.means import Tier, axes_of, tiers_of
 from tuner.profile.predict import Target
-from tuner.profile.search import LEVELS, Choice, Search, Space, described, row_counts
+from tuner.profile.search import LEVELS, Choice, described, row_counts
+from tuner.profile.tree import Dimension, Tree
+from tuner.profile.trials import PLAINLY, How, Trials
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
+from tuner.setup.settled import LEVEL, MICRO, changed
 
 SHOWN = 4
 SMALLEST_ROW = 256
+Notify = Callable[[str], None]
+Way = tuple[dict[str, Any], Tier]
+"""Rows of another length, as values by key, and a tier of what changes results."""
 
 
-def fit(recipe: Recipe, target: Target, notify: Callable[[str], None] = lambda line: None) -> list[Choice]:
-    """What fits, the fastest first; there is at least one.
+@dataclass
+class Fit:
+    """What fits, the fastest first, and how it was found."""
 
-    Where predictions are unverified and nothing fits by them, it is what comes closest. Tried are micro-batch sizes,
-    levels of recomputing and ways of sharding, shorter rows only where nothing else fits.
+    choices: list[Choice]
+    """At least one; where predictions are unverified and nothing fits by them, the one that comes closest."""
+    changes: Mapping[str, str] = field(default_factory=dict)
+    """Keys of the choices that change results, and how."""
+    last_resort: bool = False
+    predictions: int = 0
+    """How many were made to find it."""
 
-    Rows that are half as long come with twice as many of them to a step, so that its tokens stay. For each way of
-    sharding and level the largest micro-batch is searched, from the smallest one on: memory grows with it. Raises
-    MemoryLimitError, naming what comes closest, where nothing fits and predictions are verified.
+    def warnings(self) -> list[str]:
+        """What of the choices changes results, each in a sentence."""
+        said = [f"{key} changes results: {words}" for key, words in self.changes.items()]
+        return (
+            ["as a last resort: nothing fits that trains the weights themselves", *said] if self.last_resort else said
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """How it was found, as plain values."""
+        return {
+            "changes_results": dict(self.changes),
+            "last_resort": self.last_resort,
+            "predictions": self.predictions,
+        }
+
+
+def fit(
+    recipe: Recipe,
+    target: Target,
+    notify: Notify = lambda line: None,
+    ways: Iterable[Way] | None = None,
+    how: How = PLAINLY,
+) -> Fit:
+    """Find the fastest combination that fits of rows, recomputing, sharding and all other means.
+
+    ``ways`` are rows and what changes results, in the order in which they are tried; by default those of `ways_of`.
+    Raises MemoryLimitError, naming what comes closest, where nothing fits and predictions are verified.
     """
-    search = Search(recipe, target)
-    for changes in _rows(recipe):
-        rows = changes.get("train.global_batch_size", recipe.train.global_batch_size)
-        space = Space(_shardings(target.rank_info), LEVELS, row_counts(rows, target))
-        for choice in search.walk(space, changes):
-            notify(f"{described(choice.overrides)}: {gib(choice.prediction.peak_bytes)}, {choice.prediction.verdict}")
-        found = [choice for choice in search.tried if choice.fits]
-        if found:
-            return sorted(found, key=lambda choice: (choice.step_s, len(choice.overrides)))
-    adapter = "" if recipe.adapter.kind != "none" else ", or train an adapter (--adapter.kind lora)"
-    closest = min(search.tried, key=lambda choice: choice.prediction.peak_bytes)
+    tried: list[Trials] = []
+    refused: list[RecipeError] = []
+    for changes, tier in ways_of(recipe) if ways is None else ways:
+        always = {**changes, **tier.values}
+        try:
+            trials = Trials(tier.of(changed(recipe, changes)), target, always, notify, how)
+            tree = _tree(trials)
+            fastest = tree.fastest()
+        except RecipeError as error:  # of what changes results: the model cannot be trained so
+            notify(f"{described(always)}: {error.message}")
+            refused.append(error)
+            continue
+        tried.append(trials)
+        if fastest is not None:
+            return _of(tried, trials.fitting(), tier)
+    if not tried:
+        raise refused[0]
+    if not any(trials.found for trials in tried):
+        tried[-1].choice(tree.leanest())
+    every = [choice for trials in tried for choice in trials.found]
+    closest = min(every, key=lambda choice: choice.prediction.peak_bytes)
     if not closest.prediction.verified:
-        return [closest]
+        return _of(tried, [closest], Tier())
     raise MemoryLimitError(
         f"nothing fits in {gib(target.limit_bytes)}: {described(closest.overrides)} comes closest, "
         f"with a predicted peak of {gib(closest.prediction.peak_bytes)}",
-        hint=f"take more processes, or a smaller model{adapter}",
+        hint="take more processes, or a smaller model",
     )
+
+
+def ways_of(recipe: Recipe) -> Iterator[Way]:
+    """What changes results is tried after what does not.
+
+    Rows that are half as long, twice as many to a step, only where nothing else fits; an adapter in the place of the
+    weights as a last resort.
+    """
+    tiers = tiers_of(recipe)
+    for changes in _rows(recipe):
+        yield from ((changes, tier) for tier in tiers if not tier.last_resort)
+    yield from (({}, tier) for tier in tiers if tier.last_resort)
+
+
+def _of(tried: list[Trials], choices: list[Choice], tier: Tier) -> Fit:
+    return Fit(choices, tier.changes, tier.last_resort, sum(trials.count for trials in tried))
+
+
+def _tree(trials: Trials) -> Tree:
+    """All combinations of a recipe's rows, levels, ways of sharding and other means that change nothing."""
+    recipe, target = trials.recipe, trials.target
+    rows = row_counts(recipe.train.global_batch_size, target) if recipe.data.packs_rows else [1]
+    axes = axes_of(recipe, target.device.kind)
+    dimensions = [  # what saves most time comes first: a branch is cut by the leanest of all that follow
+        Dimension(tuple({LEVEL: level} for level in reversed(LEVELS))),
+        Dimension(tuple({MICRO: size} for size in rows)),
+        *(Dimension(tuple({axis.key: value} for value in axis.values), is_optional=True) for axis in axes),
+        Dimension(tuple(_shardings(target.rank_info))),
+    ]
+    return Tree(dimensions, trials.speed.step_s, trials)
 
 
 def _rows(recipe: Recipe) -> Iterator[dict[str, Any]]:
@@ -56,11 +134,11 @@ def _rows(recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 
 def _shardings(rank_info: RankInfo) -> list[dict[str, Any]]:
+    """Ways of sharding, from the one that needs the least memory on."""
     if rank_info.world_size == 1:
         return [{}]
-    kinds: list[dict[str, Any]] = [
-        {"parallel.shard": "full", "parallel.reshard_after_forward": value} for value in (True, False)
-    ]
+    kinds: list[dict[str, Any]] = [{"parallel.shard": "full", "parallel.reshard_after_forward": True}]
     if rank_info.world_size > rank_info.local_world_size:
         kinds.append({"parallel.shard": "hybrid", "parallel.reshard_after_forward": True})
+    kinds.append({"parallel.shard": "full", "parallel.reshard_after_forward": False})
     return [*kinds, {"parallel.shard": "none"}]

@@ -175,7 +175,7 @@ def _with_prediction(assembly: Assembly, report: OomReport, limit: int | None) -
     if found is None:
         return report
     values, prediction = found
-    overrides = {key: str(value) for key, value in values.items()}
+    overrides = {key: str(value).lower() if value is True else str(value) for key, value in values.items()}
     return replace(report, overrides=overrides, override_peak_bytes=prediction.tensor_bytes, is_tried=False)
 
 

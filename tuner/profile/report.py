@@ -143,10 +143,11 @@ def table(prediction: Prediction) -> list[list[str]]:
 
 def choices_table(choices: Sequence[Choice]) -> list[list[str]]:
     """The choice and its runners-up, a line each."""
-    lines = [["", "peak", "s/step", "overrides"]]
+    lines = [["", "peak", "host", "s/step", "overrides"]]
     for number, choice in enumerate(choices[:SHOWN]):
         name = "choice" if number == 0 else "or"
-        lines.append([name, gib(choice.prediction.peak_bytes), f"{choice.step_s:.3g}", flags(choice)])
+        host = gib(choice.prediction.host_bytes) if choice.prediction.host_bytes else ""
+        lines.append([name, gib(choice.prediction.peak_bytes), host, f"{choice.step_s:.3g}", flags(choice)])
     return lines
 
 
@@ -168,6 +169,7 @@ def plain(prediction: Prediction) -> dict[str, Any]:
     peaks = {moment.phase: moment for moment in memory.moments}
     tree["memory"] = {
         "layers": dict(memory.layers),
+        "host": dict(memory.host),
         "peak": _plain(memory.peak),
         "phases": {phase: _plain(found) for phase in peaks if (found := memory.peak_of(phase)) is not None},
     }
@@ -180,6 +182,7 @@ def plain(prediction: Prediction) -> dict[str, Any]:
         "tensor_bytes": prediction.tensor_bytes,
         "process_bytes": prediction.process_bytes,
         "margin_bytes": prediction.margin_bytes,
+        "host_bytes": prediction.host_bytes,
     }
 
 

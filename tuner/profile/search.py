@@ -6,15 +6,15 @@ not tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tuner.config.recipe import Recipe
 from tuner.profile.predict import Target, predict
 from tuner.profile.prediction import Prediction
-from tuner.setup.settled import LEVEL, MICRO, changed, value_of
+from tuner.setup.settled import MICRO, changed, value_of
 
 LEVELS = ("none", "selective", "full")
 
@@ -36,15 +36,10 @@ class Choice:
         """Estimated seconds a step."""
         return self.prediction.time.step_s
 
-
-@dataclass(frozen=True)
-class Space:
-    """What is varied: ways of sharding, each as values by key, levels of recomputing, and rows of a micro-batch."""
-
-    shardings: Sequence[Mapping[str, Any]]
-    levels: Sequence[str]
-    sizes: Sequence[int]
-    """From the smallest one on."""
+    @property
+    def lacks_host(self) -> bool:
+        """Whether the device has room, and only the host's memory is too small."""
+        return not self.prediction.host_fits and replace(self.prediction, host_limit_bytes=None).verdict == "fits"
 
 
 @dataclass
@@ -65,18 +60,6 @@ class Search:
         found = Choice(overrides, predict(changed(self.recipe, values), self.target, self.prepared))
         self.tried.append(found)
         return found
-
-    def walk(self, space: Space, others: Mapping[str, Any]) -> Iterator[Choice]:
-        """Choices worth a look, ``others`` changed in all: what is recomputed costs time, and pays by larger rows."""
-        for sharding in space.shardings:
-            largest = 0
-            for level in space.levels:
-                for size in (size for size in space.sizes if size > largest):
-                    choice = self.choice({MICRO: size, LEVEL: level, **sharding, **others})
-                    yield choice
-                    if not choice.fits:
-                        break
-                    largest = size
 
     def largest(self, values: Mapping[str, Any], sizes: Sequence[int]) -> Choice | None:
         """The largest of these micro-batches that fits with such values, found from both ends; None where none does."""

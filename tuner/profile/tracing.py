@@ -27,6 +27,7 @@ from tuner.model.root import CausalLM
 from tuner.parallel.assemble import assemble
 from tuner.parallel.fsdp import local, sync_gradients
 from tuner.parallel.mesh import Mesh
+from tuner.profile.estimate import Sizes
 from tuner.profile.fakes import cuda_stand_in, give_storage, quiet_kernels, unchanged_modules
 from tuner.profile.prediction import Phase
 from tuner.profile.traffic import Traffic, TrafficCounter
@@ -69,6 +70,7 @@ class Trace:
     largest: int
     """Bytes of the largest tensor of the model, whole."""
     flops: Flops
+    sizes: Sizes
     traffic: tuple[Traffic, ...]
     """Of each microbatch."""
 
@@ -103,7 +105,7 @@ def trace_step(
         root = assemble(assembly_spec(resolved), model, device_mesh=_fake_mesh(mesh))
         teacher = _teacher(resolved, mesh)
         largest = max(parameter.numel() * parameter.element_size() for parameter in root.parameters())
-        flops = training_flops(root.model)
+        flops, sizes = training_flops(root.model), Sizes.of(root.model)
         stack.enter_context(_fakes())
         deterministic = resolved.recipe.train.deterministic
         tracker = AllocationTracker(resolved.facts.kind, deterministic, blocks if compiled else ())
@@ -129,7 +131,7 @@ def trace_step(
         changes = tuple(tracker.changes)
         held = train_state.optimizer.host_names()
         staged = staged_bytes({name: tensor for name, tensor in run_tensors(train_state).items() if name not in held})
-    return Trace(resolved.facts.kind, changes, tracker.storages, marks, blocks, staged, largest, flops, traffic)
+    return Trace(resolved.facts.kind, changes, tracker.storages, marks, blocks, staged, largest, flops, sizes, traffic)
 
 
 def _teacher(resolved: Resolved, mesh: Mesh) -> CausalLM | None:

@@ -65,7 +65,13 @@ def target_of(
         machines, each = 1, local_processes(recipe.parallel, found.kind)
     there = found.memory_bytes if found.kind == "cuda" else found.memory_bytes // each
     rank_info = RankInfo(0, machines * each, 0, each)
-    return Target(found, rank_info, there if memory is None else parse_memory(option, memory))
+    host = found.host_bytes // each if device is None else None  # a device of the table says what each has
+    return Target(found, rank_info, there if memory is None else parse_memory(option, memory), host)
+
+
+def with_host_memory(target: Target, size: str) -> Target:
+    """The target on hosts that have so much memory each, given as ``--host-memory``. Raises RecipeError."""
+    return replace(target, host_bytes=parse_memory("--host-memory", size) // target.rank_info.local_world_size)
 
 
 def measure_recipe(loaded: LoadedRecipe, options: MeasureOptions, level: Level) -> Measured:

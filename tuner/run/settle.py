@@ -29,7 +29,9 @@ from tuner.runtime.process import from_rank0
 from tuner.setup.settled import (
     LEVEL,
     MICRO,
+    OFFLOAD,
     SHARD,
+    TILED,
     Settled,
     left_open,
     meaningful,
@@ -48,7 +50,7 @@ LONGEST_S = 600
 STEP_BYTES = 128 << 20
 """Free memory is taken in whole pieces of this size, so that an empty device gives the same choice each time."""
 LIBRARIES = ("torch", "transformers", "peft", "liger-kernel", "tuner-lm")
-WITHOUT = {MICRO: 1, LEVEL: "none"}
+WITHOUT: Mapping[str, Any] = {MICRO: 1, LEVEL: "none", TILED: False, OFFLOAD: False}
 """What is taken where nothing can be predicted."""
 PARTS = ("model", "tokenizer", "adapter", "method", "data", "train", "optimizer", "eval", "checkpoint", "parallel")
 """Sections that a prediction depends on."""
@@ -69,10 +71,10 @@ class Place:
 
 
 def run_before(recipe: LoadedRecipe | None, record: Mapping[str, Any] | None, processes: int) -> dict[str, Any]:
-    """What a run that is resumed had, by key: its micro-batch and level, and how so many processes sharded it last."""
+    """What a run that is resumed had, by key: all that is predicted, and how so many processes sharded it last."""
     if recipe is None or record is None:
         return {}
-    values = {key: value_of(recipe.recipe, key) for key in (MICRO, LEVEL)}
+    values = {key: value_of(recipe.recipe, key) for key in WITHOUT}
     alike = [launch for launch in record["launches"] if launch.get("world_size") == processes]
     values[SHARD] = settled_in({"launches": alike}).get(SHARD, "auto")
     return {key: value for key, value in values.items() if value != "auto"}
@@ -88,7 +90,7 @@ def settle(
     settled = whole_batches(loaded, rank_info.world_size)
     recipe = settled.of(loaded.recipe)
     on_cuda = _on_cuda(recipe.train.device)
-    usual = {} if on_cuda else WITHOUT
+    usual: Mapping[str, Any] = {} if on_cuda else WITHOUT
     had = {key: value for key, value in before.items() if value != usual.get(key)}
     kept = {key: had[key] for key in left_open(recipe, rank_info.world_size) if key in had}
     if recipe.train.global_batch_size % (kept.get(MICRO, 1) * rank_info.world_size):
@@ -105,7 +107,7 @@ def settle(
     }  # fmt: skip
 
     def predicted() -> str:
-        with console.doing("choosing micro-batch size, recomputing and sharding by prediction"):
+        with console.doing("choosing micro-batch size, recomputing, sharding and offload by prediction"):
             answer = _asked(job)
         return json.dumps(answer)
 
@@ -153,7 +155,8 @@ def answer_of(job: Mapping[str, Any]) -> dict[str, Any]:
 
     recipe, rank_info = load_recipe(job["recipe"]).recipe, RankInfo(**job["ranks"])
     device = present_device("cuda")
-    target = Target(device, rank_info, device.memory_bytes // STEP_BYTES * STEP_BYTES)
+    limit, host = (size // STEP_BYTES * STEP_BYTES for size in (device.memory_bytes, device.host_bytes))
+    target = Target(device, rank_info, limit, host // rank_info.local_world_size)
     kept = Path(job["cache"]) / CHOICES / f"{_key(job, target)}.json"
     with suppress(TunerError, OSError, KeyError, TypeError):
         known = read_json(kept)
@@ -178,7 +181,7 @@ def _key(job: Mapping[str, Any], target: Target) -> str:
         "config": hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else None,
         "data": Path(job["data"]).name,
         "ranks": {**job["ranks"], "rank": 0, "local_rank": 0},
-        "device": [target.device.shown, target.limit_bytes],
+        "device": [target.device.shown, target.limit_bytes, target.host_bytes],
         "versions": {name: _version(name) for name in LIBRARIES},
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

@@ -17,7 +17,7 @@ _observers: list[Callable[[torch.Tensor, HostPart], None]] = []
 def host_empty(shape: Sequence[int], dtype: torch.dtype, part: HostPart, near: torch.device) -> torch.Tensor:
     """An empty tensor of this shape in the host's memory, for a part of what is kept for the device ``near``.
 
-    For a CUDA device it is page-locked, so that copies run beside the computation. Raises RuntimeError as torch does
+    For a CUDA device it is page-locked, so that copies run while it computes. Raises RuntimeError as torch does
     where the host has no such memory left.
     """
     import torch

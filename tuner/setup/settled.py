@@ -1,6 +1,6 @@
 """What of a recipe is settled before it is resolved: the `auto` of memory and speed, and a default that cannot divide.
 
-Three keys may be left to a prediction, which is made once for all processes of a launch. Importing it needs no torch.
+Five keys may be left to a prediction, which is made once for all processes of a launch. Importing it needs no torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from tuner.config.recipe import Recipe, TrainSection
 from tuner.runtime.dist import RankInfo
 
 MICRO, LEVEL, SHARD = "train.micro_batch_size", "train.gradient_checkpointing", "parallel.shard"
+TILED, OFFLOAD = "train.tiled_mlp", "train.offload_activations"
 BATCH = "train.global_batch_size"
-PREDICTED = (MICRO, LEVEL, SHARD)
+PREDICTED = (MICRO, LEVEL, SHARD, TILED, OFFLOAD)
 """Keys whose `auto` is settled by prediction on CUDA."""
 
 
@@ -78,6 +79,7 @@ def without_prediction(recipe: Recipe) -> Recipe:
         values[MICRO] = 1
     if recipe.train.gradient_checkpointing == "auto":
         values[LEVEL] = "none"
+    values |= {key: False for key in (TILED, OFFLOAD) if value_of(recipe, key) == "auto"}
     return changed(recipe, values)
 
 
@@ -113,7 +115,9 @@ def meaningful(values: Any) -> dict[str, Any]:
     return {
         key: value
         for key, value in given
-        if value in kinds.get(key, ()) or (key in {MICRO, BATCH} and type(value) is int and value > 0)
+        if value in kinds.get(key, ())
+        or (key in {MICRO, BATCH} and type(value) is int and value > 0)
+        or (key in {TILED, OFFLOAD} and type(value) is bool)
     }
 
 

@@ -1,0 +1,57 @@
+"""A model whose layers are alike is predicted from two with fewer of them, as if it were traced whole."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.model.tiny import tiny_config
+from tests.profile.test_predict import wish
+from tuner.model.build import meta_model
+from tuner.profile.devices import find_device
+from tuner.profile.layers import layers_alike, with_layers
+from tuner.profile.predict import Target, predict
+from tuner.profile.prediction import Prediction
+from tuner.profile.shortened import predict_by_layers
+from tuner.runtime.dist import RankInfo
+
+LAYERS = 12
+CASES: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("cpu", 1, {"train": {"micro_batch_size": 2}}),
+    ("h100-80g", 4, {"train": {"gradient_checkpointing": "full", "precision": "bf16"}, "adapter": {"kind": "lora"}}),
+)
+
+
+@pytest.mark.parametrize(("device", "processes", "sections"), CASES)
+def test_it_is_the_prediction_of_the_whole_model(
+    device: str, processes: int, sections: dict[str, Any], tmp_path: Path
+) -> None:
+    model = {"init": "random", "config": {"num_hidden_layers": LAYERS}}
+    recipe = wish(tmp_path, **{**sections, "model": model})
+    target = Target(find_device(device), RankInfo(0, processes, 0, processes), 1 << 36)
+    quick, whole = predict_by_layers(recipe, target, LAYERS), predict(recipe, target)
+    for phase in ("build", "forward", "backward", "optimizer"):  # segments of 2 MiB do not grow evenly
+        assert asked_of(quick, phase) == asked_of(whole, phase)
+    assert asdict(quick.time.traffic) == asdict(whole.time.traffic)
+    assert quick.time.step_s == pytest.approx(whole.time.step_s, rel=1e-6)
+
+
+def asked_of(prediction: Prediction, phase: str) -> int:
+    """The most that is asked of the allocator in a phase."""
+    moments = [moment for moment in prediction.memory.moments if moment.phase == phase]
+    return max(moment.total - moment.parts["rounding"] for moment in moments)
+
+
+def test_layers_are_alike_or_not() -> None:
+    assert layers_alike(meta_model(tiny_config("llama"), torch.float32)) == tiny_config("llama").num_hidden_layers
+    assert layers_alike(meta_model(tiny_config("gemma3"), torch.float32)) == 0  # two kinds of attention
+    assert with_layers(tiny_config("qwen3"), 1).num_hidden_layers == 1
+
+
+def test_few_layers_are_predicted_whole(tmp_path: Path) -> None:
+    recipe, target = wish(tmp_path), Target(find_device("cpu"), RankInfo(), 1 << 34)
+    assert predict_by_layers(recipe, target, 2).memory == predict(recipe, target).memory

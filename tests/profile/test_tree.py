@@ -1,0 +1,199 @@
+"""The search finds what trying everything finds, with few predictions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.profile.test_predict import wish
+from tuner.config.recipe import Recipe
+from tuner.errors import RecipeError
+from tuner.profile import trials as trying
+from tuner.profile.devices import find_device
+from tuner.profile.fit import Fit, fit
+from tuner.profile.means import lines_to_write, tiers_of
+from tuner.profile.predict import Target
+from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Prediction, TimeEstimate
+from tuner.profile.traffic import Traffic
+from tuner.profile.tree import Dimension, Tree
+from tuner.profile.trials import How
+from tuner.runtime.dist import RankInfo
+from tuner.setup.settled import rows_at_once
+
+GIB = 1 << 30
+
+
+class Made:
+    """Stands in for trials: memory and time by the place of each dimension's setting."""
+
+    def __init__(self, limit: float, weights: tuple[float, ...], late: float) -> None:
+        self.limit, self.weights, self.late, self.asked = limit, weights, late, set[str]()
+
+    def seconds(self, values: Mapping[str, Any]) -> float:
+        """The more memory, the faster; by how much is another matter for each."""
+        return 100.0 - sum(place * (number + 1) for number, place in enumerate(values.values()))
+
+    def choice(self, values: Mapping[str, Any]) -> Any:
+        """Predicted: whether it fits, and how long it takes with what is sent."""
+        self.asked.add(repr(values))
+        needs = sum(weight * place for weight, place in zip(self.weights, values.values(), strict=True))
+        step_s = self.seconds(values) + self.late * (sum(values.values()) % 3)
+        return SimpleNamespace(fits=needs <= self.limit, lacks_host=False, step_s=step_s, overrides=dict(values))
+
+    confirmed = choice
+
+    def refusal(self, values: Mapping[str, Any]) -> str | None:
+        """The first two do not go together at their most."""
+        return "no" if values["a"] == 2 and values["b"] == 2 else None
+
+    def may_fit(self, values: Mapping[str, Any]) -> bool:
+        """Nothing is known."""
+        return True
+
+    def too_large(self, values: Mapping[str, Any]) -> bool:
+        """Nothing is known."""
+        return False
+
+    def differing(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """All that is not at its least."""
+        return {key: value for key, value in values.items() if value}
+
+
+def test_the_fastest_of_all_is_found_with_few_predictions() -> None:
+    chance, asked, every = random.Random(3), 0, 0
+    for _ in range(40):
+        made: Any = Made(chance.uniform(0, 14), tuple(chance.uniform(0, 3) for _ in "abcd"), chance.choice((0.0, 2.0)))
+        dimensions = [Dimension(tuple({name: place} for place in range(3))) for name in "abcd"]
+        found = Tree(dimensions, made.seconds, made).fastest()
+        asked, every = asked + len(made.asked), every + 81
+        combinations = [dict(zip("abcd", places, strict=True)) for places in product(range(3), repeat=4)]
+        tried = [made.choice(values) for values in combinations if made.refusal(values) is None]
+        best = min((choice for choice in tried if choice.fits), key=lambda choice: choice.step_s)
+        assert found is not None and found.step_s == best.step_s
+    assert asked < every / 4
+
+
+STATE = {"fp32": 8, "8bit": 2}
+KEPT = {"none": 8, "selective": 6, "full": 4}
+
+
+class Counted:
+    """Stands in for predictions: GiB that are simple to add up."""
+
+    def __init__(self) -> None:
+        self.asked: list[Recipe] = []
+        self.refused = ""
+
+    def __call__(self, recipe: Recipe, target: Target, layers: int, prepared: Path | None) -> Prediction:
+        self.asked.append(recipe)
+        train, optimizer = recipe.train, recipe.optimizer
+        if self.refused and getattr(train, self.refused) is True:
+            raise RecipeError(f"no {self.refused}")
+        assert optimizer.kind == "adamw"
+        rows, base = rows_at_once(recipe), 4 if recipe.model.dtype != "bf16" else 2
+        if recipe.adapter.kind != "none":
+            base = {"none": 2, "int8": 1, "nf4": 0}[recipe.model.quantize]
+        trained = recipe.adapter.kind == "none"
+        state = 0 if optimizer.offload == "host" or not trained else STATE[optimizer.state]
+        kept = (
+            KEPT[str(train.gradient_checkpointing)]
+            - 2 * (train.offload_activations is True)
+            - (train.tiled_mlp is True)
+        )
+        parts: dict[Part, int] = dict.fromkeys(PARTS, 0)
+        parts |= {"parameters": base * GIB, "optimizer": state * GIB, "activations": rows * kept * GIB}
+        host: dict[Part, int] = {}
+        if optimizer.offload == "host" and trained:
+            host["optimizer"] = 8 * GIB
+        if train.offload_activations is True:
+            host["activations"] = 2 * rows * GIB
+        memory = MemoryTimeline((Moment("backward", "", parts),), {}, host)
+        time = TimeEstimate({}, 1.0, 1.0, None, "", Traffic())
+        return Prediction(
+            target.device.shown, "cuda", 1, 1, memory, target.limit_bytes, 0.0, time, (), target.host_limit_bytes
+        )
+
+
+def found(place: Path, limit: int, counted: Counted, host: int = 64, **sections: dict[str, Any]) -> Fit:
+    sections["train"] = {"micro_batch_size": 1, "gradient_checkpointing": "none", **sections.get("train", {})}
+    target = Target(find_device("rtx4090-24g"), RankInfo(), limit * GIB, host * GIB)
+    return fit(wish(place, **sections), target, how=How(counted, whole=False))
+
+
+def test_what_changes_nothing_is_tried_before_what_does(tmp_path: Path) -> None:
+    counted = Counted()
+    roomy = found(tmp_path, 80, counted)
+    assert roomy.choices[0].overrides == {"train.micro_batch_size": 8} and not roomy.changes
+    assert roomy.predictions == len(counted.asked) < 10
+    tight = found(tmp_path, 7, Counted())  # weights 4, a row at least 1 with all that goes to the host
+    overrides = tight.choices[0].overrides
+    assert overrides["optimizer.offload"] == "host" and overrides["train.gradient_checkpointing"] in {
+        "selective",
+        "full",
+    }
+    assert not tight.changes and not tight.last_resort and tight.warnings() == []
+    assert tight.choices[0].prediction.host_bytes > 0
+
+
+def test_what_changes_results_is_named(tmp_path: Path) -> None:
+    eight = found(tmp_path, 7, Counted(), host=4)  # no room on the host for the states
+    assert eight.choices[0].overrides["optimizer.state"] == "8bit"
+    assert eight.changes == {"optimizer.state": "AdamW's moments are kept in 8 bits"}
+    assert eight.warnings() == ["optimizer.state changes results: AdamW's moments are kept in 8 bits"]
+    assert eight.as_json()["changes_results"] == eight.changes
+    rounded = found(tmp_path, 5, Counted(), host=4, train={"precision": "bf16"})  # whose products take bf16 weights
+    assert rounded.choices[0].overrides["optimizer.rounding"] == "stochastic"
+    assert set(rounded.changes) == {"optimizer.state", "model.dtype", "optimizer.rounding"}
+    adapted = found(tmp_path, 2, Counted())
+    assert adapted.last_resort and adapted.choices[0].overrides["adapter.kind"] == "lora"
+    assert adapted.choices[0].overrides["model.quantize"] == "nf4"
+    assert adapted.warnings()[0] == "as a last resort: nothing fits that trains the weights themselves"
+
+
+def test_a_frozen_base_is_quantized_before_rows_are_cut(tmp_path: Path) -> None:
+    lora = {"adapter": {"kind": "lora"}}
+    assert found(tmp_path, 3, Counted(), **lora).changes == {}
+    assert found(tmp_path, 2, Counted(), **lora).choices[0].overrides["model.quantize"] == "int8"
+    assert [dict(tier.values) for tier in tiers_of(wish(tmp_path, **lora))] == [
+        {}, {"model.quantize": "int8"}, {"model.quantize": "nf4"}
+    ]  # fmt: skip
+
+
+def test_what_the_model_refuses_is_left_out(tmp_path: Path) -> None:
+    counted = Counted()
+    counted.refused = "tiled_mlp"
+    tight = found(tmp_path, 7, counted)
+    assert tight.choices[0].fits and "train.tiled_mlp" not in tight.choices[0].overrides
+    counted.refused = "mock_batch"
+    with pytest.raises(RecipeError, match="no mock_batch"):
+        found(tmp_path, 7, counted, train={"mock_batch": True})
+
+
+def test_the_copy_of_saves_is_given_up_where_the_host_has_no_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Counted()
+
+    def counted(recipe: Recipe, target: Target, layers: int, prepared: Path | None) -> Prediction:
+        said = plain(recipe, target, layers, prepared)
+        if recipe.checkpoint.async_save is not False:
+            said.memory.host["staging"] = 60 * GIB  # type: ignore[index]
+        return said
+
+    target = Target(find_device("rtx4090-24g"), RankInfo(), 80 * GIB, 32 * GIB)
+    best = fit(wish(tmp_path), target, how=How(counted, whole=False)).choices[0]
+    assert best.overrides["checkpoint.async_save"] is False and best.fits
+
+
+def test_lines_to_write_name_what_they_change(tmp_path: Path) -> None:
+    lines = lines_to_write(wish(tmp_path))
+    assert lines[0] == "optimizer.state: 8bit (AdamW's moments are kept in 8 bits)"
+    assert lines[-1].startswith("adapter.kind: lora, model.quantize: nf4 (")
+    assert lines_to_write(wish(tmp_path, adapter={"kind": "lora"}, model={"quantize": "nf4"})) == []
+    assert trying.Trials(wish(tmp_path), Target(find_device("rtx4090-24g"), RankInfo(), GIB), {}).count == 0

@@ -1,0 +1,273 @@
+"""What fits where: models from 1B to 70B, in full and as adapters, on one and eight devices of 16 to 141 GB.
+
+    python tools/fits_table.py run [--only TEXT] [--workers 2]   # predicts what is missing into tools/fits.json
+    python tools/fits_table.py check --cells 12 --seed 7         # cells predicted again, whole
+    python tools/fits_table.py page                              # writes docs/fits.md from tools/fits.json
+
+Each cell is what `tuner profile --fit` finds for a recipe, by predictions of models with fewer layers; `check` predicts
+drawn cells whole. A test holds the page against tools/fits.json; nothing of it has been compared with a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tuner.config.dump import recipe_dict  # noqa: E402
+from tuner.config.load import load_recipe  # noqa: E402
+from tuner.config.recipe import Recipe  # noqa: E402
+from tuner.profile.devices import find_device  # noqa: E402
+from tuner.profile.fit import fit, ways_of  # noqa: E402
+from tuner.profile.predict import Target, predict  # noqa: E402
+from tuner.profile.prediction import Prediction  # noqa: E402
+from tuner.profile.shortened import predict_by_layers  # noqa: E402
+from tuner.profile.trials import How  # noqa: E402
+from tuner.runtime.dist import RankInfo  # noqa: E402
+from tuner.setup.settled import changed  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+FIGURES, PAGE = ROOT / "tools" / "fits.json", ROOT / "docs" / "fits.md"
+LLAMA: dict[str, Any] = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128_256}
+QWEN: dict[str, Any] = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}
+SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def _model(family: dict[str, Any], *shape: int, **more: Any) -> dict[str, Any]:
+    lengths = {"max_position_embeddings": 32_768, "tie_word_embeddings": False}
+    return {**family, **lengths, **dict(zip(SHAPE, shape, strict=True)), **more}
+
+
+MODELS = {
+    "1B (Llama 3.2)": _model(LLAMA, 2048, 8192, 16, 32, head_dim=64, tie_word_embeddings=True),
+    "3B (Llama 3.2)": _model(LLAMA, 3072, 8192, 28, 24, head_dim=128, tie_word_embeddings=True),
+    "8B (Qwen3)": _model(QWEN, 4096, 12_288, 36, 32),
+    "14B (Qwen3)": _model(QWEN, 5120, 17_408, 40, 40),
+    "32B (Qwen3)": _model(QWEN, 5120, 25_600, 64, 64),
+    "70B (Llama 3)": _model(LLAMA, 8192, 28_672, 80, 64, head_dim=128),
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "LoRA": {"adapter": {"kind": "lora"}},
+    "4-bit LoRA": {"adapter": {"kind": "lora"}, "model": {"quantize": "nf4"}},
+}
+DEVICES = {
+    "16 GB": "rtx4080-16g",
+    "24 GB": "rtx4090-24g",
+    "48 GB": "l40s-48g",
+    "80 GB": "h100-80g",
+    "141 GB": "h200-141g",
+}
+COUNTS, LENGTHS = (1, 8), (2048, 4096)
+PLAIN = {"gradient_checkpointing": "none", "micro_batch_size": 1, "offload_activations": False, "tiled_mlp": False}
+SHORT = {
+    "train.micro_batch_size": "{} rows",
+    "optimizer.offload": "states on the host",
+    "train.offload_activations": "activations on the host",
+    "train.tiled_mlp": "tiled MLP",
+    "optimizer.state": "8-bit states*",
+    "optimizer.rounding": "bf16 weights*",
+}
+LEVEL, SHARD = "train.gradient_checkpointing", "parallel.shard"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One recipe on one kind of machine."""
+
+    model: str
+    method: str
+    length: int
+    memory: str
+    count: int
+
+    @property
+    def name(self) -> str:
+        """The cell in a line."""
+        return f"{self.model}, {self.method}, rows of {self.length:,}, {self.count} x {self.memory}"
+
+    def recipe(self, directory: Path) -> Recipe:
+        """The recipe, its model a config in a directory."""
+        base = directory / self.model.split()[0]
+        base.mkdir(exist_ok=True)
+        (base / "config.json").write_text(json.dumps(MODELS[self.model]))
+        method = METHODS[self.method]
+        tree = {
+            "data": {"train": "rows.jsonl", "max_length": self.length},
+            "train": {**PLAIN, "global_batch_size": 32, "precision": "bf16"},
+            "checkpoint": {"async_save": False},
+            **method,
+            "model": {"name_or_path": str(base), **method.get("model", {})},
+        }
+        return load_recipe(tree).recipe
+
+    def target(self) -> Target:
+        """The machine: all the memory of its devices, and their share of its host's."""
+        device = find_device(DEVICES[self.memory])
+        return Target(device, RankInfo(0, self.count, 0, self.count), device.memory_bytes)
+
+
+class Remembered:
+    """Predictions by recipe and machine, for cells that differ in the size of the memory alone."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Prediction] = {}
+
+    def __call__(self, recipe: Recipe, target: Target, layers: int, prepared: Path | None = None) -> Prediction:
+        machine = [target.device.kind, target.device.generation, asdict(target.rank_info)]
+        key = json.dumps([recipe_dict(recipe), machine], sort_keys=True)
+        if key not in self._known:
+            self._known[key] = predict_by_layers(recipe, target, layers, prepared)
+        return replace(
+            self._known[key], device=target.device.shown, limit_bytes=target.limit_bytes,
+            host_limit_bytes=target.host_limit_bytes,
+        )  # fmt: skip
+
+
+def _cell(line: dict[str, Any]) -> Cell:
+    return Cell(**{name: line[name] for name in Cell.__dataclass_fields__})
+
+
+def cells() -> Iterator[Cell]:
+    """All cells, those next to each other that share predictions."""
+    for model in MODELS:
+        for method in METHODS:
+            for count in COUNTS:
+                for length in LENGTHS:
+                    yield from (Cell(model, method, length, memory, count) for memory in DEVICES)
+
+
+def figures_of(cell: Cell, directory: Path, remembered: Remembered) -> dict[str, Any]:
+    """What fits in a cell, as plain values; other rows and adapters are other cells."""
+    recipe = cell.recipe(directory)
+    ways = [
+        way for way in ways_of(recipe)
+        if not way[0] and not way[1].last_resort and "model.quantize" not in way[1].values
+    ]  # fmt: skip
+    found = fit(recipe, cell.target(), ways=ways, how=How(remembered, whole=False))
+    best = found.choices[0]
+    said = best.prediction
+    return {
+        **asdict(cell),
+        "fits": best.fits,
+        "overrides": dict(best.overrides),
+        "peak_gib": round(said.peak_bytes / 2**30, 2),
+        "host_gib": round(said.host_bytes / 2**30, 2),
+        "tok_per_s": round(said.time.tok_per_s / cell.count),
+        "changes_results": sorted(found.changes),
+        "predictions": found.predictions,
+    }
+
+
+def run_group(group: list[Cell]) -> list[dict[str, Any]]:
+    """The figures of cells that share predictions."""
+    remembered = Remembered()
+    with tempfile.TemporaryDirectory() as name:
+        lines = []
+        for cell in group:
+            began = time.monotonic()
+            lines.append(figures_of(cell, Path(name), remembered))
+            print(f"{time.monotonic() - began:6.1f} s  {cell.name}: {text_of(lines[-1])}", flush=True)
+        return lines
+
+
+def _each(groups: Iterable[list[Cell]], workers: int) -> Iterator[list[dict[str, Any]]]:
+    """The figures of each group, by one process or several."""
+    if workers == 1:
+        yield from map(run_group, groups)
+        return
+    with ProcessPoolExecutor(workers) as pool:
+        yield from pool.map(run_group, groups)
+
+
+def text_of(line: dict[str, Any]) -> str:
+    """A cell in words."""
+    if not line["fits"]:
+        return "does not fit"
+    given, said = line["overrides"], list[str]()
+    rows = given.get("train.micro_batch_size", 1)
+    said.append(f"{rows} row{'' if rows == 1 else 's'}")
+    if LEVEL in given:
+        said.append(f"{given[LEVEL]} recompute")
+    said += [SHORT[key] for key in given if key in SHORT and key != "train.micro_batch_size"]
+    if SHARD in given:
+        said.append("one copy each" if given[SHARD] == "none" else "sharded")
+    host = f" + {line['host_gib']:.0f} of the host" if line["host_gib"] >= 1 else ""
+    return f"{', '.join(said)}: {line['peak_gib']:.1f} GiB{host}, {line['tok_per_s']:,} tok/s"
+
+
+def page(lines: list[dict[str, Any]]) -> str:
+    """The page of documentation."""
+    head = (ROOT / "tools" / "fits_head.md").read_text()
+    found = [head.rstrip(), ""]
+    by_cell = {_cell(line): line for line in lines}
+    for count in COUNTS:
+        found += [f"## {'One device' if count == 1 else f'{count} devices of one machine'}", ""]
+        found.append(f"| model | trained | rows | {' | '.join(DEVICES)} |")
+        found.append("| --- " * (3 + len(DEVICES)) + "|")
+        for model in MODELS:
+            for method in METHODS:
+                for length in LENGTHS:
+                    row = [by_cell.get(Cell(model, method, length, memory, count)) for memory in DEVICES]
+                    texts = ["" if line is None else text_of(line) for line in row]
+                    found.append(f"| {model} | {method} | {length:,} | {' | '.join(texts)} |")
+        found.append("")
+    return "\n".join(found).rstrip() + "\n"
+
+
+def check(lines: list[dict[str, Any]], count: int, seed: int) -> int:
+    """Predict drawn cells whole; returns how many differ by more than a hundredth, or no longer fit."""
+    drawn = random.Random(seed).sample([line for line in lines if line["fits"]], count)
+    wrong = 0
+    with tempfile.TemporaryDirectory() as name:
+        for line in drawn:
+            cell = _cell(line)
+            whole = predict(changed(cell.recipe(Path(name)), line["overrides"]), cell.target())
+            off = line["peak_gib"] * 2**30 / whole.peak_bytes - 1
+            bad = abs(off) > 0.01 or whole.verdict != "fits"
+            wrong += bad
+            print(f"{'WRONG' if bad else 'ok':5} {off:+.3%} {whole.verdict} {cell.name}: {text_of(line)}", flush=True)
+    print(f"{count} cells, {wrong} wrong")
+    return wrong
+
+
+def main() -> int:
+    """Run, check or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "check", "page"))
+    parser.add_argument("--only", default="", help="cells whose name holds this alone")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--again", action="store_true", help="predict cells that are there, too")
+    parser.add_argument("--cells", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=7)
+    options = parser.parse_args()
+    lines = json.loads(FIGURES.read_text()) if FIGURES.is_file() else []
+    if options.what == "page":
+        PAGE.write_text(page(lines))
+        return 0
+    if options.what == "check":
+        return bool(check(lines, options.cells, options.seed))
+    wanted = [cell for cell in cells() if options.only in cell.name]
+    known = {_cell(line).name: line for line in lines}
+    groups: dict[tuple[str, str, int, int], list[Cell]] = {}
+    for cell in (cell for cell in wanted if options.again or cell.name not in known):
+        groups.setdefault((cell.model, cell.method, cell.count, cell.length), []).append(cell)
+    for found in _each(groups.values(), options.workers):
+        known |= {_cell(line).name: line for line in found}
+        kept = [json.dumps(known[cell.name]) for cell in cells() if cell.name in known]
+        FIGURES.write_text("[\n" + ",\n".join(kept) + "\n]\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
