@@ -140,8 +140,8 @@ def raw(directory: Path, target: Path) -> dict[str, float]:
     """Write as many bytes as the export has."""
     import torch
 
-    from tuner.export.hf import ExportOptions, plan_export
     from tuner.export.outputs import Values, total_bytes, trained_skeleton
+    from tuner.export.plan import ExportOptions, plan_export
     from tuner.export.tensors import OpenFiles
 
     plan = plan_export(directory / "run", target, ExportOptions("fp32"))
@@ -190,10 +190,11 @@ def ours(directory: Path, target: Path) -> dict[str, float]:
     """The stages of an export."""
     from tuner.export import hf, verify
     from tuner.export.outputs import trained_skeleton
+    from tuner.export.plan import ExportOptions, plan_export
 
     figures: dict[str, float] = {}
     with hf.quiet():
-        plan = hf.plan_export(directory / "run", target, hf.ExportOptions("fp32"))
+        plan = plan_export(directory / "run", target, ExportOptions("fp32"))
         trained = trained_skeleton(plan.source)
         target.mkdir()
         with measured(figures, "ours"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from transformers import (
 
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export.source import Source, resolve
-from tuner.export.weights import first_line, load_trained
+from tuner.export.weights import DTYPES, first_line, load_trained
 from tuner.export.write import quiet, token_ids, turn_ends
 from tuner.model.build import auto_model
 from tuner.model.tokens import resize_embeddings
@@ -249,10 +249,23 @@ def _with_adapter(path: Path, base: str | None, dtype: torch.dtype) -> Any:
     if os.path.isabs(str(name)) and not Path(str(name)).is_dir():
         raise RecipeError(f"{path}: its base model is gone: {name}", hint="name it: --base MODEL")
     model = _plain_model(name, revision, dtype)
+    _quantize(model, path)
     # What it holds of new tokens belongs to ids that the base model has no rows for.
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     resize_embeddings(model, len(tokenizer))
     return PeftModel.from_pretrained(model, str(path))
+
+
+@torch.no_grad()
+def _quantize(model: PreTrainedModel, adapter: Path) -> None:
+    """Turn the weights of an adapter's base into what it was trained on, where that was quantised, in their type."""
+    found = read_json(adapter / LINEAGE).get("quantized_base") if (adapter / LINEAGE).is_file() else None
+    if not isinstance(found, Mapping):
+        return
+    from tuner.export.quantized import base_of_kind
+
+    base = base_of_kind(str(found.get("kind")), model, tuple(found.get("left_out") or ()))
+    base.apply(model, DTYPES.get(str(found.get("dtype")), torch.float32))
 
 
 def _plain_model(name_or_path: str, revision: str | None, dtype: torch.dtype) -> PreTrainedModel:

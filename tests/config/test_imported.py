@@ -122,19 +122,21 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "axolotl": (
         AXOLOTL,
         {"adapter.kind": "lora", "adapter.r": 32, "adapter.target_modules": "all-linear", "data.eval": "2%",
+         "model.quantize": "nf4", "optimizer.state": "8bit",
          "data.max_length": 4096, "data.packing": "auto", "train.global_batch_size": 8, "train.micro_batch_size": 2,
          "train.duration": "3 epochs", "optimizer.kind": "adamw", "optimizer.betas": [0.9, 0.999],
          "optimizer.lr": 2e-4, "schedule.kind": "cosine", "schedule.warmup": "10%", "eval.every": "0.25 epochs",
          "checkpoint.every": "1 epoch", "train.gradient_checkpointing": "full", "train.precision": "auto"},
-        ("load_in_4bit", "optimizer: paged_adamw_8bit", "special_tokens"),
+        ("special_tokens",),
     ),
     "llama-factory": (
         FACTORY,
-        {"adapter.kind": "lora", "adapter.r": 16, "adapter.alpha": 32, "adapter.target_modules": ["q_proj", "v_proj"],
+        {"model.quantize": "nf4",
+         "adapter.kind": "lora", "adapter.r": 16, "adapter.alpha": 32, "adapter.target_modules": ["q_proj", "v_proj"],
          "data.eval": "10%", "data.packing": False, "data.max_length": 2048, "train.global_batch_size": 8,
          "train.duration": "2 epochs", "eval.every": "200 steps", "schedule.warmup": "never",
          "parallel.timeout": "30 min", "tokenizer.chat_template": "llama3"},
-        ("quantization_bit",),
+        (),
     ),
     "trl": (
         TRL,
@@ -222,9 +224,48 @@ def test_a_key_becomes_a_line(text: str, line: str) -> None:
     assert any(" ".join(line.split()) in " ".join(words) for words in written), written
 
 
+_TUNE = "checkpointer: {checkpoint_dir: /base}\nmodel: {_component_: torchtune.models.llama3.%s}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (_AXOLOTL % "" + "adapter: lora\nload_in_8bit: true", {"model.quantize": "int8", "adapter.kind": "lora"}),
+        (_AXOLOTL % "" + "optimizer: adamw_torch_8bit", {"optimizer.kind": "adamw", "optimizer.state": "8bit"}),
+        (_AXOLOTL % "" + "tiled_mlp: true\ngradient_checkpointing: offload",
+         {"train.tiled_mlp": True, "train.offload_activations": True, "train.gradient_checkpointing": "full"}),
+        (_AXOLOTL % "" + "fp16: true\nbf16: false", {"train.precision": "fp16"}),
+        (_AXOLOTL % "" + "fp8: true", {"train.precision": "fp8"}),
+        (_TRL + "use_peft: true\nload_in_4bit: true\nbnb_4bit_quant_type: nf4\nbnb_4bit_compute_dtype: bfloat16",
+         {"model.quantize": "nf4", "adapter.kind": "lora", "train.precision": "bf16"}),
+        (_TRL + "activation_offloading: true", {"train.offload_activations": True}),
+        (_TRL + "optim: paged_adamw_32bit", {"optimizer.kind": "adamw", "optimizer.offload": "host"}),
+        ("model: ./base\ntrain_type: lora\nquant_bits: 4\nquant_method: bnb\ntorch_dtype: float16\n"
+         "loss_scale: last_round",
+         {"model.quantize": "nf4", "train.precision": "fp16", "method.train_on": "last_assistant"}),
+        (_TUNE % "qlora_llama3_8b", {"model.quantize": "nf4", "adapter.kind": "lora"}),
+        (_TUNE % "llama3_8b" + "enable_activation_offloading: true\nfsdp_cpu_offload: true",
+         {"train.offload_activations": True, "optimizer.offload": "host", "adapter.kind": "none"}),
+        (_TUNE % "llama3_8b" + "optimizer: {_component_: bitsandbytes.optim.PagedAdamW8bit, lr: 2e-5}",
+         {"optimizer.kind": "adamw", "optimizer.state": "8bit", "optimizer.lr": 2e-5}),
+        ("model: ./base\ntraining: {training_type: QLoRA, max_seq_length: 1024, random_state: 7}",
+         {"model.quantize": "nf4", "adapter.kind": "lora"}),
+    ],
+)  # fmt: skip
+def test_what_saves_memory_elsewhere_does_here(text: str, expected: dict[str, Any]) -> None:
+    found = import_text(text, "c.yaml")
+    values = flatten(recipe_dict(found.recipe))
+    assert {key: values.get(key) for key in expected} == expected, found.left
+
+
 @pytest.mark.parametrize(
     ("text", "left"),
     [
+        (_TRL + "use_peft: true\nload_in_4bit: true\nbnb_4bit_use_double_quant: true",
+         "bnb_4bit_use_double_quant: true: not supported: scales of the quantised base that are quantised"),
+        (_TRL + "load_in_4bit: true", "load_in_4bit (model.quantize: nf4): there is no adapter"),
+        (_AXOLOTL % "" + "gptq: true", "gptq: true: not supported: bases quantised otherwise"),
+        (_AXOLOTL % "" + "activation_offloading: disk", "activation_offloading: disk: not supported: weights in"),
         (_AXOLOTL % "" + "chat_template: gemma3", "chat_template: gemma3: no chat template has this name here"),
         (_AXOLOTL % "" + "chat_template: tokenizer_default_fallback_chatml", "chat_template: tokenizer_default_fall"),
         (_AXOLOTL % "" + "special_tokens: {eos_token: '</s>'}", "special_tokens: {eos_token:"),

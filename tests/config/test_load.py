@@ -378,3 +378,21 @@ def test_hooks_load_and_are_written_back(tmp_path: Path) -> None:
     (tmp_path / "again.yaml").write_text(recipe_yaml(recipe))
     assert load_recipe(tmp_path / "again.yaml").recipe == recipe
     assert load_recipe(tmp_path / "r.yaml", [Override("hooks", "null")], cwd=tmp_path).recipe.hooks == ()
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"export": {"base": "original"}}, "the base is not quantised, so there is one to merge into"),
+        (
+            {"model": {"name_or_path": "x", "quantize": "nf4"}, "adapter": {"kind": "lora"},
+             "export": {"base": "original", "adapter": "keep"}},
+            "a kept adapter is merged into no base; set export.adapter: merge",
+        ),
+    ],
+)  # fmt: skip
+def test_a_base_to_merge_into_is_a_choice_of_quantised_runs(more: dict[str, Any], expected: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe({"model": {"name_or_path": "x"}, "data": {"train": "x"}, **more})
+    (found,) = caught.value.problems
+    assert found.key == "export.base" and expected in found.message

@@ -16,6 +16,9 @@ from tuner.export.verify import last_logits
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.freeze import freeze, frozen_hash
+from tuner.model.quantize.codes import Kind
+from tuner.model.quantize.layers import QuantizeSpec
+from tuner.model.quantize.reading import ReadingQuantizer
 from tuner.model.root import CausalLM, trained_parameters
 from tuner.runtime.files import file_entries
 
@@ -68,10 +71,13 @@ def write_run(  # noqa: PLR0913 - what a run can be
     facts: dict[str, Any] | None = None,
     best: int | None = None,
     head: Head = "tokens",
+    quantize: Kind | None = None,
 ) -> Path:
     """A run directory with one checkpoint at step 7, saved by the product's own writer; `best` is noted in it."""
     dtype = torch.bfloat16 if frozen == "bf16" else torch.float32
-    model = build_model(ModelSpec(str(base), head=head), dtype, seed=0)
+    spec = None if quantize is None else QuantizeSpec(quantize, () if lora is None else lora.modules_to_save)
+    quantizer = None if spec is None else ReadingQuantizer(spec)
+    model = build_model(ModelSpec(str(base), head=head, quantize=quantizer), dtype, seed=0)
     model.config.save_pretrained(run / "model_config")
     if head == "tokens":
         model.generation_config.save_pretrained(run / "model_config")
@@ -94,10 +100,12 @@ def write_run(  # noqa: PLR0913 - what a run can be
             base,
             model,
             lora,
-            {"name_or_path": str(base), "dtype": frozen, "config": {}, "freeze": list(left_alone)},
+            {"name_or_path": str(base), "dtype": frozen, "config": {}, "freeze": list(left_alone)}
+            | ({} if quantize is None else {"quantize": quantize}),
             "reward" if head == "score" else "sft",
         )
         | {"tokenizer_files": file_entries(run / "tokenizer")}
+        | ({} if spec is None else {"quantizer": spec.facts()})
         | ({"model": {"name_or_path": str(base), "revision": None, "init": "pretrained", **facts}} if facts else {}),
         recorded_probe(model) if probes else None,
     )
@@ -155,6 +163,7 @@ def recorded_probe(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS) -
         row[: len(prompt)] = torch.tensor(prompt)
     frozen = {p: p.dtype for p in model.parameters()}
     for parameter in frozen:
-        parameter.data = parameter.data.float()
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
     logits = last_logits(model, prompts)
     return {"input_ids": ids, "lengths": torch.tensor(lengths), "logits": logits}

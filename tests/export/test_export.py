@@ -24,7 +24,8 @@ from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, MemoryLimitError, RecipeError, VerificationError
 from tuner.export import frozen, hf, outputs, tensors, verify, weights
 from tuner.export.card import curve
-from tuner.export.hf import ExportOptions, ExportReport, plan_export
+from tuner.export.plan import ExportOptions, plan_export
+from tuner.export.report import ExportReport
 from tuner.export.shards import Output, Shard, Written
 from tuner.export.source import resolve, warn_of_better
 from tuner.export.tensors import OpenFiles, held_tensor

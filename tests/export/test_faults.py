@@ -19,7 +19,7 @@ from tests.fixtures.processes import fork, kill_at, shim, wait
 from tuner.api import export_hf
 from tuner.errors import MachineError
 from tuner.export import hf, verify
-from tuner.export.hf import ExportOptions, plan_export
+from tuner.export.plan import ExportOptions, plan_export
 from tuner.model.adapter import LoraSpec
 
 SHARD_BYTES = 60_000
@@ -37,7 +37,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made = write_run(tmp_path / "run", write_base(tmp_path / "base", "llama"), LoraSpec(4, 8.0, 0.0, "all-linear"))
     export_hf(made, tmp_path / "sound", shard_size=SHARD_BYTES)
     same = verify.Difference(0.0, 0.0, 0.0)
-    monkeypatch.setattr(hf, "compare_logits", lambda plan, directory, probes, form, padding: same)
+    monkeypatch.setattr(hf, "compare_logits", lambda plan, directory, probes, form, padding, merge: same)
     return made
 
 

@@ -33,6 +33,7 @@ from tuner.generate import Prompt, Sampling, load_generator
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model, is_part, meta_model, model_config
 from tuner.model.multimodal import untouched_facts
+from tuner.model.quantize.codes import Kind
 from tuner.run.options import LaunchOptions
 
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -91,9 +92,12 @@ def left(directory: Path) -> dict[str, Any]:
     return untouched_facts(model, str(directory), None)
 
 
-def run_of(base: Path, run: Path, lora: LoraSpec | None = None, frozen: str = "fp32") -> Path:
+def run_of(
+    base: Path, run: Path, lora: LoraSpec | None = None, frozen: str = "fp32", quantize: Kind | None = None
+) -> Path:
     model = model_config(ModelSpec(str(base))).to_dict()
-    return write_run(run, base, lora, frozen=frozen, facts={"untouched": left(base), "config": model})
+    facts = {"untouched": left(base), "config": model}
+    return write_run(run, base, lora, frozen=frozen, facts=facts, quantize=quantize)
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -300,3 +304,13 @@ def test_training_from_start_to_end(gemma: Path, tmp_path: Path) -> None:
     config = json.loads((done.run_dir / "exports/step-2/config.json").read_text())
     assert config["text_config"]["vocab_size"] == VOCAB + 1
     assert all(torch.equal(after[name], before[name]) for name in before if not is_language(name))
+
+
+def test_a_quantised_language_model_goes_back_into_its_whole(gemma: Path, tmp_path: Path) -> None:
+    run = run_of(gemma, tmp_path / "run", LORA, "bf16", "nf4")
+    ways: list[dict[str, Any]] = [{}, {"text_only": True}, {"base": "original"}, {"adapter": "keep", "dtype": "fp32"}]
+    for how in ways:
+        report = export_hf(run, run / "-".join(["export", *how]), **how)
+        assert report.base == (None if "adapter" in how else how.get("base", "quantized"))
+        assert report.kl_original is not None and report.kl_quantized is not None
+        assert report.kl_quantized < report.kl_original

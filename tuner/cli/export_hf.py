@@ -13,7 +13,8 @@ from tuner.cli.named import RunOrCheckpointArgument, run_path
 from tuner.errors import MachineError, RecipeError
 
 if TYPE_CHECKING:
-    from tuner.export.hf import ExportPlan, ExportReport
+    from tuner.export.plan import ExportPlan
+    from tuner.export.report import ExportReport
     from tuner.runtime.console import Console
 
 
@@ -39,6 +40,10 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     text_only: Annotated[
         bool, typer.Option("--text-only", help="Of a multimodal checkpoint the language model alone.")
     ] = False,
+    base: Annotated[
+        Literal["auto", "original", "quantized"],
+        typer.Option(help="Merge an adapter of a quantised base into which; auto: what is closer to training, by KL."),
+    ] = "auto",
     shard_size: Annotated[str, typer.Option(help="Largest weights file, e.g. 5GB or 4GiB.")] = "5GB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written and write nothing.")] = False,
     verbose: VerboseOption = False,
@@ -56,9 +61,10 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     target = None if output is None else input_path(output)
     console = Console(level="debug" if verbose else "info")
     with console.doing("loading torch", at_once=True):
-        from tuner.export.hf import ExportOptions, plan_export, run_export
+        from tuner.export.hf import run_export
+        from tuner.export.plan import ExportOptions, plan_export
 
-    wanted = ExportOptions(dtype, adapter, shard_bytes, _named(base_model), text_only)
+    wanted = ExportOptions(dtype, adapter, shard_bytes, _named(base_model), text_only, base)
     plan = plan_export(source, target, wanted, console.warn, chosen)
     if dry_run:
         return _planned(plan, console)
@@ -97,6 +103,8 @@ def _reported(report: ExportReport, plan: ExportPlan, console: Console) -> Outco
     from tuner.rundir.layout import RESOLVED_RECIPE
     from tuner.runtime.files import gib
 
+    if choice := report.choice():
+        console.say("base", choice)
     if report.already_exported:
         console.say("exported", f"{report.path} holds this export already")
     else:

@@ -104,7 +104,8 @@ def _of_other_tool(name: str, value: Any, given: Mapping[str, Any], as_flags: bo
     if isinstance(converted, str):
         return converted if converted.startswith("not supported") else f"unknown; {converted}"
     if converted and fits(converted):
-        if any(key.startswith("adapter.") for key in converted) and given.get("adapter.kind") not in _LOW_RANK:
+        needs_adapter = any(key.startswith(("adapter.", "model.quantize")) for key in converted)
+        if needs_adapter and given.get("adapter.kind") not in _LOW_RANK:
             converted = {"adapter.kind": "lora"} | converted
         return f"unknown; write {lines(converted, as_flags)}"
     ending = ours(name) or (", ".join(converted) if converted else "")

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from tuner.config.not_supported import ABSENT_NAMES
+from tuner.config.other_memory import ADAMW_VALUES, RULES_OF_MEMORY
 from tuner.config.other_methods import RULES_OF_METHODS, kind
 from tuner.config.other_parts import (
     builder,
@@ -35,7 +36,6 @@ from tuner.config.other_rules import (
     count_of,
     cycles,
     dtype,
-    fp16,
     micro_batch,
     min_lr,
     note,
@@ -71,16 +71,19 @@ def known_names() -> tuple[str, ...]:
 
 
 _EPOCHS, _STEPS = count_of("train.duration", "epochs"), count_of("train.duration", "steps")
-_RECOMPUTED = words("train.gradient_checkpointing", {"true": "full", "false": "none", "unsloth": "full"})
+_OFFLOADED = {"train.gradient_checkpointing": "full", "train.offload_activations": True}
+_RECOMPUTED = words(
+    "train.gradient_checkpointing", {"true": "full", "false": "none", "unsloth": "full", "offload": _OFFLOADED}
+)
 _ADAPTER = {"lora": "lora", "dora": "dora", "full": "none"}
 _SCHEDULES: dict[str, Any] = {
     "cosine": "cosine", "linear": "linear", "inverse_sqrt": "inverse_sqrt", "constant_with_warmup": "constant",
     "constant": {"schedule.kind": "constant", "schedule.warmup": "never"}, "warmup_stable_decay": "wsd",
     "cosine_with_min_lr": "cosine", "polynomial": "linear", "wsd": "wsd",
 }  # fmt: skip
-_OPTIMIZERS = dict.fromkeys(
+_OPTIMIZERS: dict[str, Any] = dict.fromkeys(
     ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "torch.optim.adamw", "adam"), "adamw"
-) | {"adafactor": "adafactor", "sgd": "sgd", "muon": "muon"}
+) | {"adafactor": "adafactor", "sgd": "sgd", "muon": "muon", **ADAMW_VALUES}
 _TOO_LONG = dict.fromkeys(("true", "keep_start", "keep_end", "truncate", "truncation_left", "right"), "truncate") | {
     "drop": "drop",
     "delete": "drop",
@@ -104,8 +107,6 @@ _TABLE: dict[str, Rule] = {
     "gradient_accumulation_steps": accumulated,
     "train_batch_size batch_size total_batch_size effective_batch_size": number_of("train.global_batch_size"),
     "bf16 pure_bf16 amp": bf16,
-    "fp16": fp16,
-    "mixed_precision": words("train.precision", {"bf16": "bf16", "no": "fp32"}),
     "tf32 allow_tf32": switch("train.tf32", True, False),
     "float32_matmul_precision": words("train.tf32", {"high": True, "highest": False}),
     "torch_dtype model_dtype weights_dtype": dtype,
@@ -196,5 +197,6 @@ _TABLE: dict[str, Rule] = {
     "metric_logger": note("write logging.trackers: [tensorboard], [wandb] or [mlflow]"),
     "lr_scheduler_config": scheduler_options,
 }
-RULES: dict[str, Rule] = {name: rule for names, rule in _TABLE.items() for name in names.split()} | RULES_OF_METHODS
+RULES: dict[str, Rule] = {name: rule for names, rule in _TABLE.items() for name in names.split()}
+RULES |= RULES_OF_METHODS | RULES_OF_MEMORY
 """How the values of other tools' keys become ours; a key that is not here keeps its value under our name."""

@@ -183,7 +183,8 @@ def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     if any("lora" in str(given.get(name, "")).lower() for name in ("adapter", "finetuning_type")):
         values.setdefault("adapter.kind", "lora")
     if str(given.get("full_finetuning", "")).lower() == "true" or values.get("adapter.kind", "none") == "none":
-        for key in [key for key in values if key.startswith("adapter.") and key != "adapter.kind"]:
+        of_adapters = [key for key in values if key.startswith("adapter.") or key == "model.quantize"]
+        for key in [key for key in of_adapters if key != "adapter.kind"]:
             draft.drop(key, "there is no adapter")
     if tool == "ms-swift" and values.get("adapter.kind") == "none" and "learning_rate" not in given:
         draft.put({"optimizer.lr": 1e-5}, "ms-swift's default")

@@ -92,40 +92,51 @@ ABSENT: tuple[Absent, ...] = (
     ),
     Absent(
         _MEMORY,
-        "load_in_4bit load_in_8bit quantization_bit quantization_method quantization_type quantization_config "
-        "quant_method quant_bits bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant "
-        "bnb_4bit_quant_storage bnb_config_kwargs double_quantization use_bnb_nested_quant bits quantize_base qlora "
-        "qlora_sharded_model_loading gptq gptq_groupsize gptq_disable_exllama gptq_disable_exllama_v1 load_in_fp8 "
-        "upcast_layernorm upcast_lmhead_output hqq hqq_config hqq_axis quantization llm_int8_enable_fp32_cpu_offload",
-        "4-bit and 8-bit base weights (QLoRA)",
-        "adapter.kind: lora, whose frozen base is bf16 (about 4 times the bytes of 4-bit weights); "
-        "tuner profile --fit finds what fits",
+        "gptq gptq_groupsize gptq_disable_exllama gptq_disable_exllama_v1 load_in_fp8 hqq hqq_config hqq_axis "
+        "quantization llm_int8_enable_fp32_cpu_offload llm_int8_threshold "
+        "llm_int8_has_fp16_weight quanto aqlm eetq awq fp4",
+        "bases quantised otherwise (GPTQ, AWQ, AQLM, HQQ, EETQ, fp4, LLM.int8)",
+        "model.quantize: nf4 or int8, which quantises the original as it is loaded",
+    ),
+    Absent(
+        _MEMORY,
+        "bnb_4bit_use_double_quant double_quantization use_bnb_nested_quant",
+        "scales of the quantised base that are quantised themselves (double quantisation), which saves 0.4 bits a "
+        "weight",
+        "model.quantize: nf4, which keeps a float32 scale for 64 weights",
+    ),
+    Absent(
+        _MEMORY,
+        "upcast_layernorm upcast_lmhead_output",
+        "another type for single layers",
+        "model.dtype: fp32",
+    ),
+    Absent(
+        _MEMORY,
+        "bnb_4bit_quant_storage qlora_sharded_model_loading fp16_full_eval bf16_full_eval fp16_opt_level loss_scale "
+        "initial_scale_power fp16_scale_tolerance autocast fp8_recipe fp8_config fp8_backend "
+        "fp8_enable_fsdp_float8_all_gather half_precision_backend tiled_mlp_num_shards tiled_mlp_use_original_mlp "
+        "activation_offload_streams",
+        "how model.quantize, train.precision and train.tiled_mlp are carried out follows from the model and the "
+        "device, and the loss of fp16 is scaled as it needs",
+        "leave it out",
+        needed=False,
     ),
     Absent(
         _MEMORY,
         "use_galore galore_target galore_rank galore_scale galore_proj_type galore_update_interval use_apollo "
         "apollo_rank apollo_scale use_badam badam_mode badam_switch_mode badam_switch_interval badam_update_ratio "
-        "optim_target_modules optim_8bit lomo use_adam_mini q_galore adam_mini use_muon_clip optimizer_in_bwd "
-        "optimizer_cpu_offload",
-        "GaLore, APOLLO, BAdam, 8-bit and paged optimizer states",
-        "optimizer.kind: adafactor or muon, which keep less state than adamw, or adapter.kind: lora",
+        "optim_target_modules lomo use_adam_mini q_galore adam_mini use_muon_clip optimizer_in_bwd",
+        "GaLore, APOLLO, BAdam, LOMO, and states of few bits but for AdamW's",
+        "optimizer.state: 8bit or optimizer.offload: host with optimizer.kind: adamw, or adapter.kind: lora",
     ),
     Absent(
         _MEMORY,
-        "fp16_full_eval bf16_full_eval fp16_opt_level loss_scale initial_scale_power fp16_scale_tolerance "
-        "autocast fp8 fp8_recipe fp8_config float8 use_float8 half_precision_backend",
-        "fp16 and fp8 computation and loss scaling",
-        "train.precision: bf16",
-    ),
-    Absent(
-        _MEMORY,
-        "cpu_offload offload_params offload_optimizer zero_offload gradient_checkpointing_offload "
-        "activation_offloading "
-        "enable_activation_offloading cpu_offload_gb fsdp_cpu_offload fsdp_offload_params "
-        "custom_sharded_full_state_dict "
-        "offload_embeddings embedding_offload sequence_len_overflow_handling",
-        "offloading of weights, moments or activations to the host",
-        "train.gradient_checkpointing: full, train.micro_batch_size: 1 or parallel.shard: full over more GPUs",
+        "offload_param cpu_offload_gb custom_sharded_full_state_dict offload_embeddings embedding_offload nvme_path "
+        "offload_optimizer_nvme_path offload_param_device sequence_len_overflow_handling",
+        "weights in the host's memory, and anything on a disk, while a step runs",
+        "model.quantize: nf4 for a frozen base, optimizer.offload: host for AdamW's states, "
+        "train.offload_activations: true, or parallel.shard: full over more GPUs",
     ),
     Absent(
         _MEMORY,

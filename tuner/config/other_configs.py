@@ -8,8 +8,9 @@ from typing import Any, Literal, get_args
 
 from tuner.config.not_supported import absent
 from tuner.config.other_data import plain_sources, registered
+from tuner.config.other_memory import ADAMW_VALUES, adapter
 from tuner.config.other_parts import builder, chat_template, text_of
-from tuner.config.other_rules import Given, Lines, Rule, all_unless, micro_batch, note, number, switch
+from tuner.config.other_rules import Given, Lines, Rule, all_unless, micro_batch, note, number, switch, words
 from tuner.config.other_values import of_value
 
 Tool = Literal["axolotl", "llama-factory", "trl", "torchtune", "ms-swift", "unsloth"]
@@ -37,6 +38,8 @@ def _axolotl_optimizer(value: Any, given: Given) -> Lines | str | None:
     known = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adafactor", "sgd", "muon"}
     if value in known:
         return {"optimizer.kind": "adamw" if str(value).startswith("adamw") else value}
+    if found := ADAMW_VALUES.get(str(value)):
+        return {**found}
     return of_value("optimizer.kind", value)
 
 
@@ -48,9 +51,7 @@ def _one_label(value: Any, given: Given) -> Lines | str | None:
 
 
 def _axolotl_adapter(value: Any, given: Given) -> Lines | str | None:
-    return (
-        {"adapter.kind": value} if value in {"lora", "dora"} else {"adapter.kind": "lora"} if value == "qlora" else None
-    )
+    return adapter(value)
 
 
 def _registered(value: Any, given: Given) -> Lines | str | None:
@@ -72,9 +73,10 @@ def _registered_held_out(value: Any, given: Given) -> Lines | str | None:
 def _tuner_model(value: Any, given: Given) -> Lines | str | None:
     """A builder of torchtune's models: which adapter it has."""
     name = str(value).rpartition(".")[2]
-    if not name.startswith(("lora_", "qlora_", "dora_", "qdora_")):
+    found = adapter(name.partition("_")[0])
+    if found is None:
         return {"adapter.kind": "none"}
-    return {"adapter.kind": "dora" if "dora" in name or given.get("model.use_dora") is True else "lora"}
+    return found | ({"adapter.kind": "dora"} if given.get("model.use_dora") is True else {})
 
 
 def _attention_modules(value: Any, given: Given) -> Lines | str | None:
@@ -102,10 +104,8 @@ def _swift_held_out(value: Any, given: Given) -> Lines | str | None:
 
 
 def _tuner_kind(value: Any, given: Given) -> Lines | str | None:
-    word = str(value).lower()
-    if "qlora" in word:
-        return of_value("adapter.kind", "qlora")
-    return {"adapter.kind": "lora" if "lora" in word else "none"}
+    kind = "qlora" if "qlora" in str(value).lower() else "lora"
+    return adapter(kind) if "lora" in str(value).lower() else {"adapter.kind": "none"}
 
 
 def _nothing(value: Any, given: Given) -> Lines | str | None:
@@ -128,6 +128,7 @@ _SPECIAL_TOKENS = note(
 )
 _SYSTEM = note("a system prompt goes into the records, or into a template of your own: tokenizer.chat_template")
 _TEMPLATE_OF_TORCHTUNE = note("write tokenizer.chat_template: NAME or FILE.jinja; null takes the tokenizer's own")
+_LOSS_SCALES = {"default": "assistant", "last_round": "last_assistant", "all": "all"}
 _TRL_LOSS = all_unless("assistant_only_loss", "completion_only_loss")
 DIALECTS: dict[Tool, Dialect] = {
     "axolotl": Dialect(
@@ -304,6 +305,7 @@ DIALECTS: dict[Tool, Dialect] = {
             "dataset": _swift_sets,
             "val_dataset": _swift_held_out,
             "template": chat_template,
+            "loss_scale": words("method.train_on", _LOSS_SCALES),
             "system": _SYSTEM,
             "max_length": lambda value, given: {"data.max_length": value},
             "truncation_strategy": lambda value, given: {

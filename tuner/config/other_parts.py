@@ -8,6 +8,7 @@ from typing import Any
 from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.config.numbers import write_number
 from tuner.config.other_data import located, plain_sources
+from tuner.config.other_memory import ADAMW_VALUES, adapter
 from tuner.config.other_rules import Given, Lines, Rule, number, percent, switch
 from tuner.config.other_values import of_value
 
@@ -150,10 +151,12 @@ def builder(value: Any, given: Given) -> Lines | str | None:
     name = str(value).rpartition(".")[2].lower()
     if found := _BUILDERS.get(name):
         return {**found}
+    if found := ADAMW_VALUES.get(name):
+        return {**found}
     if "8bit" in name or "4bit" in name:
-        return of_value("optimizer.kind", "adamw_8bit")
-    if name.startswith(("lora_", "dora_")):
-        return {"adapter.kind": "lora"}
+        return of_value("optimizer.kind", "lion_8bit")
+    if found := adapter(name.partition("_")[0]):
+        return found
     return "components are chosen by kind here; tuner import FILE converts a file of torchtune"
 
 

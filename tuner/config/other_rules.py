@@ -235,20 +235,14 @@ def bf16(value: Any, given: Given) -> Lines | str | None:
     return None
 
 
-def fp16(value: Any, given: Given) -> Lines | str | None:
-    """Half precision, which is not supported."""
-    if str(value).lower() == "false":
-        return "false is the default of train.precision; leave it out"
-    return "not supported: fp16 computation, which needs loss scaling; instead train.precision: bf16, or fp32"
-
-
 def dtype(value: Any, given: Given) -> Lines | str | None:
     """A type of torch, which decides the computation here."""
     word = str(value).lower().removeprefix("torch.")
-    found = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32", "auto": "auto"}.get(word)
-    if found is not None:
-        return {"train.precision": found}
-    return fp16(True, given) if word in {"float16", "fp16", "half"} else None
+    found = {
+        "bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32", "auto": "auto",
+        "float16": "fp16", "fp16": "fp16", "half": "fp16",
+    }.get(word)  # fmt: skip
+    return None if found is None else {"train.precision": found}
 
 
 def seconds(value: Any, given: Given) -> Lines | str | None:

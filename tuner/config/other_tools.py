@@ -13,6 +13,8 @@ _NAMES: dict[str, str] = {
     "model.init": "from_scratch train_from_scratch random_init reinit_weights init_weights",
     "model.config": "config_overrides overrides_of_model_config model_config model_kwargs model_init_kwargs",
     "model.dtype": "torch_dtype model_dtype weights_dtype",
+    "model.quantize": "load_in_4bit load_in_8bit quantization_bit quant_bits bits qlora quantize_base "
+    "bnb_4bit_quant_type quantization_type quantization_method quant_method",
     "model.kernels": "use_liger_kernel use_liger liger_kernel enable_liger_kernel liger_rope",
     "model.router_aux_loss_coef": "moe_aux_loss_coef aux_loss_coef moe_aux_loss_coeff",
     "tokenizer.name_or_path": "tokenizer_config tokenizer_name tokenizer_name_or_path tokenizer_path",
@@ -77,13 +79,16 @@ _NAMES: dict[str, str] = {
     "effective_batch_size",
     "train.micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size train_micro_batch_size_per_gpu "
     "eval_batch_size batch_size_per_device device_batch_size",
-    "train.precision": "bf16 fp16 mixed_precision amp pure_bf16",
+    "train.precision": "bf16 fp16 mixed_precision amp pure_bf16 fp8 float8 use_float8 use_fp8 bnb_4bit_compute_dtype",
     "train.tf32": "allow_tf32 float32_matmul_precision",
     "train.device": "use_cpu no_cuda device_map accelerator",
     "train.gradient_checkpointing": "activation_checkpointing enable_activation_checkpointing "
     "use_gradient_checkpointing recompute_granularity activation_checkpointing_mode gradient_checkpointing_kwargs",
     "train.gradient_checkpointing_layers": "recompute_num_layers selective_ac_option activation_checkpoint_interval "
     "checkpoint_num_layers",
+    "train.offload_activations": "activation_offloading enable_activation_offloading activation_cpu_offload "
+    "gradient_checkpointing_offload activation_checkpointing_offload cpu_offloading",
+    "train.tiled_mlp": "use_tiled_mlp mlp_tiling",
     "train.compile": "torch_compile torch_compile_backend torch_compile_mode use_compile compile_model",
     "train.max_grad_norm": "gradient_clipping clip_grad_norm grad_clip gradient_clip_val grad_norm_clip",
     "train.nonfinite": "skip_nan_grad check_for_nan_in_loss detect_anomaly nan_policy terminate_on_nan",
@@ -96,6 +101,10 @@ _NAMES: dict[str, str] = {
     "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2 adam_betas",
     "optimizer.eps": "adam_epsilon epsilon adam_eps optimizer_eps",
     "optimizer.weight_decay": "wd l2 adam_weight_decay",
+    "optimizer.state": "optim_8bit use_8bit_optimizer",
+    "optimizer.offload": "offload_optimizer optimizer_cpu_offload optim_cpu_offload offload_params cpu_offload "
+    "fsdp_offload_params fsdp_cpu_offload zero_offload offload_optimizer_device",
+    "optimizer.rounding": "bf16_stochastic_round bf16_stochastic_rounding stochastic_rounding use_stochastic_rounding",
     "optimizer.groups": "param_groups lr_groups optimizer_param_groups loraplus_lr_ratio embedding_lr",
     "optimizer.momentum": "sgd_momentum muon_momentum",
     "optimizer.nesterov": "use_nesterov sgd_nesterov",
@@ -136,6 +145,7 @@ _NAMES: dict[str, str] = {
     "export.dtype": "export_dtype save_dtype hf_dtype output_dtype hf_export_dtype",
     "export.shard_size": "max_shard_size export_size shard_size_limit hf_shard_size max_file_size",
     "export.adapter": "merge_lora merge_and_unload save_merged merge_weights merge_adapter",
+    "export.base": "merge_base dequantize_on_merge export_quantization_base",
     "parallel.processes": "nproc_per_node num_processes num_gpus n_gpus gpus num_devices",
     "parallel.shard": "fsdp_sharding_strategy sharding_strategy data_parallel_shard_degree "
     "dp_shard hsdp_shard_dim",
@@ -171,7 +181,13 @@ NOTES: dict[str, str] = {
     "save_steps": "checkpoint.every: N steps",
     "val_set_size": "data.eval: N%",
     "bf16": "train.precision: bf16",
-    "fp16": "train.precision: fp32 or bf16",
+    "fp16": "train.precision: fp16",
+    "fp8": "train.precision: fp8",
+    "load_in_4bit": "model.quantize: nf4",
+    "load_in_8bit": "model.quantize: int8",
+    "quantization_bit": "model.quantize: nf4 or int8",
+    "activation_offloading": "train.offload_activations: true",
+    "enable_activation_offloading": "train.offload_activations: true",
     "train_on_inputs": "method.train_on: all",
     "loss_reduction": "method.reduction: token, document (sample) or sqrt (square)",
     "use_liger_kernel": "model.kernels: liger",

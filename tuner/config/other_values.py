@@ -6,15 +6,21 @@ from tuner.config.not_supported import absent
 
 _PREFERENCES = "exo aot discopop wpo"
 _REINFORCEMENT = "ppo grpo rloo dapo gspo gdpo reinforce online_dpo xpo nash_md ebft rl prm"
-_QUANTISED = "qlora qdora loftq"
+_OTHER_BASES = "gptq awq aqlm hqq eetq fp4 quanto llm_int8 fp8 2 3"
 _OTHER_ADAPTERS = (
-    "ia3 vera loha lokr adalora oft boft prefix prefix_tuning prompt_tuning p_tuning pissa olora llama_adapter lora_fa "
-    "longlora relora adapter fourierft bone reft vblora"
+    "loftq ia3 vera loha lokr adalora oft boft prefix prefix_tuning prompt_tuning p_tuning pissa olora llama_adapter "
+    "lora_fa longlora relora adapter fourierft bone reft vblora"
 )
-_EIGHT_BIT = (
-    "adamw_bnb_8bit adamw_8bit paged_adamw paged_adamw_8bit paged_adamw_32bit ademamix_8bit paged_ademamix lion_8bit "
-    "paged_lion_8bit paged_lion_32bit adam8bit adamw8bit adamw_torch_8bit adamw_torch_4bit ao_adamw_8bit "
-    "rmsprop_bnb_8bit "
+EIGHT_BIT_ADAMW = (
+    "adamw_bnb_8bit adamw_8bit paged_adamw_8bit adamw_torch_8bit ao_adamw_8bit adam_8bit adam8bit adamw8bit "
+    "pagedadamw8bit"
+)
+"""Names of AdamW whose states have 8 bits; those that move them to the host under pressure among them."""
+PAGED_ADAMW = "paged_adamw paged_adamw_32bit pagedadamw pagedadamw32bit cpuoffloadoptimizer deepspeedcpuadam"
+"""Names of AdamW whose states lie in the host's memory, always or under pressure."""
+_FEW_BITS = (
+    "ademamix_8bit paged_ademamix paged_ademamix_32bit paged_ademamix_8bit lion_8bit paged_lion_8bit paged_lion_32bit "
+    "adamw_torch_4bit rmsprop_bnb rmsprop_bnb_8bit rmsprop_bnb_32bit "
     "galore_adamw galore_adamw_8bit galore_adafactor apollo_adamw lomo adalomo adam_mini"
 )
 _NO_OPTIMIZER = (
@@ -36,17 +42,26 @@ _WRITE: dict[str, dict[str, str]] = {
         "freeze": "none, with model.freeze: [embed_tokens, model.layers.0]",
         "peft true lora_only lora_adapter": "lora",
         "rslora rs_lora": "lora, with use_rslora: true",
+        "qlora": "lora, with model.quantize: nf4",
+        "qdora": "dora, with model.quantize: nf4",
+    },
+    "model.quantize": {
+        "4 4bit 4-bit bnb_4bit int4 normalfloat4 true yes on qlora bnb bitsandbytes": "nf4",
+        "8 8bit 8-bit bnb_8bit": "int8",
+        "false no off 16 bf16": "none",
     },
     "model.dtype": {
-        "bfloat16 torch.bfloat16 float16 torch.float16 fp16 half": "auto; train.precision: bf16 sets the computation",
+        "bfloat16 torch.bfloat16": "auto; train.precision: bf16 sets the computation",
+        "float16 torch.float16 fp16 half": "auto; train.precision: fp16 sets the computation",
+        "nf4 int8 4bit 8bit": "auto, with model.quantize: nf4 or int8",
         "float32 torch.float32 float fp32_true": "fp32",
     },
     "train.precision": {
         "bfloat16 torch.bfloat16 bf16-mixed bf16-true bf16_mixed mixed true": "bf16",
         "float32 torch.float32 float 32 32-true no false full": "fp32",
-        "fp16 float16 torch.float16 half 16 16-mixed 16-true": "bf16 or fp32; fp16, which needs loss scaling, is not "
-        "supported",
-        "fp8 float8 int8 8bit 4bit int4 nf4": "bf16 or fp32; fewer bits are not supported",
+        "float16 torch.float16 half 16 16-mixed 16-true": "fp16",
+        "float8 8bit": "fp8",
+        "int8 4bit int4 nf4": "bf16, with model.quantize: nf4 or int8 for a frozen base",
     },
     "train.device": {
         "gpu cuda:0 cuda:1 gpu:0 nvidia": "cuda; CUDA_VISIBLE_DEVICES chooses the GPU",
@@ -55,7 +70,7 @@ _WRITE: dict[str, dict[str, str]] = {
     "train.gradient_checkpointing": {
         "true on yes unsloth all": "full",
         "false off no": "none",
-        "offload": "full; offloading is not supported",
+        "offload": "full, with train.offload_activations: true",
     },
     "train.max_grad_norm": {"0 0.0 none off": "never"},
     "train.duration": {"-1 0": "N epochs, N steps or N tokens"},
@@ -63,9 +78,14 @@ _WRITE: dict[str, dict[str, str]] = {
     "optimizer.kind": {
         "adam adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused fused_adamw torch.optim.adamw torch_adamw "
         "adamw_torch_xla adamw_anyprecision": "adamw",
+        EIGHT_BIT_ADAMW: "adamw, with optimizer.state: 8bit",
+        PAGED_ADAMW: "adamw, with optimizer.offload: host",
         "adafactor_hf": "adafactor",
         "muon_adamw normuon": "muon",
     },
+    "optimizer.state": {"8 8-bit int8 true": "8bit", "32 32bit float32 none false": "fp32"},
+    "optimizer.offload": {"cpu true": "host", "false no off": "none"},
+    "optimizer.rounding": {"true": "stochastic", "false none": "nearest"},
     "optimizer.lr": {"none default": "auto"},
     "schedule.kind": {
         "constant_with_warmup": "constant",
@@ -134,6 +154,10 @@ _WRITE: dict[str, dict[str, str]] = {
     "export.every": {"epoch epochs": "1 epoch", "no none false 0 off": "never"},
     "export.dtype": {"bfloat16": "bf16", "float32": "fp32", "fp16 float16": "bf16 or fp32; fp16 is not supported"},
     "export.adapter": {"true merged": "merge", "false separate": "keep"},
+    "export.base": {
+        "bf16 16bit 16-bit full base unquantized unquantised": "original",
+        "quantised dequantized dequantised 4bit 4-bit nf4 int8": "quantized",
+    },
     "adapter.target_modules": {"all all_linear": "all-linear", "auto none default": "all-linear"},
     "logging.trackers": {
         "none false off": "[]",
@@ -145,8 +169,10 @@ _WRITE: dict[str, dict[str, str]] = {
 }
 _REFUSED: dict[str, dict[str, str]] = {
     "method.kind": {_PREFERENCES: "ld_alpha", _REINFORCEMENT: "reward_funcs", "gkd": "gkd"},
-    "adapter.kind": {_QUANTISED: "load_in_4bit", _OTHER_ADAPTERS: "pissa_init"},
-    "optimizer.kind": {_EIGHT_BIT: "optim_8bit"},
+    "adapter.kind": {_OTHER_ADAPTERS: "pissa_init"},
+    "model.quantize": {_OTHER_BASES: "gptq"},
+    "optimizer.kind": {_FEW_BITS: "use_galore"},
+    "optimizer.offload": {"nvme disk": "offload_param"},
 }
 """Values by our key, each with a key of :data:`tuner.config.not_supported.ABSENT` that says why not."""
 

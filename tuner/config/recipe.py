@@ -348,6 +348,8 @@ class ExportSection(Section):
     """Largest weights file, such as 5GB or 4GiB."""
     adapter: Word[Literal["merge", "keep"]] = "merge"
     """Merge an adapter into the weights, or keep it as peft's directory."""
+    base: Word[Literal["auto", "original", "quantized"]] = "auto"
+    """Merge an adapter of a quantised base into the base as published or as quantised; auto: the closer one, by KL."""
 
 
 class ParallelSection(Section):

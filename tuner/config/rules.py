@@ -214,6 +214,16 @@ def _kept_adapter_is_there(recipe: Recipe, given: Set[str]) -> str | None:
     return "keep writes an adapter's directory; set adapter.kind, or export.adapter: merge"
 
 
+def _base_is_a_choice(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.export.base == "auto":
+        return None
+    if recipe.model.quantize == "none":
+        return "the base is not quantised, so there is one to merge into; set model.quantize, or export.base: auto"
+    if recipe.export.adapter == "keep":
+        return "a kept adapter is merged into no base; set export.adapter: merge, or export.base: auto"
+    return None
+
+
 def _profile_records_something(recipe: Recipe, given: Set[str]) -> str | None:
     profile = recipe.profile
     if not profile.steps or profile.memory or profile.time:
@@ -245,6 +255,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("export.at_end", "export.every", "checkpoint.at_end"), _export_needs_checkpoint),
     Rule(("export.adapter", "adapter.kind"), _kept_adapter_is_there),
+    Rule(("export.base", "model.quantize", "export.adapter"), _base_is_a_choice),
     Rule(("optimizer.nesterov", "optimizer.momentum", "optimizer.kind"), _nesterov_has_momentum),
     Rule(("optimizer.rounding", "optimizer.kind", "model.dtype", "adapter.kind"), _stochastic_rounding_needs_bf16),
     Rule(("optimizer.offload", "optimizer.state", "optimizer.rounding", "optimizer.kind"), _states_on_host_are_fp32),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jsonlines
 import torch
@@ -13,9 +13,13 @@ import transformers
 
 import tuner
 from tuner.config.dump import flow
+from tuner.export.quantized_card import quantized_rows, quantized_usage
 from tuner.export.scoring import scoring
 from tuner.export.source import Source, hub_name
 from tuner.rundir.layout import METRICS
+
+if TYPE_CHECKING:
+    from tuner.export.merges import Merge
 
 CARD = "README.md"
 SCHEMA_VERSION = 1
@@ -51,6 +55,22 @@ def lineage(source: Source, manifest_sha256: str, options: Mapping[str, Any]) ->
         },
         "recipe": without_paths({key: source.recipe[key] for key in _SHOWN if key in source.recipe}),
         "versions": {"tuner": tuner.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+def base_facts(source: Source, merge: Merge, is_kept: bool) -> dict[str, Any]:
+    """How the base was quantised, what the adapter was merged into, and how far both ways are from the trained model.
+
+    A kept adapter finds here what it takes to make its base again: the type of its weights, and modules left out.
+    """
+    adapter = source.adapter or {}
+    return {
+        "kind": source.quantize,
+        "dtype": source.recipe.get("model", {}).get("dtype"),
+        "left_out": list(adapter.get("modules_to_save", ())),
+        "merged_into": None if is_kept else merge.base,
+        "kl": merge.kl,
+        "tokens": merge.tokens,
     }
 
 
@@ -105,6 +125,7 @@ def card(source: Source, facts: Mapping[str, Any], is_adapter: bool, is_padded: 
     config = config if "vocab_size" in config else config.get("text_config") or {}
     size = config.get("vocab_size") if source.new_ids else None
     usage, losses = _usage(is_adapter, size, is_whole), _losses(facts["metrics"])
+    usage += quantized_usage(facts, is_whole) if is_adapter else []
     if source.head == "score":
         usage = scoring(source, is_adapter, size, is_padded)
     return "\n".join([*front, f"# {title}", "", *table, "", *usage, "", *losses, *_settings(facts)])
@@ -152,6 +173,7 @@ def _facts(source: Source, facts: Mapping[str, Any], base: str | None) -> list[t
         ("base model", base or ("none: trained from random weights" if random_init else "a local directory")),
         ("method", recipe.get("method", {}).get("kind")),
         ("adapter", _adapter_text(source, str(export["adapter"]))),
+        *quantized_rows(facts),
         ("optimizer steps", f"{source.step:,}"),
         ("data key", from_source["data_key"]),
         *((f"{split} data", _counts(counts)) for split, counts in facts["data"].items()),

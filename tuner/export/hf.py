@@ -8,22 +8,24 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
 
 from torch import nn
 
 from tuner.checkpoint.load import CheckpointHold, is_held
-from tuner.errors import DataError, MachineError, RecipeError, TunerError
+from tuner.errors import DataError, MachineError, TunerError
 from tuner.export import verify
-from tuner.export.card import CARD, card, lineage
+from tuner.export.card import CARD, base_facts, card, lineage
 from tuner.export.form import Form, Itself
 from tuner.export.frozen import require_same_frozen
+from tuner.export.merges import Merge, measured
 from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
 from tuner.export.padding import Padding, require_batches, reward_padding, write_padding
+from tuner.export.plan import ExportPlan, is_done
+from tuner.export.report import ExportReport
 from tuner.export.shards import Output, Shard, Written, plan_shards, write_shards
-from tuner.export.source import Source, resolve, warn_of_better
+from tuner.export.source import Source
 from tuner.export.tensors import OpenFiles
 from tuner.export.weights import DTYPES, load_trained, lora_spec, plain_base, read_config
 from tuner.export.write import (
@@ -36,10 +38,8 @@ from tuner.export.write import (
 from tuner.model.build import is_part
 from tuner.model.freeze import frozen_names
 from tuner.rundir.exports import LINEAGE
-from tuner.rundir.layout import export_dir
-from tuner.rundir.model_path import Warn, Which, ignore_warning, with_remedies
+from tuner.rundir.model_path import with_remedies
 from tuner.runtime.files import (
-    MANIFEST_NAME,
     TMP_PREFIX,
     TRASH_PREFIX,
     discard_dir,
@@ -51,143 +51,8 @@ from tuner.runtime.files import (
     publish_dir,
     read_json,
     regular_size,
-    sha256_file,
-    verify_entries,
     write_new,
 )
-
-DEFAULT_SHARD_BYTES = 5 * 10**9
-
-
-@dataclass(frozen=True)
-class ExportOptions:
-    """The choices that change the exported bytes."""
-
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    adapter: Literal["merge", "keep"] = "merge"
-    shard_size: int = DEFAULT_SHARD_BYTES
-    """Bytes of the largest weights file."""
-    base_model: str | None = None
-    """What a kept adapter says of its base model; by default its hub name, or the path of a local directory."""
-    text_only: bool = False
-    """Of a multimodal checkpoint the language model alone, as a model of its own."""
-
-    def check(self) -> None:
-        """Raise RecipeError for values that there are not, and for a base model where none is named."""
-        if self.dtype not in DTYPES or self.adapter not in ("merge", "keep") or self.shard_size <= 0:
-            raise RecipeError("export takes dtype bf16 or fp32, adapter merge or keep, and a positive shard size")
-        if self.base_model is not None and self.adapter != "keep":
-            raise RecipeError("--base-model: a merged export names no base model", hint="add --adapter keep")
-        if self.base_model is not None and not self.base_model.strip():
-            raise RecipeError("--base-model: is empty", hint="give a hub name or a directory")
-        if self.text_only and self.adapter == "keep":
-            raise RecipeError("--text-only: a kept adapter fits the whole checkpoint", hint="leave out --adapter keep")
-
-
-DEFAULTS = ExportOptions()
-
-
-@dataclass(frozen=True)
-class ExportPlan:
-    """What an export will do: its checkpoint, target, options, and whether the target already holds exactly this."""
-
-    source: Source
-    output: Path
-    dtype: Literal["bf16", "fp32"]
-    adapter: Literal["merge", "keep", "none"]
-    shard_size: int
-    manifest_sha256: str
-    done: bool
-    base_model: str | None = None
-    text_only: bool = False
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The choices that change the exported bytes."""
-        named: dict[str, Any] = {} if self.base_model is None else {"base_model": self.base_model}
-        named |= {"text_only": True} if self.text_only else {}
-        return {"dtype": self.dtype, "adapter": self.adapter, "shard_size": self.shard_size, **named}
-
-
-@dataclass(frozen=True)
-class ExportReport:
-    """A published export. Differences are None where the same export was there already; bytes count all files.
-
-    `max_difference` is the largest absolute difference of the logits, `kl` the mean over the probes in nats.
-    """
-
-    path: Path
-    step: int
-    dtype: str
-    adapter: str
-    files: int
-    weight_files: int
-    bytes: int
-    probes: int
-    probes_recorded: bool
-    max_difference: float | None
-    kl: float | None
-    seconds: float
-    already_exported: bool
-    id_probes: int = 0
-    """Texts of which the exported tokenizer, loaded plainly, gave the ids of training."""
-    max_relative_difference: float | None = None
-    """The largest difference as a share of the largest logit."""
-
-    def proof(self) -> str:
-        """How closely the export matches the trained model, with the limits; empty where nothing was compared."""
-        if self.max_difference is None or self.kl is None or self.max_relative_difference is None:
-            return ""
-        model = "the trained model" if self.probes_recorded else "the checkpoint's model (the run recorded no probes)"
-        match = f"{self.probes} probes match {model}"
-        exact = f"{verify.SAME_MODEL:.0e} of the largest logit"
-        if self.dtype == "fp32":
-            return f"{match}: largest logit difference {self.max_relative_difference:.1e} (limit {exact})"
-        return (
-            f"{match}: KL {self.kl:.1e} nats (limit {verify.ROUNDED_KL:g}), largest logit difference "
-            f"{self.max_difference:.2g} from {self.dtype} rounding; before rounding to {self.dtype}, "
-            f"logits agree to {verify.SAME_MODEL:.0e} (relative)"
-        )
-
-
-def plan_export(
-    path: Path,
-    output: Path | None = None,
-    options: ExportOptions = DEFAULTS,
-    warn: Warn = ignore_warning,
-    step: Which = "newest",
-) -> ExportPlan:
-    """Find the checkpoint and the target without writing anything; `warn` hears of a run that is not finished,
-    and of a kept checkpoint with a lower held-out loss than the newest one.
-
-    The target is `<run>/exports/step-N`, of a kept adapter `step-N-adapter`, of a text model alone `step-N-text`,
-    unless `output` is another.
-    ``step`` chooses one of a run's checkpoints. Raises RecipeError where the target holds something else, DataError
-    where the checkpoint is damaged or gone.
-    """
-    options.check()
-    source = resolve(path, warn, shards=False, step=step)
-    if step == "newest" and source.checkpoint.path != path.absolute():
-        warn_of_better(source, warn)
-    is_kept = options.adapter == "keep"
-    if is_kept and source.adapter is None:
-        raise RecipeError("--adapter keep: the run trained all parameters, it has no adapter to keep")
-    if options.text_only and not source.model.get("untouched"):
-        raise RecipeError("--text-only: the run trained no multimodal checkpoint", hint="leave it out")
-    kind: Literal["", "adapter", "text"] = "adapter" if is_kept else "text" if options.text_only else ""
-    final = (output or export_dir(source.run_dir, source.step, kind)).absolute()
-    plan = ExportPlan(
-        source=source,
-        output=final,
-        dtype=options.dtype,
-        adapter="none" if source.adapter is None else options.adapter,
-        shard_size=options.shard_size,
-        base_model=options.base_model,
-        text_only=options.text_only,
-        manifest_sha256=sha256_file(source.checkpoint.path / MANIFEST_NAME),
-        done=False,
-    )
-    return replace(plan, done=_is_done(plan))
 
 
 def run_export(plan: ExportPlan) -> ExportReport:
@@ -218,15 +83,16 @@ def _written_and_proven(plan: ExportPlan, started: float) -> ExportReport:
             form.require_same()
             with OpenFiles() as files:
                 require_same_frozen(plan.source, trained.plain, frozen_names(trained.adapted), files)
-            outputs, written = write_files(plan, directory, trained, form, padding)
+            probes = read_probes(plan.source)
+            merge = merged_to(plan, trained, probes)
+            outputs, written = write_files(plan, directory, trained, form, padding, merge)
             id_probes = verify.require_same_ids(directory, plan.source)
             digests = verify.require_written(directory, written, outputs)
             if plan.adapter != "keep":
                 form.require_written(directory)
-            probes = read_probes(plan.source)
-            difference = compare_logits(plan, directory, probes, form, padding)
-        _write_identity(plan, directory, digests, padding)
-        if _is_done(plan):  # by another process meanwhile: its bytes are the same
+            difference = compare_logits(plan, directory, probes, form, padding, merge)
+        _write_identity(plan, directory, digests, padding, merge)
+        if is_done(plan):  # by another process meanwhile: its bytes are the same
             return _report(replace(plan, done=True), None, None, started)
         publish_dir(directory, plan.output)
     return replace(_report(plan, difference, probes, started), id_probes=id_probes)
@@ -242,7 +108,12 @@ def form_of(plan: ExportPlan, trained: Trained) -> Form:
 
 
 def write_files(
-    plan: ExportPlan, directory: Path, trained: Trained, form: Form, padding: Padding | None = None
+    plan: ExportPlan,
+    directory: Path,
+    trained: Trained,
+    form: Form,
+    padding: Padding | None = None,
+    merge: Merge | None = None,
 ) -> tuple[list[Output], dict[str, Written]]:
     """Write every file but the identity; the tensors, and what was handed to the system of the files that hold them."""
     source, dtype = plan.source, DTYPES[plan.dtype]
@@ -253,7 +124,7 @@ def write_files(
     else:
         write_generation_config(directory, source, config)
     with OpenFiles() as files:
-        values = Values(source, trained, files)
+        values = Values(source, trained, files, original=merge is not None and merge.base == "original")
         if plan.adapter == "keep":
             outputs = values.adapter(dtype)
             _require_space(plan, outputs)
@@ -284,12 +155,31 @@ def read_probes(source: Source) -> verify.Probes:
     return verify.recorded_probes(source) or verify.fallback_probes(load_trained(source))
 
 
+def merged_to(plan: ExportPlan, trained: Trained, probes: verify.Probes) -> Merge | None:
+    """What the adapter of a quantised base is merged into; None where the base was not quantised.
+
+    Raises VerificationError where that is too far from the trained model.
+    """
+    if plan.source.quantize == "none":
+        return None
+    merge = measured(plan, trained, probes)
+    if plan.adapter != "keep":
+        merge.check(plan)
+    return merge
+
+
 def compare_logits(
-    plan: ExportPlan, directory: Path, probes: verify.Probes, form: Form, padding: Padding | None = None
+    plan: ExportPlan,
+    directory: Path,
+    probes: verify.Probes,
+    form: Form,
+    padding: Padding | None = None,
+    merge: Merge | None = None,
 ) -> verify.Difference:
     """Load the export as its users will and hold its answers against those of the trained model.
 
-    With the weights as training held them they must be the same, with those that were written close.
+    With the weights as training held them they must be the same, with those that were written close. What is merged
+    into the base as it was before it was quantised is held against the model that was measured in its place.
     """
     if plan.adapter == "keep":
         base = plain_base(plan.source)
@@ -301,11 +191,16 @@ def compare_logits(
     if padding is not None:
         require_batches(loaded, probes, padding)
     difference = exact = verify.answers(loaded, probes)
-    if plan.dtype != "fp32":
+    is_original = merge is not None and plan.adapter != "keep" and merge.base == "original"
+    if merge is not None and plan.adapter != "keep":
+        again = verify.answers(loaded, replace(probes, logits=merge.last))
+        verify.require_close(again, "the export's model is not the one that was measured", relative=verify.SAME_MODEL)
+    if plan.dtype != "fp32" or is_original:
         _fill(plan, loaded, form)
         exact = verify.answers(loaded, probes)
     verify.require_close(exact, "the export's model is not the trained model", relative=verify.SAME_MODEL)
-    verify.require_close(difference, "rounded to bf16 the export answers differently", kl=verify.ROUNDED_KL)
+    if not is_original:
+        verify.require_close(difference, "rounded to bf16 the export answers differently", kl=verify.ROUNDED_KL)
     return difference
 
 
@@ -319,32 +214,17 @@ def _fill(plan: ExportPlan, loaded: nn.Module, form: Form) -> None:
             verify.fill(loaded, ((form.name(name), tensor) for name, tensor in values.whole()))
 
 
-def _write_identity(plan: ExportPlan, directory: Path, digests: Mapping[str, str], padding: Padding | None) -> None:
+def _write_identity(
+    plan: ExportPlan, directory: Path, digests: Mapping[str, str], padding: Padding | None, merge: Merge | None
+) -> None:
     facts = lineage(plan.source, plan.manifest_sha256, plan.options)
+    if merge is not None:
+        facts["quantized_base"] = base_facts(plan.source, merge, plan.adapter == "keep")
     text = card(plan.source, facts, plan.adapter == "keep", is_padded=padding is not None)
     write_new(directory / CARD, text.encode())
     files = file_entries(directory, exclude=(LINEAGE, *digests))
     files |= {name: {"size": regular_size(directory / name), "sha256": sha256} for name, sha256 in digests.items()}
     write_new(directory / LINEAGE, json_bytes({**facts, "files": dict(sorted(files.items()))}))
-
-
-def _is_done(plan: ExportPlan) -> bool:
-    """Whether the target holds this very export. Raises RecipeError where it holds anything else."""
-    if not os.path.lexists(plan.output):
-        return False
-    hint = "give another --output; nothing was changed"
-    try:
-        there = read_json(plan.output / LINEAGE)
-        source = there.get("source")
-        same = isinstance(source, Mapping) and source.get("manifest_sha256") == plan.manifest_sha256
-        if not same or there.get("export") != plan.options:
-            raise RecipeError(f"{plan.output}: holds another export", hint=hint)
-        verify_entries(plan.output, there.get("files") or {}, hash=True)
-        if not there.get("files"):
-            raise RecipeError(f"{plan.output}: holds something else", hint=hint)
-    except DataError as error:
-        raise RecipeError(f"{plan.output}: exists and is not this export ({error.message})", hint=hint) from error
-    return True
 
 
 def _require_space(plan: ExportPlan, outputs: Sequence[Output]) -> None:
@@ -395,6 +275,8 @@ def _report(
     plan: ExportPlan, difference: verify.Difference | None, probes: verify.Probes | None, started: float
 ) -> ExportReport:
     files = [path for path in plan.output.rglob("*") if path.is_file()]
+    quantized = read_json(plan.output / LINEAGE).get("quantized_base") or {}
+    kl = quantized.get("kl") or {}
     return ExportReport(
         path=plan.output,
         step=plan.source.step,
@@ -410,4 +292,8 @@ def _report(
         max_relative_difference=difference.relative if difference else None,
         seconds=time.perf_counter() - started,
         already_exported=plan.done,
+        base=quantized.get("merged_into"),
+        kl_original=kl.get("original"),
+        kl_quantized=kl.get("quantized"),
+        kl_tokens=quantized.get("tokens"),
     )

@@ -14,6 +14,7 @@ from tuner.checkpoint.index import Index
 from tuner.errors import RecipeError
 from tuner.export.frozen import Frozen
 from tuner.export.published import Published, converted, published
+from tuner.export.quantized import quantized_base
 from tuner.export.shards import Output
 from tuner.export.source import Source
 from tuner.export.tensors import (
@@ -64,8 +65,10 @@ def trained_skeleton(source: Source) -> Trained:
 class Values:
     """Where the values of each of the model's tensors come from: the checkpoint, the base model's files, or both."""
 
-    def __init__(self, source: Source, trained: Trained, files: OpenFiles) -> None:
+    def __init__(self, source: Source, trained: Trained, files: OpenFiles, original: bool = False) -> None:
+        """``original`` takes the weights of a quantised base as they were before that: not those trained on."""
         self._source, self._trained, self._files = source, trained, files
+        self._base = None if original else quantized_base(source, trained.plain)
         self._index: Index = source.checkpoint.index()
         self._adapters: Mapping[str, Callable[[], LowRank]] = {}
         self._trained_names = {name.replace(".base_layer.", "."): name for name in trained.names}
@@ -86,12 +89,19 @@ class Values:
         for entry in entries:
             yield entry.name, self._source_of(entry, frozen) or frozen.assembled(entry)
 
+    def rounded(self, dtype: torch.dtype) -> Iterator[tuple[str, TensorSource]]:
+        """The same, rounded as :meth:`merged` writes them."""
+        entries, frozen = self._entries()
+        for entry in entries:
+            found = self._source_of(entry, frozen) or frozen.assembled(entry)
+            yield entry.name, rounded_tensor(found, _written(found, self._type_of(entry, dtype)))
+
     def _entries(self) -> tuple[list[Published], Frozen]:
         """All tensors of the plain model, and what holds those that were not trained."""
         self._adapters = self._low_rank()
         entries = published(self._trained.plain)
         left = [entry for entry in entries if entry.name not in self._trained_names]
-        return entries, Frozen(self._source, self._trained.plain, self._files, left)
+        return entries, Frozen(self._source, self._trained.plain, self._files, left, self._base)
 
     def adapter(self, dtype: torch.dtype) -> list[Output]:
         """Every trained tensor of the adapter by peft's name, in ``dtype``."""
@@ -123,6 +133,8 @@ class Values:
     def _outputs_of(self, entry: Published, frozen: Frozen, dtype: torch.dtype) -> Iterable[Output]:
         found = self._source_of(entry, frozen)
         dtype = self._type_of(entry, dtype)
+        if found is None and frozen.is_quantized(entry):
+            found = frozen.later(entry)
         if found is not None:
             return _laid_out(self._trained.plain, entry, found, dtype)
         return [Output(target, _written(part, dtype), part) for target, part in frozen.parts(entry).items()]

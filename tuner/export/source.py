@@ -54,6 +54,12 @@ class Source(RunCheckpoint):
         return adapter
 
     @property
+    def quantize(self) -> str:
+        """How the frozen base was quantised while the adapter was trained: none, nf4 or int8."""
+        model = self.recipe.get("model")
+        return str(model.get("quantize", "none")) if isinstance(model, Mapping) else "none"
+
+    @property
     def head(self) -> Head:
         """What was trained on the decoder: an output layer, or a reward model's score."""
         method = self.recipe.get("method")

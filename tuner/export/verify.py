@@ -133,13 +133,13 @@ def compare(expected: torch.Tensor, actual: torch.Tensor) -> Difference:
     is_score = expected.shape[-1] == 1
     scale = max(float(expected.abs().max()), 1.0 if is_score else 1e-12)  # scores are nats: they may all be near 0
     if is_score:  # what they say of each two prompts is which is preferred, and how much
-        expected, actual = _pairs(expected), _pairs(actual)
+        expected, actual = pairs(expected), pairs(actual)
     spread = max(float(expected.std(-1).mean()), 1e-12)
     kl = max(_kl(expected, actual), _kl(expected / spread, actual / spread))
     return Difference(absolute, absolute / scale, kl)
 
 
-def _pairs(scores: torch.Tensor) -> torch.Tensor:
+def pairs(scores: torch.Tensor) -> torch.Tensor:
     """Scores ``[P, 1]`` of each two prompts ``[P (P - 1) / 2, 2]``: logits of which is preferred."""
     return torch.combinations(scores[:, 0])
 

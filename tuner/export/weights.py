@@ -14,10 +14,11 @@ from tuner.checkpoint.load import read_tensors
 from tuner.config.methods import Head
 from tuner.errors import DataError
 from tuner.export.published import state_names
+from tuner.export.quantized import published_codes, quantized_base, reading_quantizer, with_weights
 from tuner.export.source import Source
 from tuner.model import transformers_private
 from tuner.model.adapter import LoraSpec
-from tuner.model.build import ModelSpec, auto_model, build_model
+from tuner.model.build import ModelSpec, auto_model, build_model, meta_model
 from tuner.model.tokens import resize_embeddings
 from tuner.model.trainable import TrainableSpec
 from tuner.model.vetting import vet_config
@@ -35,7 +36,7 @@ def load_trained(source: Source) -> PreTrainedModel:
     """
     choice = trainable_spec_of(source)
     if choice.lora is not None:
-        model = base_model(source)
+        model = _quantized(source, base_model(source))
     else:
         model = plain_model(read_config(source), source.head)
         parameters = list(model.parameters())
@@ -119,10 +120,12 @@ def lora_spec(adapter: Mapping[str, Any]) -> LoraSpec:
 def plain_base(source: Source) -> PreTrainedModel:
     """The base model as transformers loads it, rounded to the type in which training held it, then widened to float32.
 
-    Where no directory holds the base as it was trained (random weights, changed config) it is built as the run did.
+    What training quantised is quantised and turned back. Where no directory holds the base as it was trained (random
+    weights, changed config, codes alone) it is built as the run did.
     """
     facts = source.model
-    if facts.get("init") != "random" and not source.recipe.get("model", {}).get("config"):
+    is_as_published = facts.get("init") != "random" and not source.recipe.get("model", {}).get("config")
+    if is_as_published and (source.quantize == "none" or published_codes(source) is None):
         name, revision = facts["name_or_path"], facts.get("revision")
         vet_config(name, revision)
         labels = {"num_labels": 1} if source.head == "score" else {}
@@ -133,15 +136,29 @@ def plain_base(source: Source) -> PreTrainedModel:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(frozen_dtype(source))
         resize_embeddings(base, read_config(source).get_text_config().vocab_size)
-        return _widened(base)
+        return _widened(_quantized(source, base))
     plain = plain_model(read_config(source), source.head)
     _copy_base(plain, base_model(source))
-    return plain
+    return _quantized(source, plain)
+
+
+def _quantized(source: Source, model: PreTrainedModel) -> PreTrainedModel:
+    """A model with what a quantised run computed with, in float32, in place of its base's weights."""
+    if source.quantize != "none":
+        part = meta_model(read_config(source), torch.float32, source.head)  # of a whole, what was trained
+        base = quantized_base(source, part)
+        if base is not None and base.codes is None:
+            base.apply(_widened(model), frozen_dtype(source))
+    return model
 
 
 def base_model(source: Source) -> PreTrainedModel:
-    """The model before training, loaded in the type in which training held it."""
+    """The model before training, loaded in the type in which training held it, and not quantised.
+
+    Of files that hold codes alone, what these stand for, in float32.
+    """
     facts = source.model
+    is_coded = source.quantize != "none" and published_codes(source) is not None
     spec = ModelSpec(
         name_or_path=str(facts["name_or_path"]),
         revision=facts.get("revision"),
@@ -149,8 +166,10 @@ def base_model(source: Source) -> PreTrainedModel:
         config_overrides=source.recipe.get("model", {}).get("config", {}),
         new_ids=source.new_ids,
         head=source.head,
+        quantize=reading_quantizer(source) if is_coded else None,
     )
-    return build_model(spec, frozen_dtype(source), int(source.recipe.get("seed", 42)))
+    model = build_model(spec, frozen_dtype(source), int(source.recipe.get("seed", 42)))
+    return with_weights(model) if is_coded else model
 
 
 def _copy_base(model: nn.Module, base: nn.Module) -> None:

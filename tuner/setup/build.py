@@ -14,7 +14,7 @@ from tuner.config.methods import DistillMethod, head_of
 from tuner.config.recipe import LowRankAdapter, Recipe
 from tuner.data.batches import GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.prepared import PreparedData
+from tuner.data.prepared import PackedRows, PreparedData
 from tuner.errors import RecipeError
 from tuner.model.build import build_model, is_part, meta_model
 from tuner.model.documents import Padding
@@ -130,10 +130,16 @@ def build(
         tokenizer=tokenizer,
         rank_info=rank_info,
         mesh=mesh,
-        probes=probe_inputs(prepared.train, from_end=head_of(recipe.method) == "score"),
+        probes=probe_inputs(_probed(recipe, prepared), from_end=head_of(recipe.method) == "score"),
         held_out=held,
         mfu=MfuMeter(training_flops(train_state.root.model), peak, train_state.method.extra_forwards),
     )
+
+
+def _probed(recipe: Recipe, prepared: PreparedData) -> PackedRows:
+    """Rows whose beginnings a checkpoint records logits of. Bases to merge into are compared on held-out ones."""
+    is_compared = recipe.model.quantize != "none"
+    return prepared.eval if is_compared and prepared.eval is not None else prepared.train
 
 
 def build_train_state(recipe: Recipe, root: CausalLM, step_config: StepConfig) -> TrainState:

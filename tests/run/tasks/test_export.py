@@ -104,6 +104,23 @@ def test_due_checkpoints_are_exported_linked_and_pruned(tmp_path: Path, behaviou
     assert run.warnings == []
 
 
+def test_the_base_of_a_quantised_run_is_handed_on(tmp_path: Path) -> None:
+    run = Run(tmp_path, every="2 steps")
+    recipe = {
+        "model": {"name_or_path": "a/b", "quantize": "nf4"}, "adapter": {"kind": "lora"}, "data": {"train": "x"},
+        "output_dir": str(run.path),
+    }  # fmt: skip
+    for section, words in (({"base": "original"}, ["--base", "original"]), ({}, ["--base", "auto"])):
+        run.recipe = load_recipe({**recipe, "export": {"every": "2 steps", **section}}).recipe
+        with run.exporter() as exporter:
+            assert exporter.options["base"] == words[1]
+            run.saved(exporter, 2)
+            ((process, _),) = exporter._jobs
+            assert process._command()[-5:-3] == words
+    run.recipe = load_recipe({**recipe, "export": {"adapter": "keep"}}).recipe
+    assert "base" not in run.exporter().options
+
+
 def test_the_last_checkpoint_is_exported_once(tmp_path: Path, behaviour: list[str]) -> None:
     behaviour.append("right")
     run = Run(tmp_path, at_end="true")

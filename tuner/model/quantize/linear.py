@@ -50,8 +50,11 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]  # of nn.Linear it is a parameter
-        """The weight ``[out, in]`` that codes and scales stand for: made each time, for who reads it without a call."""
-        return self.dequantized(self.dtype)
+        """The weight ``[out, in]`` that codes and scales stand for, in float32: made each time, for who reads it.
+
+        Rounded to the base's type it would be another weight than that of the product: DoRA's lengths are of this one.
+        """
+        return self.dequantized(torch.float32)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The same, computed in float32 and rounded to ``dtype``."""

@@ -51,7 +51,14 @@ class Exporter:
         """What tells this run's exports from others, as their `tuner.json` has it."""
         section = self.recipe.export
         adapter = "none" if self.recipe.adapter.kind == "none" else section.adapter
-        return {"dtype": section.dtype, "adapter": adapter, "shard_size": section.shard_size}
+        named = {"dtype": section.dtype, "adapter": adapter, "shard_size": section.shard_size}
+        return named if self._base is None else {**named, "base": self._base}
+
+    @property
+    def _base(self) -> str | None:
+        """What the adapter of a quantised base is merged into; None where there is no choice."""
+        is_merged = self.recipe.model.quantize != "none" and self.recipe.export.adapter == "merge"
+        return self.recipe.export.base if is_merged else None
 
     def start(self, every: Cadence, console: Console, checkpoints: Path) -> None:
         """Exports are due at `every`; begin with one that an earlier launch owed."""
@@ -111,7 +118,7 @@ class Exporter:
         log = Path(self.recipe.output_dir) / LOGS / EXPORT_LOG
         hold = CheckpointHold(checkpoint)
         output = self.exports / checkpoint.name
-        process = ExportProcess(hold, output, self.recipe.export, log, self.console.warn)
+        process = ExportProcess(hold, output, self.recipe.export, self._base, log, self.console.warn)
         future = self._pool.submit(self._export, process)
         future.add_done_callback(self._say_failure)
         self._jobs.append((process, future))

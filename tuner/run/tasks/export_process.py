@@ -29,6 +29,8 @@ class ExportProcess:
     held: CheckpointHold
     output: Path
     section: ExportSection
+    base: str | None
+    """What the adapter of a quantised base is merged into; None where there is no choice."""
     log: Path
     warn: Callable[[str], None]
     """Told of what the command warned of."""
@@ -71,6 +73,7 @@ class ExportProcess:
         section = self.section
         words = [sys.executable, "-m", "tuner", "export-hf", str(self.held.path), "--output", str(self.output)]
         words += ["--dtype", section.dtype, "--adapter", section.adapter]
+        words += [] if self.base is None else ["--base", self.base]
         return [*words, "--shard-size", byte_text(section.shard_size), "--json"]
 
     def _figures(self, out: bytes, code: int) -> dict[str, Any]:

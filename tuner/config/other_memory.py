@@ -1,0 +1,131 @@
+"""How what other tools say of memory becomes ours: few bits, states and activations on the host, tiles, precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tuner.config.not_supported import absent
+from tuner.config.other_rules import Given, Lines, Rule, number, switch, words
+from tuner.config.other_values import EIGHT_BIT_ADAMW, PAGED_ADAMW
+
+_ADAMW8: Lines = {"optimizer.kind": "adamw", "optimizer.state": "8bit"}
+_ON_HOST: Lines = {"optimizer.kind": "adamw", "optimizer.offload": "host"}
+ADAMW_VALUES: dict[str, Lines] = {name: _ADAMW8 for name in EIGHT_BIT_ADAMW.split()} | {
+    name: _ON_HOST for name in PAGED_ADAMW.split()
+}
+_HOSTS = {"cpu", "host", "true", "pin_memory"}
+
+
+def sentence(name: str) -> str:
+    """What is said of a key that is not here."""
+    feature = absent(name)
+    assert feature is not None
+    return feature.sentence
+
+
+def adapter(value: Any) -> Lines | None:
+    """A kind of adapter by other tools' names, of which some say that its base has 4 bits; None for no such kind."""
+    kind = str(value).lower()
+    found = {"adapter.kind": kind.removeprefix("q")}
+    if kind in {"qlora", "qdora"}:
+        return found | {"model.quantize": "nf4"}
+    return found if kind in {"lora", "dora"} else None
+
+
+def bits(value: Any, given: Given) -> Lines | str | None:
+    """How many bits a weight of the frozen base has."""
+    count = number(value)
+    if count is None:
+        return None
+    if count in {16, 32}:
+        return "0 is the default of model.quantize; leave it out"
+    ours = {4: "nf4", 8: "int8"}.get(int(count))
+    is_other = str(given.get("quant_method", "")).lower() in {"gptq", "awq", "aqlm"}
+    return sentence("gptq") if ours is None or is_other else {"model.quantize": ours}
+
+
+def _is_quantised(given: Given) -> bool:
+    """Whether another key says that the base has few bits."""
+    words = (str(given.get(key, "")).lower() for key in ("adapter", "finetuning_type", "training_type"))
+    on = (str(given.get(key, "")).lower() for key in ("load_in_4bit", "load_in_8bit", "quantization_bit", "quant_bits"))
+    return any("qlora" in word for word in words) or any(word in {"true", "4", "8"} for word in on)
+
+
+def _way(*known: str) -> Rule:
+    """How the bits are made of the weights, which has no key here."""
+
+    def rule(value: Any, given: Given) -> Lines | str | None:
+        if str(value).lower() not in known:
+            return sentence("gptq")
+        return {} if _is_quantised(given) else "model.quantize: nf4 or int8 gives bitsandbytes' codes; leave it out"
+
+    return rule
+
+
+def _compute_type(value: Any, given: Given) -> Lines | str | None:
+    """The type of the products with a quantised base, which is that of all others here."""
+    word = str(value).lower().removeprefix("torch.")
+    found = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
+    return {"train.precision": found[word]} if word in found else None
+
+
+def _host(key: str) -> Rule:
+    """A truth value, the word of a device, or DeepSpeed's section of one."""
+
+    def rule(value: Any, given: Given) -> Lines | str | None:
+        device = str(value.get("device", "none") if isinstance(value, Mapping) else value).lower()
+        if device in _HOSTS:
+            return {key: "host"}
+        return sentence("offload_param") if device == "nvme" else switch(key, "host", "none")(value, given)
+
+    return rule
+
+
+def _activations(value: Any, given: Given) -> Lines | str | None:
+    """Activations on the host; on a disk they cannot be."""
+    if str(value).lower() in {"disk", "offload_disk"}:
+        return sentence("offload_param")
+    found = switch("train.offload_activations", True)("true" if value in {"legacy", "hidden_states"} else value, given)
+    return found | {"train.gradient_checkpointing": "full"} if isinstance(found, dict) else found
+
+
+def _whole(value: Any, given: Given) -> Lines | str | None:
+    """A section of transformers on how a model is quantised."""
+    if not isinstance(value, Mapping):
+        return None
+    found: Lines = {}
+    for key in ("load_in_4bit", "load_in_8bit", "bits", "bnb_4bit_compute_dtype"):
+        lines = RULES_OF_MEMORY[key](value[key], value) if key in value else None
+        if isinstance(lines, str) and lines.startswith("not supported"):
+            return lines
+        found |= lines if isinstance(lines, dict) else {}
+    return found or sentence("gptq")
+
+
+RULES_OF_MEMORY: dict[str, Rule] = {
+    name: rule
+    for names, rule in {
+        "load_in_4bit qlora quantize_base": switch("model.quantize", "nf4"),
+        "load_in_8bit": switch("model.quantize", "int8"),
+        "quantization_bit quant_bits bits": bits,
+        "quantization_config bnb_config_kwargs": _whole,
+        "quantization_method quant_method": _way("bnb", "bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"),
+        "bnb_4bit_quant_type quantization_type": _way("nf4"),
+        "bnb_4bit_compute_dtype": _compute_type,
+        "optim_8bit use_8bit_optimizer": switch("optimizer.state", "8bit", "fp32"),
+        "bf16_stochastic_round bf16_stochastic_rounding stochastic_rounding use_stochastic_rounding": (
+            switch("optimizer.rounding", "stochastic", "nearest")
+        ),
+        "cpu_offload offload_params fsdp_offload_params offload_optimizer zero_offload fsdp_cpu_offload "
+        "optimizer_cpu_offload optim_cpu_offload offload_optimizer_device": _host("optimizer.offload"),
+        "activation_offloading enable_activation_offloading offload_activations gradient_checkpointing_offload "
+        "activation_cpu_offload cpu_offloading activation_checkpointing_offload": _activations,
+        "tiled_mlp use_tiled_mlp": switch("train.tiled_mlp", True, False),
+        "fp8 use_fp8 float8 use_float8 enable_fp8": switch("train.precision", "fp8"),
+        "fp16": switch("train.precision", "fp16"),
+        "mixed_precision": words("train.precision", {"bf16": "bf16", "no": "fp32", "fp16": "fp16", "fp8": "fp8"}),
+    }.items()
+    for name in names.split()
+}
+"""Of the keys of memory and precision that become ours with a value of their own."""

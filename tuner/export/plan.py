@@ -1,0 +1,147 @@
+"""What an export will do: its checkpoint, its target and the choices that change its bytes; nothing is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from tuner.errors import DataError, RecipeError
+from tuner.export.quantized import published_codes
+from tuner.export.source import Source, resolve, warn_of_better
+from tuner.export.weights import DTYPES
+from tuner.rundir.exports import LINEAGE
+from tuner.rundir.layout import export_dir
+from tuner.rundir.model_path import Warn, Which, ignore_warning
+from tuner.runtime.files import MANIFEST_NAME, read_json, sha256_file, verify_entries
+
+Base = Literal["auto", "original", "quantized"]
+DEFAULT_SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """The choices that change the exported bytes."""
+
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    adapter: Literal["merge", "keep"] = "merge"
+    shard_size: int = DEFAULT_SHARD_BYTES
+    """Bytes of the largest weights file."""
+    base_model: str | None = None
+    """What a kept adapter says of its base model; by default its hub name, or the path of a local directory."""
+    text_only: bool = False
+    """Of a multimodal checkpoint the language model alone, as a model of its own."""
+    base: Base = "auto"
+    """What an adapter of a quantised base is merged into; auto takes what answers closer to the trained model."""
+
+    def check(self) -> None:
+        """Raise RecipeError for values that there are not, or that do nothing."""
+        if self.dtype not in DTYPES or self.adapter not in ("merge", "keep") or self.shard_size <= 0:
+            raise RecipeError("export takes dtype bf16 or fp32, adapter merge or keep, and a positive shard size")
+        if self.base_model is not None and self.adapter != "keep":
+            raise RecipeError("--base-model: a merged export names no base model", hint="add --adapter keep")
+        if self.base_model is not None and not self.base_model.strip():
+            raise RecipeError("--base-model: is empty", hint="give a hub name or a directory")
+        if self.text_only and self.adapter == "keep":
+            raise RecipeError("--text-only: a kept adapter fits the whole checkpoint", hint="leave out --adapter keep")
+        if self.base not in get_args(Base):
+            raise RecipeError("--base takes auto, original or quantized")
+        if self.base != "auto" and self.adapter == "keep":
+            raise RecipeError("--base: a kept adapter is merged into no base", hint="leave out --base")
+
+
+DEFAULTS = ExportOptions()
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export will do: its checkpoint, target, options, and whether the target already holds exactly this."""
+
+    source: Source
+    output: Path
+    dtype: Literal["bf16", "fp32"]
+    adapter: Literal["merge", "keep", "none"]
+    shard_size: int
+    manifest_sha256: str
+    done: bool
+    base_model: str | None = None
+    text_only: bool = False
+    base: Base | None = None
+    """What the adapter of a quantised base is merged into; None where there is no choice."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The choices that change the exported bytes."""
+        named: dict[str, Any] = {} if self.base_model is None else {"base_model": self.base_model}
+        named |= {"text_only": True} if self.text_only else {}
+        named |= {} if self.base is None else {"base": self.base}
+        return {"dtype": self.dtype, "adapter": self.adapter, "shard_size": self.shard_size, **named}
+
+
+def plan_export(
+    path: Path,
+    output: Path | None = None,
+    options: ExportOptions = DEFAULTS,
+    warn: Warn = ignore_warning,
+    step: Which = "newest",
+) -> ExportPlan:
+    """Find the checkpoint and the target without writing anything; `warn` hears of a run that is not finished,
+    and of a kept checkpoint with a lower held-out loss than the newest one.
+
+    The target is `<run>/exports/step-N`, of a kept adapter `step-N-adapter`, of a text model alone `step-N-text`,
+    unless `output` is another.
+    ``step`` chooses one of a run's checkpoints. Raises RecipeError where the target holds something else, DataError
+    where the checkpoint is damaged or gone.
+    """
+    options.check()
+    source = resolve(path, warn, shards=False, step=step)
+    if step == "newest" and source.checkpoint.path != path.absolute():
+        warn_of_better(source, warn)
+    is_kept = options.adapter == "keep"
+    if is_kept and source.adapter is None:
+        raise RecipeError("--adapter keep: the run trained all parameters, it has no adapter to keep")
+    if options.text_only and not source.model.get("untouched"):
+        raise RecipeError("--text-only: the run trained no multimodal checkpoint", hint="leave it out")
+    if options.base != "auto" and source.quantize == "none":
+        raise RecipeError(f"--base {options.base}: the run's base was not quantised", hint="leave it out")
+    if options.base == "original" and published_codes(source) is not None:
+        raise RecipeError(
+            f"--base original: {source.model['name_or_path']} holds {source.quantize} codes, and no other weights",
+            hint="leave it out",
+        )
+    kind: Literal["", "adapter", "text"] = "adapter" if is_kept else "text" if options.text_only else ""
+    final = (output or export_dir(source.run_dir, source.step, kind)).absolute()
+    plan = ExportPlan(
+        source=source,
+        output=final,
+        dtype=options.dtype,
+        adapter="none" if source.adapter is None else options.adapter,
+        shard_size=options.shard_size,
+        base_model=options.base_model,
+        text_only=options.text_only,
+        base=None if source.quantize == "none" or is_kept else options.base,
+        manifest_sha256=sha256_file(source.checkpoint.path / MANIFEST_NAME),
+        done=False,
+    )
+    return replace(plan, done=is_done(plan))
+
+
+def is_done(plan: ExportPlan) -> bool:
+    """Whether the target holds this very export. Raises RecipeError where it holds anything else."""
+    if not os.path.lexists(plan.output):
+        return False
+    hint = "give another --output; nothing was changed"
+    try:
+        there = read_json(plan.output / LINEAGE)
+        source = there.get("source")
+        same = isinstance(source, Mapping) and source.get("manifest_sha256") == plan.manifest_sha256
+        if not same or there.get("export") != plan.options:
+            raise RecipeError(f"{plan.output}: holds another export", hint=hint)
+        verify_entries(plan.output, there.get("files") or {}, hash=True)
+        if not there.get("files"):
+            raise RecipeError(f"{plan.output}: holds something else", hint=hint)
+    except DataError as error:
+        raise RecipeError(f"{plan.output}: exists and is not this export ({error.message})", hint=hint) from error
+    return True

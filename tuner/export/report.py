@@ -1,0 +1,72 @@
+"""What an export did, and how closely it answers as the trained model does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tuner.export import verify
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """A published export. Differences are None where the same export was there already; bytes count all files.
+
+    `max_difference` is the largest absolute difference of the logits, `kl` the mean over the probes in nats.
+    """
+
+    path: Path
+    step: int
+    dtype: str
+    adapter: str
+    files: int
+    weight_files: int
+    bytes: int
+    probes: int
+    probes_recorded: bool
+    max_difference: float | None
+    kl: float | None
+    seconds: float
+    already_exported: bool
+    id_probes: int = 0
+    """Texts of which the exported tokenizer, loaded plainly, gave the ids of training."""
+    max_relative_difference: float | None = None
+    """The largest difference as a share of the largest logit."""
+    base: str | None = None
+    """What the adapter of a quantised base was merged into, original or quantized; None where neither."""
+    kl_original: float | None = None
+    """Of a quantised base: the KL from the trained model of what is merged into the original one, nats a token."""
+    kl_quantized: float | None = None
+    """The same of what is merged into the quantised one."""
+    kl_tokens: int | None = None
+    """Positions of the probes over which both are means."""
+
+    def choice(self) -> str:
+        """Of a quantised base, how far what is merged into either one is from the trained model; else empty."""
+        if self.kl_quantized is None:
+            return ""
+        figures = f"{self.kl_quantized:.2g} nats a token on the quantised base"
+        if self.kl_original is not None:
+            figures += f", {self.kl_original:.2g} on the original one"
+        what = f"merged into the {self.base} base in {self.dtype}" if self.base else "the adapter is kept apart"
+        return f"{what}; KL from the trained model over {self.kl_tokens:,} tokens: {figures}"
+
+    def proof(self) -> str:
+        """How closely the export matches the trained model, with the limits; empty where nothing was compared."""
+        if self.max_difference is None or self.kl is None or self.max_relative_difference is None:
+            return ""
+        model = "the trained model" if self.probes_recorded else "the checkpoint's model (the run recorded no probes)"
+        match = f"{self.probes} probes match {model}"
+        exact = f"{verify.SAME_MODEL:.0e} of the largest logit"
+        if self.base == "original":
+            return (
+                f"{match} with the weights that were trained on in place of the original ones, to {exact}; with the "
+                f"original ones the KL is {self.kl:.1e} nats"
+            )
+        if self.dtype == "fp32":
+            return f"{match}: largest logit difference {self.max_relative_difference:.1e} (limit {exact})"
+        return (
+            f"{match}: KL {self.kl:.1e} nats (limit {verify.ROUNDED_KL:g}), largest logit difference "
+            f"{self.max_difference:.2g} from {self.dtype} rounding; before rounding to {self.dtype}, "
+            f"logits agree to {verify.SAME_MODEL:.0e} (relative)"
+        )
