@@ -194,7 +194,7 @@ def test_flags_win_address_items_and_null_takes_back(tmp_path: Path) -> None:
         ("schedule: {kind: constant, min_lr_ratio: 0.1}\n", (), "write schedule.kind: cosine or linear"),
         ("adapter: {r: 8}\n", (), "write adapter.kind: lora"),
         ("adapter: {kind: lora}\n", (("model.freeze", "[x]"),), "flag --model.freeze [x]  an adapter freezes"),
-        ("model: {name_or_path: x, quantize: nf4}\n", (), "model.quantize  quantised weights cannot be trained; write"),
+        ("", (("model.quantize", "nf4"),), "quantised weights cannot be trained; write"),
         ("train: {gradient_checkpointing_layers: 50%}\n", (), "needs train.gradient_checkpointing: selective or full"),
         ("train: {compile: true}\n", (("data.packing", "false"),), "layers are compiled for rows of one size"),
         ("adapter: lora\n", (), "write kind: lora under it"),

@@ -19,6 +19,7 @@ BETWEEN_OWN_PROCESSES = {
     "tuner/data/building/pool.py",
     "tuner/data/building/worker.py",
     "tuner/runtime/process.py",
+    "tools/fits_table.py",
     "tools/prepare_campaign.py",
 }
 """Who unpickles what another process of the same command has sent."""

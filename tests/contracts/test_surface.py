@@ -36,7 +36,7 @@ SURFACE = {
     "runs plot": "RUNS --output --smoothing",
     "runs verify": "RUNS",
     "runs rm": "RUNS",
-    "profile": "(RECIPE) --device --processes --memory --fit --measure --output --dry-run",
+    "profile": "(RECIPE) --device --processes --memory --fit --host-memory --measure --output --dry-run",
     "config check": "(RECIPE)",
     "config show": "(RECIPE) --origin --plot-schedule",
     "config schema": "",

@@ -119,5 +119,6 @@ def test_shards_hold_every_tensor_once_in_order_and_keep_their_size(sizes: list[
 
 
 def test_a_scalar_of_the_base_has_no_rows_that_could_have_grown() -> None:
-    held = SimpleNamespace(_files={"beta": held_tensor(torch.tensor(0.5))}, _new_ids=range(0), _dtype=torch.float32)
-    assert Frozen._part(held, "beta", ()).whole().item() == 0.5  # type: ignore[arg-type]
+    files = {"beta": held_tensor(torch.tensor(0.5))}
+    held = SimpleNamespace(_files=files, _new_ids=range(0), _dtype=torch.float32, _base=None)
+    assert Frozen._part(held, "beta", "beta", ()).whole().item() == 0.5  # type: ignore[arg-type]

@@ -55,7 +55,8 @@ class Bench:
 
     def set_up(self, whole: bool = True) -> None:
         """Write the inputs, do every job once unbroken, and keep what it began from; not `whole`: up to `train`."""
-        settings = f"checkpoint: {{async_save: {str(self.beside).lower()}}}\n{self.settings}\n"
+        settings = f"checkpoint: {{async_save: {str(self.beside).lower()}}}\n"
+        settings += f"{self.settings}\n" if self.settings else ""
         if self.processes > 1:  # one that waits for a process that never began cannot know before
             settings += f"parallel: {{timeout: {TIMEOUT_S} s}}\n"
         write_inputs(self.directory / "inputs", self.of, settings)

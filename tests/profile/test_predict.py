@@ -182,4 +182,4 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
             parse_memory("--fit", text)
     with pytest.raises(RecipeError, match="do not divide"):
         predicted(wish(tmp_path), processes="3")
-    assert all(device.memory_bytes > 20 << 30 and (device.flops or 0) > 5e13 for device in DEVICES.values())
+    assert all(device.memory_bytes > 14 << 30 and (device.flops or 0) > 5e13 for device in DEVICES.values())

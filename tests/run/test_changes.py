@@ -84,7 +84,7 @@ def test_moments_of_another_type_are_not_kept() -> None:
         return moments_of(load_recipe(tree).recipe.optimizer)
 
     assert moments(kind="muon") == "muon"
-    with pytest.raises(RecipeError, match="the state of adamw with state fp32, rounding nearest is none of adamw with"):
+    with pytest.raises(RecipeError, match="the state of adamw is none of adamw with"):
         freed_keys(parse_reset("optimizer.arguments"), moments(), moments(state="8bit"))
     assert freed_keys(parse_reset("optimizer.arguments"), moments(), moments(lr="2e-5")) == ("optimizer.",)
 

@@ -112,7 +112,8 @@ def test_a_finished_run_goes_on_where_its_schedule_is_reset_and_longer(workplace
 def test_state_and_arguments_of_the_optimizer_apart(workplace: Path) -> None:
     with pytest.raises(RecipeError, match="optimizer.lr"):
         resumed(workplace, optimizer__lr="5e-4")
-    other = {"optimizer__kind": "sgd", "optimizer__betas": "null", "optimizer__eps": "null", "optimizer__lr": "5e-4"}
+    others = ("betas", "eps", "state", "rounding", "offload")
+    other = {"optimizer__kind": "sgd", "optimizer__lr": "5e-4", **{f"optimizer__{key}": "null" for key in others}}
     with pytest.raises(RecipeError, match="the state of adamw is none of sgd"):
         resumed(workplace, "optimizer.arguments", **other)
     before = _tensors(workplace)

@@ -143,7 +143,7 @@ def test_a_run_whose_layers_cannot_be_compiled_is_the_run_without(
         raise RuntimeError("gcc: fatal error: no input files")
 
     monkeypatch.setattr(blocks, "BACKEND", broken)
-    monkeypatch.setattr(resolve, "_compiled", lambda recipe, facts, config: (True, "cuda"))
+    monkeypatch.setattr(resolve, "_compiled", lambda *given: (True, "cuda"))
     said: list[str] = []
     monkeypatch.setattr(Console, "warn", lambda console, text: said.append(text))
     run = trainings.launch(tmp_path, name="auto", train__compile="auto", **flags)

@@ -10,7 +10,8 @@ from tests.model.tiny import tiny_config
 from tests.train.synthetic import MAX_LENGTH, recipe_for
 from tuner.errors import ExitCode, MachineError
 from tuner.profile.devices import DEVICES
-from tuner.profile.predict import HALF_REACHED, REACHED, computing
+from tuner.profile.estimate import HALF_REACHED, REACHED, Place, computing
+from tuner.profile.sizes import Sizes
 from tuner.runtime.device import DeviceFacts
 from tuner.runtime.dist import RankInfo
 from tuner.setup.machine import _computes
@@ -89,6 +90,7 @@ def test_the_estimated_time_goes_by_precision(model: Path, precision: str, times
     work: Any = SimpleNamespace(batches=SimpleNamespace(micro=[batch]), tokens_per_row=8192, extra_forwards=0)
     flops: Any = SimpleNamespace(parts=lambda lengths, trained: dict(parts))
     train = {"precision": precision, "gradient_checkpointing": "none", "micro_batch_size": 1, "global_batch_size": 1}
-    found = computing(recipe_for(model, train=train), flops, DEVICES["h100-80g"], RankInfo(), work)
+    place = Place(DEVICES["h100-80g"], RankInfo(), work)
+    found = computing(recipe_for(model, train=train), flops, Sizes(1, 64, 0), place)
     reached = 989.4e12 * REACHED * 8192 / (8192 + HALF_REACHED)
     assert found.seconds == pytest.approx(times * 1e16 / reached, rel=5e-3)

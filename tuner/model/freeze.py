@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -54,8 +55,13 @@ def frozen_names(model: PreTrainedModel) -> dict[str, str]:
     return {name.replace(".base_layer.", "."): name for name, p in model.named_parameters() if not p.requires_grad}
 
 
-Content = tuple[torch.dtype, tuple[int, ...], str]
-"""Type, shape and SHA-256 of the bytes of a tensor."""
+class Content(NamedTuple):
+    """What of a tensor goes into a hash of many."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    sha256: str
+    """Of its bytes."""
 
 
 def frozen_hash(model: PreTrainedModel) -> str | None:
@@ -84,8 +90,8 @@ def weights_hash(model: PreTrainedModel) -> str:
 
 
 def content_of(tensor: torch.Tensor) -> Content:
-    """What of a tensor goes into a hash of many."""
-    return tensor.dtype, tuple(tensor.shape), _digest(tensor)
+    """Type, shape and SHA-256 of a tensor."""
+    return Content(tensor.dtype, tuple(tensor.shape), _digest(tensor))
 
 
 def hash_of_frozen(contents: Mapping[str, tuple[torch.dtype, Sequence[int], str]]) -> str | None:

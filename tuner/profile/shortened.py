@@ -20,7 +20,7 @@ FEWER, MORE = 4, 5
 """Layers of the two models that are traced."""
 FIRST, LAST = 2, 2
 """Layers at the start and at the end of a pass in which it may differ from all others."""
-Key = tuple[int, Phase, str, str]
+MomentKey = tuple[int, Phase, str, str]
 
 
 def predict_by_layers(recipe: Recipe, target: Target, layers: int, prepared: Path | None = None) -> Prediction:
@@ -65,11 +65,11 @@ def _aligned(few: MemoryTimeline, more: MemoryTimeline) -> list[tuple[Moment, Mo
     return [pair for key, moments in ones.items() for pair in zip(moments, others[key], strict=True)]
 
 
-def _keyed(timeline: MemoryTimeline, layers: int) -> dict[Key, list[Moment]]:
+def _keyed(timeline: MemoryTimeline, layers: int) -> dict[MomentKey, list[Moment]]:
     """The moments by their pass, phase, place, and the place of the layer before; without those of layers between."""
     names = [name for name in timeline.layers if name]
     places = {name: _place(number, layers) for number, name in enumerate(names)}
-    found: dict[Key, list[Moment]] = {}
+    found: dict[MomentKey, list[Moment]] = {}
     number, phase, after = 0, None, ""
     for moment in timeline.moments:
         if moment.phase != phase:

@@ -9,10 +9,11 @@ from typing import Any
 from tuner.config.optimizers import AdamwOptimizer
 from tuner.config.recipe import Recipe
 from tuner.model.flops import training_flops
-from tuner.profile.estimate import Place, Sizes, computing
+from tuner.profile.estimate import Place, computing
 from tuner.profile.layers import layers_alike
 from tuner.profile.predict import Target, resolved_for
 from tuner.profile.search import Choice
+from tuner.profile.sizes import Sizes
 from tuner.profile.workload import workload
 from tuner.setup.build import meta_model_of, trainable_of
 from tuner.setup.settled import MICRO, changed, rows_at_once

@@ -27,9 +27,9 @@ from tuner.model.root import CausalLM
 from tuner.parallel.assemble import assemble
 from tuner.parallel.fsdp import local, sync_gradients
 from tuner.parallel.mesh import Mesh
-from tuner.profile.estimate import Sizes
 from tuner.profile.fakes import cuda_stand_in, give_storage, quiet_kernels, unchanged_modules
 from tuner.profile.prediction import Phase
+from tuner.profile.sizes import Sizes
 from tuner.profile.traffic import Traffic, TrafficCounter
 from tuner.runtime import host, phase, torch_private
 from tuner.runtime.dist import RankInfo

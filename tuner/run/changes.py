@@ -183,9 +183,10 @@ def parse_reset(text: str | None) -> tuple[str, ...]:
 
 
 def moments_of(section: Optimizer) -> str:
-    """What an optimizer's moments are: its kind, and what else their types depend on, in words."""
+    """What an optimizer's moments are: its kind, and what else than usual decides their types, in words."""
     keys = sorted(key.partition(".")[2] for key in MOMENTS - {"optimizer.kind"})
-    others = [f"{key} {value}" for key in keys if (value := getattr(section, key, None)) is not None]
+    fields = {key: field.default for key, field in type(section).model_fields.items() if key in keys}
+    others = [f"{key} {value}" for key in keys if key in fields and (value := getattr(section, key)) != fields[key]]
     return f"{section.kind} with {', '.join(reversed(others))}" if others else section.kind
 
 

@@ -97,8 +97,8 @@ class HostAdamW(torch.optim.Optimizer):
         for pieces, slot in turns[: SLOTS - 1]:
             self._fetch(pieces, slot, gradients)
         for number, (pieces, slot) in enumerate(turns):
-            for later in turns[number + SLOTS - 1 : number + SLOTS]:
-                self._fetch(*later, gradients)
+            for later, free in turns[number + SLOTS - 1 : number + SLOTS]:
+                self._fetch(later, free, gradients)
             self._link.wait(slot)
             self._update(pieces, slot, scale)
             self._link.give_back(slot, [(piece.of(piece.parameter), piece.within(slot.weights)) for piece in pieces])
