@@ -11,8 +11,8 @@ Ours is the real command with its defaults: metrics, evaluation of one held-out 
 checkpoint. The peer runs with its own defaults and in its best configuration: on a CPU `bf16=True` without
 recomputation; on CUDA bf16, liger's kernels and no recomputation. Both get the rows that `prepare-data` packed, in
 that order, every position trained, the same number of tokens a step, the same optimizer and rate, and the same
-threads; of a model that carries a state, the peer gets the documents of a step as a padded batch. The losses of both
-are compared before a ratio is printed.
+threads; where plain transformers does not keep the documents of a row apart, the peer gets those of a step as a padded
+batch. The losses of both are compared before a ratio is printed.
 
 `step_s` is the median over the steps after the warm-up: ours as the command writes it to metrics.jsonl (waiting for
 data included, evaluation left out), the peer's from one step's end to the next. `whole_s` is the time from the
