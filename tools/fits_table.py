@@ -5,7 +5,7 @@
     python tools/fits_table.py page                              # writes docs/fits.md from tools/fits.json
 
 Each cell is what `tuner profile --fit` finds for a recipe, by predictions of models with fewer layers; `check` predicts
-drawn cells whole. A test holds the page against tools/fits.json; nothing of it has been compared with a GPU.
+drawn cells whole. Nothing of it has been compared with a GPU.
 """
 
 from __future__ import annotations
