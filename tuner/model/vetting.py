@@ -44,7 +44,7 @@ DTYPES = frozenset({"dtype", "torch_dtype"})
 def vet_config(name_or_path: str, revision: str | None = None, quantize: "Kind | None" = None) -> None:
     """Read a model's config.json and refuse it where it names code on the hub, needs code of its own or is quantised.
 
-    An `auto_map` beside a type that transformers knows is no reason: its own class is used. Nor are weights that
+    An `auto_map` next to a type that transformers knows is no reason: its own class is used. Nor are weights that
     bitsandbytes stored as the codes which are wanted (``quantize``). Raises DataError with the key, RecipeError for
     weights that are quantised otherwise, and what transformers raises where there is no such config.
     """

@@ -107,7 +107,7 @@ class TimeEstimate:
     traffic: Traffic = Traffic()
     """Of one process in a step, without its optimizer."""
     busy_s: float = 0.0
-    """Of ``step_s``, what the device computes or waits for its host's memory, beside which the traffic runs."""
+    """Of ``step_s``, what the device computes or waits for its host's memory, while the traffic runs."""
 
     @property
     def tok_per_s(self) -> float:

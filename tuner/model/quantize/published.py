@@ -2,7 +2,7 @@
 
 Beside a weight's codes (`weight`) a file holds, under the weight's name and a dot, `absmax`, `quant_map` and
 `quant_state.bitsandbytes__nf4` (JSON in uint8), and where the scales are quantised too `nested_absmax` and
-`nested_quant_map`; beside an int8 weight, next to its name, `SCB` and `weight_format`.
+`nested_quant_map`; of an int8 weight, next to its name, `SCB` and `weight_format`.
 """
 
 from __future__ import annotations
