@@ -5,8 +5,8 @@
 Documents are the docstrings of each module of the standard library, and the topics of `help()`. `tuner ladder run`
 trains the rungs; its process is killed with SIGKILL at random steps of the whole ladder, and the same command is given
 again. At the end every rung has every step once, every mark is measured, held-out losses fall with size, and nothing is
-trained again. Prints one JSON line for each kill, the table of the rungs and its marks as CSV; exits with 1
-where something is missing.
+trained again. Then `tuner ladder fit` predicts the largest rung from the others: within 2 %, and inside its interval.
+Prints one JSON line for each kill, the rungs' marks as CSV and the prediction; exits with 1 where something is missing.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ Start = Callable[..., "subprocess.Popen[Any]"]
 POLL_S = 0.05
 LIMIT_S = 20 * 60
 """What the whole campaign may take, its kills included."""
+ERROR = 0.02
+"""How far the prediction of the largest rung may be off."""
 NO_TESTS = {"test", "tests", "site-packages", "idle_test", "lib2to3", "__pycache__"}
 MODEL = {"name_or_path": "model", "init": "random"}
 RECIPE: dict[str, Any] = {
@@ -53,7 +55,7 @@ RECIPE: dict[str, Any] = {
     "checkpoint": {"every": ["20 s"], "keep": 1},
     "ladder": {
         "sizes": ["110K", "230K", "590K", "1.3M", "3M"],
-        "tokens": "256K",
+        "tokens": "232K",
         "multiples": [0.5, 1, 2],
         "decay": "20%",
         "batch_tokens": 2048,
@@ -84,6 +86,7 @@ def main() -> int:
         marks = read_marks(ladder)
         problems += fell_with_size(ladder, marks)
         print(marks_csv(marks), end="")
+        problems += misjudged(directory, ladder.rungs[-1].name)
     finally:
         if options.keep is None:
             shutil.rmtree(directory)
@@ -205,6 +208,19 @@ def missing(ladder: Ladder, name: str) -> list[str]:
         if not (path / "checkpoints" / f"step-{mark.step}").is_dir():
             found.append(f"{name}: no checkpoint of step {mark.step}")
     return found
+
+
+def misjudged(directory: Path, largest: str) -> list[str]:
+    """What is wrong with the prediction of the largest rung from the others."""
+    words = [sys.executable, "-m", "tuner", "ladder", "fit", "runs/ladder", "--target", largest, "--json"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=directory, env=env, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return [f"the fit ended with {done.returncode}: {done.stderr[-500:]}"]
+    checked = json.loads(done.stdout)["artifacts"]["fit"]["target"]["checked"]
+    print(json.dumps(checked), flush=True)
+    found = [f"{largest}: predicted {checked['error']:+.2%} off"] if abs(checked["error"]) > ERROR else []
+    return found if checked["is_covered"] else [*found, f"{largest}: the interval does not cover what was measured"]
 
 
 def fell_with_size(ladder: Ladder, marks: Sequence[Mark]) -> list[str]:

@@ -20,6 +20,13 @@ from tuner.ladder.points import read_points
 
 FEW = Settings(samples=100)
 TRUTH = made.Truth()
+SHARE_OF_DOTS = """(() => {
+  const chart = DATA.charts[1];
+  for (const series of chart.series) for (const place of series.curve ?? []) if (place.length > 2) place[3] *= 1e6;
+  const { low, high } = extent(chart), dots = chart.series.flatMap(series => (series.dots ?? []).map(dot => dot[1]));
+  return (Math.max(...dots) - Math.min(...dots)) / (high - low);
+})()"""
+"""How much of a chart's height the dots take where the interval of a law spans decades."""
 
 
 @pytest.fixture(scope="module")
@@ -101,4 +108,6 @@ def test_the_page_draws_every_chart(tmp_path: Path, full: Forecast, on_line: For
             assert browser.run("document.title") == "ladder <b>"
             assert browser.run("document.documentElement.scrollWidth") <= 1280
             assert not browser.run("document.querySelector('main').innerText.includes('NaN')")
+            if number == 0:
+                assert browser.run(SHARE_OF_DOTS) > 0.1
         assert browser.said == []

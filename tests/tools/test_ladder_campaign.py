@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.fixtures import forked
 from tests.ladder.ladders import ladder_tree, write_ladder_files
 from tools import ladder_campaign
-from tools.ladder_campaign import campaign, documents_of, fell_with_size, kill_points, missing
+from tools.ladder_campaign import campaign, documents_of, fell_with_size, kill_points, misjudged, missing
 from tuner.checkpoint.load import content_sha256, newest
 from tuner.ladder.marks import Mark
 from tuner.ladder.record import Ladder, RungRecord, read_ladder
@@ -50,6 +51,23 @@ def test_what_a_rung_lacks_is_found(tmp_path: Path) -> None:
     assert missing(ladder, "small") == [
         "small: steps are not 1 to 3", "small: no evaluation at step 2", "small: no checkpoint of step 2",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "is_covered", "problems"),
+    [
+        (-0.019, True, []),
+        (0.021, True, ["3M: predicted +2.10% off"]),
+        (0.001, False, ["3M: the interval does not cover what was measured"]),
+    ],
+)
+def test_a_prediction_is_near_and_its_interval_covers(
+    error: float, is_covered: bool, problems: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {"artifacts": {"fit": {"target": {"checked": {"error": error, "is_covered": is_covered}}}}}
+    done = subprocess.CompletedProcess([], 0, json.dumps(said), "")
+    monkeypatch.setattr(ladder_campaign.subprocess, "run", lambda *given, **named: done)
+    assert misjudged(tmp_path, "3M") == problems
 
 
 def test_losses_are_to_fall_with_size(tmp_path: Path) -> None:
