@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -40,10 +42,17 @@ def _asked_of_a_fork() -> Iterator[None]:
     tokenizer_files.subprocess = real
 
 
+@pytest.fixture(scope="session")
+def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory for each test: pytest would look for the next free name among those of all tests before."""
+    place = tmp_path_factory.mktemp("caches")
+    return (place / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def _private_environment(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _private_environment(_caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep prepared data out of the user's cache, and a launcher's variables out of the tests."""
-    monkeypatch.setenv("TUNER_CACHE", str(new_cache(tmp_path_factory.mktemp("cache"))))
+    monkeypatch.setenv("TUNER_CACHE", str(new_cache(next(_caches))))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
@@ -77,6 +86,14 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
 def root() -> Path:
     """The repository's root."""
     return ROOT
+
+
+def pytest_collection_finish() -> None:
+    """Keep tests and modules, a million objects and more, out of each look for cycles that product and tests ask for.
+
+    Once: how many are kept out is counted one by one, so asking for it before every test costs more than it saves.
+    """
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
