@@ -18,7 +18,9 @@ from tuner.runtime.files import write_atomic
 MARK = b"<!doctype html><!-- tuner runs plot -->"
 """How every page begins: only such a file is written over."""
 _TEMPLATE = Path(__file__).with_name("page.html")
-_PLACE = "@@DATA@@"
+_HEAD = Path(__file__).with_name("head.html")
+"""What every page has after its mark: what it may load, which is nothing, colours, and rules of what is on several."""
+_PLACE, _PLACE_OF_HEAD = "@@DATA@@", "@@HEAD@@"
 SMOOTHING, SMOOTHED_POINTS = 0.8, 200
 """How much curves of so many points are smoothed at first; shorter ones are not, and end at their last value."""
 
@@ -62,7 +64,8 @@ def filled(template: Path, figures: Mapping[str, Any]) -> str:
     """The text of a page with the figures that its script draws."""
     # Inside a script element only `<` could end it; JSON knows an escape for it.
     text = json.dumps(figures, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    before, after = template.read_text(encoding="utf-8").split(_PLACE)
+    with_head = template.read_text(encoding="utf-8").replace(_PLACE_OF_HEAD, _HEAD.read_text(encoding="utf-8"))
+    before, after = with_head.split(_PLACE)
     return f"{before}{text}{after}"
 
 
