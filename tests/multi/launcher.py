@@ -1,19 +1,22 @@
 """Starts a script on several ranks, as torchrun would, meeting on the loopback."""
 
+import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import TCPStore
 
+from tests.caches import new_cache
 from tests.fixtures import forked
 
 ROOT = Path(__file__).resolve().parents[2]
+CASE_WORKER = Path(__file__).with_name("case_worker.py")
 _stores: list[TCPStore] = []
 """Where the ranks of this process's tests meet."""
-
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -35,6 +38,19 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
     return env
+
+
+def run_cases(cases: list[dict[str, Any]], directory: Path) -> None:
+    """Have `case_worker.py`, started once, run all of them and write what they gave into the directory."""
+    own = {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(new_cache(directory / "cache"))}
+    done = forked.run(
+        [sys.executable, str(CASE_WORKER), json.dumps(cases), str(directory)],
+        env={**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def bound_listener() -> tuple[socket.socket, int]:

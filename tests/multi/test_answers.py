@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.fixtures import forked
-from tests.multi.launcher import ROOT
-from tests.multi.test_parity import ADAPTERS, WORKER
+from tests.multi.launcher import run_cases
+from tests.multi.test_parity import ADAPTERS
 from tests.train.synthetic import write_model
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -47,10 +44,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(directory)
     cases = [{**ONE, **case, "name": name, "model": str(directory)} for name, case in CASES.items()]
     cases = [{**case, "adapter": ADAPTERS[case["adapter"]]} for case in cases]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, WORKER, json.dumps(cases), str(directory)]
-    done = forked.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_cases(cases, directory)
     return directory
 
 

@@ -1,8 +1,6 @@
 """Methods that look at whole documents equal a plain loop over them: full and LoRA, accumulated, on two processes."""
 
 import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,9 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoModelForCausalLM
 
-from tests.fixtures import forked
-from tests.multi.launcher import ROOT
+from tests.multi.launcher import run_cases
 from tests.multi.own_methods import ALPHA, BETA, reference
-from tests.multi.test_parity import ADAPTERS, ONE, WORKER
+from tests.multi.test_parity import ADAPTERS, ONE
 from tests.train.synthetic import SyntheticRows, assembly_for, recipe_for, write_model
 from tuner.runtime.dist import RankInfo
 
@@ -32,8 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "reward": {"kind": "reward", "center": 0.01},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "one, 8 micro-batches": {"micro": 1},
+    "one, 4 micro-batches": {"micro": 2},
     "two, 4 micro-batches": {"world": 2, "local": 2, "micro": 1},
 }
 CASES = [(method, "full", layout) for method in METHODS for layout in LAYOUTS]
@@ -86,10 +82,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
         | {"adapter": ADAPTERS[adapter], "method": METHODS[method]}
         for method, adapter, layout in CASES
     ]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, WORKER, json.dumps(cases), str(directory)]
-    done = forked.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_cases(cases, directory)
     return directory
 
 

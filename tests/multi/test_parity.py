@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.caches import new_cache
-from tests.fixtures import forked, trainings
-from tests.multi.launcher import ROOT
+from tests.fixtures import trainings
+from tests.multi.launcher import run_cases
 from tests.train.synthetic import SyntheticRows, write_model
 from tuner.data.batches import GlobalBatches
 
-WORKER = str(Path(__file__).with_name("case_worker.py"))
 UNITS = 3  # two blocks and the root
 # Trained tokens of each row. Of the second global batch of 8 rows, the first two of four processes have none; the
 # third batch is partial.
@@ -54,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "2 x 2, full": {"world": 4, "local": 2, "micro": 2, "recompute": "full"},
     "lora: one": {"adapter": "lora"},
+    "lora: two": {"adapter": "lora", "world": 2, "local": 2, "micro": 2},
     "lora: four": {"adapter": "lora", "world": 4, "local": 4, "micro": 1},
     "lora: four, full": {"adapter": "lora", "world": 4, "local": 4, "micro": 2, "recompute": "full"},
     "lora: 2 x 2": {"adapter": "lora", "world": 4, "local": 2, "micro": 1},
@@ -74,8 +72,8 @@ CASES: dict[str, dict[str, Any]] = {
     "hybrid: 2 x 2, a document to a row": {
         "model": "hybrid", "world": 4, "local": 2, "packed": False, "global": 16, "micro": 2,
     },
-    "trained: one": {"factor": 1.0, "steps": 10},
-    "trained: 2 x 2": {"factor": 1.0, "steps": 10, "world": 4, "local": 2, "micro": 1},
+    "trained: one": {"factor": 1.0, "steps": 5},
+    "trained: 2 x 2": {"factor": 1.0, "steps": 5, "world": 4, "local": 2, "micro": 2},
 }  # fmt: skip
 # Whole runs, of which the collectives are counted; of 8 rows a step.
 WHOLE: dict[str, dict[str, Any]] = {
@@ -90,15 +88,16 @@ WHOLE: dict[str, dict[str, Any]] = {
     )
 }
 FLAGS = {
-    "train.duration": "5 steps", "checkpoint.at_end": "false", "checkpoint.every": "never",
+    "train.duration": "4 steps", "checkpoint.at_end": "false", "checkpoint.every": "never",
     "parallel.processes": "auto",
 }  # fmt: skip
 # One run in three launches, of other processes and other shards each, and the same run unbroken.
 TO_STEP = "2 steps"
+HALF = {"train.micro_batch_size": "2"}
 LAUNCHES: dict[str, dict[str, Any]] = {
-    "launch: 2 x 2": {"world": 4, "local": 2, "flags": {"name": "parts", "train.stop_after": TO_STEP}},
+    "launch: 2 x 2": {"world": 4, "local": 2, "flags": {"name": "parts", "train.stop_after": TO_STEP, **HALF}},
     "launch: two replicas": {
-        "world": 2, "local": 2, "flags": {"name": "parts", "train.stop_after": TO_STEP, "parallel.shard": "none"},
+        "world": 2, "local": 2, "flags": {"name": "parts", "train.stop_after": "1 step", "parallel.shard": "none"},
     },
     "launch: one": {"world": 1, "local": 1, "flags": {"name": "parts"}},
     "launch: unbroken": {"world": 1, "local": 1, "flags": {"name": "unbroken"}},
@@ -109,12 +108,13 @@ LAUNCHES: dict[str, dict[str, Any]] = {
 # Other mixtures of what the cases above have one by one: `make campaign` takes them too.
 MIXED = (
     "two, a document to a row", "four, 2 micro-batches", "one, selective",
-    "four, selective, gathered once", "2 x 2, full", "lora: four, full", "lora: 2 x 2", "bf16: 2 x 2",
-    "fp16: two, 2 micro-batches",
+    "four, selective, gathered once", "2 x 2, full", "lora: four", "lora: four, full", "lora: 2 x 2", "bf16: 2 x 2",
+    "fp16: two, 2 micro-batches", "fp16: 2 x 2, 2 micro-batches",
     "hybrid: one", "hybrid: two, full", "hybrid: 2 x 2, a document to a row",
+    "run: two, 4 micro-batches", "run: four", "run: four, 2 micro-batches", "run: 2 x 2",
 )  # fmt: skip
 if "TUNER_TEST_EVERY_ROW" not in os.environ:
-    CASES = {name: case for name, case in CASES.items() if name not in MIXED}
+    CASES, WHOLE = ({name: case for name, case in all_of.items() if name not in MIXED} for all_of in (CASES, WHOLE))
 OVERFLOW = "fp16: two, an overflow on one"
 ALIKE = [(name, name.partition(": ")[0] + ": one" if ": " in name else "one") for name in CASES]
 
@@ -138,13 +138,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, (name, changes) in enumerate((WHOLE | LAUNCHES).items()):
         flags = {**FLAGS, "name": f"run{number}", **changes["flags"]}
         cases.append({**changes, "name": name, "recipe": str(recipe), "flags": flags})
-    own = {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(new_cache(directory / "cache"))}
-    env = {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = forked.run(
-        [sys.executable, WORKER, json.dumps(cases), str(directory)],
-        env=env, check=False, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_cases(cases, directory)
     return directory
 
 
@@ -245,9 +239,9 @@ def test_a_run_goes_on_with_other_processes_and_other_shards(found: Path) -> Non
     def lines(name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (found / "runs" / name / "metrics.jsonl").read_text().splitlines()]
 
-    assert [facts(found, name)["step"] for name in LAUNCHES] == [2, 4, 5, 5, 0]
+    assert [facts(found, name)["step"] for name in LAUNCHES] == [2, 3, 4, 4, 0]
     parts, whole = lines("parts"), lines("unbroken")
-    assert [line["step"] for line in parts] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in parts] == [1, 2, 3, 4]
     for figure in ("loss", "grad_norm"):
         assert largest_relative([line[figure] for line in whole], [line[figure] for line in parts]) <= 1e-5
     assert whole[0]["loss"] != whole[-1]["loss"], "the weights must have moved"

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.caches import new_cache
-from tests.fixtures import forked, quiz, trainings
-from tests.multi.launcher import ROOT
-from tests.multi.test_parity import WORKER
+from tests.fixtures import quiz, trainings
+from tests.multi.launcher import run_cases
 
 CASES: dict[str, dict[str, Any]] = {
     "one": {"world": 1, "local": 1, "flags": {}},
@@ -38,13 +33,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
          "flags": {**FLAGS, **case["flags"], "eval.tasks": tasks, "name": name.replace(" ", "-")}}
         for name, case in CASES.items()
     ]  # fmt: skip
-    own = {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(new_cache(directory / "cache"))}
-    env = {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = forked.run(
-        [sys.executable, WORKER, json.dumps(cases), str(directory)],
-        env=env, check=False, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_cases(cases, directory)
     return directory
 
 
