@@ -94,6 +94,12 @@ def valid(document: str) -> dict[str, Any]:
     return parsed
 
 
+def shorten(workplace: Path) -> None:
+    """Have the recipe end after eight steps."""
+    recipe = workplace / "r.yaml"
+    recipe.write_text(recipe.read_text().replace("3 epochs", "8 steps"))
+
+
 def test_a_run_from_start_to_end_and_again(workplace: Path) -> None:
     first = tuner(workplace, "train", "r.yaml", "--logging.level", "info")
     run = workplace / "runs" / "r"
@@ -125,7 +131,9 @@ def test_the_resolved_recipe_is_the_recipe_without_auto(workplace: Path) -> None
     assert changes(dumped, changed).refuse == ("seed 42 -> 1",)
 
 
+@pytest.mark.slow
 def test_stopping_after_some_steps_and_resuming_gives_the_unbroken_run(workplace: Path) -> None:
+    shorten(workplace)
     tuner(workplace, "train", "r.yaml", "--name", "whole")
     stopped = tuner(workplace, "train", "r.yaml", "--train.stop_after", "5 steps", "--json", code=75)
     document = valid(stopped.stdout)
@@ -139,6 +147,7 @@ def test_stopping_after_some_steps_and_resuming_gives_the_unbroken_run(workplace
 
 
 def test_the_pipeline_gives_a_valid_document(workplace: Path) -> None:
+    shorten(workplace)
     done = shell(workplace, "tuner train r.yaml --json -v | tuner export-hf - --json -v")
     assert done.returncode == 0, done.stderr
     document = valid(done.stdout)
@@ -148,7 +157,7 @@ def test_the_pipeline_gives_a_valid_document(workplace: Path) -> None:
     assert by_path.stdout.strip() == document["artifacts"]["path"], by_path.stderr
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_stops_the_pipeline_with_75(workplace: Path, sent: signal.Signals) -> None:
     long = "tuner train r.yaml --json --train.duration '100000 steps' --logging.console_every '1 s'"
     process = start_shell(workplace, f"{long} | tuner export-hf - --json")
@@ -182,7 +191,7 @@ def test_a_failed_training_fails_the_pipeline_with_its_code(workplace: Path) -> 
         ("echo x > runs", 4, "runs"),
         ("mkdir -p runs/r; echo x > runs/r/mine.txt", 2, "mine.txt"),
         ("rm model/model.safetensors", 3, "model"),
-        ("rm -r model", 3, "model"),
+        pytest.param("rm -r model", 3, "model", marks=pytest.mark.slow),
         ('echo "{}" > model/config.json', 3, "model"),
         ('echo \'{"prompt": "a", "completion": ""}\' > rows.jsonl', 3, "rows.jsonl"),
         ("rm rows.jsonl", 3, "rows.jsonl"),
@@ -213,6 +222,7 @@ def test_a_dry_run_prints_the_plan_and_trains_nothing(workplace: Path) -> None:
 
 
 def test_another_data_set_is_refused_on_resume(workplace: Path) -> None:
+    shorten(workplace)
     tuner(workplace, "train", "r.yaml", "--train.stop_after", "5 steps", code=75)
     rows = (workplace / "rows.jsonl").read_text()
     (workplace / "rows.jsonl").write_text(rows.replace("ab", "ba"))
@@ -223,6 +233,7 @@ def test_another_data_set_is_refused_on_resume(workplace: Path) -> None:
 
 
 def test_two_launches_on_one_run_have_one_winner(workplace: Path) -> None:
+    shorten(workplace)
     tuner(workplace, "train", "r.yaml", "--train.stop_after", "2 steps", code=75)
     held = forked.Popen(
         [sys.executable, "-c", "import sys, time; from tuner.runtime.lock import FileLock; from pathlib import Path\n"
@@ -257,11 +268,12 @@ def test_the_end_of_a_run_names_the_best_step_where_it_is_an_earlier_one(
 
 
 def test_a_run_without_a_final_checkpoint_is_finished_too(workplace: Path) -> None:
+    shorten(workplace)
     flags = ("--checkpoint.at_end", "false", "--checkpoint.every", "never", "--eval.at_end", "false")
     tuner(workplace, "train", "r.yaml", *flags)
     assert newest(workplace / "runs" / "r" / "checkpoints") is None
     again = tuner(workplace, "train", "r.yaml", *flags, "--logging.level", "info")
-    assert "already trained: 18 steps" in again.stderr
+    assert "already trained: 8 steps" in again.stderr
     refused = tuner(workplace, "export-hf", "runs/r", code=3).stderr
     assert "the run has no checkpoint" in refused
     assert "tuner resume" in refused and "--checkpoint.at_end true" in refused
@@ -280,11 +292,13 @@ def test_a_run_is_never_started_over_silently(workplace: Path) -> None:
     assert (run / "metrics.jsonl").read_text() == metrics
 
 
+@pytest.mark.slow
 def test_a_smaller_micro_batch_goes_on_with_the_same_batches(workplace: Path) -> None:
+    shorten(workplace)
     tuner(workplace, "train", "r.yaml", "--train.stop_after", "5 steps", code=75)
     tuner(workplace, "train", "r.yaml", "--resume", "auto", "--train.micro_batch_size", "1")
     lines = [json.loads(line) for line in (workplace / "runs" / "r" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 19))
+    assert [line["step"] for line in lines] == list(range(1, 9))
 
 
 def test_prepared_data_of_another_recipe_are_refused(workplace: Path) -> None:

@@ -67,7 +67,7 @@ def test_resume_warns_of_what_it_passes_over_and_of_what_changed(place: Place) -
     assert said.code == 3
     assert len(heard(said)) == 3
     place.damage(["file gone", "record gone"])
-    said = place.call("resume", str(RUN), "--train.micro_batch_size", "4", "--logging.level", "error")
+    said = place.call("resume", str(RUN), "--train.micro_batch_size", "2", "--logging.level", "error")
     assert said.code == 0
     assert "warning" not in said.stderr
     found = said.document["warnings"]

@@ -75,9 +75,10 @@ CASES: dict[str, dict[str, Any]] = {
     "trained: one": {"factor": 1.0, "steps": 5},
     "trained: 2 x 2": {"factor": 1.0, "steps": 5, "world": 4, "local": 2, "micro": 2},
 }  # fmt: skip
+SHORT = {"train.duration": "4 steps"}
 # Whole runs, of which the collectives are counted; of 8 rows a step.
 WHOLE: dict[str, dict[str, Any]] = {
-    f"run: {name}": {**at, "flags": {"train.micro_batch_size": str(micro), "parallel.shard": shard}}
+    f"run: {name}": {**at, "flags": {**SHORT, "train.micro_batch_size": str(micro), "parallel.shard": shard}}
     for name, at, micro, shard in (
         ("two", {"world": 2, "local": 2}, 4, "full"),
         ("two, 4 micro-batches", {"world": 2, "local": 2}, 1, "full"),
@@ -88,7 +89,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     )
 }
 FLAGS = {
-    "train.duration": "4 steps", "checkpoint.at_end": "false", "checkpoint.every": "never",
+    "train.duration": "5 steps", "checkpoint.at_end": "false", "checkpoint.every": "never",
     "parallel.processes": "auto",
 }  # fmt: skip
 # One run in three launches, of other processes and other shards each, and the same run unbroken.
@@ -97,7 +98,7 @@ HALF = {"train.micro_batch_size": "2"}
 LAUNCHES: dict[str, dict[str, Any]] = {
     "launch: 2 x 2": {"world": 4, "local": 2, "flags": {"name": "parts", "train.stop_after": TO_STEP, **HALF}},
     "launch: two replicas": {
-        "world": 2, "local": 2, "flags": {"name": "parts", "train.stop_after": "1 step", "parallel.shard": "none"},
+        "world": 2, "local": 2, "flags": {"name": "parts", "train.stop_after": TO_STEP, "parallel.shard": "none"},
     },
     "launch: one": {"world": 1, "local": 1, "flags": {"name": "parts"}},
     "launch: unbroken": {"world": 1, "local": 1, "flags": {"name": "unbroken"}},
@@ -239,9 +240,9 @@ def test_a_run_goes_on_with_other_processes_and_other_shards(found: Path) -> Non
     def lines(name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (found / "runs" / name / "metrics.jsonl").read_text().splitlines()]
 
-    assert [facts(found, name)["step"] for name in LAUNCHES] == [2, 3, 4, 4, 0]
+    assert [facts(found, name)["step"] for name in LAUNCHES] == [2, 4, 5, 5, 0]
     parts, whole = lines("parts"), lines("unbroken")
-    assert [line["step"] for line in parts] == [1, 2, 3, 4]
+    assert [line["step"] for line in parts] == [1, 2, 3, 4, 5]
     for figure in ("loss", "grad_norm"):
         assert largest_relative([line[figure] for line in whole], [line[figure] for line in parts]) <= 1e-5
     assert whole[0]["loss"] != whole[-1]["loss"], "the weights must have moved"

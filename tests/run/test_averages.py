@@ -56,6 +56,7 @@ def test_a_resumed_run_has_the_same_averages_and_their_evaluation_changes_nothin
     ]
 
 
+@pytest.mark.slow
 def test_it_begins_where_a_run_is_resumed_with_it_and_ends_where_without(tmp_path: Path) -> None:
     trainings.prepare(tmp_path, 1)
     short = SHORT | {"checkpoint__every": "never"}

@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 
 from tests.fixtures import trainings
-from tests.fixtures.trainings import TOTAL, launch, lines
+from tests.fixtures.trainings import launch, lines
 from tuner.checkpoint.manifest import step_dirs
 from tuner.data.batches import GlobalBatches
 from tuner.errors import DataError, RecipeError
 from tuner.run.options import LaunchOptions
 
+TOTAL = 12
+"""Steps of a whole run."""
+
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
     trainings.prepare(tmp_path, 1)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(recipe.read_text().replace("3 epochs", f"{TOTAL} steps"))
     return tmp_path
 
 
@@ -82,7 +87,7 @@ def test_a_branch_that_failed_before_it_saved_begins_where_it_began(
 
 def test_what_cannot_be_gone_on_from_is_refused(workplace: Path) -> None:
     whole = launch(workplace, name="whole").run_dir
-    origin = whole / "checkpoints" / "step-16"
+    origin = whole / "checkpoints" / "step-8"
     for path, more, message in (
         (workplace / "none", {}, "none: no such directory"),
         (whole, {}, "no steps are left"),
@@ -93,6 +98,6 @@ def test_what_cannot_be_gone_on_from_is_refused(workplace: Path) -> None:
     with pytest.raises(RecipeError, match="did not begin from"):
         launch(workplace, from_(origin), name="whole")
     (origin / "state.json").write_text("{}")
-    with pytest.raises(DataError, match=r"step-16.state.json"):
+    with pytest.raises(DataError, match=r"step-8.state.json"):
         launch(workplace, from_(origin), name="branch")
     assert not (workplace / "runs" / "branch").exists()

@@ -60,7 +60,7 @@ def test_a_run_that_goes_on_tells_what_changed(tmp_path: Path, monkeypatch: pyte
     launch(tmp_path, again, train__stop_after="1 steps", checkpoint__keep="7", train__micro_batch_size="1")
     changed, warned = news()
     assert changed == ("changed", "checkpoint.keep 3 -> 7")
-    assert warned[1].startswith("train.micro_batch_size 2 -> 1: ")
+    assert warned[1].startswith("train.micro_batch_size 4 -> 1: ")
     told.clear()
     with pytest.raises(RecipeError, match=r"another recipe \(train.nonfinite"):
         launch(tmp_path, again, train__nonfinite="{skip: 1}")

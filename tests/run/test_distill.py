@@ -89,8 +89,10 @@ def test_a_resumed_run_is_the_same_bit_for_bit_and_its_teacher_must_be(workplace
 OFFLINE = {"method__top_k": "6", "method__temperature": "2", "method__beta": "0.3", "train__duration": "6 steps"}
 
 
+@pytest.mark.slow
 def test_columns_of_all_tokens_are_the_teacher_in_memory(workplace: Path) -> None:
     held = OFFLINE | {"data__eval": "9 documents", "eval__samples": "0", "adapter__dropout": "0"}
+    held |= {"train__duration": "3 steps"}
     found = {}
     for name, count in (("memory", "null"), ("columns", "300")):
         given = held | {"method__top_k": count}
@@ -155,7 +157,8 @@ def test_a_check_of_the_recipe_finds_a_teacher_without_weights(workplace: Path) 
             found.raise_any()
 
 
-def test_the_teacher_is_in_the_predicted_memory_and_in_no_checkpoint(workplace: Path) -> None:
+@pytest.mark.slow
+def test_the_teacher_is_in_the_predicted_memory(workplace: Path) -> None:
     from tuner.profile.devices import present_device
     from tuner.profile.predict import Target, predict
     from tuner.runtime.dist import RankInfo
@@ -165,9 +168,12 @@ def test_the_teacher_is_in_the_predicted_memory_and_in_no_checkpoint(workplace: 
         recipe = load_recipe(workplace / "r.yaml", overrides, cwd=workplace).recipe
         return predict(recipe, Target(present_device("cpu"), RankInfo(), 1 << 40)).memory.moments[0].parts["parameters"]
 
-    taught = flags(workplace / "teacher", train__stop_after="5 steps")
+    taught = flags(workplace / "teacher")
     size = sum(tensor.nbytes for tensor in load_file(workplace / "teacher" / "model.safetensors").values())
     assert parameters(**taught) - parameters() == pytest.approx(size, rel=0.01)
-    run = launch(workplace, name="saved", **taught).run_dir
+
+
+def test_the_teacher_is_in_no_checkpoint(workplace: Path) -> None:
+    run = launch(workplace, name="saved", **flags(workplace / "teacher", train__stop_after="2 steps")).run_dir
     tensors = [name for path in run.rglob("*.safetensors") for name in load_file(path)]
     assert tensors and all("lora" in name for name in tensors)

@@ -29,6 +29,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_bit_for_bit(workplace: Path) -> None:
     whole = outcome(launch(workplace, name="whole", **LONG).run_dir)
     stopped = launch(workplace, name="parts", train__stop_after="3 steps", **LONG)

@@ -73,6 +73,7 @@ def test_another_base_or_quantiser_is_refused(place: Path, monkeypatch: pytest.M
         file.write_bytes(before)
 
 
+@pytest.mark.slow
 def test_preferences_are_measured_against_the_quantised_base(place: Path) -> None:
     rows = [{"prompt": f"{i} ", "chosen": "ab" * (1 + i % 3), "rejected": "cd" * (1 + i % 2)} for i in range(8)]
     (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

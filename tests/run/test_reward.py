@@ -41,6 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_bit_for_bit_evaluated_and_exported(place: Path) -> None:
     whole = launch(place, name="whole", checkpoint__keep_best="eval/accuracy").run_dir
     launch(place, name="cut", train__stop_after="3 steps", checkpoint__keep_best="eval/accuracy")

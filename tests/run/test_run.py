@@ -47,13 +47,13 @@ def test_each_step_has_its_learning_rate(workplace: Path) -> None:
 def test_stopped_and_resumed_is_the_unbroken_run(workplace: Path) -> None:
     whole = launch(workplace, name="whole")
     assert (whole.status, whole.step, whole.total_steps) == ("finished", TOTAL, TOTAL)
-    stopped = launch(workplace, train__stop_after="5 steps")
-    assert (stopped.status, stopped.step) == ("stopped", 5)
+    stopped = launch(workplace, train__stop_after="7 steps")
+    assert (stopped.status, stopped.step) == ("stopped", 7)
     again = train(resume_source(stopped.run_dir), LaunchOptions(resume="must"), RankInfo(), Console(main=False))
     assert (again.status, again.step) == ("finished", TOTAL)
     assert trainings.outcome(again.run_dir) == trainings.outcome(whole.run_dir)
     record = json.loads((again.run_dir / "run.json").read_text())
-    assert [(entry["from_step"], entry["status"]) for entry in record["launches"]] == [(0, "stopped"), (5, "finished")]
+    assert [(entry["from_step"], entry["status"]) for entry in record["launches"]] == [(0, "stopped"), (7, "finished")]
 
 
 @pytest.mark.parametrize("at_end", ["true", "false"])
@@ -103,16 +103,17 @@ def test_a_base_model_that_changed_is_refused(workplace: Path) -> None:
 
 
 def test_checkpoints_are_pruned_but_not_the_one_resumed_from(workplace: Path) -> None:
-    stopped = launch(workplace, train__stop_after="3 steps", checkpoint__keep="1")
+    flags = {"train__duration": "9 steps", "checkpoint__keep": "1"}
+    stopped = launch(workplace, train__stop_after="3 steps", **flags)
     assert [step for step, _ in step_dirs(stopped.run_dir / "checkpoints")] == [3]
-    done = launch(workplace, LaunchOptions(resume="auto"), checkpoint__keep="1")
-    assert [step for step, _ in step_dirs(done.run_dir / "checkpoints")] == [TOTAL, 3]
+    done = launch(workplace, LaunchOptions(resume="auto"), **flags)
+    assert [step for step, _ in step_dirs(done.run_dir / "checkpoints")] == [9, 3]
 
 
 def test_evaluation_is_weighted_by_tokens_and_its_rows_are_bounded(workplace: Path) -> None:
     found = []
     for micro in ("1", "2"):
-        flags = {"data__eval": "9 documents", "eval__max_rows": "5", "eval__samples": "1"}
+        flags = {"data__eval": "9 documents", "eval__max_rows": "5", "eval__samples": "1", "train__duration": "2 steps"}
         result = launch(workplace, name=f"micro{micro}", train__micro_batch_size=micro, **flags)
         evaluations = [line["loss"] for line in lines(result.run_dir) if line["kind"] == "eval"]
         assert len(evaluations) >= 2
@@ -131,7 +132,7 @@ def test_a_failed_launch_says_so_and_can_go_on(workplace: Path, monkeypatch: pyt
 
     monkeypatch.setattr(GlobalBatches, "step", failing)
     with pytest.raises(OSError, match="disk is gone"):
-        launch(workplace)
+        launch(workplace, train__duration="9 steps")
     monkeypatch.undo()
     run = workplace / "runs" / "r"
     record = json.loads((run / "run.json").read_text())
@@ -140,32 +141,33 @@ def test_a_failed_launch_says_so_and_can_go_on(workplace: Path, monkeypatch: pyt
     assert found is not None
     assert found.step == 4
     with pytest.raises(RecipeError, match="unfinished run, at step 4"):
-        launch(workplace)
-    assert launch(workplace, LaunchOptions(resume="auto")).status == "finished"
-    assert [line["step"] for line in lines(run)] == list(range(1, TOTAL + 1))
+        launch(workplace, train__duration="9 steps")
+    assert launch(workplace, LaunchOptions(resume="auto"), train__duration="9 steps").status == "finished"
+    assert [line["step"] for line in lines(run)] == list(range(1, 10))
 
 
 def test_a_stop_file_saves_stops_and_is_used_up(workplace: Path) -> None:
     run = workplace / "runs" / "r"
     run.mkdir(parents=True)
-    launch(workplace, train__stop_after="2 steps")
+    launch(workplace, train__stop_after="2 steps", train__duration="6 steps")
     (run / "STOP").touch()
-    stopped = launch(workplace, LaunchOptions(resume="auto"))
+    stopped = launch(workplace, LaunchOptions(resume="auto"), train__duration="6 steps")
     assert (stopped.status, stopped.step) == ("stopped", 3)
     assert not (run / "STOP").exists()
     assert json.loads((run / "run.json").read_text())["launches"][1]["why"] == "STOP"
     found = newest(run / "checkpoints")
     assert found is not None
     assert found.step == 3
-    assert launch(workplace, LaunchOptions(resume="auto")).status == "finished"
+    assert launch(workplace, LaunchOptions(resume="auto"), train__duration="6 steps").status == "finished"
 
 
 def test_a_signal_in_an_evaluation_cuts_it_short_and_it_is_done_when_the_run_goes_on(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = {"data__eval": "7 documents", "eval__every": "5 steps", "eval__samples": "1", "eval__samples_at": "all"}
+    flags |= {"train__duration": "10 steps"}
     whole = launch(workplace, name="whole", **flags)
-    evaluated = [*range(0, whole.step, 5), whole.step]
+    evaluated = [0, 5, 10]
     real, signal_at = evaluate.answer_samples, {"evaluation": 0}
 
     def signalled(*args: Any, **options: Any) -> Any:
@@ -370,13 +372,13 @@ def test_skipped_steps_are_marked_and_survive_a_resume(workplace: Path, monkeypa
                 return result
 
             patch.setattr(loop, "optimizer_step", planted)
-            flags = {"train__nonfinite": "{skip: 1}", "train__stop_after": stop}
+            flags = {"train__nonfinite": "{skip: 1}", "train__duration": "8 steps", "train__stop_after": stop}
             return launch(workplace, LaunchOptions(resume="auto"), name=name, **flags)
 
     whole = once("whole", "never")
     once("parts", "5 steps")
     parts = once("parts", "never")
     assert (whole.status, parts.status) == ("finished", "finished")
-    assert [line.get("skipped", False) for line in lines(whole.run_dir)] == [False, False, True] + [False] * 15
+    assert [line.get("skipped", False) for line in lines(whole.run_dir)] == [False, False, True] + [False] * 5
     assert lines(whole.run_dir)[2]["loss"] is None
     assert trainings.outcome(parts.run_dir) == trainings.outcome(whole.run_dir)

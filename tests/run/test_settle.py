@@ -26,20 +26,8 @@ from tuner.run.settle import Place, answer_of, run_before, settle
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import any_rank, from_rank0, gloo_group, process_group
-from tuner.setup.settled import (
-    BATCH,
-    LEVEL,
-    MICRO,
-    OFFLOAD,
-    SHARD,
-    TILED,
-    Settled,
-    left_open,
-    meaningful,
-    reopened,
-    whole_batches,
-    with_batch_of,
-)
+from tuner.setup import settled as keys
+from tuner.setup.settled import BATCH, LEVEL, MICRO, OFFLOAD, SHARD, TILED, Settled
 
 TWO = RankInfo(0, 2, 0, 2)
 OFF = {"tiled_mlp": False, "offload_activations": False}
@@ -75,7 +63,7 @@ def test_only_what_is_left_open_is_predicted_and_never_for_a_cpu(tmp_path: Path,
     assert settle(cpu, {MICRO: 1, LEVEL: "none"}, RankInfo(), place, console) == Settled()
     written = loaded_from(tmp_path, train={"micro_batch_size": 1, "gradient_checkpointing": "none", **OFF})
     assert settle(written, {}, RankInfo(), place, console) == Settled()
-    assert left_open(written.recipe, 2) == (SHARD,)
+    assert keys.left_open(written.recipe, 2) == (SHARD,)
     assert settle(written, {}, TWO, place, console) == Settled()  # on one machine weights in full are sharded over all
     assert len(asked) == 1
 
@@ -87,30 +75,30 @@ def test_a_resumed_run_keeps_what_it_had(tmp_path: Path, asked: list[dict[str, A
     run = loaded_from(tmp_path, train={"micro_batch_size": 2, "gradient_checkpointing": "selective", **OFF})
     before = run_before(run, record, 2)
     assert before == {MICRO: 2, LEVEL: "selective", **MORE, SHARD: "none"}
-    assert meaningful({TILED: True, OFFLOAD: 1, MICRO: True}) == {TILED: True}
+    assert keys.meaningful({TILED: True, OFFLOAD: 1, MICRO: True}) == {TILED: True}
     assert run_before(run, record, 8) == {MICRO: 2, LEVEL: "selective", **MORE} and run_before(None, None, 1) == {}
     found = settle(loaded_from(tmp_path), before, TWO, place, console)
     assert found.values == before and set(found.reasons.values()) == {"as the run had it"} and not asked
     settle(loaded_from(tmp_path), run_before(run, record, 8), RankInfo(0, 8, 0, 8), place, console)
     assert asked[0]["recipe"]["train"]["micro_batch_size"] == "auto"  # 2 rows on 8 processes do not divide 8
     assert asked[0]["recipe"]["train"]["gradient_checkpointing"] == "selective"
-    assert reopened(record, run, 8).recipe.train.micro_batch_size == "auto"
-    assert reopened(record, run, 4) is run and reopened({"launches": [{}]}, run, 8) is run
+    assert keys.reopened(record, run, 8).recipe.train.micro_batch_size == "auto"
+    assert keys.reopened(record, run, 4) is run and keys.reopened({"launches": [{}]}, run, 8) is run
 
 
 @pytest.mark.parametrize(("processes", "rows"), [(3, 15), (5, 15), (6, 18), (7, 14), (32, 32)])
 def test_the_default_batch_gives_way_to_one_that_divides(tmp_path: Path, processes: int, rows: int) -> None:
     default = replace(loaded_from(tmp_path, train={"global_batch_size": 16}), origins={})
-    found = whole_batches(default, processes)
+    found = keys.whole_batches(default, processes)
     assert found.values == {BATCH: rows}
     assert found.reasons[BATCH] == f"the default of 16 rows does not divide into {processes} processes"
-    assert whole_batches(replace(default, origins={BATCH: "r.yaml:3:3"}), processes) == Settled()
-    assert whole_batches(default, 8) == Settled()
+    assert keys.whole_batches(replace(default, origins={BATCH: "r.yaml:3:3"}), processes) == Settled()
+    assert keys.whole_batches(default, 8) == Settled()
     record = {"launches": [{"settled": dict(found.values)}, {}]}
-    assert with_batch_of(record, default).recipe.train.global_batch_size == rows
-    assert with_batch_of({"launches": [{}]}, default) is default
+    assert keys.with_batch_of(record, default).recipe.train.global_batch_size == rows
+    assert keys.with_batch_of({"launches": [{}]}, default) is default
     for odd in ({BATCH: "many"}, {BATCH: True}, {BATCH: 0}, [BATCH], "x"):
-        assert with_batch_of({"launches": [{"settled": odd}]}, default) is default
+        assert keys.with_batch_of({"launches": [{"settled": odd}]}, default) is default
 
 
 def test_a_choice_is_made_once_for_the_same_recipe_and_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +131,7 @@ def test_a_choice_is_made_once_for_the_same_recipe_and_device(tmp_path: Path, mo
         assert answer_of(job) == answer and len(chosen) == count + 1
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_what_cannot_be_predicted_is_taken_plainly_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,7 +167,7 @@ def test_other_ranks_get_what_rank_0_finds_before_they_are_a_group(monkeypatch: 
 
 def test_what_was_settled_is_written_down_with_its_reason_and_kept(tmp_path: Path) -> None:
     trainings.prepare(tmp_path, 1)
-    text = (tmp_path / "r.yaml").read_text().replace(", micro_batch_size: 2", "").replace("3 epochs", "4 steps")
+    text = (tmp_path / "r.yaml").read_text().replace(", micro_batch_size: 4", "").replace("3 epochs", "4 steps")
     (tmp_path / "r.yaml").write_text(text)
     settled = Settled({MICRO: 4, LEVEL: "full"}, {MICRO: "room for\n4", LEVEL: "no room"})
     found = trainings.launch(tmp_path, train__stop_after="2 steps")
@@ -203,7 +192,7 @@ def test_what_was_settled_is_written_down_with_its_reason_and_kept(tmp_path: Pat
 def test_the_default_recipe_starts_on_three_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trainings.prepare(tmp_path, 1)
     text = (tmp_path / "r.yaml").read_text()
-    for written, instead in ((", micro_batch_size: 2", ""), (" global_batch_size: 8,", ""), ("warning", "info")):
+    for written, instead in ((", micro_batch_size: 4", ""), (" global_batch_size: 8,", ""), ("warning", "info")):
         text = text.replace(written, instead)
     (tmp_path / "r.yaml").write_text(text)
     three = [Override("parallel.processes", "3")]

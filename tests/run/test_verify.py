@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.caches import new_cache
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch
 from tuner.errors import MachineError, RecipeError, VerificationError
@@ -22,10 +24,14 @@ from tuner.runtime.lock import FileLock
 SILENT = Console(main=False)
 
 
-@pytest.fixture
-def finished(tmp_path: Path) -> Path:
-    trainings.prepare(tmp_path, 1)
-    return launch(tmp_path, data__eval="7 documents", eval__every="5 steps", eval__samples="0").run_dir
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run that no proof changes."""
+    place = tmp_path_factory.mktemp("finished")
+    trainings.prepare(place, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TUNER_CACHE", str(new_cache(place / "cache")))
+        yield launch(place, data__eval="7 documents", eval__every="5 steps", eval__samples="0").run_dir
 
 
 def proof(run: Path, steps: int) -> ResumeProof:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.fixtures import trainings
-from tests.fixtures.trainings import TOTAL, launch
+from tests.fixtures.trainings import launch
 from tuner.checkpoint.manifest import step_dirs
 from tuner.config.duration import Duration
 from tuner.config.methods import DpoMethod
@@ -85,7 +85,7 @@ def test_marked_steps_are_saved_and_never_pruned(workplace: Path) -> None:
     flags = {"checkpoint__marks": "[3 steps, 5 steps, 50%]", "checkpoint__at_end": "false", **SPARSE}
     assert steps(launch(workplace, **flags).run_dir) == [3, 5, 9, 12]
     late = {"checkpoint__marks": "[100%]", "checkpoint__at_end": "false", "checkpoint__every": "never"}
-    assert steps(launch(workplace, name="late", **late).run_dir) == [TOTAL]
+    assert steps(launch(workplace, name="late", train__duration="4 steps", **late).run_dir) == [4]
 
 
 def test_the_best_evaluation_is_saved_and_stays(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,7 +278,7 @@ FULL = {
 def test_stopped_and_resumed_is_the_unbroken_run(tmp_path: Path) -> None:
     trainings.prepare(tmp_path, 1)
     flags = {**FULL, "optimizer__state": "8bit", "optimizer__rounding": "stochastic", "model__dtype": "bf16"}
-    flags["train__precision"] = "bf16"
+    flags |= {"train__precision": "bf16", "train__duration": "8 steps"}
     whole = launch(tmp_path, name="whole", **flags)
     launch(tmp_path, train__stop_after="5 steps", **flags)
     again = launch(tmp_path, LaunchOptions(resume="auto"), **flags)

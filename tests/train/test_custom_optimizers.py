@@ -153,6 +153,7 @@ def test_torchs_adamw_by_file_is_ours_with_its_groups(workplace: Path) -> None:
 @pytest.mark.parametrize("name", ["Lion", "Counts", "NAdam"])
 def test_stopped_and_resumed_is_the_unbroken_run(workplace: Path, name: str) -> None:
     flags = {"optimizer__kind": "custom", "optimizer__use": f"own.py:{name}", "optimizer__weight_decay": "0.1"}
+    flags |= {"train__duration": "8 steps"}
     whole = launch(workplace, name="whole", **flags)
     launch(workplace, train__stop_after="5 steps", **flags)
     again = launch(workplace, LaunchOptions(resume="auto"), **flags)

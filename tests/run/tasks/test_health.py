@@ -52,6 +52,7 @@ def test_the_bits_are_those_of_a_run_without_any_of_it(directory: Path) -> None:
     assert internals["dead_share/layers.1"] < 0.5 < internals["weight_rms/layers.0"] + 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_lines_and_its_bits(directory: Path) -> None:
     whole = trainings.launch(directory, train__duration=STEPS, name="whole", **EVERYTHING).run_dir
     flags = {"train__duration": STEPS, "name": "parts", **EVERYTHING}

@@ -98,8 +98,9 @@ def test_a_resumed_launch_says_where_it_began_and_keeps_the_cadence(workplace: P
 def test_a_hook_that_fails_stops_the_run_with_its_state_saved(workplace: Path) -> None:
     other = {"use": "my_hooks.py:Notify", "options": {"out": str(workplace / "other")}, "stages": ["end"]}
     hooks = f"[{hook(workplace, fail_at=6)}, {json.dumps(other)}]"
+    short = {"train__duration": "8 steps"}
     with pytest.raises(PluginError) as caught:
-        launch(workplace, hooks, checkpoint__every="never")
+        launch(workplace, hooks, checkpoint__every="never", **short)
     place = f"{workplace}/my_hooks.py:17"
     assert caught.value.message == (
         f"hook my_hooks.py:Notify failed at step, step 6: ConnectionError: nobody listens ({place})"
@@ -113,8 +114,8 @@ def test_a_hook_that_fails_stops_the_run_with_its_state_saved(workplace: Path) -
     (end,) = [json.loads(line) for line in (workplace / "other").read_text().splitlines()]
     assert (end["stage"], end["step"], end["status"]) == ("end", 6, "failed")
     (workplace / "my_hooks.py").write_text(HOOK.replace("raise ", "pass; "))
-    whole = launch(workplace, "null", name="whole")
-    resumed = launch(workplace, "null", LaunchOptions(resume="auto"))
+    whole = launch(workplace, "null", name="whole", **short)
+    resumed = launch(workplace, "null", LaunchOptions(resume="auto"), **short)
     assert trainings.outcome(resumed.run_dir) == trainings.outcome(whole.run_dir)
 
 

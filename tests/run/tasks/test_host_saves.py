@@ -31,6 +31,7 @@ def workplace(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_where_states_lie_may_change_at_a_resume_and_no_bit_does(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

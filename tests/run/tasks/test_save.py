@@ -23,7 +23,7 @@ from tuner.run.tasks.save import Saver, Snapshot
 from tuner.train import loop
 from tuner.train.evaluate import Evaluation
 
-BESIDE = {"checkpoint__async_save": "true", "checkpoint__keep": "9"}
+BESIDE = {"checkpoint__async_save": "true", "checkpoint__keep": "9", "train__duration": "12 steps"}
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_failed_save_ends_the_run_at_the_next_step_with_its_own_error(
     assert (record["status"], record["launches"][0]["step"]) == ("failed", 9)
     assert [step for step, _ in step_dirs(run / "checkpoints")] == [4]
     assert not list((run / "checkpoints").glob(".tmp-*"))
-    whole = launch(workplace, name="whole")
+    whole = launch(workplace, name="whole", train__duration="12 steps")
     again = launch(workplace, LaunchOptions(resume="auto"), **BESIDE)
     assert trainings.outcome(again.run_dir) == trainings.outcome(whole.run_dir)
 
