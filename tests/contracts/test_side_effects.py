@@ -56,27 +56,24 @@ def test_loading_creates_no_file_opens_no_socket_and_imports_nothing_heavy(tmp_p
 
 COMMANDS = [
     ["--help"],
-    ["config", "--help"],
     ["config", "check", "smollm2_sft_cpu", "--model.name_or_path", "nobody/nothing"],
     ["config", "check", "tiny_pretrain_cpu", "--model.name_or_path", "./nothing"],
     ["config", "show", "--origin", "tiny_pretrain_cpu"],
     ["config", "show", "--plot-schedule", "tiny_pretrain_cpu"],
-    ["config", "show", "--plot-schedule", "tiny_pretrain_cpu", "--train.duration", "50 steps"],
     ["config", "schema"],
     ["config", "show", "tiny_pretrain_cpu", "--optimizer.lrr", "1"],
     ["recipes", "list"],
-    ["init", "--help"],
     ["train", "--help"],
-    ["prepare-data", "--help"],
-    ["resume", "--help"],
-    ["export-hf", "--help"],
-    ["generate", "--help"],
     ["profile", "--help"],
     ["train", "nowhere.yaml"],
-    ["runs", "--help"],
     ["runs", "list", "."],
     ["runs", "show", "."],
 ]
+MORE = [
+    *([command, "--help"] for command in ("config", "init", "prepare-data", "resume", "export-hf", "generate", "runs")),
+    ["config", "show", "--plot-schedule", "tiny_pretrain_cpu", "--train.duration", "50 steps"],
+]
+"""Like others of those."""
 
 WATCH = """
 import atexit, json, os, sys
@@ -89,7 +86,9 @@ main()
 """
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [*COMMANDS, *(pytest.param(words, marks=pytest.mark.slow) for words in MORE)], ids=" ".join
+)
 def test_light_commands_import_no_torch(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = tmp_path / "seen.json"
     monkeypatch.setenv("SEEN", str(seen))

@@ -284,6 +284,7 @@ def test_a_saved_data_set_that_is_damaged(saved: Path) -> None:
         one(f"{saved.parent}:train")
 
 
+@pytest.mark.slow
 def test_what_the_datasets_library_saves_and_caches_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

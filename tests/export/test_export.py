@@ -117,10 +117,21 @@ VARIANTS = {
 }
 
 
+KINDS_OF_LAYERS, TYPES = ("llama", "llama-tied", "gpt2"), ("fp32", "bf16")
+EXPORTED = [(variant, kind, frozen) for variant in VARIANTS for kind in KINDS_OF_LAYERS for frozen in TYPES]
+QUICK = {("llama", "bf16"), ("llama-tied", "fp32")}
+"""Kinds and types with which each variant is exported in each run of the tests; gpt2's other layout with some."""
+
+
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize("frozen", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["llama", "llama-tied", "gpt2"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "kind", "frozen"),
+    [
+        case if case[1:] in QUICK or case in (("dora", "gpt2", "fp32"), ("all", "gpt2", "bf16"))
+        else pytest.param(*case, marks=pytest.mark.slow)
+        for case in EXPORTED
+    ],
+)  # fmt: skip
 def test_every_adapter_is_exported_merged_and_kept(make_run: MakeRun, variant: str, kind: str, frozen: str) -> None:
     run = make_run(kind, VARIANTS[variant], frozen)
     merged = export_hf(run, run / "merged", dtype="fp32")

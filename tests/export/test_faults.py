@@ -147,7 +147,7 @@ def failing(name: str, code: int, first: int, monkeypatch: pytest.MonkeyPatch) -
     ("name", "code", "least"),
     [
         ("write", errno.ENOSPC, 10),
-        ("fsync", errno.EIO, 10),
+        pytest.param("fsync", errno.EIO, 10, marks=pytest.mark.slow),
         ("sendfile", errno.ENOSPC, 2),
         ("mkdir", errno.EROFS, 1),
         ("rename", errno.EIO, 1),

@@ -113,8 +113,15 @@ MERGED = [("llama", choice, new_ids) for choice in CHOICES for new_ids in (GROWN
 MERGED += [(family, "lora", GROWN) for family in FAMILIES] + [("phi", "frozen", ROOM), ("gpt2", "saved", GROWN)]
 
 
-@pytest.mark.parametrize(("family", "choice", "new_ids"), MERGED)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("family", "choice", "new_ids", "tied"),
+    [
+        # Tied and untied in turns; the other of each pair is slow.
+        pytest.param(*case, tied, marks=[] if (number % 2 == 0) == tied else pytest.mark.slow)
+        for number, case in enumerate(MERGED)
+        for tied in (True, False)
+    ],
+)
 def test_merged_exports_hold_the_rows(tmp_path: Path, family: str, tied: bool, choice: str, new_ids: range) -> None:
     case = make(tmp_path, family, tied, CHOICES[choice], new_ids)
     report = export_hf(case.run, dtype="fp32")

@@ -32,6 +32,16 @@ pytestmark = [pytest.mark.multi, pytest.mark.filterwarnings("ignore:fan_in_fan_o
 WORLD_SIZES = (1, 2, 4)
 LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 CASES = [(family, tied, lora) for family in FAMILIES for tied in (False, True) for lora in (None, LORA)]
+# Of each family its weights in one case and an adapter's in another, one of them tied; all four of the first.
+QUICK = {
+    *(
+        (family, (number % 2 == 0) == (lora is None), lora)
+        for number, family in enumerate(FAMILIES)
+        for lora in (None, LORA)
+    ),
+    *CASES[:4],
+}
+CHOSEN = [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 MOVED = {None: 0.05, LORA: 0.2}
 """How far training moves each parameter."""
 
@@ -70,10 +80,11 @@ def build(directory: Path, family: str, tied: bool, lora: LoraSpec | None) -> Ca
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
-    """All cases, each saved by every number of ranks: a group of processes for each, forked with the models."""
+def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
+    """The cases of this session, each saved by every number of ranks: a group for each, forked with the models."""
     place = tmp_path_factory.mktemp("round-trips")
-    built = {name_of(case): (build(place / name_of(case), *case), case[2]) for case in CASES}
+    wanted = [item.callspec.params["case"] for item in request.session.items if item.path == Path(__file__)]  # type: ignore[attr-defined]
+    built = {name_of(case): (build(place / name_of(case), *case), case[2]) for case in wanted}
 
     def save_all(rank: int) -> None:
         ranks = dist.get_world_size()
@@ -115,7 +126,7 @@ def with_merged_weights(case: Case, dtype: torch.dtype) -> PreTrainedModel:
     return merged.to(dtype)
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("case", CHOSEN, ids=name_of)
 def test_the_export_is_the_trained_model(cases: dict[str, Case], tmp_path: Path, case: tuple) -> None:  # type: ignore[type-arg]
     run, lora = cases[name_of(case)], case[2]
     trained, base = (last_logits(model, PROMPTS) for model in (run.trained, run.base))

@@ -22,14 +22,19 @@ from tests.faults.trials import (
 
 
 def test_killed_in_every_phase(bench: Bench) -> None:
-    """One point of each phase of each job, at random."""
+    """Points at random, so many that there is one of each phase and one of each job."""
     rng = random.Random(0)
     points = list(kill_points([bench]))
     rng.shuffle(points)
     chosen = {(point.job, phase(bench.traces[point.job].calls[point.faults[0].at - 1])): point for point in points}
     assert {job for job, _ in chosen} == {"prepare", "train", "resume", "export"}
     assert {name for _, name in chosen} == {"prepare", "save", "prune", "export", "records", "run"}
-    for point in chosen.values():
+    jobs, phases = set[str](), set[str]()
+    for (job, name), point in chosen.items():
+        if job in jobs and name in phases:
+            continue
+        jobs.add(job)
+        phases.add(name)
         verdict = kill_trial(bench, point)
         assert verdict.struck == 1
         assert verdict.problems == [], json.dumps(verdict.as_json())

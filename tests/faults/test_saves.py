@@ -93,7 +93,7 @@ def test_killed_at_every_call_and_again_in_the_recovery(saves: Saves) -> None:
             if at % 3 == 0:
                 saves.run(Fault(1 + at // 3, "kill"))
                 saves.judge(at > saves.commit)
-            if at % 2 == 0:
+            if at % 4 == 0:
                 saves.finish()
     assert seen == {saves.first, saves.second}
     assert len(saves.calls) > 35
@@ -117,7 +117,7 @@ def test_an_error_at_every_call(saves: Saves) -> None:
             elif trace.struck:
                 assert call.kind in ("mkdir", "unlink", "close"), f"{where} went unnoticed"
             saves.judge(trace.code == 0)
-            if at % 4 == 0:
+            if at % 8 == 0:
                 saves.finish()
     assert told > 40
 

@@ -29,6 +29,7 @@ def test_packed_equals_alone(kind: str, tmp_path: Path) -> None:
     require_isolation(root, 97)
 
 
+@pytest.mark.slow
 def test_packed_equals_alone_on_smollm2() -> None:
     directory = os.environ.get("TUNER_TEST_SMOLLM2")
     if not directory:

@@ -33,7 +33,7 @@ class Gathers(torch_private.TorchDispatchMode):  # type: ignore[misc,name-define
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("tokens", [None, 12])
+@pytest.mark.parametrize("tokens", [pytest.param(None, marks=pytest.mark.slow), 12])
 def test_the_model_is_gathered_once_and_not_for_each_token(tokens: int | None, tmp_path: Path) -> None:
     """With an embedding that is a unit, and with one in which rows are looked up in training."""
 

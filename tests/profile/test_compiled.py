@@ -54,6 +54,7 @@ def test_compiled_layers_keep_one_copy_of_what_several_products_cast(tmp_path: P
     assert layers[LAYER] - fewer[LAYER] == 3 * COPY and layers[""] == fewer[""]
 
 
+@pytest.mark.slow
 def test_layers_that_are_computed_again_cast_once_too(tmp_path: Path) -> None:
     def fullest(trace: Trace) -> int:
         """Most bytes of activations in the backward pass of the first layer."""
@@ -113,7 +114,7 @@ def test_a_cast_is_repeated_where_it_is_of_the_same_numbers(taken: Callable[...,
     assert counted("another") == counted("layer", "evaluation") == 2
 
 
-@pytest.mark.parametrize(("device", "saves"), [("h100-80g", True), ("cpu", False)])
+@pytest.mark.parametrize(("device", "saves"), [("h100-80g", True), pytest.param("cpu", False, marks=pytest.mark.slow)])
 def test_a_gpu_alone_is_predicted_with_the_copies_of_compiled_layers(device: str, saves: bool, tmp_path: Path) -> None:
     bf16 = {"precision": "bf16"}
     compiled, plain = (

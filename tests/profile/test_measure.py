@@ -95,6 +95,7 @@ def test_activations_are_found_in_the_modules_that_made_them(recipe: Path) -> No
     assert 0 < most[1] < most[0]  # made again, in the backward pass
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_compiled_layers_are_recorded_as_they_train(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the compiler's choice of what waits for the backward pass, and compiled once."""
@@ -168,6 +169,7 @@ def test_a_cap_on_counted_bytes_is_examined_where_it_is_passed(recipe: Path) -> 
         measure(None, None, None, SINGLE, MeasureOptions(0))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_failed_allocations_are_examined(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = measuring._timed_steps
 

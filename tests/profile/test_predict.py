@@ -66,6 +66,7 @@ def test_the_copy_of_a_save_lies_in_the_hosts_memory_where_training_is_on_a_gpu(
     assert any("page-locked" in text for text in found.assumptions)
 
 
+@pytest.mark.slow
 def test_states_on_the_host_are_none_of_the_device(tmp_path: Path) -> None:
     def on(offload: str, processes: str = "1", device: str = "h100-80g", **sections: dict[str, Any]) -> Any:
         recipe = wish(tmp_path, optimizer={"offload": offload}, **sections)
@@ -125,6 +126,7 @@ def test_rows_of_added_tokens_are_counted(tmp_path: Path) -> None:
     assert grown == rows  # of the frozen weight, which ids right after its own make longer
 
 
+@pytest.mark.slow
 def test_each_lever_moves_the_memory_it_is_for(tmp_path: Path) -> None:
     plain = predicted(wish(tmp_path)).memory.peak
     again = predicted(wish(tmp_path, train={"gradient_checkpointing": "full"})).memory.peak

@@ -19,14 +19,21 @@ from tuner.profile.prediction import Prediction
 from tuner.profile.shortened import predict_by_layers
 from tuner.runtime.dist import RankInfo
 
-LAYERS = 12
+LAYERS = 10
 CASES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("cpu", 1, {"train": {"micro_batch_size": 2}}),
+    ("h100-80g", 4, {"train": {"gradient_checkpointing": "full", "precision": "bf16"}}),
     ("h100-80g", 4, {"train": {"gradient_checkpointing": "full", "precision": "bf16"}, "adapter": {"kind": "lora"}}),
 )
 
 
-@pytest.mark.parametrize(("device", "processes", "sections"), CASES)
+QUICK = CASES[1]
+
+
+@pytest.mark.parametrize(
+    ("device", "processes", "sections"),
+    [pytest.param(*case, marks=[] if case is QUICK else pytest.mark.slow) for case in CASES],
+)
 def test_it_is_the_prediction_of_the_whole_model(
     device: str, processes: int, sections: dict[str, Any], tmp_path: Path
 ) -> None:

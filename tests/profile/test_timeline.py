@@ -47,6 +47,7 @@ def test_every_layer_keeps_as_much_as_the_other(tmp_path: Path) -> None:
     assert max(m.parts["activations"] for m in backward) > sum(again.layers.values())
 
 
+@pytest.mark.slow
 def test_shards_are_gathered_and_gradients_reduced(tmp_path: Path) -> None:
     trace = traced(Case("llama", {}, LONG, 4), tmp_path)
     assert {"gathered", "reduced", "gradients"} <= set(parts_of(trace))

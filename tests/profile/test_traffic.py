@@ -113,6 +113,7 @@ def test_a_traced_step_looks_rows_up_where_that_moves_less(tmp_path: Path) -> No
     assert max(made) == (1025 + 1) * row  # a shard of the gradient, and a row for all others; about as much as of rows
 
 
+@pytest.mark.slow
 def test_a_prediction_says_what_a_step_moves(tmp_path: Path) -> None:
     alone, many = predicted(wish(tmp_path)), predicted(wish(tmp_path), processes="2")
     assert alone.time.traffic == Traffic() and "gathered" not in sentence(alone)

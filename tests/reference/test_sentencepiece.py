@@ -39,7 +39,9 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "template"), PAIRS)
+@pytest.mark.parametrize(
+    ("name", "template"), [PAIRS[0], *(pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS[1:])]
+)
 def test_sentencepiece(name: str, template: str, tmp_path: Path) -> None:
     model, settings, marked = tmp_path / "model", SETTINGS[name], SENTENCEPIECE[template]
     shutil.copytree(assets.asset("llama2"), model)

@@ -176,7 +176,9 @@ def blank_answer_before_another(chat: Chat) -> bool:
     return any(b["role"] == a["role"] == "assistant" and not a["content"].strip() for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", assets.TOKENIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "llama3" else name for name in assets.TOKENIZERS]
+)
 def test_last_answer(name: str, tmp_path: Path) -> None:
     model = assets.asset(name)
     tokenizer, marked = assets.tokenizer(model), MARKED[name]
@@ -210,7 +212,16 @@ def test_flags(train_on: str, tmp_path: Path) -> None:
     expect(verdicts(written.FLAGS, tokenizer, result, reference))
 
 
-@pytest.mark.parametrize("name", HAND_MADE)
+HEAVY = {
+    "begins with a token", "no control token", "no break between", "a prompt always follows", "closes the conversation",
+    "capital roles", "trims",
+}  # fmt: skip
+"""Templates of which the others have all kinds of places that are looked for."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in HEAVY else name for name in HAND_MADE]
+)
 def test_hand_made_templates(name: str, tmp_path: Path) -> None:
     """Without marks, and with the marks in the template that the product is given."""
     model = assets.asset("smollm2")

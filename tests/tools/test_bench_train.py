@@ -68,6 +68,7 @@ def test_windows_are_means_of_fifty_steps() -> None:
     assert bench_train.windows([1.0] * 50 + [3.0] * 50) == [1.0, 3.0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_children")
 def test_the_command_on_the_smallest_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer stands in here with our own losses: it is not installed everywhere."""

@@ -31,7 +31,14 @@ def verdicts(finding: Finding) -> dict[str, str]:
     return {mode: outcome.verdict for mode, outcome in finding.modes.items()}
 
 
-@pytest.mark.parametrize("model_type", [*ROUTES, *REFUSED])
+FURTHER = ("gptj", "qwen3_5_text", "falcon_h1")
+"""Of families that others stand for."""
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=pytest.mark.slow) if name in FURTHER else name for name in (*ROUTES, *REFUSED)],
+)
 def test_a_type_is_trained_as_the_plain_loop_trains_it_or_refused(model_type: str) -> None:
     found = examine(model_type, WAYS, steps=2)
     assert not found.impossible

@@ -24,6 +24,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_a_type_has_a_number_in_every_mode() -> None:
     found = examine("qwen3_moe", "h100-80g")
     assert {outcome.verdict for outcome in found.modes.values()} == {"predicted"}, found

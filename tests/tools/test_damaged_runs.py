@@ -20,8 +20,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     [
         ("bit flipped", "export"),
         ("directory gone", "eval"),
-        ("all checkpoints gone", "export"),
         ("all bits flipped", "generate"),
+        pytest.param("all checkpoints gone", "export", marks=pytest.mark.slow),
     ],
 )
 def test_a_damaged_last_checkpoint_is_named_and_the_ways_on_work(place: Place, state: str, command: str) -> None:
@@ -33,7 +33,9 @@ def test_a_damaged_last_checkpoint_is_named_and_the_ways_on_work(place: Place, s
     assert place.content() == place.sha256
 
 
-@pytest.mark.parametrize("state", [("record gone",), ("directory gone", "record says running")])
+@pytest.mark.parametrize(
+    "state", [pytest.param(("record gone",), marks=pytest.mark.slow), ("directory gone", "record says running")]
+)
 def test_a_run_is_what_its_checkpoints_tell(place: Place, state: tuple[str, ...]) -> None:
     place.damage(state)
     assert place.ask("export").code == 0

@@ -42,6 +42,7 @@ def test_a_part_runs_in_small(name: str, tmp_path: Path) -> None:
     assert all((line["ok"] is True) == (name in judged) for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_children")
 def test_predicted_stands_beside_measured(day: Day) -> None:
     found = runs.profiled(day, runs.write_recipe(day, "0.6B"), "one", "--train.micro_batch_size", "1")

@@ -30,6 +30,7 @@ def test_two_thousand_lines_are_judged_alike(broken: Path) -> None:
     assert len(figures["kinds_of_bad"]) >= 10
 
 
+@pytest.mark.slow
 def test_the_command_counts_the_same_rows(capsys: pytest.CaptureFixture[str]) -> None:
     import sys
 

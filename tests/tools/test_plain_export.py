@@ -17,6 +17,7 @@ from tuner.api import export_hf
 from tuner.model.adapter import LoraSpec
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 @pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.slow), LoraSpec(4, 8.0, 0.0, "all-linear")])
 def test_the_same_text_and_logits_without_tuner(

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.predict_cases import QUICK, Case, cases
+from tests.fixtures.predict_cases import QUICK, SLOW, Case, cases
 from tests.fixtures.predict_counted import counted, resolved_case
 from tests.fixtures.predict_traced import predicted
 from tools.predict_campaign import problems
 
 
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.model)
+@pytest.mark.parametrize(
+    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=lambda case: case.model
+)
 def test_prediction_is_what_was_counted(case: Case, tmp_path: Path) -> None:
     setup = resolved_case(case, tmp_path)
     real, said = counted(*setup), predicted(*setup)
@@ -25,7 +27,7 @@ def test_prediction_is_what_was_counted(case: Case, tmp_path: Path) -> None:
 
 
 def test_differences_are_seen(tmp_path: Path) -> None:
-    said = predicted(*resolved_case(QUICK[0], tmp_path))
+    said = predicted(*resolved_case(SLOW[0], tmp_path))
     assert problems(said, said) == []
     for key, value in (("parameters", said.parameters + 4), ("gradients", 0), ("saved", [said.saved[0]])):
         assert len(problems(said, replace(said, **{key: value}))) == 1

@@ -146,7 +146,7 @@ main(sys.argv[1:])
 def many_files(recipe: Path) -> Path:
     """A recipe of enough small files that two workers are busy for a while."""
     (recipe.parent / "rows").mkdir()
-    for number in range(30):
+    for number in range(24):
         rows = [tiny.chat(f"question {number} {i}", f"answer {i}") for i in range(400)]
         tiny.write_rows(recipe.parent / "rows" / f"{number:02}.jsonl", rows)
     recipe.write_text("model: {name_or_path: ./model}\ndata: {train: rows, eval: 2%, workers: 2}\n")
@@ -177,7 +177,10 @@ def children(pid: int) -> list[int]:
         return []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGKILL))],
+)
 def test_a_signal_leaves_nothing_behind_that_counts(many_files: Path, number: signal.Signals) -> None:
     cache = many_files.parent / "cache"
     with start(many_files) as command:

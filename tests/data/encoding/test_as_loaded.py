@@ -140,6 +140,7 @@ def test_transformers_is_asked_once(tmp_path: Path, asked: list[object]) -> None
     assert len(asked) == 3
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_costs_time_alone(tmp_path: Path, asked: list[object]) -> None:
     base = spm.write(tmp_path / "base", {"tokenizer.json": spm.tokenizer_json()}, "llama", **LLAMA)
     (tmp_path / "file").write_text("")

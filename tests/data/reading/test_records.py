@@ -402,7 +402,7 @@ def test_problems_of_columns_are_named_as_the_row_has_them() -> None:
 
 def test_reasons_are_short_and_of_few_kinds() -> None:
     kinds = set()
-    for i in range(300):
+    for i in range(0, 300, 10):
         key = f"k'\"{i}" * (1 + i * 100)
         for row in (
             {"messages": [{"role": f"r{i}", "content": "x"}]},
